@@ -1,0 +1,36 @@
+# Two commands matter: `make demo` and `make test`. Both make their own .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check lint types unit clean
+
+demo: .venv/demo
+	$(BIN)/growprune demo
+
+test: check
+
+check: lint types unit
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/dev
+	$(BIN)/mypy
+
+unit: .venv/dev
+	$(BIN)/pytest
+
+# The stamps depend on what decides the environment, so a changed pin reinstalls.
+.venv/demo: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[digits]'
+	touch $@
+
+.venv/dev: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs

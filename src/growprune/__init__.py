@@ -1,0 +1,70 @@
+"""growprune: train sparse neural networks by scheduled grow-and-prune.
+
+Names are loaded when first used, so that `import growprune` is instant and `growprune --help` needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from growprune import methods, tasks
+    from growprune.engine import resume, train
+    from growprune.engine.optim import Curve, Optimizer
+    from growprune.engine.recipe import Recipe
+    from growprune.file import load, manifest, read, save
+    from growprune.flops import count_flops
+    from growprune.partition import Partition
+    from growprune.plan import Branch, By, Fork, Part, Phase, Plan, grow, method, prune
+    from growprune.sparse import SparseModel
+
+_HOMES = {
+    "growprune": ("methods", "tasks"),
+    "growprune.engine": ("resume", "train"),
+    "growprune.engine.optim": ("Curve", "Optimizer"),
+    "growprune.engine.recipe": ("Recipe",),
+    "growprune.file": ("load", "manifest", "read", "save"),
+    "growprune.flops": ("count_flops",),
+    "growprune.partition": ("Partition",),
+    "growprune.plan": ("Branch", "By", "Fork", "Part", "Phase", "Plan", "grow", "method", "prune"),
+    "growprune.sparse": ("SparseModel",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Branch",
+    "By",
+    "Curve",
+    "Fork",
+    "Optimizer",
+    "Part",
+    "Partition",
+    "Phase",
+    "Plan",
+    "Recipe",
+    "SparseModel",
+    "count_flops",
+    "grow",
+    "load",
+    "manifest",
+    "method",
+    "methods",
+    "prune",
+    "read",
+    "resume",
+    "save",
+    "tasks",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'growprune' has no attribute {name!r}")
+    home = _HOME[name]
+    return importlib.import_module(f"{home}.{name}") if home == __name__ else getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,112 @@
+"""How many groups live in each layer: the same share everywhere, Erdos-Renyi-kernel, or one ranking for all.
+
+An allocation turns a sparsity into *pools*: sets of weights that are ranked together, and how many groups of each
+live. Uniform and ERK make a pool of every weight; global makes one pool of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from growprune.layers import Weight
+from growprune.patterns import Pattern
+from growprune.selection import num_kept
+
+
+class Scope(Enum):
+    """What a global ranking covers when a part is pruned."""
+
+    MODEL = "model"
+    """One threshold over the whole model, so that its total sparsity is the target."""
+    PART = "part"
+    """One threshold over the part alone."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    weights: tuple[Weight, ...]
+    kept: int
+    """How many groups of these weights, ranked together, live."""
+
+
+Allocation = Callable[[Sequence[Weight], Sequence[Weight], float, Pattern, Scope], list[Pool]]
+"""(all prunable weights, those of the part, sparsity, pattern, scope) -> pools."""
+
+
+def uniform(
+    model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern, scope: Scope
+) -> list[Pool]:
+    """Every layer has the same sparsity."""
+    del model, scope
+    return [Pool((w,), num_kept(sparsity, pattern.num_groups(w))) for w in part]
+
+
+def erk(
+    model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern, scope: Scope
+) -> list[Pool]:
+    """Erdos-Renyi-kernel (Evci et al. 2020): a layer's density goes with (sum of its dimensions) / (their product).
+
+    The densities are those of the whole model, so that parts pruned one by one add up to its sparsity.
+    """
+    del scope
+    counts = erk_counts([w.shape for w in model], [pattern.num_groups(w) for w in model], sparsity)
+    by_name = {w.name: count for w, count in zip(model, counts, strict=True)}
+    return [Pool((w,), by_name[w.name]) for w in part]
+
+
+def global_(
+    model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern, scope: Scope
+) -> list[Pool]:
+    """One ranking over the whole model (or over the part): layers end up with different sparsities."""
+    weights = tuple(model if scope is Scope.MODEL else part)
+    return [Pool(weights, num_kept(sparsity, sum(pattern.num_groups(w) for w in weights)))]
+
+
+ALLOCATIONS: dict[str, Allocation] = {"uniform": uniform, "erk": erk, "global": global_}
+
+
+def parse_allocation(name: str) -> Allocation:
+    if name not in ALLOCATIONS:
+        raise ValueError(f"allocation is {name!r}, but must be one of {', '.join(ALLOCATIONS)}")
+    return ALLOCATIONS[name]
+
+
+def erk_counts(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], sparsity: float) -> list[int]:
+    """How many groups each layer keeps under ERK; they add up to exactly the model's sparsity.
+
+    >>> erk_counts([(10, 10), (100, 100)], [100, 10000], 0.9)
+    [92, 918]
+    """
+    total = num_kept(sparsity, sum(sizes))
+    raw = [sum(shape) / _product(shape) for shape in shapes]
+    dense: set[int] = set()
+    while True:  # a layer that would need more than all its weights is dense; solve again for the others
+        left = total - sum(sizes[i] for i in dense)
+        share = sum(raw[i] * sizes[i] for i in range(len(sizes)) if i not in dense)
+        epsilon = left / share if share else 0.0
+        over = {i for i in range(len(sizes)) if i not in dense and epsilon * raw[i] > 1}
+        if not over:
+            break
+        dense |= {max(over, key=lambda i: raw[i])}
+    exact = [float(sizes[i]) if i in dense else epsilon * raw[i] * sizes[i] for i in range(len(sizes))]
+    return _round_to_total(exact, sizes, total)
+
+
+def _round_to_total(exact: Sequence[float], sizes: Sequence[int], total: int) -> list[int]:
+    """Round down, then give what is missing to the largest remainders, the earlier layer first."""
+    counts = [min(int(x), size) for x, size in zip(exact, sizes, strict=True)]
+    order = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
+    for i in (i for _ in range(2) for i in order):
+        if sum(counts) == total:
+            break
+        counts[i] += counts[i] < sizes[i]
+    return counts
+
+
+def _product(shape: Sequence[int]) -> int:
+    result = 1
+    for length in shape:
+        result *= length
+    return result

@@ -1,0 +1,100 @@
+"""Carries a recipe out: `train` starts a run in a folder, `resume` goes on with one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from growprune.engine import checkpoint
+from growprune.engine.folder import Event, RunFolder
+from growprune.engine.recipe import Recipe, describe
+from growprune.engine.run import Interrupted, Run
+from growprune.engine.training import TrainingDiverged
+from growprune.plan import walk
+
+__all__ = ["Event", "Interrupted", "Recipe", "Run", "RunFolder", "TrainingDiverged", "resume", "train"]
+
+
+def train(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    origin: dict[str, Any] | None = None,
+    on_event: Callable[[Event], None] = lambda event: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Carry a recipe out in a new folder, and return what `result.json` holds."""
+    folder = RunFolder(Path(out))
+    recipe.sparse_model(recipe.task.build_model())  # a recipe that cannot run should not leave a folder
+    folder.create(recipe, origin or {})
+    run = Run(recipe, folder, on_event=on_event, should_stop=should_stop)
+    folder.write_plan(run.plan)
+    return run.execute()
+
+
+def resume(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    extend: int = 0,
+    on_event: Callable[[Event], None] = lambda event: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Go on with a run where its newest whole checkpoint stands; with `extend`, search that many steps more.
+
+    The recipe must be the one the run was started with.
+    """
+    folder = RunFolder(Path(out))
+    _compare(folder, recipe)
+    if extend:
+        recipe = _extend(folder, recipe, extend)
+    elif folder.result.exists():
+        result = json.loads(folder.result.read_text())
+        assert isinstance(result, dict)
+        return result
+    run = Run(recipe, folder, on_event=on_event, should_stop=should_stop)
+    folder.write_plan(run.plan)
+
+    def warn(message: str) -> None:
+        on_event({"event": "warning", "message": message})
+        folder.append({"event": "warning", "message": message})
+
+    found = checkpoint.load_newest(folder.checkpoints, warn)
+    if found is not None:
+        run.restore(*found)
+    return run.execute()
+
+
+def _compare(folder: RunFolder, recipe: Recipe) -> None:
+    stored = folder.read_recipe()["recipe"]
+    given = json.loads(json.dumps(describe(recipe)))
+    for name in {**given, **stored}:
+        if stored.get(name) != given.get(name):
+            raise ValueError(
+                f"{folder.path} was started with {name}={stored.get(name)!r}, but the recipe now says "
+                f"{given.get(name)!r}: put it back, or start a new run"
+            )
+
+
+def _extend(folder: RunFolder, recipe: Recipe, steps: int) -> Recipe:
+    """Take a finished run back to the end of its search, and lengthen the search."""
+    longer = recipe.extended(steps)
+    if not folder.result.exists():
+        raise ValueError(f"{folder.path} is not finished, so it cannot be extended: resume it without --extend first")
+    number = folder.kept()
+    if not number:
+        raise ValueError(f"{folder.path} has no checkpoint at the end of its search, so it cannot be extended")
+    state = checkpoint.load(folder.checkpoints / f"{number[0]:08d}")
+    model = recipe.task.build_model()
+    old, new = list(walk(recipe.plan(model))), list(walk(longer.plan(model)))
+    done = state["stretch"] + 1
+    if old[:done] != new[:done]:
+        raise ValueError(f"{folder.path} cannot be extended: with more steps, its method would have begun otherwise")
+    content = folder.read_recipe()
+    origin = {k: v for k, v in content.items() if k != "recipe"}
+    folder.set_aside()
+    checkpoint.remove_old(folder.checkpoints, number)
+    folder.write_recipe(longer, {**origin, "extended": origin.get("extended", 0) + steps})
+    return longer

@@ -1,0 +1,151 @@
+"""Checkpoints: a nest of values and tensors on disk, that is either complete or not there.
+
+A checkpoint is the folder `checkpoints/<number>/` with
+
+    tensors.safetensors   every tensor, under a running number
+    state.json            the nest, with {"tensor": "<number>"} where a tensor was
+    COMPLETE              JSON with the digests of the two files; written last
+
+It is written under a temporary name, each file is fsynced, and the folder is renamed at the end. What lacks a valid
+COMPLETE is never loaded. Nothing in it runs code when read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+FILES = ("tensors.safetensors", "state.json")
+
+
+def save(folder: Path, number: int, state: dict[str, Any]) -> Path:
+    """Write a checkpoint; on any failure nothing is left behind and the earlier ones are untouched."""
+    final = folder / f"{number:08d}"
+    temporary = folder / f".writing-{number:08d}"
+    tensors: dict[str, Tensor] = {}
+    nest = _encode(state, tensors)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file(tensors, temporary / FILES[0])
+        (temporary / FILES[1]).write_text(json.dumps(nest))
+        _sync(temporary / FILES[0], temporary / FILES[1])
+        (temporary / "COMPLETE").write_text(json.dumps({name: _digest(temporary / name) for name in FILES}))
+        _sync(temporary / "COMPLETE", temporary)
+        temporary.rename(final)
+        _sync(folder)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+            raise OSError(f"cannot write checkpoint {final}: {error}; earlier checkpoints are intact") from error
+        raise
+    return final
+
+
+def load(checkpoint: Path) -> dict[str, Any]:
+    """Read a checkpoint whose COMPLETE matches; raises ValueError if it does not."""
+    try:
+        digests = json.loads((checkpoint / "COMPLETE").read_text())
+        wrong = [name for name in FILES if _digest(checkpoint / name) != digests[name]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"checkpoint {checkpoint} is incomplete ({error})") from error
+    if wrong:
+        raise ValueError(f"checkpoint {checkpoint} is damaged: {', '.join(wrong)} is not what was written")
+    tensors = load_file(checkpoint / FILES[0])
+    state = _decode(json.loads((checkpoint / FILES[1]).read_text()), tensors)
+    assert isinstance(state, dict)
+    return state
+
+
+def load_newest(folder: Path, warn: Callable[[str], None]) -> tuple[int, dict[str, Any]] | None:
+    """The newest checkpoint that is whole, with its number; `warn` is told of each newer one that is not."""
+    for number in sorted(numbers(folder), reverse=True):
+        try:
+            return number, load(folder / f"{number:08d}")
+        except ValueError as error:
+            warn(f"{error}; going back to the one before")
+    return None
+
+
+def numbers(folder: Path) -> list[int]:
+    """The numbers of the checkpoints in a folder, whole or not, in order."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+
+
+def remove_old(folder: Path, keep: Sequence[int]) -> None:
+    """Remove all checkpoints but some, and what interrupted writes left."""
+    for path in folder.glob("*"):
+        if path.name.startswith(".writing-") or (path.name.isdigit() and int(path.name) not in keep):
+            with contextlib.suppress(FileNotFoundError):  # without its marker it is no checkpoint, however far we get
+                (path / "COMPLETE").unlink()
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file as a whole or not at all."""
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        temporary.write_text(json.dumps(value, indent=2) + "\n")
+        _sync(temporary)
+        temporary.replace(path)
+        _sync(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error}") from error
+
+
+def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        key = str(len(tensors))
+        tensors[key] = value.detach().contiguous().cpu().clone()
+        return {"tensor": key}
+    if isinstance(value, dict):
+        return {"items": [[_encode(k, tensors), _encode(v, tensors)] for k, v in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(item, tensors) for item in value]}
+    if isinstance(value, list):
+        return [_encode(item, tensors) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}")
+
+
+def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "tuple":
+        return tuple(_decode(item, tensors) for item in content)
+    return {_decode(k, tensors): _decode(v, tensors) for k, v in content}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _sync(*paths: Path) -> None:
+    """Have the system write files, or the entries of a folder, to the disk now."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

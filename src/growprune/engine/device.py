@@ -1,0 +1,49 @@
+"""The device a run trains on: choosing it, and what is measured of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+
+def choose_device(name: str) -> torch.device:
+    """The device a recipe names, set up to give the same bits each time."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but torch sees no CUDA device: set device=cpu or device=auto")
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+    return device
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a result depends on beside its recipe."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "growprune": version("growprune"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": f"{device.type} ({name})",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory held at a time: of the GPU's if the run used one, of the whole process if not."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

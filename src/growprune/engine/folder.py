@@ -1,0 +1,116 @@
+"""The folder of a run: its files, and the rules for entering one."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from growprune.engine import checkpoint
+from growprune.engine.recipe import Recipe, describe
+from growprune.plan import Fork, Phase, Plan
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def search_end(self) -> Path:
+        """Holds the number of the checkpoint at the end of the search, from which the search can be extended."""
+        return self.checkpoints / "search_end"
+
+    @property
+    def best(self) -> Path:
+        return self.path / "best.safetensors"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model.safetensors"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    def create(self, recipe: Recipe, origin: dict[str, Any]) -> None:
+        """Claim an empty or new folder for a recipe; `origin` says how to find the recipe again."""
+        if self.recipe.exists():
+            same = self.read_recipe()["recipe"] == describe(recipe)
+            whose = "this recipe's" if same else "another recipe's"
+            remedy = f"go on with `growprune resume {self.path}`, or give another --out" if same else "give another --out"
+            raise ValueError(f"{self.path} holds {whose} run: {remedy}")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if any(self.path.iterdir()):
+                raise ValueError(f"{self.path} is not empty, and what it holds is no run: give another --out")
+            self.write_recipe(recipe, origin)
+        except OSError as error:
+            raise OSError(f"cannot write to {self.path}: {error}") from error
+
+    def write_recipe(self, recipe: Recipe, origin: dict[str, Any]) -> None:
+        checkpoint.write_json(self.recipe, {**origin, "recipe": describe(recipe)})
+
+    def read_recipe(self) -> dict[str, Any]:
+        """What `create` wrote; raises ValueError if the folder holds no run."""
+        try:
+            content = json.loads(self.recipe.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.path} holds no run: {self.recipe.name} cannot be read ({error})") from error
+        if not isinstance(content, dict) or "recipe" not in content:
+            raise ValueError(f"{self.path} holds no run: {self.recipe.name} is not one of ours")
+        return content
+
+    def write_plan(self, plan: Plan) -> None:
+        parts = {part.name: part.tensors for part in plan.partition}
+        checkpoint.write_json(self.plan, {"parts": parts, "steps": [_describe_step(step) for step in plan]})
+
+    def append(self, event: Event) -> None:
+        """Add a line to the log. A line cut short by a kill is ended first, so that it spoils no other."""
+        line = json.dumps({"time": round(time.time(), 3), **event}) + "\n"
+        try:
+            with self.log.open("a+b") as log:
+                if log.tell() and log.seek(-1, 2) >= 0 and log.read(1) != b"\n":
+                    line = "\n" + line
+                log.write(line.encode())
+        except OSError as error:
+            raise OSError(f"cannot write to {self.log}: {error}") from error
+
+    def kept(self) -> list[int]:
+        """Checkpoints that stay whatever comes."""
+        return [int(self.search_end.read_text())] if self.search_end.exists() else []
+
+    def set_aside(self) -> Path:
+        """Move the outcome of a finished run out of the way of one that goes on."""
+        earlier = self.path / "earlier"
+        target = earlier / str(1 + sum(1 for _ in earlier.glob("*")))
+        target.mkdir(parents=True)
+        for path in (self.result, self.model, self.best):
+            if path.exists():
+                path.rename(target / path.name)
+        return target
+
+
+def _describe_step(step: Phase | Fork) -> dict[str, Any]:
+    if isinstance(step, Phase):
+        return {"edits": [str(edit) for edit in step.edits], "epochs": step.epochs}
+    return {"fork": [{**_describe_step(b.phase), "brings": b.brings.name} for b in step.branches]}

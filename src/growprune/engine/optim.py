@@ -1,0 +1,81 @@
+"""Optimizers and learning-rate curves, as settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+}
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Which optimizer, and its settings."""
+
+    kind: Literal["sgd", "adam", "adamw", "rmsprop", "adagrad"] = "sgd"
+    lr: float = 0.1
+    """The peak of the learning-rate curve."""
+    weight_decay: float = 0.0
+    """On weights only: norms and biases do not decay."""
+    momentum: float | None = None
+    """sgd and rmsprop."""
+    nesterov: bool = False
+    """sgd."""
+    betas: tuple[float, float] | None = None
+    """adam and adamw."""
+    eps: float | None = None
+    """All but sgd."""
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        given = {"momentum": self.momentum, "nesterov": self.nesterov or None, "betas": self.betas, "eps": self.eps}
+        options = {name: value for name, value in given.items() if value is not None}
+        try:
+            return OPTIMIZERS[self.kind]([g for g in groups if g["params"]], lr=self.lr, **options)
+        except TypeError as error:
+            raise ValueError(f"optimizer {self.kind} does not take all of {', '.join(options)}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The learning rate over a stretch of training, as a factor of its peak."""
+
+    shape: Literal["cosine", "step", "inverse_sqrt", "constant"] = "cosine"
+    warmup_epochs: float = 0.0
+    """Linear from (nearly) zero to the peak."""
+    milestones: tuple[float, ...] = ()
+    """step: the shares of the stretch after which the rate drops."""
+    gamma: float = 0.1
+    """step: what the rate is multiplied by at each milestone."""
+
+    def factor(self, iteration: int, *, total: int, per_epoch: int) -> float:
+        """The factor for an iteration, counted from 0, of `total`, with `per_epoch` of them an epoch."""
+        warmup = round(self.warmup_epochs * per_epoch)
+        # 1) linear warm-up; its first iteration already moves
+        if iteration < warmup:
+            return (iteration + 1) / warmup
+        # 2) cosine from the peak to zero over what the warm-up leaves
+        if self.shape == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / max(1, total - warmup)))
+        # 3) steps down
+        if self.shape == "step":
+            return self.gamma ** sum(iteration >= milestone * total for milestone in self.milestones)
+        # 4) the inverse square root of the iteration, 1 where the warm-up ends
+        if self.shape == "inverse_sqrt":
+            return math.sqrt(max(1, warmup) / (iteration + 1))
+        return 1.0

@@ -1,0 +1,115 @@
+"""`--set key=value`: change a field of a recipe by its name, checked against the field's type."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from growprune.engine.recipe import Recipe
+from growprune.methods import METHODS
+
+
+def override(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
+    """The recipe with some fields changed; dots reach inside, as in `task.width` or `options.steps`."""
+    if "method" in settings:  # first, because the options that may be set are the method's
+        recipe = _with_method(recipe, settings["method"])
+    for key, text in settings.items():
+        if key != "method":
+            recipe = _set(recipe, key.split("."), text, key)
+    return recipe
+
+
+def parse_settings(texts: list[str]) -> dict[str, str]:
+    """["a=1", "b.c=x"] -> {"a": "1", "b.c": "x"}"""
+    for text in texts:
+        if "=" not in text:
+            raise ValueError(f"--set got {text!r}, but wants key=value, such as sparsity=0.8")
+    return {key.strip(): value.strip() for key, _, value in (text.partition("=") for text in texts)}
+
+
+def _with_method(recipe: Recipe, name: str) -> Recipe:
+    if name not in METHODS:
+        raise ValueError(f"method is {name!r}, but must be one of {', '.join(METHODS)}")
+    taken = inspect.signature(METHODS[name]).parameters
+    return replace(recipe, method=METHODS[name], options={k: v for k, v in recipe.options.items() if k in taken})
+
+
+def _set(value: Any, path: list[str], text: str, key: str) -> Any:
+    if isinstance(value, Recipe) and path[0] == "options":
+        return replace(value, options={**value.options, **_option(value.method, path[1:], text, key)})
+    known = {f.name: get_type_hints(type(value))[f.name] for f in fields(value)}
+    if path[0] not in known:
+        raise ValueError(f"--set {key}: there is no {path[0]!r}; known are {', '.join(known)}")
+    inside = getattr(value, path[0])
+    if is_dataclass(inside):
+        if len(path) == 1:
+            raise ValueError(f"--set {key}: name a field of it, such as {key}.{fields(inside)[0].name}=...")
+        return replace(value, **{path[0]: _set(inside, path[1:], text, key)})
+    if len(path) > 1:
+        raise ValueError(f"--set {key}: {path[0]} has no fields inside")
+    return replace(value, **{path[0]: convert(text, known[path[0]], key)})
+
+
+def _option(method: Callable[..., Any], path: list[str], text: str, key: str) -> dict[str, Any]:
+    hints = {name: hint for name, hint in get_type_hints(method).items() if name not in ("S", "return")}
+    if len(path) != 1 or path[0] not in hints:
+        raise ValueError(f"--set {key}: {method.__name__} takes {', '.join('options.' + name for name in hints)}")
+    return {path[0]: convert(text, hints[path[0]], key)}
+
+
+def convert(text: str, hint: Any, key: str) -> Any:
+    """The value a text stands for, if it has the type a field wants.
+
+    >>> convert("0.9", float, "sparsity"), convert("true", bool, "restart"), convert('["a"]', tuple[str, ...], "x")
+    (0.9, True, ('a',))
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    fitted = _fit(text if hint is str else value, hint)
+    if fitted is _MISFIT:
+        raise ValueError(f"--set {key}={text}: wants {_say(hint)}")
+    return fitted
+
+
+_MISFIT: Any = object()
+
+
+def _fit(value: Any, hint: Any) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return next((v for v in (_fit(value, a) for a in arguments) if v is not _MISFIT), _MISFIT)
+    if origin is Literal:
+        return value if value in arguments else _MISFIT
+    if origin is tuple:
+        return _fit_tuple(value, arguments)
+    if hint is types.NoneType:
+        return None if value is None else _MISFIT
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    # bool is an int to isinstance, but 1 is not a switch and true is not a count
+    return value if isinstance(value, hint) and (hint is bool) == isinstance(value, bool) else _MISFIT
+
+
+def _fit_tuple(value: Any, arguments: tuple[Any, ...]) -> Any:
+    if not isinstance(value, list):
+        return _MISFIT
+    hints = [arguments[0]] * len(value) if arguments[-1] is ... else list(arguments)
+    if len(hints) != len(value):
+        return _MISFIT
+    items = tuple(_fit(item, hint) for item, hint in zip(value, hints, strict=True))
+    return _MISFIT if _MISFIT in items else items
+
+
+def _say(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_say(argument) for argument in get_args(hint))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
+    return names.get(hint, 'a list, such as ["a", "b"]')

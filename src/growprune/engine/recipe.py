@@ -1,0 +1,109 @@
+"""A recipe: everything that decides a run, as one frozen value."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from growprune.engine.optim import Curve, Optimizer
+from growprune.partition import Partition
+from growprune.plan import Plan, check_counts
+from growprune.sparse import SparseModel
+from growprune.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Write one as a function that returns it; derive another with `dataclasses.replace`."""
+
+    task: Task
+    method: Callable[..., Plan]
+    options: Mapping[str, Any]
+    """The method's own arguments, such as steps, epochs and finetune."""
+    sparsity: float = 0.0
+    kappa: int = 4
+    """The number of parts, cut automatically, unless `parts` says how."""
+    parts: tuple[tuple[str, ...], ...] = ()
+    """The parts by hand: for each, the names of its modules."""
+    allocation: str = "uniform"
+    pattern: str = "free"
+    scope: str = "model"
+    keep_dense: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    storage: str = "masked"
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    curve: Curve = field(default_factory=Curve)
+    restart: bool = True
+    """True (the paper): every phase has a fresh optimizer and the whole learning-rate curve.
+    False: one curve over the whole plan, and optimizer state kept for the weights that survive."""
+    clip: float | None = None
+    """The largest norm of the gradient."""
+    accumulate: int = 1
+    """Batches to an iteration."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    candidates: bool = True
+    """After each step, evaluate what the model would be if pruned now, on validation data, and keep the best."""
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    checkpoint_seconds: float = 60.0
+    """The time between checkpoints; there is one after every stretch of training too. No influence on results."""
+    claim: str = ""
+    """What the recipe is expected to reach, and where."""
+
+    def __post_init__(self) -> None:
+        check_counts(1, accumulate=self.accumulate)
+        known = inspect.signature(self.method).parameters
+        for name in self.options:
+            if name not in known:
+                raise ValueError(f"{self.method.__name__} has no option {name!r}; it takes {', '.join(list(known)[1:])}")
+
+    def plan(self, model: nn.Module) -> Plan:
+        """The recipe's plan for a model. A method that takes `kappa` draws its own parts from the finest partition."""
+        known = inspect.signature(self.method).parameters
+        shared = {"sparsity": self.sparsity, "kappa": self.kappa, "seed": self.seed}
+        options = {name: value for name, value in shared.items() if name in known} | dict(self.options)
+        try:
+            return self.method(self.partition(model), **options)
+        except TypeError as error:
+            raise ValueError(f"{self.method.__name__}: {error}; give it with options") from error
+
+    def partition(self, model: nn.Module) -> Partition:
+        if "kappa" in inspect.signature(self.method).parameters:
+            return Partition.per_layer(model)
+        return Partition.of(model, self.parts) if self.parts else Partition.contiguous(model, self.kappa)
+
+    def sparse_model(self, model: nn.Module) -> SparseModel:
+        return SparseModel(
+            model,
+            sparsity=self.sparsity,
+            allocation=self.allocation,
+            pattern=self.pattern,
+            scope=self.scope,
+            keep_dense=self.keep_dense,
+            also=self.also,
+            seed=self.seed,
+            storage=self.storage,
+        )
+
+    def extended(self, steps: int) -> Recipe:
+        """The same recipe with a longer search."""
+        check_counts(1, extend=steps)
+        if "steps" not in self.options:
+            raise ValueError(f"method {self.method.__name__} has no steps to extend")
+        return replace(self, options={**self.options, "steps": self.options["steps"] + steps})
+
+
+def describe(value: Any) -> Any:
+    """A recipe, or anything in one, as plain JSON values; functions by their names."""
+    if is_dataclass(value) and not isinstance(value, type):
+        named = {} if isinstance(value, Recipe | Optimizer | Curve) else {"name": type(value).__name__}
+        return named | {f.name: describe(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): describe(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [describe(item) for item in value]
+    return value.__name__ if callable(value) else value

@@ -1,0 +1,219 @@
+"""A run: a recipe carried out in a folder. Read this file second, after plan.py.
+
+    recipe.json           where the recipe came from, and all it says
+    plan.json             the steps it unrolls to
+    log.jsonl             one object per event, appended
+    checkpoints/          see checkpoint.py
+    best.safetensors      the best sparse candidate by validation data
+    model.safetensors     the final sparse model
+    result.json           what came out; there once the run is finished
+
+A run can be killed at any moment; it resumes to the bits it would have reached.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from growprune import file
+from growprune.engine import checkpoint
+from growprune.engine.folder import Event, RunFolder
+from growprune.engine.device import choose_device, environment, peak_bytes, reset_peak
+from growprune.engine.recipe import Recipe, describe
+from growprune.engine.rng import rng_state, seed_all, set_rng_state
+from growprune.engine.training import Training, tensors_of
+from growprune.plan import Stretch, walk
+from growprune.report import report
+from growprune.sparse import SparseModel
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, has written a checkpoint, and can be resumed."""
+
+
+class Run:
+    """One recipe in one folder.
+
+    Args:
+        on_event: told of everything that goes to the log.
+        should_stop: asked after each iteration; True ends the run with a checkpoint and `Interrupted`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        *,
+        on_event: Callable[[Event], None] = lambda event: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.recipe, self.folder = recipe, folder
+        self._on_event, self._should_stop = on_event, should_stop
+        self.device = choose_device(recipe.device)
+        self.task = recipe.task
+        seed_all(recipe.seed, "model")
+        model = self.task.build_model().to(self.device)
+        self.plan = recipe.plan(model)
+        self.sparse = recipe.sparse_model(model)
+        self.training = Training(recipe, self.plan, self.sparse, self.device)
+        self.last = sum(1 for _ in walk(self.plan)) - 1
+        self.history: list[dict[str, Any]] = []
+        self.best: dict[str, Any] = {}
+        self._seconds = 0.0
+        self._since = time.monotonic()
+        self._checkpoint_due = self._since + recipe.checkpoint_seconds
+        self._number = self._previous = 0
+        self._resumed_after: int | None = None
+
+    def execute(self) -> dict[str, Any]:
+        """Carry the plan out, from where the run stands to its end, and return the result."""
+        reset_peak(self.device)
+        for stretch in self.sparse.stretches(self.plan):
+            if stretch.index == self._resumed_after:
+                continue
+            alive = self.sparse.num_alive
+            self._tell("phase", stretch, edits=str(stretch.phase), epochs=stretch.phase.epochs, alive=alive)
+            for _ in self.training.train(stretch, lambda loss, lr, s=stretch: self._after_epoch(s, loss, lr)):
+                self._after_iteration(stretch)
+            self._after_stretch(stretch)
+        return self._finish()
+
+    # Between iterations
+
+    def _after_iteration(self, stretch: Stretch) -> None:
+        if self._should_stop():
+            self._save(stretch)
+            self._tell("interrupted", stretch)
+            raise Interrupted
+        if time.monotonic() >= self._checkpoint_due:
+            self._save(stretch)
+
+    def _after_epoch(self, stretch: Stretch, loss: float, lr: float) -> None:
+        validation = self._evaluate(self.sparse, "validation")
+        epoch = self.training.cursor.epoch + 1
+        self._tell("epoch", stretch, epoch=epoch, loss=loss, lr=lr, validation=validation)
+        if stretch.index == self.last:
+            self._consider(self.sparse, stretch, validation, epoch)
+
+    def _after_stretch(self, stretch: Stretch) -> None:
+        row = {"stretch": stretch.index, "step": stretch.step, "branch": stretch.branch, "edits": str(stretch.phase)}
+        row |= {"epochs": stretch.phase.epochs, "alive": self.sparse.num_alive}
+        if stretch.phase.epochs:
+            row["validation"] = self._evaluate(self.sparse, "validation")
+        if self._is_candidate(stretch):
+            candidate = self.sparse.twin()
+            candidate.prune()
+            row["candidate"] = self._evaluate(candidate, "validation")
+            self._consider(candidate, stretch, row["candidate"], None)
+        self.history.append(row)
+        self._tell("stretch", stretch, **{k: v for k, v in row.items() if k in ("validation", "candidate", "alive")})
+        self.training.next_stretch()
+        if stretch.phase.epochs or stretch.index == self.last - 1:
+            self._save(stretch, is_finished=True)
+
+    def _is_candidate(self, stretch: Stretch) -> bool:
+        """Whether the model, pruned now, is one that the plan could have ended with."""
+        inside = 0 < stretch.index < self.last and stretch.branch is None
+        return inside and self.recipe.candidates and self.recipe.sparsity > 0
+
+    def _consider(self, sparse: SparseModel, stretch: Stretch, metrics: dict[str, float], epoch: int | None) -> None:
+        """Keep the best sparse model by validation data."""
+        score = metrics[self.task.metric]
+        if not self.best or score > self.best["validation"][self.task.metric]:
+            self.best = {"validation": metrics, "step": stretch.step, "epoch": epoch}
+            file.save(sparse, self.folder.best)
+
+    @torch.no_grad()
+    def _evaluate(self, sparse: SparseModel, split: Any) -> dict[str, float]:
+        sparse.model.eval()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+            return self.task.evaluate(sparse.model, split, device=self.device)
+
+    # Checkpoints
+
+    def _save(self, stretch: Stretch, *, is_finished: bool = False) -> None:
+        self.training.check_finite(stretch)  # what diverged must not replace a good checkpoint
+        self._clock()
+        self._number += 1
+        state = {
+            "model": tensors_of(self.sparse.model),
+            "sparse": self.sparse.state_dict(),
+            "training": self.training.state_dict(),
+            "rng": rng_state(),
+            "history": self.history,
+            "best": self.best,
+            "seconds": self._seconds,
+            "stretch": stretch.index,
+            "is_finished": is_finished,
+        }
+        checkpoint.save(self.folder.checkpoints, self._number, state)
+        self._tell("checkpoint", stretch, number=self._number)
+        if is_finished and stretch.index == self.last - 1:
+            self.folder.search_end.write_text(f"{self._number}\n")
+        checkpoint.remove_old(self.folder.checkpoints, [self._previous, self._number, *self.folder.kept()])
+        self._previous = self._number
+        self._checkpoint_due = time.monotonic() + self.recipe.checkpoint_seconds
+
+    def restore(self, number: int, state: dict[str, Any]) -> None:
+        """Go back to exactly where a checkpoint was written."""
+        tensors = tensors_of(self.sparse.model)
+        with torch.no_grad():
+            for name, value in state["model"].items():
+                tensors[name].copy_(value)
+        self.sparse.load_state_dict(state["sparse"])
+        self.training.load_state_dict(state["training"])
+        self.history, self.best, self._seconds = state["history"], state["best"], state["seconds"]
+        self._resumed_after = state["stretch"] if state["is_finished"] else None
+        self._number, self._previous = max(checkpoint.numbers(self.folder.checkpoints)), number
+        set_rng_state(state["rng"])
+        self._note("resumed", number=number, step=self.history[-1]["step"] if self.history else 0)
+
+    # The end
+
+    def _finish(self) -> dict[str, Any]:
+        self._clock()
+        file.save(self.sparse, self.folder.model)
+        result = {
+            "recipe": describe(self.recipe),
+            "seed": self.recipe.seed,
+            "environment": environment(self.device),
+            "phases": self.history,
+            "validation": self._evaluate(self.sparse, "validation"),
+            "test": self._evaluate(self.sparse, "test"),
+            "best": self._best_tested(),
+            "sparsity": report(self.sparse, self.task.example().to(self.device)).to_dict(),
+            "file_bytes": self.folder.model.stat().st_size,
+            "peak_bytes": peak_bytes(self.device),
+            "seconds": self._seconds,
+        }
+        checkpoint.write_json(self.folder.result, result)
+        self._note("finished", test=result["test"], seconds=self._seconds)
+        return result
+
+    def _best_tested(self) -> dict[str, Any] | None:
+        """The best candidate by validation data, with its test metrics, which select nothing."""
+        if not self.best:
+            return None
+        best = file.load(self.folder.best, copy.deepcopy(self.sparse.model))
+        return {**self.best, "test": self._evaluate(best, "test")}
+
+    # Telling
+
+    def _tell(self, event: str, stretch: Stretch, **details: Any) -> None:
+        place = {"stretch": stretch.index, "last": self.last, "step": stretch.step, "branch": stretch.branch}
+        self._note(event, **place, **details)
+
+    def _note(self, event: str, **details: Any) -> None:
+        entry: Event = {"event": event, **details}
+        self.folder.append(entry)
+        self._on_event(entry)
+
+    def _clock(self) -> None:
+        now = time.monotonic()
+        self._seconds, self._since = self._seconds + now - self._since, now

@@ -1,0 +1,156 @@
+"""One stretch of training, an iteration at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growprune.engine.recipe import Recipe
+from growprune.engine.rng import seed_all
+from growprune.plan import Plan, Stretch, walk
+from growprune.scores import salt_of
+from growprune.sparse import SparseModel
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss is no longer a number."""
+
+
+@dataclass
+class Cursor:
+    """Where in a stretch training stands."""
+
+    epoch: int = 0
+    batch: int = 0
+    """How many batches of the epoch are done."""
+    iteration: int = 0
+    """How many steps the optimizer has taken in the stretch."""
+    loss_sum: float = 0.0
+    """Over the iterations of the epoch so far."""
+    num_losses: int = 0
+
+
+class Training:
+    """Trains a sparse model through the stretches of a plan, one iteration at a time."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, sparse: SparseModel, device: torch.device) -> None:
+        self.recipe, self.plan, self.sparse, self.device = recipe, plan, sparse, device
+        self.cursor = Cursor()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._was_branch = False
+
+    def train(self, stretch: Stretch, on_epoch: Callable[[float, float], None]) -> Iterator[None]:
+        """Train a stretch from where the cursor stands; yields after each iteration, when all is consistent.
+
+        Args:
+            on_epoch: called with the mean loss and the learning rate when an epoch is over.
+        """
+        if self.cursor == Cursor():
+            self._begin(stretch)
+        while self.cursor.epoch < stretch.phase.epochs:
+            for batches in self._iterations(stretch):
+                self._iterate(batches, stretch)
+                yield
+            self.check_finite(stretch)
+            on_epoch(self.cursor.loss_sum / max(1, self.cursor.num_losses), self._lr(stretch))
+            self.cursor = Cursor(epoch=self.cursor.epoch + 1, iteration=self.cursor.iteration)
+            self._loss_sum.zero_()
+        self._was_branch = stretch.branch is not None
+
+    def next_stretch(self) -> None:
+        """Put the cursor at the start of the stretch to come."""
+        self.cursor = Cursor()
+
+    def _begin(self, stretch: Stretch) -> None:
+        # A stretch is a function of (seed, step, branch), so it does not matter who trains it, or what ran before.
+        seed_all(self.recipe.seed, "stretch", stretch.step, stretch.branch)
+        # Machines that part, and machines that have combined, have no common optimizer state to go on with.
+        if self.recipe.restart or stretch.branch is not None or self._was_branch or self.optimizer is None:
+            self.optimizer = None
+        if stretch.phase.epochs and self.optimizer is None:
+            self.optimizer = self._build_optimizer()
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        return self.sparse.attach(self.recipe.optimizer.build(self.sparse.model))
+
+    def _iterations(self, stretch: Stretch) -> Iterator[list[Any]]:
+        """The batches of the current epoch from where the cursor stands, `accumulate` at a time."""
+        seed = salt_of(self.recipe.seed, "data", stretch.step, stretch.branch, self.cursor.epoch) >> 1
+        batches = self.recipe.task.batches(seed=seed, start=self.cursor.batch, device=self.device)
+        while group := list(itertools.islice(batches, self.recipe.accumulate)):
+            yield group
+
+    def _iterate(self, batches: list[Any], stretch: Stretch) -> None:
+        optimizer, model = self.optimizer, self.sparse.model
+        assert optimizer is not None
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = self._lr(stretch)
+        model.train()
+        for batch in batches:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+                loss = self.recipe.task.loss(model, batch) / len(batches)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._loss_sum += loss.detach().double()
+        if self.recipe.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self._count(len(batches), stretch)
+
+    def _count(self, num_batches: int, stretch: Stretch) -> None:
+        cursor = self.cursor
+        cursor.batch += num_batches
+        cursor.iteration += 1
+        cursor.num_losses += 1
+        if self.device.type == "cpu" or cursor.iteration % 20 == 0:  # reading the loss off a GPU makes it wait
+            self.check_finite(stretch)
+
+    def check_finite(self, stretch: Stretch) -> None:
+        """Raise if any loss of the epoch so far was not finite; cheap on a CPU, a wait on a GPU."""
+        self.cursor.loss_sum = float(self._loss_sum)
+        if not math.isfinite(self.cursor.loss_sum):
+            raise TrainingDiverged(
+                f"the loss became {self.cursor.loss_sum} in step {stretch.step} ({stretch.phase}), epoch "
+                f"{self.cursor.epoch + 1}, at learning rate {self._lr(stretch):.3g}: "
+                f"lower optimizer.lr, lengthen curve.warmup_epochs, or set clip"
+            )
+
+    def _lr(self, stretch: Stretch) -> float:
+        per_epoch = math.ceil(self.recipe.task.num_batches() / self.recipe.accumulate)
+        before, epochs = (0, stretch.phase.epochs) if self.recipe.restart else self._epochs_before(stretch)
+        iteration = before * per_epoch + self.cursor.iteration
+        curve = self.recipe.curve.factor(iteration, total=epochs * per_epoch, per_epoch=per_epoch)
+        return self.recipe.optimizer.lr * curve
+
+    def _epochs_before(self, stretch: Stretch) -> tuple[int, int]:
+        """Epochs of the plan's steps before this one, and of all; the branches of a fork run side by side."""
+        epochs = {s.step: s.phase.epochs for s in walk(self.plan)}
+        return sum(n for step, n in epochs.items() if step < stretch.step), sum(epochs.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "cursor": asdict(self.cursor),
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "was_branch": self._was_branch,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.cursor = Cursor(**state["cursor"])
+        self._loss_sum = torch.tensor(self.cursor.loss_sum, dtype=torch.float64, device=self.device)
+        self._was_branch = state["was_branch"]
+        self.optimizer = None
+        if state["optimizer"] is not None:
+            self.optimizer = self._build_optimizer()
+            self.optimizer.load_state_dict(state["optimizer"])
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers, non-persistent ones too, each once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -1,0 +1,24 @@
+"""Parallel grow-and-prune (P-GaP): Ma et al., "Effective Model Sparsification by Scheduled Grow-and-Prune
+Methods", ICLR 2022, Algorithm 2."""
+
+from collections.abc import Iterator
+
+from growprune.plan import Branch, By, Fork, Parts, Phase, Step, check_counts, grow, method, prune
+
+
+@method
+def parallel_gap(S: Parts, *, sparsity: float, steps: int, epochs: int, finetune: int) -> Iterator[Step]:
+    """P-GaP: each step sends the model to len(S) machines, the i-th grows S_i; combine, prune, and again.
+
+    Args:
+        sparsity: r, the fraction of zeros to reach.
+        steps: K, how many times the machines part and combine; one step is one round.
+        epochs: T, the epochs each machine trains in each step.
+        finetune: T', the epochs trained at the end with all parts sparse.
+    """
+    check_counts(1, steps=steps)
+    yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM))
+    for _ in range(steps):
+        yield Fork(*(Branch(Phase(grow(P), epochs=epochs), brings=P) for P in S))
+        yield Phase(prune(S.whole, to=sparsity))
+    yield Phase(epochs=finetune)

@@ -1,0 +1,32 @@
+"""Cyclic grow-and-prune over a random partition: Ma et al., ICLR 2022, appendix A.2."""
+
+import random
+from collections.abc import Iterator
+
+from growprune.plan import By, Parts, Phase, check_counts, grow, method, prune
+
+
+@method
+def random_gap(
+    S: Parts, *, sparsity: float, steps: int, epochs: int, finetune: int, kappa: int, seed: int = 0
+) -> Iterator[Phase]:
+    """C-GaP where each step grows a uniformly random set of layers, none of which was grown in the step before.
+
+    Args:
+        S: a fine partition, usually `Partition.per_layer(model)`; each draw takes len(S) // kappa parts of it.
+        kappa: the share of the layers grown in a step is 1 / kappa.
+        seed: decides the draws; the same seed draws the same sets.
+    """
+    check_counts(1, steps=steps)
+    check_counts(2, kappa=kappa)
+    if kappa > len(S):
+        raise ValueError(f"kappa is {kappa}, but the partition has {len(S)} parts to draw from: give at most that")
+    rng = random.Random(seed)
+    grown: list[int] = []
+    yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM))
+    for _ in range(steps):
+        previous = grown
+        grown = sorted(rng.sample([i for i in range(len(S)) if i not in previous], len(S) // kappa))
+        edits = [*(prune(S[j], to=sparsity) for j in previous), *(grow(S[i]) for i in grown)]
+        yield Phase(*edits, epochs=epochs)
+    yield Phase(*(prune(S[i], to=sparsity) for i in grown), epochs=finetune)

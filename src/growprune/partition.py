@@ -1,0 +1,188 @@
+"""How a model is cut into the parts S_0 ... S_{kappa-1} that grow in turn.
+
+Every parameter and buffer belongs to exactly one part: a norm or bias to the part of its layer, so that when
+parallel machines combine, each tensor has one owner. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from growprune.layers import layer_weights, matches
+from growprune.plan import Part, check_counts
+
+LISTS = {"Sequential", "ModuleList", "ModuleDict"}
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A sequence of parts, disjoint, and total over all of a model's parameters and buffers.
+
+    >>> import torch
+    >>> S = Partition.contiguous(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6))), 3)
+    >>> [part.tensors for part in S][0]
+    ('0.weight', '0.bias', '1.weight', '1.bias')
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def whole(self) -> Part:
+        """The model as one part."""
+        return Part("all", tuple(name for part in self.parts for name in part.tensors))
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, i: int, /) -> Part:
+        return self.parts[i]
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self.parts)
+
+    @classmethod
+    def of(cls, model: Any, prefixes: Sequence[Sequence[str]]) -> Partition:
+        """A partition written by hand: for each part, the names of its modules or tensors.
+
+        A tensor goes to its longest prefix. A tensor without a part, or a prefix without a tensor, is an error.
+        """
+        owner_of: dict[str, int] = {}
+        for i, names in enumerate(prefixes):
+            if isinstance(names, str):
+                raise ValueError(f"part {i} is the text {names!r}, but must be a list of names: [{names!r}]")
+            for prefix in names:
+                if prefix in owner_of:
+                    raise ValueError(f"prefix {prefix!r} is in part {owner_of[prefix]} and in part {i}: name it once")
+                owner_of[prefix] = i
+        tensors: list[list[str]] = [[] for _ in prefixes]
+        for name in _tensor_names(model):
+            tensors[owner_of[_longest_prefix(name, owner_of)]].append(name)
+        for prefix in owner_of:
+            if not any(matches(name, prefix) for name in _tensor_names(model)):
+                raise ValueError(f"prefix {prefix!r} matches no parameter or buffer of the model")
+        return cls._numbered(tensors)
+
+    @classmethod
+    def contiguous(cls, model: Any, kappa: int, *, weigh: Mapping[str, float] | None = None) -> Partition:
+        """kappa parts of neighbouring layers, as equal as can be, that split no residual or attention block.
+
+        Args:
+            kappa: the number of parts, from 1 to the number of layers. Blocks are split only if kappa exceeds
+                their number.
+            weigh: what to balance, by layer name; the number of weights if not given. For FLOPs, give
+                `growprune.count_flops(model, example).by_layer`.
+        """
+        layers = _layers(model)
+        check_counts(1, kappa=kappa)
+        if kappa > len(layers):
+            raise ValueError(f"kappa is {kappa}, but the model has {len(layers)} layers: give at most {len(layers)}")
+        units = _blocks(model, "", layers, is_root=True)
+        if kappa > len(units):
+            units = list(layers)
+        costs = dict.fromkeys(units, 0.0)
+        for path in layers:
+            unit = _innermost(path, units)
+            assert unit is not None, f"layer {path} lies in no unit"
+            costs[unit] += (weigh or layers).get(path, 0)
+        owner = dict(zip(units, _cut(list(costs.values()), kappa), strict=True))
+        return cls._numbered(_gather(model, owner, kappa))
+
+    @classmethod
+    def per_layer(cls, model: Any) -> Partition:
+        """The finest partition: every layer is a part."""
+        return cls.contiguous(model, max(1, len(_layers(model))))
+
+    @classmethod
+    def _numbered(cls, tensors: Sequence[Sequence[str]]) -> Partition:
+        return cls(tuple(Part(f"S{i}", tuple(names)) for i, names in enumerate(tensors)))
+
+
+def _tensor_names(model: Any) -> list[str]:
+    """All parameters and buffers, each once under its first name."""
+    return [name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named]
+
+
+def _layers(model: Any) -> dict[str, int]:
+    """The number of weights of each layer."""
+    return {path: sum(w.numel for w in weights) for path, weights in layer_weights(model).items()}
+
+
+def _longest_prefix(name: str, prefixes: Mapping[str, int]) -> str:
+    found = [prefix for prefix in prefixes if matches(name, prefix)]
+    if not found:
+        raise ValueError(f"{name!r} belongs to no part: add it, or a module it lies in, to one of them")
+    return max(found, key=len)
+
+
+def _below(path: str, ancestor: str) -> bool:
+    return path == ancestor or ancestor == "" or path.startswith(ancestor + ".")
+
+
+def _innermost(path: str, units: Iterable[str]) -> str | None:
+    return max((unit for unit in units if _below(path, unit)), key=len, default=None)
+
+
+def _blocks(module: Any, path: str, layers: Mapping[str, int], *, is_root: bool = False) -> list[str]:
+    """The smallest modules a cut must not go through, in order.
+
+    Module structure shows a block where a module that is no mere list holds several layers. A module that
+    holds a list of such modules is a stage or a tower, and is cut between them.
+    """
+    children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+    holding = [(p, child) for p, child in children if any(_below(layer, p) for layer in layers)]
+    if path in layers or not holding:
+        return [path] if path in layers else []
+    if is_root or _is_list(module) or len(holding) == 1 or _holds_list_of_blocks(module, path, layers):
+        return [block for p, child in holding for block in _blocks(child, p, layers)]
+    return [path]
+
+
+def _is_list(module: Any) -> bool:
+    return bool(LISTS & {c.__name__ for c in type(module).__mro__})
+
+
+def _holds_list_of_blocks(module: Any, path: str, layers: Mapping[str, int]) -> bool:
+    for name, descendant in module.named_modules(prefix=path):
+        items = [f"{name}.{item}" for item, _ in descendant.named_children()] if _is_list(descendant) else []
+        if sum(sum(_below(layer, item) for layer in layers) >= 2 for item in items) >= 2:
+            return True
+    return False
+
+
+def _cut(costs: Sequence[float], kappa: int) -> list[int]:
+    """The index of the part of each unit, so that the dearest of kappa contiguous parts is as cheap as can be."""
+    ends = sorted({load for i in range(len(costs)) for load in accumulate(costs[i:])})
+    low, high = 0, len(ends) - 1
+    while low < high:  # the smallest cap that some part's cost could be, and that kappa parts can keep to
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fill(costs, kappa, ends[middle])[-1] < kappa else (middle + 1, high)
+    return _fill(costs, kappa, ends[low])
+
+
+def _fill(costs: Sequence[float], kappa: int, cap: float) -> list[int]:
+    """Fill parts from the left up to the cap, but leave at least one unit for every part to come."""
+    owner, part, load = [], 0, 0.0
+    for i, cost in enumerate(costs):
+        must_open = len(costs) - i == kappa - part - 1
+        if i > 0 and (load + cost > cap or must_open):
+            part, load = part + 1, 0.0
+        load += cost
+        owner.append(part)
+    return owner
+
+
+def _gather(model: Any, owner: Mapping[str, int], kappa: int) -> list[list[str]]:
+    """Give every tensor to the part of its unit; what lies in none follows the unit registered before it."""
+    current = 0
+    owner_of_module: dict[str, int] = {}
+    for path, _ in model.named_modules():
+        unit = _innermost(path, owner)
+        current = current if unit is None else owner[unit]
+        owner_of_module[path] = current
+    tensors: list[list[str]] = [[] for _ in range(kappa)]
+    for name in _tensor_names(model):
+        tensors[owner_of_module[name.rpartition(".")[0]]].append(name)
+    return tensors

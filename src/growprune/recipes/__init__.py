@@ -1,0 +1,49 @@
+"""Every recipe by its name. To add one: write a function that returns a `Recipe`, add its line here.
+
+Names read `task/method-sparsity[-variant]`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+from growprune.engine.recipe import Recipe
+from growprune.recipes import digits
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "digits/dense": digits.dense,
+    "digits/cyclic-90": digits.cyclic_90,
+    "digits/cyclic-90-global": digits.cyclic_90_global,
+    "digits/parallel-90": digits.parallel_90,
+    "digits/random-90": digits.random_90,
+    "digits/one-shot-90": digits.one_shot_90,
+    "digits/tiny": digits.tiny,
+}
+
+
+def find(source: str) -> Recipe:
+    """The recipe a text names: one of `RECIPES`, or `path.py:function`."""
+    if source in RECIPES:
+        return RECIPES[source]()
+    path, colon, function = source.rpartition(":")
+    if not colon:
+        raise ValueError(f"there is no recipe {source!r}; known are {', '.join(RECIPES)}, or give path.py:function")
+    recipe = _load_function(Path(path), function)()
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"{source} returned a {type(recipe).__name__}, but a recipe function returns a Recipe")
+    return recipe
+
+
+def _load_function(path: Path, function: str) -> Callable[[], object]:
+    if not path.is_file():
+        raise ValueError(f"there is no recipe file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(found := getattr(module, function, None)):
+        raise ValueError(f"{path} has no function {function!r}")
+    return found  # type: ignore[no-any-return]

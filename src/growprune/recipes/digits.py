@@ -1,0 +1,57 @@
+"""Handwritten digits: seconds on a laptop. All methods train for 40 epochs in all, so that they compare fairly."""
+
+from dataclasses import replace
+
+from growprune import methods
+from growprune.engine.optim import Curve, Optimizer
+from growprune.engine.recipe import Recipe
+from growprune.tasks.digits import Digits
+
+
+def dense() -> Recipe:
+    """The dense reference."""
+    return Recipe(
+        task=Digits(),
+        method=methods.dense,
+        options={"epochs": 40},
+        optimizer=Optimizer("sgd", lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4),
+        curve=Curve("cosine", warmup_epochs=1),
+    )
+
+
+def cyclic_90() -> Recipe:
+    """C-GaP at 90 %: two rounds of four steps, then fine-tuning."""
+    return replace(
+        dense(),
+        method=methods.cyclic_gap,
+        options={"steps": 8, "epochs": 2, "finetune": 24},
+        sparsity=0.9,
+        kappa=4,
+    )
+
+
+def cyclic_90_global() -> Recipe:
+    """C-GaP at 90 %, the sparsity shared among layers by one ranking."""
+    return replace(cyclic_90(), allocation="global")
+
+
+def parallel_90() -> Recipe:
+    """P-GaP at 90 %: four branches that meet twice. The epochs of all branches count."""
+    return replace(cyclic_90(), method=methods.parallel_gap, options={"steps": 2, "epochs": 2, "finetune": 24})
+
+
+def random_90() -> Recipe:
+    """C-GaP at 90 % that grows a random half of the layers in each step."""
+    return replace(cyclic_90(), method=methods.random_gap, kappa=2)
+
+
+def one_shot_90() -> Recipe:
+    """Train dense, prune once, fine-tune."""
+    return replace(cyclic_90(), method=methods.one_shot, options={"epochs": 16, "finetune": 24})
+
+
+def tiny() -> Recipe:
+    """C-GaP in a second, for a first look and for tests."""
+    return replace(
+        cyclic_90(), task=Digits(width=4, batch_size=256), options={"steps": 3, "epochs": 1, "finetune": 1}, kappa=3
+    )

@@ -1,0 +1,87 @@
+"""What an edit ranks weights by: their magnitude, or a random number.
+
+Randomness is a hash of (salt, position), not a stream: any chunk can be made on its own, on any device, and is the
+same everywhere, so machines agree on a random mask without sending it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from growprune.layers import Weight
+from growprune.patterns import Pattern, row_chunks
+from growprune.plan import Action, By, Edit
+from growprune.selection import KeyChunks, magnitude_keys
+
+ALWAYS = (1 << 31) - 1
+"""A 31-bit key above that of every finite float: a weight that lives stays when its part grows."""
+
+
+def magnitude(values: Tensor, weight: Weight) -> Tensor:
+    """The keys of |values|; a NaN or infinity is an error that names the weight."""
+    keys = magnitude_keys(values)
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"{weight.name} holds NaN or infinity, so its weights cannot be ranked: training diverged")
+    return keys
+
+
+def random_keys(start: int, count: int, salt: int, device: torch.device) -> Tensor:
+    """30-bit random numbers for positions start .. start+count-1 (splitmix64), plus one."""
+    z = torch.arange(start, start + count, device=device, dtype=torch.int64)
+    z = z * _signed(0x9E3779B97F4A7C15) + _signed(salt)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ _shift_right(z, shift)) * _signed(factor)
+    return (_shift_right(z ^ _shift_right(z, 31), 34) + 1).to(torch.int32)
+
+
+def salt_of(*what: object) -> int:
+    """64 bits that depend on everything named."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little")
+
+
+def edit_keys(
+    edit: Edit,
+    weight: Weight,
+    pattern: Pattern,
+    *,
+    values: Callable[[], Tensor],
+    mask: Callable[[], Tensor],
+    salt: int,
+    dtype: torch.dtype,
+) -> KeyChunks:
+    """The keys of a weight's groups for an edit; 0 for those it may not choose.
+
+    Args:
+        values, mask: give the weight's values and mask whenever a pass needs them.
+        salt: makes this edit's random numbers its own.
+        dtype: the widest float among the weights ranked together, whose keys must be comparable.
+    """
+    wide = dtype == torch.float64
+
+    def chunks() -> Iterator[Tensor]:
+        start = 0
+        value_rows = row_chunks(pattern, values(), weight)
+        for rows, mask_rows in zip(value_rows, row_chunks(pattern, mask(), weight), strict=True):
+            alive = pattern.alive(pattern.fold(mask_rows))
+            if edit.by is By.RANDOM:
+                keys = random_keys(start, alive.numel(), salt, alive.device)
+            else:
+                scores = pattern.score(pattern.fold(rows))
+                keys = magnitude(scores.double() if wide else scores, weight)
+            start += alive.numel()
+            keys = torch.where(alive, keys, 0) if edit.action is Action.PRUNE else torch.where(alive, ALWAYS, keys)
+            yield pattern.restrict(keys)
+
+    return chunks
+
+
+def _shift_right(z: Tensor, by: int) -> Tensor:
+    return (z >> by) & ((1 << (64 - by)) - 1)  # >> copies the sign bit; a hash wants zeros
+
+
+def _signed(unsigned: int) -> int:
+    return unsigned - (1 << 64) if unsigned >> 63 else unsigned

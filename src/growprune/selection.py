@@ -1,0 +1,119 @@
+"""Exact top-k over one tensor or a list of them, without concatenating or copying them.
+
+What is ranked are integer *keys*, at least 1, where a larger key is better; key 0 marks a position that may not be
+chosen. The bits of a non-negative float, read as an integer, sort like the float, so magnitudes make exact keys.
+The k-th largest key is found by radix select: count the leading digits of all keys, keep the digit the k-th falls
+into, go on with the next digit. Only counts are held, and the answer is the same on every device.
+
+Ties are broken by flat index: of equal keys, the earlier positions are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+KeyChunks = Callable[[], Iterator[Tensor]]
+"""Walks the keys of one tensor in flat order, a chunk at a time; called once per pass."""
+
+
+def num_kept(sparsity: float, total: int) -> int:
+    """How many of `total` live at a sparsity: (1 - sparsity) * total, rounded half to even, in exact arithmetic.
+
+    >>> num_kept(0.8, 1000), num_kept(0.95, 10), num_kept(0.85, 10)
+    (200, 0, 2)
+    """
+    return round((1 - Fraction(str(sparsity))) * total)
+
+
+def chunk_elements(device: torch.device) -> int:
+    """How many positions to look at in one go: small beside a model, large enough to keep the device busy."""
+    return 1 << 24 if device.type == "cuda" else 1 << 19
+
+
+def magnitude_keys(values: Tensor) -> Tensor:
+    """Integer keys that sort like |values|: their float bits, plus one so that zero has key 1.
+
+    float64 gives 63-bit keys, everything shorter is widened (exactly) to float32 and gives 31-bit keys.
+
+    >>> magnitude_keys(torch.tensor([0.0, -2.0, 1.0])).argsort().tolist()
+    [0, 2, 1]
+    """
+    if values.dtype == torch.float64:
+        return values.abs().view(torch.int64).add_(1)
+    return values.abs().float().view(torch.int32).add_(1)
+
+
+def key_bits(dtype: torch.dtype) -> int:
+    """How many bits the magnitude keys of a dtype have."""
+    return 63 if dtype == torch.float64 else 31
+
+
+def kth_largest(sources: Sequence[KeyChunks], k: int, *, bits: int = 31) -> tuple[int, int]:
+    """The k-th largest key over all sources, and how many keys equal to it are among the k largest."""
+    prefix, remaining, shift = 0, k, bits
+    while shift > 0:
+        width = min(shift, _digit_bits(sources))
+        shift -= width
+        counts = _count_digits(sources, prefix, shift, width, is_first=shift + width == bits)
+        from_top = counts.flip(0).cumsum(0)
+        place = int(torch.searchsorted(from_top, remaining))
+        if place == counts.numel():
+            break
+        remaining -= int(from_top[place - 1]) if place else 0
+        prefix = (prefix << width) | (counts.numel() - 1 - place)
+    if prefix == 0:
+        raise ValueError(f"{k} positions are asked for, but fewer may be chosen")
+    return prefix, remaining
+
+
+def choose(sources: Sequence[KeyChunks], k: int, *, bits: int = 31) -> Iterator[Iterator[Tensor]]:
+    """Which positions hold the k largest keys: for each source, a walk of bool chunks. Take them in order."""
+    threshold, ties = kth_largest(sources, k, bits=bits) if k else (1 << bits, 0)
+    left = _Ties(ties)
+    for source in sources:
+        yield (left.take(chunk, threshold) for chunk in source())
+
+
+class _Ties:
+    """Hands out the places left for keys that equal the threshold, first come first served."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def take(self, keys: Tensor, threshold: int) -> Tensor:
+        chosen = keys > threshold
+        if self.left:
+            tied = keys == threshold
+            count = int(tied.sum())
+            if count > self.left:
+                tied &= tied.cumsum(0) <= self.left
+            self.left -= min(count, self.left)
+            chosen |= tied
+        return chosen
+
+
+def _digit_bits(sources: Sequence[KeyChunks]) -> int:
+    """2^16 counters need the fewest passes; on a GPU only 2^8 fit the memory it counts fastest in."""
+    first = next(_all_chunks(sources), None)
+    return 8 if first is not None and first.device.type == "cuda" else 16
+
+
+def _count_digits(
+    sources: Sequence[KeyChunks], prefix: int, shift: int, width: int, *, is_first: bool
+) -> Tensor:
+    """How many keys that begin with `prefix` have each value of the next `width` bits."""
+    counts = torch.zeros(1 << width, dtype=torch.int64)
+    for chunk in _all_chunks(sources):
+        upper = chunk >> shift if shift else chunk
+        digits = upper if is_first else upper[(upper >> width) == prefix] & ((1 << width) - 1)
+        counts += torch.bincount(digits, minlength=1 << width).cpu()
+    return counts
+
+
+def _all_chunks(sources: Iterable[KeyChunks]) -> Iterator[Tensor]:
+    for source in sources:
+        yield from (chunk for chunk in source() if chunk.numel())

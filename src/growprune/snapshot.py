@@ -1,0 +1,36 @@
+"""Packed masks, and copies of tensors with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Snapshot: TypeAlias = dict[str, tuple[Tensor, Tensor | None]]
+"""By name: values, and the packed mask if the tensor is prunable."""
+
+
+def pack(mask: Tensor) -> Tensor:
+    """A bool tensor as bytes, row-major, eight to a byte, the first in the lowest bit.
+
+    >>> pack(torch.tensor([True, False, True, True, False, False, False, False, True])).tolist()
+    [13, 1]
+    """
+    flat = torch.nn.functional.pad(mask.reshape(-1), (0, -mask.numel() % 8)).view(-1, 8).to(torch.uint8)
+    return (flat << torch.arange(8, device=mask.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
+    """The inverse of `pack`, for a mask of this shape.
+
+    >>> unpack(torch.tensor([13, 1], dtype=torch.uint8), (9,)).int().tolist()
+    [1, 0, 1, 1, 0, 0, 0, 0, 1]
+    """
+    packed = packed.to(device) if device is not None else packed
+    bits = (packed[:, None] >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1
+    size = 1
+    for length in shape:
+        size *= length
+    return bits.reshape(-1)[:size].bool().view(tuple(shape))

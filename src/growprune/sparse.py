@@ -1,0 +1,349 @@
+"""SparseModel: the one mutable place where sparsity lives.
+
+It applies edits to a model's weights, sees to it that what is pruned stays exactly zero while an optimizer trains,
+walks a plan, and tells what is alive.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from growprune.allocation import Pool, Scope, parse_allocation
+from growprune.layers import Weight, prunable_weights
+from growprune.patterns import Pattern, count_groups, parse_pattern, write_groups
+from growprune.plan import Action, By, Edit, Part, Phase, Plan, Step, Stretch, check_sparsity, walk
+from growprune.scores import edit_keys, salt_of
+from growprune.selection import choose, key_bits
+from growprune.snapshot import Snapshot, pack, unpack
+from growprune.storage import Held, parse_storage
+
+if TYPE_CHECKING:
+    from growprune.report import Report
+
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+
+class SparseModel:
+    """A model whose weights can be pruned and grown.
+
+    Args:
+        model: any module. It is not rewritten: names, forward pass and `state_dict` stay as they are.
+        sparsity: the fraction of zeros aimed at, which `prune` goes to by default and `report` compares with.
+        allocation: how sparsity is shared among layers: "uniform", "global" or "erk".
+        pattern: which positions may live: "free", a block such as "1x8", or N:M such as "2:4".
+        scope: what a global ranking covers when one part is pruned: the whole "model", or the "part".
+        keep_dense: names or globs of modules or parameters that are never pruned.
+        also: names or globs of parameters to prune that are not the weight of a known kind of layer.
+        seed: decides every random mask.
+        storage: how sparse weights are held: "masked".
+
+    Everything is alive at first; the edits of a plan, or `prune`, make it sparse.
+
+    >>> sparse = SparseModel(nn.Linear(10, 100), sparsity=0.9)
+    >>> sparse.prune()
+    >>> sparse.num_alive
+    100
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sparsity: float,
+        allocation: str = "uniform",
+        pattern: str | Pattern = "free",
+        scope: str | Scope = Scope.MODEL,
+        keep_dense: Sequence[str] = (),
+        also: Sequence[str] = (),
+        seed: int = 0,
+        storage: str = "masked",
+    ) -> None:
+        check_sparsity(sparsity)
+        self.model = model
+        self.sparsity = sparsity
+        self.allocation = allocation
+        self.pattern = parse_pattern(pattern)
+        self.scope = Scope(scope)
+        self.seed = seed
+        self.storage = storage
+        self.weights = prunable_weights(model, keep_dense=keep_dense, also=also)
+        self._allocate = parse_allocation(allocation)
+        for weight in self.weights:
+            self.pattern.check(weight, sparsity)
+        names = dict.fromkeys(weight.parameter for weight in self.weights)
+        self._held: dict[str, Held] = {name: parse_storage(storage)(model, name) for name in names}
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._num_edits = 0
+        self._position = -1
+        self._base: Snapshot | None = None
+        self._brought: Snapshot = {}
+
+    # Edits
+
+    def prune(self, part: Part | None = None, *, to: float | None = None, by: By = By.MAGNITUDE) -> None:
+        """Keep the best weights of a part (the whole model by default) and make the others exactly zero."""
+        self.apply(Edit(Action.PRUNE, part or self._all(), self.sparsity if to is None else to, by))
+
+    def grow(self, part: Part | None = None, *, to: float = 0.0, by: By = By.RANDOM) -> None:
+        """Let more weights of a part (the whole model by default) live, all by default, each from exactly zero."""
+        self.apply(Edit(Action.GROW, part or self._all(), to, by))
+
+    def apply(self, *edits: Edit) -> None:
+        """Apply edits in order; optimizer state of attached optimizers follows."""
+        for edit in edits:
+            self._apply(edit)
+            self._num_edits += 1
+        self.enforce()
+
+    def weights_of(self, part: Part) -> tuple[Weight, ...]:
+        """The prunable weights of a part; none, if it holds only norms or layers kept dense."""
+        names = set(part.tensors)
+        return tuple(w for w in self.weights if w.parameter in names)
+
+    def pools(self, edit: Edit) -> list[Pool]:
+        """How many groups an edit leaves alive, of which weights ranked together."""
+        part = self.weights_of(edit.part)
+        for weight in part:
+            self.pattern.check(weight, edit.to)
+        return self._allocate(self.weights, part, edit.to, self.pattern, self.scope) if part else []
+
+    def _apply(self, edit: Edit) -> None:
+        if edit.to > 0:
+            for pool in self.pools(edit):
+                self._fill(pool, edit)
+        elif edit.action is Action.GROW:
+            for name in dict.fromkeys(w.parameter for w in self.weights_of(edit.part)):
+                held = self._held[name]
+                held.keep(torch.ones_like(held.mask()))
+
+    def _fill(self, pool: Pool, edit: Edit) -> None:
+        """Let the best `pool.kept` groups of the pool live."""
+        alive = sum(count_groups(self.pattern, w.of(self._held[w.parameter].mask()), w) for w in pool.weights)
+        if pool.kept == alive:
+            return
+        if (pool.kept > alive) is (edit.action is Action.PRUNE):
+            raise ValueError(
+                f"cannot {edit.action.value} to sparsity {edit.to}: that is {pool.kept} alive, but {alive} are alive "
+                f"in {_names(pool.weights)}; {'grow' if edit.action is Action.PRUNE else 'prune'} first"
+            )
+        dtypes = {self._held[w.parameter].parameter.dtype for w in pool.weights}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        sources = [self._keys(edit, w, dtype) for w in pool.weights]
+        for weight, chosen in zip(pool.weights, choose(sources, pool.kept, bits=key_bits(dtype)), strict=True):
+            held = self._held[weight.parameter]
+            mask = held.mask()
+            write_groups(self.pattern, weight.of(mask), weight, chosen)
+            held.keep(mask)
+        self._warn_of_dead_layers(pool)
+
+    def _keys(self, edit: Edit, weight: Weight, dtype: torch.dtype) -> Any:
+        held = self._held[weight.parameter]
+        return edit_keys(
+            edit,
+            weight,
+            self.pattern,
+            values=lambda: weight.of(held.weight()),
+            mask=lambda: weight.of(held.mask()),
+            salt=salt_of(self.seed, self._num_edits, weight.name),
+            dtype=dtype,
+        )
+
+    def _warn_of_dead_layers(self, pool: Pool) -> None:
+        dead = [w for w in pool.weights if not bool(w.of(self._held[w.parameter].mask()).any())]
+        if dead:
+            warnings.warn(f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense", stacklevel=5)
+
+    # Training
+
+    def attach(self, optimizer: Optimizer) -> Optimizer:
+        """Keep what is pruned exactly zero under this optimizer: gradients, weights, and its state.
+
+        Works with any optimizer: state shaped like its parameter is masked, other state is left alone.
+        Returns the optimizer, so that it can be made and attached in one line.
+        """
+        for held in self._held.values():
+            held.hook_gradients()
+        if optimizer not in self._optimizers:
+            optimizer.register_step_post_hook(self._after_step)
+            self._optimizers.add(optimizer)
+        self.enforce()
+        return optimizer
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        self._enforce((optimizer,))
+
+    def enforce(self) -> None:
+        """Make weights, and the state of attached optimizers, exactly zero off the masks."""
+        self._enforce(tuple(self._optimizers))
+
+    def _enforce(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        for held in self._held.values():
+            parameter = held.parameter
+            states = [o.state[parameter] for o in optimizers if parameter in o.state]
+            tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+            held.enforce(*(t for t in tensors if t.shape == parameter.shape))
+
+    def mask_copy(self, copy: nn.Module) -> None:
+        """Make another copy of the model (a moving average, a deepcopy) exactly as sparse as this one."""
+        parameters = dict(copy.named_parameters())
+        with torch.no_grad():
+            for name, held in self._held.items():
+                target = parameters[name]
+                target.copy_(torch.where(held.mask().to(target.device), target, 0))
+
+    # Plans
+
+    @property
+    def position(self) -> int:
+        """The number of the stretch of the plan that is being trained; -1 before the first."""
+        return self._position
+
+    def follow(self, plan: Plan | Sequence[Step]) -> Iterator[Phase]:
+        """Walk a plan: do the edits of each phase, and hand the phase out to be trained.
+
+        A fork's branches are handed out one after the other, each from the same model, and combined after the last.
+        After `load_state_dict`, the walk goes on with the phase that was being trained, whose edits are done.
+        """
+        for stretch in self.stretches(plan):
+            yield stretch.phase
+
+    def stretches(self, plan: Plan | Sequence[Step]) -> Iterator[Stretch]:
+        """Like `follow`, with the number of each phase, step and branch."""
+        for stretch in walk(plan):
+            if stretch.index < self._position:
+                continue
+            if stretch.index > self._position:
+                self._enter(stretch)
+            yield stretch
+            if stretch.brings is not None:
+                self._bring_back(stretch)
+
+    def _enter(self, stretch: Stretch) -> None:
+        if stretch.branch == 0:
+            self._base, self._brought = self.snapshot(), {}
+        elif stretch.branch is not None:
+            assert self._base is not None
+            self.restore(self._base)
+        self._position = stretch.index
+        self.apply(*stretch.phase.edits)
+
+    def _bring_back(self, stretch: Stretch) -> None:
+        """At the end of a branch, keep its part; after the last, every tensor comes from the branch that brings it."""
+        assert stretch.brings is not None
+        self._brought |= self.snapshot(stretch.brings)
+        if stretch.is_last_branch:
+            self.restore(self._brought)
+            self._base, self._brought = None, {}
+
+    def snapshot(self, part: Part | None = None) -> Snapshot:
+        """A copy of the tensors and masks of a part, or of the whole model."""
+        names = None if part is None else set(part.tensors)
+        tensors = _tensors(self.model)
+        return {
+            name: (tensor.detach().clone(), self._packed(name))
+            for name, tensor in tensors.items()
+            if names is None or name in names
+        }
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Put copied tensors and masks back."""
+        tensors = _tensors(self.model)
+        for name, (values, mask) in snapshot.items():
+            if mask is None:
+                with torch.no_grad():
+                    tensors[name].copy_(values)
+            else:
+                self._held[name].load(values, unpack(mask, values.shape, values.device))
+        self.enforce()
+
+    def _packed(self, name: str) -> Tensor | None:
+        return pack(self._held[name].mask()) if name in self._held else None
+
+    def twin(self) -> SparseModel:
+        """An independent copy of the model and its masks, attached to no optimizer."""
+        twin = SparseModel(
+            copy.deepcopy(self.model),
+            sparsity=self.sparsity,
+            allocation=self.allocation,
+            pattern=self.pattern,
+            scope=self.scope,
+            keep_dense=self.keep_dense,
+            also=self.also,
+            seed=self.seed,
+            storage=self.storage,
+        )
+        twin.load_state_dict({**self.state_dict(), "base": None, "brought": {}})
+        return twin
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masks and place in the plan: with the model's and the optimizer's state, a checkpoint that resumes exactly."""
+        return {
+            "masks": {name: pack(held.mask()) for name, held in self._held.items()},
+            "num_edits": self._num_edits,
+            "position": self._position,
+            "base": self._base,
+            "brought": self._brought,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state back. Load the model's own state before."""
+        unknown = set(state["masks"]) ^ set(self._held)
+        if unknown:
+            raise ValueError(f"the state's masks and the model's prunable weights differ in {sorted(unknown)}")
+        for name, held in self._held.items():
+            shape = held.mask().shape
+            held.load(held.weight(), unpack(state["masks"][name], shape, held.parameter.device))
+        self._num_edits, self._position = state["num_edits"], state["position"]
+        self._base, self._brought = state["base"], dict(state["brought"])
+        self.enforce()
+
+    # What is alive
+
+    def mask(self, name: str) -> Tensor:
+        """Which weights of a parameter live, as a bool tensor that is yours."""
+        if name not in self._held:
+            raise KeyError(f"{name!r} is not prunable; prunable are {', '.join(self._held)}")
+        return self._held[name].mask().clone()
+
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        return {name: self.mask(name) for name in self._held}
+
+    @property
+    def num_alive(self) -> int:
+        """How many prunable weights live."""
+        return sum(int(torch.count_nonzero(held.mask())) for held in self._held.values())
+
+    @property
+    def num_prunable(self) -> int:
+        return sum(weight.numel for weight in self.weights)
+
+    def report(self, example: Any = None) -> Report:
+        """What lives, per layer and in all; with an example input, FLOPs too."""
+        from growprune.report import report  # it reads a SparseModel, so it lies above this file
+
+        return report(self, example)
+
+    def alive_in(self, weight: Weight) -> int:
+        return int(torch.count_nonzero(weight.of(self._held[weight.parameter].mask())))
+
+    def _all(self) -> Part:
+        return Part("all", tuple(self._held))
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _names(weights: Sequence[Weight]) -> str:
+    return ", ".join(w.name for w in weights[:3]) + (f" and {len(weights) - 3} more" if len(weights) > 3 else "")

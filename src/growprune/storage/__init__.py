@@ -1,0 +1,49 @@
+"""How a sparse parameter is held while it trains. One interface, `Held`; one file for each way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from growprune.storage.masked import Masked
+
+
+class Held(Protocol):
+    """One parameter of a model and the mask of its live weights."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What the optimizer sees."""
+
+    def mask(self) -> Tensor:
+        """Which weights live: bool, shaped like the weight. Edit it only to give it back to `keep`."""
+
+    def weight(self) -> Tensor:
+        """The values, exactly zero where no weight lives, shaped like the weight."""
+
+    def keep(self, mask: Tensor) -> None:
+        """Let exactly these live. A weight that is new is zero, and one that is gone is gone."""
+
+    def load(self, weight: Tensor, mask: Tensor) -> None:
+        """Take both from a checkpoint or another machine."""
+
+    def enforce(self, *shaped_alike: Tensor) -> None:
+        """Make the parameter, and tensors shaped like it (optimizer state), exactly zero off the mask."""
+
+    def hook_gradients(self) -> None:
+        """See to it that gradients off the mask are zero from the next backward pass on."""
+
+
+STORAGES: dict[str, Callable[[nn.Module, str], Held]] = {"masked": Masked}
+
+
+def parse_storage(name: str) -> Callable[[nn.Module, str], Held]:
+    if name not in STORAGES:
+        raise ValueError(f"storage is {name!r}, but must be one of {', '.join(STORAGES)}")
+    return STORAGES[name]
+
+
+__all__ = ["STORAGES", "Held", "Masked", "parse_storage"]
+

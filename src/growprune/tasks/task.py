@@ -1,0 +1,37 @@
+"""The protocol every task follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Split = Literal["validation", "test"]
+
+
+class Task(Protocol):
+    """A frozen dataclass of settings with these methods. Its fields can be set from the command line."""
+
+    @property
+    def metric(self) -> str:
+        """The name of the number, among those `evaluate` returns, that a better model has more of."""
+
+    def build_model(self) -> nn.Module:
+        """A freshly initialised model; the engine seeds torch before."""
+
+    def example(self) -> Any:
+        """One input of the model, in a batch of one, to count FLOPs with."""
+
+    def num_batches(self) -> int:
+        """How many batches an epoch has."""
+
+    def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Any]:
+        """The batches of an epoch from number `start` on; which they are depends on the seed alone."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean loss of a batch."""
+
+    def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
+        """Metrics of a model in eval mode on data it was not trained on."""
