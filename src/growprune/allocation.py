@@ -43,15 +43,14 @@ def uniform(
     return [Pool((w,), num_kept(sparsity, pattern.num_groups(w))) for w in part]
 
 
-def erk(
-    model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern, scope: Scope
-) -> list[Pool]:
+def erk(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern, scope: Scope) -> list[Pool]:
     """Erdos-Renyi-kernel (Evci et al. 2020): a layer's density goes with (sum of its dimensions) / (their product).
 
     The densities are those of the whole model, so that parts pruned one by one add up to its sparsity.
     """
     del scope
-    counts = erk_counts([w.shape for w in model], [pattern.num_groups(w) for w in model], sparsity)
+    sizes, most = [pattern.num_groups(w) for w in model], [pattern.most_alive(w) for w in model]
+    counts = erk_counts([w.shape for w in model], sizes, sparsity, most=most)
     by_name = {w.name: count for w, count in zip(model, counts, strict=True)}
     return [Pool((w,), by_name[w.name]) for w in part]
 
@@ -73,25 +72,32 @@ def parse_allocation(name: str) -> Allocation:
     return ALLOCATIONS[name]
 
 
-def erk_counts(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], sparsity: float) -> list[int]:
+def erk_counts(
+    shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], sparsity: float, *, most: Sequence[int] | None = None
+) -> list[int]:
     """How many groups each layer keeps under ERK; they add up to exactly the model's sparsity.
+
+    Args:
+        sizes: how many groups each layer has.
+        most: how many of them can live at once; all, if not given.
 
     >>> erk_counts([(10, 10), (100, 100)], [100, 10000], 0.9)
     [92, 918]
     """
     total = num_kept(sparsity, sum(sizes))
     raw = [sum(shape) / _product(shape) for shape in shapes]
-    dense: set[int] = set()
-    while True:  # a layer that would need more than all its weights is dense; solve again for the others
-        left = total - sum(sizes[i] for i in dense)
-        share = sum(raw[i] * sizes[i] for i in range(len(sizes)) if i not in dense)
+    most = sizes if most is None else most
+    full: set[int] = set()
+    while True:  # a layer that would need more groups than can live is full; solve again for the others
+        left = total - sum(most[i] for i in full)
+        share = sum(raw[i] * sizes[i] for i in range(len(sizes)) if i not in full)
         epsilon = left / share if share else 0.0
-        over = {i for i in range(len(sizes)) if i not in dense and epsilon * raw[i] > 1}
+        over = {i for i in range(len(sizes)) if i not in full and epsilon * raw[i] * sizes[i] > most[i]}
         if not over:
             break
-        dense |= {max(over, key=lambda i: raw[i])}
-    exact = [float(sizes[i]) if i in dense else epsilon * raw[i] * sizes[i] for i in range(len(sizes))]
-    return _round_to_total(exact, sizes, total)
+        full |= {max(over, key=lambda i: raw[i])}
+    exact = [float(most[i]) if i in full else epsilon * raw[i] * sizes[i] for i in range(len(sizes))]
+    return _round_to_total(exact, most, total)
 
 
 def _round_to_total(exact: Sequence[float], sizes: Sequence[int], total: int) -> list[int]:

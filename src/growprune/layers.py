@@ -73,9 +73,7 @@ def layer_weights(model: Any) -> dict[str, list[Weight]]:
     return layers
 
 
-def prunable_weights(
-    model: Any, *, keep_dense: Sequence[str] = (), also: Sequence[str] = ()
-) -> tuple[Weight, ...]:
+def prunable_weights(model: Any, *, keep_dense: Sequence[str] = (), also: Sequence[str] = ()) -> tuple[Weight, ...]:
     """The weights that may become sparse: those of layers, less `keep_dense`, plus the parameters named in `also`.
 
     Both take names of modules or parameters, or globs of them; one that matches nothing is an error.
@@ -87,6 +85,7 @@ def prunable_weights(
         if parameters[name].dim() == 0:
             raise ValueError(f"also has {name!r}, which is a single number and cannot be sparse")
         if name not in known:
+            known.add(name)
             weights.append(Weight(name, name, tuple(parameters[name].shape)))
     dense = set(_match_all(keep_dense, [*parameters, *(w.name for w in weights)], "keep_dense"))
     kept = tuple(w for w in weights if w.name not in dense and w.parameter not in dense)

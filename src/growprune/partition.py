@@ -128,20 +128,24 @@ def _innermost(path: str, units: Iterable[str]) -> str | None:
 def _blocks(module: Any, path: str, layers: Mapping[str, int], *, is_root: bool = False) -> list[str]:
     """The smallest modules a cut must not go through, in order.
 
-    Module structure shows a block where a module that is no mere list holds several layers. A module that
-    holds a list of such modules is a stage or a tower, and is cut between them.
+    Module structure shows a block where a module that is no mere list holds layers. A module that holds a list of
+    modules with several layers each is a stage or a tower, and is cut between them; so is the model as a whole.
     """
     children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
     holding = [(p, child) for p, child in children if any(_below(layer, p) for layer in layers)]
     if path in layers or not holding:
         return [path] if path in layers else []
-    if is_root or _is_list(module) or len(holding) == 1 or _holds_list_of_blocks(module, path, layers):
-        return [block for p, child in holding for block in _blocks(child, p, layers)]
-    return [path]
+    if not (is_root or _is_list(module) or _holds_list_of_blocks(module, path, layers)):
+        return [path]
+    is_wrapper = is_root and len(holding) == 1
+    blocks = [block for p, child in holding for block in _blocks(child, p, layers, is_root=is_wrapper)]
+    return blocks if is_root or len(blocks) > 1 else [path]  # the outermost, so that its norms lie in it
 
 
 def _is_list(module: Any) -> bool:
-    return bool(LISTS & {c.__name__ for c in type(module).__mro__})
+    """Whether a module does no more than hold others; a Sequential with a forward of its own may be residual."""
+    base = next((c for c in type(module).__mro__ if c.__name__ in LISTS), None)
+    return base is not None and (base.__name__ != "Sequential" or type(module).forward is base.forward)
 
 
 def _holds_list_of_blocks(module: Any, path: str, layers: Mapping[str, int]) -> bool:

@@ -12,13 +12,14 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from growprune.layers import Weight
-from growprune.selection import chunk_elements, num_kept
+from growprune.selection import chunk_elements
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Free:
 
     def num_groups(self, weight: Weight) -> int:
         return weight.numel
+
+    def most_alive(self, weight: Weight) -> int:
+        """How many groups can live at once."""
+        return self.num_groups(weight)
 
     def rows_first(self, tensor: Tensor, weight: Weight) -> Tensor:
         """The weight with its rows in dimension 0, as a view."""
@@ -144,11 +149,14 @@ class NofM(Folded):
                 f"pattern {self.name} needs a multiple of {self.m} inputs, but {weight.name} has {columns}: "
                 f"add it to keep_dense"
             )
-        if 0 < sparsity < 1 - self.n / self.m:
+        if 0 < Fraction(str(sparsity)) < 1 - Fraction(self.n, self.m):
             raise ValueError(
                 f"sparsity is {sparsity}, but pattern {self.name} lets at most {self.n / self.m:g} of the weights "
                 f"live: give a sparsity of at least {1 - self.n / self.m:g}"
             )
+
+    def most_alive(self, weight: Weight) -> int:
+        return weight.numel // self.m * self.n
 
     def restrict(self, keys: Tensor) -> Tensor:
         windows = keys.view(-1, self.m)

@@ -151,18 +151,20 @@ class Plan:
 Options = ParamSpec("Options")
 
 
-def method(generator: Callable[Concatenate[Any, Options], Iterator[Step]]) -> Callable[Concatenate[Parts, Options], Plan]:
+def method(
+    generator: Callable[Concatenate[Any, Options], Iterator[Step]],
+) -> Callable[Concatenate[Parts, Options], Plan]:
     """Turn a generator of steps into a method: calling it gives a `Plan`.
 
     `__wrapped__` stays reachable, so the options a method takes can be read off its signature.
     """
 
-    @functools.wraps(generator)
-    def plan(S: Parts, *args: Options.args, **kwargs: Options.kwargs) -> Plan:
+    def plan(S: Parts, /, *args: Options.args, **kwargs: Options.kwargs) -> Plan:
         if args:
             raise TypeError(f"{generator.__name__} takes the partition, then keyword arguments only")
         return Plan(generator, S, dict(kwargs))
 
+    functools.update_wrapper(plan, generator)
     return plan
 
 

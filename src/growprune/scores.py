@@ -15,7 +15,7 @@ from torch import Tensor
 from growprune.layers import Weight
 from growprune.patterns import Pattern, row_chunks
 from growprune.plan import Action, By, Edit
-from growprune.selection import KeyChunks, magnitude_keys
+from growprune.selection import KeyChunks, is_finite, magnitude_keys
 
 ALWAYS = (1 << 31) - 1
 """A 31-bit key above that of every finite float: a weight that lives stays when its part grows."""
@@ -24,7 +24,7 @@ ALWAYS = (1 << 31) - 1
 def magnitude(values: Tensor, weight: Weight) -> Tensor:
     """The keys of |values|; a NaN or infinity is an error that names the weight."""
     keys = magnitude_keys(values)
-    if not bool(torch.isfinite(values).all()):
+    if keys.numel() and not is_finite(keys):
         raise ValueError(f"{weight.name} holds NaN or infinity, so its weights cannot be ranked: training diverged")
     return keys
 

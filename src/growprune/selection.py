@@ -31,7 +31,7 @@ def num_kept(sparsity: float, total: int) -> int:
 
 def chunk_elements(device: torch.device) -> int:
     """How many positions to look at in one go: small beside a model, large enough to keep the device busy."""
-    return 1 << 24 if device.type == "cuda" else 1 << 19
+    return 1 << 24 if device.type == "cuda" else 1 << 17
 
 
 def magnitude_keys(values: Tensor) -> Tensor:
@@ -45,6 +45,17 @@ def magnitude_keys(values: Tensor) -> Tensor:
     if values.dtype == torch.float64:
         return values.abs().view(torch.int64).add_(1)
     return values.abs().float().view(torch.int32).add_(1)
+
+
+def is_finite(keys: Tensor) -> bool:
+    """Whether no magnitude key is that of infinity or NaN, which sort above all numbers or overflow.
+
+    >>> is_finite(magnitude_keys(torch.tensor([1.0, -torch.inf])))
+    False
+    """
+    infinity = 0x7FF << 52 if keys.dtype == torch.int64 else 0xFF << 23
+    least, most = keys.aminmax()
+    return int(least) >= 1 and int(most) <= infinity
 
 
 def key_bits(dtype: torch.dtype) -> int:
@@ -72,7 +83,10 @@ def kth_largest(sources: Sequence[KeyChunks], k: int, *, bits: int = 31) -> tupl
 
 def choose(sources: Sequence[KeyChunks], k: int, *, bits: int = 31) -> Iterator[Iterator[Tensor]]:
     """Which positions hold the k largest keys: for each source, a walk of bool chunks. Take them in order."""
-    threshold, ties = kth_largest(sources, k, bits=bits) if k else (1 << bits, 0)
+    if k == 0:
+        yield from ((torch.zeros_like(chunk, dtype=torch.bool) for chunk in source()) for source in sources)
+        return
+    threshold, ties = kth_largest(sources, k, bits=bits)
     left = _Ties(ties)
     for source in sources:
         yield (left.take(chunk, threshold) for chunk in source())
@@ -102,9 +116,7 @@ def _digit_bits(sources: Sequence[KeyChunks]) -> int:
     return 8 if first is not None and first.device.type == "cuda" else 16
 
 
-def _count_digits(
-    sources: Sequence[KeyChunks], prefix: int, shift: int, width: int, *, is_first: bool
-) -> Tensor:
+def _count_digits(sources: Sequence[KeyChunks], prefix: int, shift: int, width: int, *, is_first: bool) -> Tensor:
     """How many keys that begin with `prefix` have each value of the next `width` bits."""
     counts = torch.zeros(1 << width, dtype=torch.int64)
     for chunk in _all_chunks(sources):

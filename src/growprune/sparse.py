@@ -73,6 +73,7 @@ class SparseModel:
         self.scope = Scope(scope)
         self.seed = seed
         self.storage = storage
+        self.keep_dense, self.also = tuple(keep_dense), tuple(also)
         self.weights = prunable_weights(model, keep_dense=keep_dense, also=also)
         self._allocate = parse_allocation(allocation)
         for weight in self.weights:
@@ -158,7 +159,10 @@ class SparseModel:
     def _warn_of_dead_layers(self, pool: Pool) -> None:
         dead = [w for w in pool.weights if not bool(w.of(self._held[w.parameter].mask()).any())]
         if dead:
-            warnings.warn(f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense", stacklevel=5)
+            warnings.warn(
+                f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense",
+                stacklevel=5,
+            )
 
     # Training
 
@@ -243,29 +247,36 @@ class SparseModel:
             self.restore(self._brought)
             self._base, self._brought = None, {}
 
-    def snapshot(self, part: Part | None = None) -> Snapshot:
-        """A copy of the tensors and masks of a part, or of the whole model."""
+    def snapshot(self, part: Part | None = None, *, device: torch.device | str | None = None) -> Snapshot:
+        """A copy of the tensors and masks of a part, or of the whole model; of sparse weights, what lives.
+
+        Args:
+            device: where the copy goes; each tensor's own device if not given.
+        """
         names = None if part is None else set(part.tensors)
-        tensors = _tensors(self.model)
         return {
-            name: (tensor.detach().clone(), self._packed(name))
-            for name, tensor in tensors.items()
+            name: self._copied(name, tensor, tensor.device if device is None else device)
+            for name, tensor in _tensors(self.model).items()
             if names is None or name in names
         }
 
+    def _copied(self, name: str, tensor: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
+        if name not in self._held:
+            return tensor.detach().to(device, copy=True), None
+        held = self._held[name]
+        return held.to_live(tensor.detach()).to(device, copy=True), pack(held.mask()).to(device)
+
     def restore(self, snapshot: Snapshot) -> None:
-        """Put copied tensors and masks back."""
+        """Put copied tensors and masks back, whatever storage they were copied from."""
         tensors = _tensors(self.model)
         for name, (values, mask) in snapshot.items():
             if mask is None:
                 with torch.no_grad():
                     tensors[name].copy_(values)
             else:
-                self._held[name].load(values, unpack(mask, values.shape, values.device))
+                held = self._held[name]
+                held.load(values, unpack(mask, held.shape, held.parameter.device))
         self.enforce()
-
-    def _packed(self, name: str) -> Tensor | None:
-        return pack(self._held[name].mask()) if name in self._held else None
 
     def twin(self) -> SparseModel:
         """An independent copy of the model and its masks, attached to no optimizer."""
@@ -286,7 +297,7 @@ class SparseModel:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks and place in the plan: with the model's and the optimizer's state, a checkpoint that resumes exactly."""
+        """Masks and place in the plan: beside the model's and the optimizer's state, all that an exact resume needs."""
         return {
             "masks": {name: pack(held.mask()) for name, held in self._held.items()},
             "num_edits": self._num_edits,
@@ -301,11 +312,27 @@ class SparseModel:
         if unknown:
             raise ValueError(f"the state's masks and the model's prunable weights differ in {sorted(unknown)}")
         for name, held in self._held.items():
-            shape = held.mask().shape
-            held.load(held.weight(), unpack(state["masks"][name], shape, held.parameter.device))
+            held.keep(unpack(state["masks"][name], held.shape, held.parameter.device))
         self._num_edits, self._position = state["num_edits"], state["position"]
         self._base, self._brought = state["base"], dict(state["brought"])
         self.enforce()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only what lives."""
+        return self._converted(optimizer, optimizer.state_dict(), is_live=False)
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Take back what `optimizer_state` gave, whatever storage it was taken from."""
+        optimizer.load_state_dict(self._converted(optimizer, state, is_live=True))
+
+    def _converted(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, is_live: bool) -> dict[str, Any]:
+        held_of = {id(held.parameter): held for held in self._held.values()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        converted = {}
+        for index, entries in state["state"].items():
+            held = held_of.get(id(parameters[index]))
+            converted[index] = entries if held is None else _convert_entries(held, entries, is_live)
+        return {**state, "state": converted}
 
     # What is alive
 
@@ -343,6 +370,16 @@ class SparseModel:
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _convert_entries(held: Held, entries: dict[str, Any], is_live: bool) -> dict[str, Any]:
+    """Optimizer state of one sparse weight, from its storage's shape to what lives, or back."""
+    shape = (int(torch.count_nonzero(held.mask())),) if is_live else tuple(held.parameter.shape)
+    convert = held.from_live if is_live else held.to_live
+    return {
+        name: convert(entry) if isinstance(entry, Tensor) and tuple(entry.shape) == shape else entry
+        for name, entry in entries.items()
+    }
 
 
 def _names(weights: Sequence[Weight]) -> str:

@@ -27,9 +27,9 @@ def train(
 ) -> dict[str, Any]:
     """Carry a recipe out in a new folder, and return what `result.json` holds."""
     folder = RunFolder(Path(out))
-    recipe.sparse_model(recipe.task.build_model())  # a recipe that cannot run should not leave a folder
+    folder.check_free(recipe)
+    run = Run(recipe, folder, on_event=on_event, should_stop=should_stop)  # one that cannot run leaves no folder
     folder.create(recipe, origin or {})
-    run = Run(recipe, folder, on_event=on_event, should_stop=should_stop)
     folder.write_plan(run.plan)
     return run.execute()
 

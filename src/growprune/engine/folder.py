@@ -52,17 +52,22 @@ class RunFolder:
     def result(self) -> Path:
         return self.path / "result.json"
 
-    def create(self, recipe: Recipe, origin: dict[str, Any]) -> None:
-        """Claim an empty or new folder for a recipe; `origin` says how to find the recipe again."""
+    def check_free(self, recipe: Recipe) -> None:
+        """Raise unless the folder is new or empty."""
         if self.recipe.exists():
             same = self.read_recipe()["recipe"] == describe(recipe)
             whose = "this recipe's" if same else "another recipe's"
-            remedy = f"go on with `growprune resume {self.path}`, or give another --out" if same else "give another --out"
+            remedy = (
+                f"go on with `growprune resume {self.path}`, or give another --out" if same else "give another --out"
+            )
             raise ValueError(f"{self.path} holds {whose} run: {remedy}")
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise ValueError(f"{self.path} exists and is not an empty folder, nor a run: give another --out")
+
+    def create(self, recipe: Recipe, origin: dict[str, Any]) -> None:
+        """Make the folder of a recipe's run; `origin` says how to find the recipe again."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if any(self.path.iterdir()):
-                raise ValueError(f"{self.path} is not empty, and what it holds is no run: give another --out")
             self.write_recipe(recipe, origin)
         except OSError as error:
             raise OSError(f"cannot write to {self.path}: {error}") from error

@@ -43,7 +43,12 @@ class Optimizer:
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": self.weight_decay},
             {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
         ]
-        given = {"momentum": self.momentum, "nesterov": self.nesterov or None, "betas": self.betas, "eps": self.eps}
+        given = {
+            "momentum": self.momentum,
+            "nesterov": self.nesterov or None,
+            "betas": self.betas,
+            "eps": self.eps,
+        }
         options = {name: value for name, value in given.items() if value is not None}
         try:
             return OPTIMIZERS[self.kind]([g for g in groups if g["params"]], lr=self.lr, **options)

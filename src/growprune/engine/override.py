@@ -111,5 +111,11 @@ def _say(hint: Any) -> str:
         return "one of " + ", ".join(map(str, get_args(hint)))
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_say(argument) for argument in get_args(hint))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        types.NoneType: "null",
+    }
     return names.get(hint, 'a list, such as ["a", "b"]')

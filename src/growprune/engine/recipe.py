@@ -59,7 +59,9 @@ class Recipe:
         known = inspect.signature(self.method).parameters
         for name in self.options:
             if name not in known:
-                raise ValueError(f"{self.method.__name__} has no option {name!r}; it takes {', '.join(list(known)[1:])}")
+                raise ValueError(
+                    f"{self.method.__name__} has no option {name!r}; it takes {', '.join(list(known)[1:])}"
+                )
 
     def plan(self, model: nn.Module) -> Plan:
         """The recipe's plan for a model. A method that takes `kappa` draws its own parts from the finest partition."""

@@ -1,9 +1,14 @@
-"""Random numbers: every stretch of training starts from its own seed, and a checkpoint holds where the generators are."""
+"""Random numbers: every stretch of training has its own seed, and a checkpoint holds where the generators are.
+
+Models and tasks may draw from the global generators of python, numpy and torch, so all of them are kept.
+"""
+
+# ruff: noqa: NPY002  the legacy generator is the one that others use without being handed one
 
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,7 +27,7 @@ def seed_all(*what: object) -> None:
 def rng_state() -> dict[str, Any]:
     """The state of every global random number generator a model or task may draw from."""
     version, internal, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state(legacy=True)
+    name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     return {
         "python": (version, internal, gauss),
         "numpy": (name, torch.from_numpy(keys.astype("int64")), tuple(rest)),

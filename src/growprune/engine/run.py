@@ -13,23 +13,22 @@ A run can be killed at any moment; it resumes to the bits it would have reached.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from growprune import file
 from growprune.engine import checkpoint
-from growprune.engine.folder import Event, RunFolder
 from growprune.engine.device import choose_device, environment, peak_bytes, reset_peak
+from growprune.engine.folder import Event, RunFolder
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.rng import rng_state, seed_all, set_rng_state
-from growprune.engine.training import Training, tensors_of
+from growprune.engine.training import Training
 from growprune.plan import Stretch, walk
 from growprune.report import report
+from growprune.snapshot import Snapshot
 from growprune.sparse import SparseModel
 
 
@@ -65,9 +64,12 @@ class Run:
         self.last = sum(1 for _ in walk(self.plan)) - 1
         self.history: list[dict[str, Any]] = []
         self.best: dict[str, Any] = {}
+        self._best_model: Snapshot = {}
         self._seconds = 0.0
         self._since = time.monotonic()
         self._checkpoint_due = self._since + recipe.checkpoint_seconds
+        self._validation: dict[str, float] = {}
+        self._show_due = 0.0
         self._number = self._previous = 0
         self._resumed_after: int | None = None
 
@@ -79,7 +81,7 @@ class Run:
                 continue
             alive = self.sparse.num_alive
             self._tell("phase", stretch, edits=str(stretch.phase), epochs=stretch.phase.epochs, alive=alive)
-            for _ in self.training.train(stretch, lambda loss, lr, s=stretch: self._after_epoch(s, loss, lr)):
+            for _ in self.training.train(stretch, self._after_epoch):
                 self._after_iteration(stretch)
             self._after_stretch(stretch)
         return self._finish()
@@ -91,21 +93,27 @@ class Run:
             self._save(stretch)
             self._tell("interrupted", stretch)
             raise Interrupted
-        if time.monotonic() >= self._checkpoint_due:
+        now = time.monotonic()
+        if now >= self._checkpoint_due:
             self._save(stretch)
+        if now >= self._show_due:  # shown, not logged
+            self._show_due = now + 0.2
+            cursor = self.training.cursor
+            batches = {"batch": cursor.batch, "batches": self.task.num_batches()}
+            self._on_event({"event": "iteration", "epoch": cursor.epoch + 1, "epochs": stretch.phase.epochs, **batches})
 
     def _after_epoch(self, stretch: Stretch, loss: float, lr: float) -> None:
-        validation = self._evaluate(self.sparse, "validation")
+        self._validation = validation = self._evaluate(self.sparse, "validation")
         epoch = self.training.cursor.epoch + 1
         self._tell("epoch", stretch, epoch=epoch, loss=loss, lr=lr, validation=validation)
         if stretch.index == self.last:
             self._consider(self.sparse, stretch, validation, epoch)
 
     def _after_stretch(self, stretch: Stretch) -> None:
-        row = {"stretch": stretch.index, "step": stretch.step, "branch": stretch.branch, "edits": str(stretch.phase)}
-        row |= {"epochs": stretch.phase.epochs, "alive": self.sparse.num_alive}
+        row: dict[str, Any] = {"stretch": stretch.index, "step": stretch.step, "branch": stretch.branch}
+        row |= {"edits": str(stretch.phase), "epochs": stretch.phase.epochs, "alive": self.sparse.num_alive}
         if stretch.phase.epochs:
-            row["validation"] = self._evaluate(self.sparse, "validation")
+            row["validation"] = self._validation
         if self._is_candidate(stretch):
             candidate = self.sparse.twin()
             candidate.prune()
@@ -127,6 +135,7 @@ class Run:
         score = metrics[self.task.metric]
         if not self.best or score > self.best["validation"][self.task.metric]:
             self.best = {"validation": metrics, "step": stretch.step, "epoch": epoch}
+            self._best_model = sparse.snapshot(device="cpu")
             file.save(sparse, self.folder.best)
 
     @torch.no_grad()
@@ -142,12 +151,13 @@ class Run:
         self._clock()
         self._number += 1
         state = {
-            "model": tensors_of(self.sparse.model),
+            "model": self.sparse.snapshot(device="cpu"),
             "sparse": self.sparse.state_dict(),
             "training": self.training.state_dict(),
             "rng": rng_state(),
             "history": self.history,
             "best": self.best,
+            "best_model": self._best_model,
             "seconds": self._seconds,
             "stretch": stretch.index,
             "is_finished": is_finished,
@@ -162,13 +172,11 @@ class Run:
 
     def restore(self, number: int, state: dict[str, Any]) -> None:
         """Go back to exactly where a checkpoint was written."""
-        tensors = tensors_of(self.sparse.model)
-        with torch.no_grad():
-            for name, value in state["model"].items():
-                tensors[name].copy_(value)
+        self.sparse.restore(state["model"])
         self.sparse.load_state_dict(state["sparse"])
         self.training.load_state_dict(state["training"])
-        self.history, self.best, self._seconds = state["history"], state["best"], state["seconds"]
+        self.history, self.best, self._best_model = state["history"], state["best"], state["best_model"]
+        self._seconds = state["seconds"]
         self._resumed_after = state["stretch"] if state["is_finished"] else None
         self._number, self._previous = max(checkpoint.numbers(self.folder.checkpoints)), number
         set_rng_state(state["rng"])
@@ -200,7 +208,9 @@ class Run:
         """The best candidate by validation data, with its test metrics, which select nothing."""
         if not self.best:
             return None
-        best = file.load(self.folder.best, copy.deepcopy(self.sparse.model))
+        best = self.sparse.twin()
+        best.restore(self._best_model)
+        file.save(best, self.folder.best)
         return {**self.best, "test": self._evaluate(best, "test")}
 
     # Telling

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
@@ -46,11 +46,11 @@ class Training:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._was_branch = False
 
-    def train(self, stretch: Stretch, on_epoch: Callable[[float, float], None]) -> Iterator[None]:
+    def train(self, stretch: Stretch, on_epoch: Callable[[Stretch, float, float], None]) -> Iterator[None]:
         """Train a stretch from where the cursor stands; yields after each iteration, when all is consistent.
 
         Args:
-            on_epoch: called with the mean loss and the learning rate when an epoch is over.
+            on_epoch: called with the stretch, the mean loss and the learning rate when an epoch is over.
         """
         if self.cursor == Cursor():
             self._begin(stretch)
@@ -59,7 +59,7 @@ class Training:
                 self._iterate(batches, stretch)
                 yield
             self.check_finite(stretch)
-            on_epoch(self.cursor.loss_sum / max(1, self.cursor.num_losses), self._lr(stretch))
+            on_epoch(stretch, self.cursor.loss_sum / max(1, self.cursor.num_losses), self._lr(stretch))
             self.cursor = Cursor(epoch=self.cursor.epoch + 1, iteration=self.cursor.iteration)
             self._loss_sum.zero_()
         self._was_branch = stretch.branch is not None
@@ -137,7 +137,7 @@ class Training:
     def state_dict(self) -> dict[str, Any]:
         return {
             "cursor": asdict(self.cursor),
-            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "optimizer": None if self.optimizer is None else self.sparse.optimizer_state(self.optimizer),
             "was_branch": self._was_branch,
         }
 
@@ -148,9 +148,4 @@ class Training:
         self.optimizer = None
         if state["optimizer"] is not None:
             self.optimizer = self._build_optimizer()
-            self.optimizer.load_state_dict(state["optimizer"])
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers, non-persistent ones too, each once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            self.sparse.load_optimizer_state(self.optimizer, state["optimizer"])

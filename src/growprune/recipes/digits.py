@@ -53,5 +53,8 @@ def one_shot_90() -> Recipe:
 def tiny() -> Recipe:
     """C-GaP in a second, for a first look and for tests."""
     return replace(
-        cyclic_90(), task=Digits(width=4, batch_size=256), options={"steps": 3, "epochs": 1, "finetune": 1}, kappa=3
+        cyclic_90(),
+        task=Digits(width=4, batch_size=256),
+        options={"steps": 3, "epochs": 1, "finetune": 1},
+        kappa=3,
     )

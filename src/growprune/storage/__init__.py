@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from growprune.storage.masked import Masked
@@ -17,6 +18,10 @@ class Held(Protocol):
     def parameter(self) -> nn.Parameter:
         """What the optimizer sees."""
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the weight, and of its mask."""
+
     def mask(self) -> Tensor:
         """Which weights live: bool, shaped like the weight. Edit it only to give it back to `keep`."""
 
@@ -26,8 +31,14 @@ class Held(Protocol):
     def keep(self, mask: Tensor) -> None:
         """Let exactly these live. A weight that is new is zero, and one that is gone is gone."""
 
-    def load(self, weight: Tensor, mask: Tensor) -> None:
-        """Take both from a checkpoint or another machine."""
+    def load(self, live: Tensor, mask: Tensor) -> None:
+        """Let exactly these live, with these values in row-major order."""
+
+    def to_live(self, tensor: Tensor) -> Tensor:
+        """What lives of a tensor shaped like the parameter, in row-major order."""
+
+    def from_live(self, live: Tensor) -> Tensor:
+        """The inverse of `to_live`: shaped like the parameter, zero where nothing lives."""
 
     def enforce(self, *shaped_alike: Tensor) -> None:
         """Make the parameter, and tensors shaped like it (optimizer state), exactly zero off the mask."""
@@ -46,4 +57,3 @@ def parse_storage(name: str) -> Callable[[nn.Module, str], Held]:
 
 
 __all__ = ["STORAGES", "Held", "Masked", "parse_storage"]
-

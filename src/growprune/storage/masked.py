@@ -27,6 +27,10 @@ class Masked:
         assert isinstance(parameter, nn.Parameter)
         return parameter
 
+    @property
+    def shape(self) -> torch.Size:
+        return self._mask.shape
+
     def mask(self) -> Tensor:
         device = self.parameter.device
         if self._mask.device != device:  # the model was moved
@@ -40,10 +44,19 @@ class Masked:
         self.mask().copy_(mask)  # in place, so that nothing compiled around it is compiled again
         self.enforce()
 
-    def load(self, weight: Tensor, mask: Tensor) -> None:
+    def load(self, live: Tensor, mask: Tensor) -> None:
+        self.mask().copy_(mask)
         with torch.no_grad():
-            self.parameter.copy_(weight)
-        self.keep(mask)
+            self.parameter.copy_(self.from_live(live))
+
+    def to_live(self, tensor: Tensor) -> Tensor:
+        return tensor[self.mask()]
+
+    def from_live(self, live: Tensor) -> Tensor:
+        mask = self.mask()
+        dense = torch.zeros(mask.shape, dtype=live.dtype, device=mask.device)
+        dense[mask] = live.to(mask.device)
+        return dense
 
     @torch.no_grad()
     def enforce(self, *shaped_alike: Tensor) -> None:
@@ -59,7 +72,7 @@ class Masked:
         if self._handle is not None:
             self._handle.remove()
         # before accumulation, so that clipping, accumulation and all-reduce see masked gradients only
-        self._handle = parameter.register_hook(self._masked_gradient)
+        self._handle = parameter.register_hook(self._masked_gradient)  # type: ignore[no-untyped-call]
         self._hooked = parameter
 
     def _masked_gradient(self, gradient: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Digits:
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         images, labels = _load()["train"]
         order = torch.from_numpy(np.random.default_rng(seed).permutation(len(labels)))
-        for indices in order.split(self.batch_size)[start:]:
+        for indices in torch.split(order, self.batch_size)[start:]:
             yield images[indices].to(device), labels[indices].to(device)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,0 +1,88 @@
+"""Read a sparse file with numpy and safetensors alone: no torch, no growprune.
+
+    python read_without_growprune.py model.safetensors              lists the tensors
+    python read_without_growprune.py model.safetensors out.npz      writes them, dense, for numpy.load
+
+The format is specified at the top of growprune/file.py. numpy has no bfloat16: such tensors become float32.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import safetensors
+
+DTYPES = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "C64": "<c8",
+    "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+
+
+def read(path):
+    """Every tensor of a sparse file, dense, by name."""
+    content = Path(path).read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    metadata = header.get("__metadata__", {})
+    if (metadata.get("format"), metadata.get("version")) != ("growprune", "1"):
+        raise ValueError(f"{path} is not a growprune file of version 1")
+    manifest = json.loads(metadata["manifest"])
+    stored = {name: to_array(tensor) for name, tensor in safetensors.deserialize(content)}
+    dense = {}
+    for name, about in manifest["tensors"].items():
+        if name in stored:
+            dense[name] = stored[name]
+            continue
+        values, packed = stored[f"{name}.values"], stored[f"{name}.mask"]
+        if hashlib.sha256(packed.tobytes()).hexdigest() != about["mask_sha256"]:
+            raise ValueError(f"the mask of {name} is damaged")
+        mask = expand(packed, about, manifest["pattern"])
+        if not mask.sum() == len(values) == about["nnz"]:
+            raise ValueError(f"{name} has {len(values)} values, but {mask.sum()} alive")
+        dense[name] = np.zeros(about["shape"], values.dtype)
+        dense[name][mask] = values
+    return dense | {alias: dense[name] for alias, name in manifest["aliases"].items()}
+
+
+def to_array(tensor):
+    array = np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+    if tensor["dtype"] == "BF16":  # the upper half of a float32
+        array = (array.astype("<u4") << 16).view("<f4")
+    return array
+
+
+def expand(packed, about, pattern):
+    """Which weights of a parameter live, as bools of its shape, from the bits of its matrices."""
+    bits = np.unpackbits(packed, bitorder="little").astype(bool)
+    mask = np.ones(about["shape"], bool)
+    for start, stop in about["matrices"]:
+        matrix = mask[start:stop]  # a view: writing to it fills the mask
+        if "x" not in pattern:  # one bit a weight
+            matrix[...] = bits[: matrix.size].reshape(matrix.shape)
+            bits = bits[matrix.size :]
+            continue
+        height, width = map(int, pattern.split("x"))
+        folded = fold(matrix, about["transposed"])  # (out, ..., in), also a view
+        rows, columns = len(folded), folded.size // len(folded)
+        down, across = -(-rows // height), -(-columns // width)
+        blocks = bits[: down * across].reshape(down, across)
+        bits = bits[down * across :]
+        cells = blocks.repeat(height, axis=0)[:rows].repeat(width, axis=1)[:, :columns]
+        folded[...] = cells.reshape(folded.shape)
+    return mask
+
+
+def fold(matrix, transposed):
+    if matrix.ndim == 1:
+        return matrix[:, None]
+    outputs_first = matrix.swapaxes(0, 1) if transposed else matrix
+    return np.moveaxis(outputs_first, 1, -1)
+
+
+if __name__ == "__main__":
+    tensors = read(sys.argv[1])
+    if len(sys.argv) > 2:
+        np.savez(sys.argv[2], **tensors)
+    for tensor_name, values in tensors.items():
+        print(f"{tensor_name}: {values.dtype} {list(values.shape)}, {np.count_nonzero(values)} non-zero")

@@ -1,0 +1,5 @@
+"""`python -m growprune` is the `growprune` command."""
+
+from growprune.cli import main
+
+main()

@@ -1,0 +1,211 @@
+"""The command line. Nothing imports this file, and `growprune --help` imports no torch."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Train sparse neural networks by scheduled grow-and-prune.",
+)
+
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A name (see `growprune list`) or path.py:function.")]
+Settings = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a field, such as sparsity=0.8 or options.steps=4."),
+]
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def one_line_errors(command: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Say what is wrong with the input in one line, and exit with 2. A bug still shows its traceback."""
+
+    @functools.wraps(command)
+    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return command(*args, **kwargs)
+        except (ValueError, OSError, RuntimeError) as error:
+            if type(error) not in _user_errors():
+                raise
+            print(f"growprune: {' '.join(str(error).split())}", file=sys.stderr)
+            raise typer.Exit(2) from error
+
+    return guarded
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    from growprune.engine import TrainingDiverged
+
+    return ValueError, OSError, TrainingDiverged, FileNotFoundError, PermissionError
+
+
+@app.command()
+@one_line_errors
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the run folders go.")] = Path("runs/demo"),
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run.")] = 3,
+) -> None:
+    """Train handwritten digits dense and by C-GaP at 90 %, and compare them."""
+    from growprune import console
+
+    out = _unused(out)
+    with _stopping() as should_stop:
+        rows = {
+            name: [_train(name, {"seed": str(seed)}, out / name / f"seed{seed}", should_stop) for seed in range(seeds)]
+            for name in ("digits/dense", "digits/cyclic-90")
+        }
+    console.show_comparison(rows, out)
+
+
+@app.command(name="list")
+@one_line_errors
+def list_(
+    what: Annotated[str, typer.Argument(help="methods, tasks or recipes; all by default.")] = "",
+) -> None:
+    """List methods, tasks and recipes."""
+    from growprune import console
+    from growprune.methods import METHODS
+    from growprune.recipes import RECIPES
+    from growprune.tasks import TASKS
+
+    kinds: dict[str, Any] = {"methods": METHODS, "tasks": TASKS, "recipes": RECIPES}
+    if what and what not in kinds:
+        raise ValueError(f"there is no list of {what!r}; known are {', '.join(kinds)}")
+    console.show_lists({what: kinds[what]} if what else kinds)
+
+
+@app.command()
+@one_line_errors
+def plan(recipe: RecipeName, settings: Settings = []) -> None:  # noqa: B006  typer copies defaults
+    """Show the schedule of a recipe: phases, epochs, density and FLOPs, before anyone pays for it."""
+    from growprune import console
+    from growprune.engine.cost import estimate
+    from growprune.engine.override import override, parse_settings
+    from growprune.recipes import find
+
+    console.show_plan(estimate(override(find(recipe), parse_settings(settings))))
+
+
+@app.command()
+@one_line_errors
+def train(
+    recipe: RecipeName,
+    out: Annotated[Path, typer.Option(help="The folder of the run; must be new or empty.")],
+    settings: Settings = [],  # noqa: B006  typer copies defaults
+) -> None:
+    """Carry a recipe out in a new folder."""
+    from growprune import console
+    from growprune.engine.override import parse_settings
+
+    with _stopping() as should_stop:
+        console.show_result(_train(recipe, parse_settings(settings), out, should_stop), out)
+
+
+@app.command()
+@one_line_errors
+def resume(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    extend: Annotated[int, typer.Option(min=0, help="Search this many steps more after a finished run.")] = 0,
+) -> None:
+    """Go on with a run exactly where it stood."""
+    from growprune import console, engine
+    from growprune.engine.override import override
+    from growprune.recipes import find
+
+    origin = engine.RunFolder(folder).read_recipe()
+    if "source" not in origin:
+        raise ValueError(f"{folder} was started from Python: resume it with growprune.resume(recipe, folder)")
+    recipe = override(find(origin["source"]), origin["settings"])
+    if origin.get("extended"):
+        recipe = recipe.extended(origin["extended"])
+    with _stopping() as should_stop, console.progress() as on_event, _say_how_to_resume(folder, should_stop):
+        result = engine.resume(recipe, folder, extend=extend, on_event=on_event, should_stop=should_stop)
+    console.show_result(result, folder)
+
+
+@app.command()
+@one_line_errors
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="A sparse file, or a run's folder.")],
+) -> None:
+    """Show what a sparse file or the folder of a run holds."""
+    from growprune import console
+
+    console.show_run(path) if path.is_dir() else console.show_file(path)
+
+
+def _train(source: str, settings: dict[str, str], out: Path, should_stop: StopFlag) -> dict[str, Any]:
+    from growprune import console, engine
+    from growprune.engine.override import override
+    from growprune.recipes import find
+
+    recipe = override(find(source), settings)
+    if ":" in source:  # so that resume finds it from any folder
+        path, _, function = source.rpartition(":")
+        source = f"{Path(path).resolve()}:{function}"
+    origin = {"source": source, "settings": settings}
+    with console.progress(f"{source} seed {recipe.seed}") as on_event, _say_how_to_resume(out, should_stop):
+        return engine.train(recipe, out, origin=origin, on_event=on_event, should_stop=should_stop)
+
+
+class StopFlag:
+    """Remembers the first signal that asked to stop; calling it tells whether there was one."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+
+    def __call__(self) -> bool:
+        return self.signal != 0
+
+    def receive(self, number: int, frame: object) -> None:
+        del frame
+        self.signal = self.signal or number
+
+
+@contextmanager
+def _stopping() -> Iterator[StopFlag]:
+    """While it lasts, Ctrl-C and SIGTERM ask to stop instead of breaking off."""
+    flag = StopFlag()
+    before = {number: signal.signal(number, flag.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _say_how_to_resume(folder: Path, flag: StopFlag) -> Iterator[None]:
+    from growprune.engine import Interrupted
+
+    try:
+        yield
+    except Interrupted as stop:
+        print(f"growprune: stopped and saved; go on with `growprune resume {folder}`", file=sys.stderr)
+        raise typer.Exit(128 + flag.signal) from stop
+
+
+def _unused(path: Path) -> Path:
+    """The path, or the first of path-2, path-3, ... that does not exist."""
+    candidates = (path if i == 1 else path.with_name(f"{path.name}-{i}") for i in range(1, 10**6))
+    return next(candidate for candidate in candidates if not candidate.exists())
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""What the command line shows: tables, and progress (bars on a terminal, plain lines elsewhere)."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from growprune import file
+from growprune.engine import Event, RunFolder
+from growprune.engine.cost import Estimate
+
+out = Console()
+err = Console(stderr=True)
+
+
+@contextmanager
+def progress(title: str = "") -> Iterator[Callable[[Event], None]]:
+    """Gives the listener that shows a run as it goes."""
+    if not err.is_terminal:
+        yield lambda event: _show_line(title, event)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as bars:
+        whole, phase = bars.add_task(title, total=None), bars.add_task("", total=None)
+
+        def listen(event: Event) -> None:
+            if event["event"] == "phase":
+                bars.update(whole, completed=event["stretch"], total=event["last"] + 1)
+                bars.reset(
+                    phase,
+                    description=f"{event['alive']:,} alive: {event['edits']}",
+                    total=event["epochs"] or 1,
+                )
+            elif event["event"] == "iteration":
+                bars.update(phase, completed=event["epoch"] - 1 + event["batch"] / event["batches"])
+            elif event["event"] == "warning":
+                bars.console.print(f"warning: {event['message']}", style="yellow")
+
+        yield listen
+
+
+def _show_line(title: str, event: Event) -> None:
+    match event:
+        case {"event": "phase"}:
+            say = f"step {event['step']}: {event['edits']}; {event['alive']:,} alive, {event['epochs']} epochs"
+        case {"event": "epoch"}:
+            say = f"epoch {event['epoch']}: loss {event['loss']:.4f}, {_metrics(event['validation'])} (validation)"
+        case {"event": "warning"}:
+            say = f"warning: {event['message']}"
+        case {"event": "resumed"}:
+            say = f"resumed from checkpoint {event['number']}"
+        case _:
+            return
+    err.print(f"{title}: {say}" if title else say, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_comparison(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
+    """One row per recipe, mean and standard deviation over its seeds."""
+    seeds = len(next(iter(rows.values())))
+    table = Table(title=f"Handwritten digits, {seeds} seeds, test data")
+    for name in ("recipe", "accuracy %", "non-zeros", "FLOPs", "file bytes", "seconds"):
+        table.add_column(name, justify="left" if name == "recipe" else "right")
+    for name, results in rows.items():
+        accuracy = [result["test"]["accuracy"] for result in results]
+        total = results[0]["sparsity"]["totals"]
+        table.add_row(
+            name,
+            _spread(accuracy),
+            f"{total['alive']:,}",
+            f"{total['flops_sparse']:,}",
+            f"{results[0]['file_bytes']:,}",
+            f"{statistics.mean(result['seconds'] for result in results):.1f}",
+        )
+    out.print(table)
+    dense, sparse = ([r["test"]["accuracy"] for r in results] for results in rows.values())
+    gaps = [s - d for s, d in zip(sparse, dense, strict=True)]
+    out.print(f"C-GaP minus dense, same total epochs: {_spread(gaps, sign='+')} points. Runs are in {folder}.")
+
+
+def show_lists(kinds: Mapping[str, Mapping[str, Any]]) -> None:
+    for kind, things in kinds.items():
+        table = Table(title=kind, title_justify="left", show_header=False, box=None, padding=(0, 2))
+        for name, thing in things.items():
+            table.add_row(name, (thing.__doc__ or "").strip().split("\n")[0])
+        out.print(table)
+
+
+def show_plan(estimate: Estimate) -> None:
+    about = "" if estimate.is_exact else "~"
+    table = Table(title=f"{estimate.plan.method.__name__}, {len(estimate.plan.partition)} parts")
+    for name in ("step", "branch", "edits", "epochs", "density", "FLOPs/example", "training FLOPs/example"):
+        table.add_column(name, justify="left" if name == "edits" else "right")
+    for cost in estimate.costs:
+        stretch = cost.stretch
+        branch = "" if stretch.branch is None else str(stretch.branch)
+        numbers = (f"{cost.density:.4f}", f"{about}{cost.forward_flops:,}", f"{about}{cost.training_flops:,}")
+        table.add_row(str(stretch.step), branch, str(stretch.phase), str(stretch.phase.epochs), *numbers)
+    out.print(table)
+    dense = 3 * estimate.dense_flops * estimate.epochs
+    share = f", {estimate.training_flops / dense:.3f} of dense training for as many" if dense else ""
+    inference = estimate.costs[-1].forward_flops / estimate.dense_flops
+    out.print(f"{estimate.epochs} epochs in all{share}; inference at {about}{inference:.3f} of the dense FLOPs.")
+
+
+def show_result(result: dict[str, Any], folder: Path) -> None:
+    total = result["sparsity"]["totals"]
+    out.print(f"test: {_metrics(result['test'])}")
+    if result["best"]:
+        best = result["best"]
+        out.print(f"best by validation: step {best['step']}, test: {_metrics(best['test'])}")
+    out.print(f"alive: {total['alive']:,} of {total['prunable']:,} prunable weights")
+    out.print(f"file: {result['file_bytes']:,} bytes, {folder / 'model.safetensors'}", soft_wrap=True)
+
+
+def show_run(path: Path) -> None:
+    folder = RunFolder(path)
+    origin = folder.read_recipe()
+    recipe = origin["recipe"]
+    out.print(f"{origin.get('source', 'a run from Python')}: {recipe['method']} at sparsity {recipe['sparsity']}")
+    if folder.result.exists():
+        result = json.loads(folder.result.read_text())
+        table = Table("step", "branch", "edits", "epochs", "alive", "validation", "candidate")
+        for row in result["phases"]:
+            shown = (_metrics(row.get(name, {})) for name in ("validation", "candidate"))
+            branch = "" if row["branch"] is None else str(row["branch"])
+            table.add_row(str(row["step"]), branch, row["edits"], str(row["epochs"]), f"{row['alive']:,}", *shown)
+        out.print(table)
+        show_result(result, path)
+    else:
+        out.print(f"not finished; go on with `growprune resume {path}`", soft_wrap=True)
+
+
+def show_file(path: Path) -> None:
+    content = file.manifest(path)
+    out.print_json(json.dumps(content))
+
+
+def _metrics(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+def _spread(values: list[float], sign: str = "") -> str:
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{sign}.2f}{spread}"

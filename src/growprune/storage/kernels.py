@@ -1,0 +1,263 @@
+"""What compact storage is made of: a dense tensor out of its live values, and live values out of a dense tensor.
+
+A sparse tensor of n elements, read flat and row-major, is three tensors:
+
+    values   its live elements in order, 1-D
+    bits     its mask, uint8, eight to a byte, least significant bit first, zero bits up to a whole block of 1024 bits
+    offsets  int64, one for each block: how many bits are set in the blocks before it
+
+With `group=g` a bit stands for g consecutive elements, which live and die together: 1x8 blocks cost an eighth of a bit
+a weight. Offsets then count live groups. A block is always 1024 bits, so `offsets` cost 1/16 of a bit for each bit.
+
+`expand` and `compress` are PyTorch operators, so torch.compile does not break its graph at them. They have no
+gradient of their own: whoever wants one writes it with the other of the two. On CUDA they run in Triton, without a
+synchronisation; elsewhere, and on CUDA without Triton, in torch operations over a few hundred thousand weights at a
+time, so that no temporary is as large as the dense tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from growprune.selection import chunk_elements
+
+BLOCK = 1024
+"""How many bits share an offset. The last block is filled up with zeros, so loads never end inside one."""
+
+log = logging.getLogger(__name__)
+
+
+def pack(mask: Tensor, *, group: int = 1) -> Tensor:
+    """The bits of a flat bool mask. With a group, all elements of a group must agree.
+
+    >>> pack(torch.tensor([True, False, True, True]))[:2].tolist()
+    [13, 0]
+    """
+    lives = _one_per_group(mask, group)
+    bits = torch.empty(_padded(lives.numel()) // 8, dtype=torch.uint8, device=mask.device)
+    for start, stop in _chunks(lives.numel(), mask.device):
+        bools = torch.zeros(_padded(stop - start), dtype=torch.bool, device=mask.device)
+        bools[: stop - start] = lives[start:stop]
+        bits[start // 8 : (start + bools.numel()) // 8] = _to_bits(bools)
+    return bits
+
+
+def unpack(bits: Tensor, n: int, *, group: int = 1) -> Tensor:
+    """The flat bool mask of n elements that `pack` made these bits of.
+
+    >>> unpack(pack(torch.tensor([True, False, True, True])), 4).tolist()
+    [True, False, True, True]
+    """
+    num_groups = _num_groups(n, group)
+    _check_bits(bits, num_groups)
+    lives = torch.empty(num_groups, dtype=torch.bool, device=bits.device)
+    for start, stop in _chunks(num_groups, bits.device):
+        lives[start:stop] = _to_bools(bits[start // 8 : -(-stop // 8)])[: stop - start]
+    return lives if group == 1 else lives.unsqueeze(1).expand(-1, group).reshape(-1)
+
+
+def block_offsets(bits: Tensor) -> tuple[Tensor, int]:
+    """How many bits are set before each block, and how many in all.
+
+    >>> block_offsets(pack(torch.ones(1500, dtype=torch.bool)))
+    (tensor([   0, 1024]), 1500)
+    """
+    _check_bits(bits, 0)
+    counts = bits - ((bits >> 1) & 0x55)  # in each pair of bits, how many are set; then in each four, then in all
+    counts = (counts & 0x33) + ((counts >> 2) & 0x33)
+    counts = (counts + (counts >> 4)) & 0x0F
+    ends = counts.view(-1, BLOCK // 8).sum(1).cumsum(0)
+    offsets = torch.zeros_like(ends)
+    offsets[1:] = ends[:-1]
+    return offsets, int(ends[-1]) if ends.numel() else 0
+
+
+def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, *, dtype: torch.dtype, group: int = 1) -> Tensor:
+    """The n elements, dense and in a dtype of choice: live ones from `values`, exact zeros elsewhere.
+
+    >>> bits = pack(torch.tensor([False, True, True]))
+    >>> expand(torch.tensor([5.0, 6.0]), bits, block_offsets(bits)[0], 3, dtype=torch.float64)
+    tensor([0., 5., 6.], dtype=torch.float64)
+    """
+    _check_layout(bits, offsets, n, group)
+    dense: Tensor = torch.ops.growprune.expand(values, bits, offsets, n, dtype, group)
+    return dense
+
+
+def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, *, dtype: torch.dtype, group: int = 1) -> Tensor:
+    """The `nnz` live elements of a dense tensor, in order and in a dtype of choice. `nnz` counts elements.
+
+    >>> bits = pack(torch.tensor([False, True, True]))
+    >>> compress(torch.tensor([4.0, 5.0, 6.0]), bits, block_offsets(bits)[0], 2, dtype=torch.float64)
+    tensor([5., 6.], dtype=torch.float64)
+    """
+    _check_layout(bits, offsets, dense.numel(), group)
+    values: Tensor = torch.ops.growprune.compress(dense.reshape(-1), bits, offsets, nnz, dtype, group)
+    return values
+
+
+def compress_add_(values: Tensor, dense: Tensor, bits: Tensor, offsets: Tensor, *, group: int = 1) -> Tensor:
+    """Add the live elements of a dense tensor to `values`, each cast to its dtype first.
+
+    >>> bits = pack(torch.tensor([False, True, True]))
+    >>> compress_add_(torch.tensor([1.0, 2.0]), torch.tensor([4.0, 5.0, 6.0]), bits, block_offsets(bits)[0])
+    tensor([6., 8.])
+    """
+    _check_layout(bits, offsets, dense.numel(), group)
+    torch.ops.growprune.compress_add_(values, dense.reshape(-1), bits, offsets, group)
+    return values
+
+
+def _expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
+    if triton := _triton_kernels(values.device.type):
+        return triton.expand(values, bits, offsets, n, dtype, group)  # type: ignore[no-any-return]
+    dense = torch.zeros(n, dtype=dtype, device=values.device)
+    for span, positions, live in _live_spans(bits, n, group):
+        _by_group(dense[span], group).index_copy_(0, positions, _by_group(values[live].to(dtype), group))
+    return dense
+
+
+def _compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int) -> Tensor:
+    values = torch.empty(nnz, dtype=dtype, device=dense.device)
+    if triton := _triton_kernels(dense.device.type):
+        triton.compress(values, dense, bits, offsets, group, add=False)
+        return values
+    for span, positions, live in _live_spans(bits, dense.numel(), group):
+        values[live] = _by_group(dense[span], group).index_select(0, positions).view(-1)
+    return values
+
+
+def _compress_add_(values: Tensor, dense: Tensor, bits: Tensor, offsets: Tensor, group: int) -> None:
+    if triton := _triton_kernels(dense.device.type):
+        triton.compress(values, dense, bits, offsets, group, add=True)
+        return
+    for span, positions, live in _live_spans(bits, dense.numel(), group):
+        values[live] += _by_group(dense[span], group).index_select(0, positions).view(-1).to(values.dtype)
+
+
+_library = torch.library.Library("growprune", "FRAGMENT")
+_library.define(
+    "expand(Tensor values, Tensor bits, Tensor offsets, SymInt n, ScalarType dtype, SymInt group) -> Tensor"
+)
+_library.define(
+    "compress(Tensor dense, Tensor bits, Tensor offsets, SymInt nnz, ScalarType dtype, SymInt group) -> Tensor"
+)
+_library.define("compress_add_(Tensor(a!) values, Tensor dense, Tensor bits, Tensor offsets, SymInt group) -> ()")
+# not torch.library.custom_op: three times the overhead of a call, and there are three calls a layer in each step
+_library.impl("expand", _expand, "CompositeExplicitAutograd")
+_library.impl("compress", _compress, "CompositeExplicitAutograd")
+_library.impl("compress_add_", _compress_add_, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("growprune::expand", lib=_library)
+def _fake_expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
+    del bits, offsets, group
+    return values.new_empty(n, dtype=dtype)
+
+
+@torch.library.register_fake("growprune::compress", lib=_library)
+def _fake_compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int) -> Tensor:
+    del bits, offsets, group
+    return dense.new_empty(nnz, dtype=dtype)
+
+
+@torch.library.register_fake("growprune::compress_add_", lib=_library)
+def _fake_compress_add_(values: Tensor, dense: Tensor, bits: Tensor, offsets: Tensor, group: int) -> None:
+    del values, dense, bits, offsets, group
+
+
+@functools.cache
+def _triton_kernels(device_type: str) -> ModuleType | None:
+    """The Triton kernels where they can run; asked once for each kind of device, so it says so once."""
+    if device_type != "cuda":
+        return None
+    try:
+        from growprune.storage import triton_kernels
+    except ImportError:
+        log.warning("Triton is not installed: compact storage runs in torch operations, which are slower on CUDA")
+        return None
+    return triton_kernels
+
+
+def _live_spans(bits: Tensor, n: int, group: int) -> Iterator[tuple[slice, Tensor, slice]]:
+    """Walks the dense tensor: a span of it, which of its groups live, and the span of `values` that holds them."""
+    taken = 0
+    for start, stop in _chunks(n // group, bits.device):
+        part = bits[start // 8 : -(-stop // 8)]
+        positions = _set_bits(part) if part.device.type == "cpu" else _to_bools(part).nonzero().view(-1)
+        live = slice(taken, taken + positions.numel() * group)
+        yield slice(start * group, stop * group), positions, live
+        taken = live.stop
+
+
+def _set_bits(bits: Tensor) -> Tensor:
+    """The numbers of the bits that are set, on the CPU."""
+    # numpy searches a mask with at most a tenth set for one at a time, and any other at twice the speed; so add some
+    tail = np.full(-(-bits.numel() // 8), 0xFF, dtype=np.uint8)
+    bools = np.unpackbits(np.append(bits.numpy(), tail), bitorder="little").view(np.bool_)
+    return torch.from_numpy(np.flatnonzero(bools)[: -8 * tail.size])
+
+
+def _to_bools(bits: Tensor) -> Tensor:
+    octets = bits.to(torch.int64).mul_(0x0101010101010101)  # a byte, eight times
+    octets &= 0x8040201008040201 - (1 << 64)  # bit i of the i-th
+    return octets.view(torch.uint8).bool()
+
+
+def _to_bits(bools: Tensor) -> Tensor:
+    # eight bools are the bytes b0..b7 of an integer; the product brings bi to bit 56 + i, and no two terms meet
+    octets = bools.view(torch.int64) * 0x0102040810204080
+    return (octets >> 56).bitwise_and_(0xFF).to(torch.uint8)
+
+
+def _chunks(total: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    step = chunk_elements(device)
+    for start in range(0, total, step):
+        yield start, min(start + step, total)
+
+
+def _by_group(flat: Tensor, group: int) -> Tensor:
+    return flat if group == 1 else flat.view(-1, group)
+
+
+def _one_per_group(mask: Tensor, group: int) -> Tensor:
+    num_groups = _num_groups(mask.numel(), group)
+    groups = mask.reshape(num_groups, group)
+    if group > 1 and not torch.equal(groups.all(1), groups.any(1)):
+        raise ValueError(f"the mask splits a group of {group} elements; they must live or die together")
+    return groups[:, 0]
+
+
+def _num_groups(n: int, group: int) -> int:
+    if group < 1 or n % group:
+        raise ValueError(f"{n} elements cannot be cut into groups of {group}; choose a group that divides {n}")
+    return n // group
+
+
+def _padded(num_bits: int) -> int:
+    return -(-num_bits // BLOCK) * BLOCK
+
+
+def _check_bits(bits: Tensor, num_groups: int) -> None:
+    if bits.dtype != torch.uint8 or bits.numel() % (BLOCK // 8) or bits.numel() * 8 < num_groups:
+        raise ValueError(
+            f"bits are {bits.numel()} of {bits.dtype}, but must be uint8, at least {num_groups} bits in whole blocks "
+            f"of {BLOCK // 8} bytes; make them with pack()"
+        )
+
+
+def _check_layout(bits: Tensor, offsets: Tensor, n: int, group: int) -> None:
+    """Kernels read without looking: a layout that does not fit must not reach them."""
+    _check_bits(bits, _num_groups(n, group))
+    if offsets.dtype != torch.int64 or offsets.numel() * (BLOCK // 8) != bits.numel():
+        raise ValueError(
+            f"offsets are {offsets.numel()} of {offsets.dtype}, but must be int64, one for each of the "
+            f"{bits.numel() // (BLOCK // 8)} blocks of bits; make them with block_offsets()"
+        )

@@ -1,0 +1,106 @@
+"""Checkpoints hold any nest of plain values and tensors, exactly, and are whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from growprune.engine import checkpoint
+from growprune.engine.rng import rng_state, seed_all, set_rng_state
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+keys = st.text() | st.integers()
+nests = st.recursive(
+    plain, lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(keys, inner), max_leaves=10
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(nest=nests)
+def test_any_nest_of_values_comes_back_equal(nest: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("nest")
+    checkpoint.save(folder, 1, {"nest": nest})
+    assert repr(checkpoint.load(folder / "00000001")["nest"]) == repr(nest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int64])
+def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensor = torch.tensor([[0, 1, 2], [3, 4, 5]]).to(dtype)
+    state = {"a": tensor, "transposed": tensor.t(), "scalar": tensor[0, 1], "shared": [tensor, tensor]}
+    checkpoint.save(tmp_path, 1, state)
+    loaded = checkpoint.load(tmp_path / "00000001")
+    assert torch.equal(loaded["a"], tensor)
+    assert torch.equal(loaded["transposed"], tensor.t())
+    assert loaded["scalar"].shape == ()
+    assert all(torch.equal(t, tensor) for t in loaded["shared"])
+
+
+def test_an_object_that_is_no_plain_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="cannot hold a PosixPath"):
+        checkpoint.save(tmp_path, 1, {"x": tmp_path})
+
+
+@pytest.mark.parametrize("name", ["tensors.safetensors", "state.json", "COMPLETE"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_any_damage_to_any_file_is_noticed(name: str, damage: str, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, {"x": torch.arange(10), "y": "text"}) / name
+    content = path.read_bytes()
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-3] if damage == "truncate" else content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"incomplete|damaged"):
+        checkpoint.load(tmp_path / "00000001")
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_rubbish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(tmp_path, 1, {"x": 1})
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match=r"cannot write checkpoint .*No space left.*earlier checkpoints are intact"):
+        checkpoint.save(tmp_path, 2, {"x": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
+    assert checkpoint.load(tmp_path / "00000001") == {"x": 1}
+
+
+def test_old_checkpoints_and_what_a_kill_left_are_removed(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        checkpoint.save(tmp_path, number, {"x": number})
+    (tmp_path / ".writing-00000004").mkdir()
+    checkpoint.remove_old(tmp_path, keep=[1, 3])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", "00000003"]
+
+
+def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+    def draw() -> tuple[float, ...]:
+        return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), float(torch.rand(()))  # noqa: NPY002
+
+    seed_all(0, "x")
+    draw()
+    checkpoint.save(tmp_path, 1, rng_state())
+    expected = draw()
+    draw()
+    set_rng_state(checkpoint.load(tmp_path / "00000001"))
+    assert draw() == expected
+
+
+def test_seeding_depends_on_everything_named() -> None:
+    seeds = []
+    for what in ((0, "a"), (0, "b"), (1, "a"), (0, "a")):
+        seed_all(*what)
+        seeds.append(float(torch.rand(())))
+    assert seeds[0] == seeds[3]
+    assert len(set(seeds)) == 3

@@ -1,0 +1,215 @@
+"""Runs: what they train, log, keep, and refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import growprune as gp
+from growprune import engine, methods
+from growprune.engine.optim import Optimizer
+from growprune.engine.recipe import Recipe
+from growprune.engine.training import Training
+from growprune.methods import METHODS
+from growprune.plan import walk
+from toy import Toy, continuing, cyclic, parallel
+
+OPTIONS: dict[str, dict[str, int]] = {"dense": {"epochs": 2}, "one_shot": {"epochs": 2, "finetune": 2}}
+
+
+def recipe_for(name: str) -> Recipe:
+    return replace(cyclic(), method=METHODS[name], options=OPTIONS.get(name, cyclic().options), kappa=2)
+
+
+def events_of(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
+    engine.train(recipe, folder)
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_runs_to_its_target_and_lowers_the_loss(name: str, tmp_path: Path) -> None:
+    recipe = replace(recipe_for(name), task=Toy(num_examples=200))
+    sparsity = 0.0 if name == "dense" else 0.8
+    result = engine.train(replace(recipe, sparsity=sparsity), tmp_path / "run")
+    assert result["sparsity"]["totals"]["alive"] == round((1 - sparsity) * (6 * 16 + 16 * 16 + 16 * 3))
+    losses = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    losses = [event["loss"] for event in losses if event["event"] == "epoch"]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_same_seed_gives_the_same_bits_and_another_gives_others(name: str, tmp_path: Path) -> None:
+    files = []
+    for run, seed in enumerate((0, 0, 1)):
+        engine.train(replace(recipe_for(name), seed=seed), tmp_path / str(run))
+        files.append((tmp_path / str(run) / "model.safetensors").read_bytes())
+    assert files[0] == files[1]
+    assert files[0] != files[2]
+
+
+def test_a_run_folder_holds_what_it_should(tmp_path: Path) -> None:
+    result = engine.train(cyclic(), tmp_path / "run", origin={"source": "toy"})
+    folder = tmp_path / "run"
+    names = {"recipe.json", "plan.json", "log.jsonl", "checkpoints", "best.safetensors", "model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == names | {"result.json"}
+    assert json.loads((folder / "recipe.json").read_text())["recipe"]["method"] == "cyclic_gap"
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["steps"][1] == {"edits": ["prune S2 to 0.8", "grow S0 to dense"], "epochs": 2}
+    assert result == json.loads((folder / "result.json").read_text())
+    assert result["recipe"]["sparsity"] == 0.8
+    assert [row["alive"] for row in result["phases"]] == [80, 80 - 19 + 96, 80 - 51 + 256, 80 - 10 + 48, 80]
+    assert result["peak_bytes"] > 0
+    assert result["environment"]["torch"] == torch.__version__
+
+
+def test_the_saved_model_is_the_trained_one(tmp_path: Path) -> None:
+    result = engine.train(cyclic(), tmp_path / "run")
+    model = Toy().build_model()
+    gp.load(tmp_path / "run" / "model.safetensors", model)
+    with torch.no_grad():
+        assert Toy().evaluate(model.eval(), "test", device=torch.device("cpu")) == result["test"]
+
+
+def test_the_best_candidate_is_the_best_by_validation_and_is_sparse(tmp_path: Path) -> None:
+    log = events_of(cyclic(), tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    seen = [event["candidate"]["accuracy"] for event in log if event["event"] == "stretch" and "candidate" in event]
+    last = [event for event in log if event["event"] == "epoch" and event["stretch"] == event["last"]]
+    seen += [event["validation"]["accuracy"] for event in last]
+    assert len(seen) == 3 + 3
+    assert result["best"]["validation"]["accuracy"] == max(seen)
+    model = Toy().build_model()
+    assert gp.load(tmp_path / "run" / "best.safetensors", model).num_alive == 80
+
+
+def test_looking_at_candidates_changes_nothing(tmp_path: Path) -> None:
+    for name, candidates in (("with", True), ("without", False)):
+        engine.train(replace(continuing(cyclic()), candidates=candidates), tmp_path / name)
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("with", "without")]
+    assert models[0] == models[1]
+
+
+def test_checkpoints_at_other_times_change_nothing(tmp_path: Path) -> None:
+    for name, seconds in (("often", 0.0), ("rarely", 1e9)):
+        engine.train(replace(parallel(), checkpoint_seconds=seconds), tmp_path / name)
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("often", "rarely")]
+    assert models[0] == models[1]
+
+
+def learning_rates(recipe: Recipe) -> list[list[float]]:
+    model = recipe.task.build_model()
+    plan = recipe.plan(model)
+    training = Training(recipe, plan, recipe.sparse_model(model), torch.device("cpu"))
+    rates = []
+    for stretch in walk(plan):
+        training.next_stretch()
+        rates.append([])
+        for epoch in range(stretch.phase.epochs):
+            training.cursor.iteration = epoch * recipe.task.num_batches()
+            rates[-1].append(round(training._lr(stretch), 4))
+    return rates
+
+
+def test_restart_starts_every_phase_at_the_start_of_the_curve() -> None:
+    assert learning_rates(cyclic()) == [[], [0.0125, 0.05], [0.0125, 0.05], [0.0125, 0.05], [0.0125, 0.05, 0.025]]
+
+
+def test_continue_draws_one_curve_over_the_whole_plan() -> None:
+    rates = [rate for stretch in learning_rates(replace(cyclic(), restart=False)) for rate in stretch]
+    assert rates == [0.0125, 0.05, 0.0481, 0.0427, 0.0346, 0.025, 0.0154, 0.0073, 0.0019]
+
+
+def test_branches_of_a_fork_stand_side_by_side_on_the_curve() -> None:
+    rates = learning_rates(replace(parallel(), restart=False))
+    assert rates[1] == rates[2] == rates[3] == [0.0125]
+    assert rates[5] == rates[6] == rates[7]
+    assert rates[5] != rates[1]
+
+
+def test_accumulating_batches_equals_larger_batches(tmp_path: Path) -> None:
+    task = Toy(num_examples=32, batch_size=16)
+    base = replace(cyclic(), task=task, optimizer=Optimizer("sgd", lr=0.0))
+    model, steps = task.build_model(), []
+    for accumulate in (1, 2):
+        recipe = replace(base, accumulate=accumulate)
+        training = Training(recipe, recipe.plan(model), recipe.sparse_model(model), torch.device("cpu"))
+        stretch = list(walk(training.plan))[1]
+        steps.append(sum(1 for _ in training.train(stretch, lambda *event: None)))
+    assert steps == [4, 2]
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
+    recipe = replace(cyclic(), task=Toy(poison=2), checkpoint_seconds=0.0)
+    with pytest.raises(engine.TrainingDiverged, match=r"loss became nan in step 1 \(prune S2.*lower optimizer\.lr"):
+        engine.train(recipe, tmp_path / "run")
+    found = engine.checkpoint.load_newest(tmp_path / "run" / "checkpoints", lambda message: None)
+    assert found is not None
+    assert found[1]["training"]["cursor"]["batch"] == 2
+    assert all(torch.isfinite(values).all() for values, _ in found[1]["model"].values())
+
+
+def test_bf16_and_clipping_train_too(tmp_path: Path) -> None:
+    result = engine.train(replace(cyclic(), precision="bf16", clip=0.1), tmp_path / "run")
+    assert result["sparsity"]["totals"]["alive"] == 80
+
+
+def test_a_folder_with_another_recipes_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    engine.train(cyclic(), tmp_path / "run")
+    before = {path.name for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(ValueError, match="holds another recipe's run: give another --out"):
+        engine.train(parallel(), tmp_path / "run")
+    with pytest.raises(ValueError, match="holds this recipe's run: go on with `growprune resume"):
+        engine.train(cyclic(), tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not an empty folder"):
+        engine.train(cyclic(), tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match="cannot write to"):
+        engine.train(cyclic(), tmp_path / "run")
+
+
+def test_a_recipe_that_cannot_run_leaves_no_folder(tmp_path: Path) -> None:
+    for wrong in ({"kappa": 9}, {"sparsity": 1.0}, {"pattern": "2:5"}, {"keep_dense": ("nothing",)}):
+        with pytest.raises(ValueError):
+            engine.train(replace(cyclic(), **wrong), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unfinished_run_and_a_method_without_steps_cannot_be_extended(tmp_path: Path) -> None:
+    one_shot = replace(cyclic(), method=methods.one_shot, options={"epochs": 1, "finetune": 1})
+    engine.train(one_shot, tmp_path / "one_shot")
+    with pytest.raises(ValueError, match="one_shot has no steps to extend"):
+        engine.resume(one_shot, tmp_path / "one_shot", extend=1)
+    with pytest.raises(engine.Interrupted):
+        engine.train(cyclic(), tmp_path / "run", should_stop=lambda: True)
+    with pytest.raises(ValueError, match="is not finished, so it cannot be extended"):
+        engine.resume(cyclic(), tmp_path / "run", extend=1)
+
+
+def test_a_log_line_cut_short_spoils_no_other(tmp_path: Path) -> None:
+    folder = engine.RunFolder(tmp_path)
+    folder.append({"event": "one"})
+    with folder.log.open("ab") as log:
+        log.write(b'{"event": "tw')
+    folder.append({"event": "three"})
+    lines = folder.log.read_text().splitlines()
+    assert [json.loads(lines[i])["event"] for i in (0, 2)] == ["one", "three"]
+
+
+def test_options_the_method_does_not_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="cyclic_gap has no option 'rounds'; it takes sparsity, steps"):
+        replace(cyclic(), options={"rounds": 3})

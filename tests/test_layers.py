@@ -1,0 +1,203 @@
+"""Which weights of a model may become sparse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from growprune.layers import Weight, layer_weights, prunable_weights
+
+
+class Language(nn.Module):
+    """An embedding, a body, and an output layer that may share the embedding's matrix."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 4)
+        self.norm = nn.LayerNorm(4)
+        self.body = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 12)
+        if tied:
+            self.out.weight = self.embed.weight
+
+
+class Scaled(nn.Module):
+    """A layer torch does not know: a bare matrix, and a bare number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.matrix = nn.Parameter(torch.ones(4, 4))
+        self.vector = nn.Parameter(torch.ones(4))
+        self.number = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) @ self.matrix * self.vector * self.number
+
+
+def names(model: nn.Module, **options: list[str]) -> list[str]:
+    return [weight.name for weight in prunable_weights(model, **options)]
+
+
+def test_a_linear_layer_has_its_weight_and_not_its_bias() -> None:
+    assert prunable_weights(nn.Linear(3, 5)) == (Weight("weight", "weight", (5, 3)),)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv1d(4, 6, 3), (6, 4, 3)),
+        (nn.Conv2d(4, 6, (3, 5)), (6, 4, 3, 5)),
+        (nn.Conv3d(4, 6, 3), (6, 4, 3, 3, 3)),
+        (nn.Conv2d(4, 6, 3, groups=2), (6, 2, 3, 3)),
+        (nn.Conv2d(4, 4, 3, groups=4), (4, 1, 3, 3)),
+    ],
+)
+def test_a_convolution_has_its_kernel(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    assert prunable_weights(layer) == (Weight("weight", "weight", shape),)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.ConvTranspose1d(4, 6, 3), (4, 6, 3)),
+        (nn.ConvTranspose2d(4, 6, 3, groups=2), (4, 3, 3, 3)),
+        (nn.ConvTranspose3d(4, 6, 3), (4, 6, 3, 3, 3)),
+    ],
+)
+def test_a_transposed_convolution_is_known_to_be_stored_inputs_first(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    assert prunable_weights(layer) == (Weight("weight", "weight", shape, transposed=True),)
+
+
+def test_attention_has_its_query_key_and_value_matrices_apart() -> None:
+    assert prunable_weights(nn.MultiheadAttention(4, 2)) == (
+        Weight("in_proj_weight[q]", "in_proj_weight", (4, 4), rows=(0, 4)),
+        Weight("in_proj_weight[k]", "in_proj_weight", (4, 4), rows=(4, 8)),
+        Weight("in_proj_weight[v]", "in_proj_weight", (4, 4), rows=(8, 12)),
+        Weight("out_proj.weight", "out_proj.weight", (4, 4)),
+    )
+
+
+def test_the_rows_of_a_query_matrix_are_a_view() -> None:
+    attention = nn.MultiheadAttention(2, 1)
+    key = prunable_weights(attention)[1]
+    with torch.no_grad():
+        key.of(attention.in_proj_weight).fill_(7)
+    assert (attention.in_proj_weight == 7).all(dim=1).tolist() == [False, False, True, True, False, False]
+
+
+def test_attention_over_other_dimensions_has_three_parameters() -> None:
+    attention = nn.MultiheadAttention(4, 2, kdim=6, vdim=8, add_bias_kv=True)
+    assert [(w.name, w.shape) for w in prunable_weights(attention)] == [
+        ("q_proj_weight", (4, 4)),
+        ("k_proj_weight", (4, 6)),
+        ("v_proj_weight", (4, 8)),
+        ("out_proj.weight", (4, 4)),
+    ]
+
+
+def test_norms_biases_and_embeddings_are_never_prunable() -> None:
+    model = nn.Sequential(
+        nn.Embedding(9, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.PReLU(4)
+    )
+    assert names(model) == ["1.weight"]
+
+
+def test_an_embedding_that_is_also_the_output_layer_stays_dense() -> None:
+    assert names(Language(tied=False)) == ["body.weight", "out.weight"]
+    assert names(Language(tied=True)) == ["body.weight"]
+
+
+def test_a_weight_of_two_layers_counts_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    assert names(model) == ["0.weight"]
+
+
+def test_a_shared_module_counts_once() -> None:
+    shared = nn.Linear(4, 4)
+    assert names(nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(4, 2))) == ["0.weight", "3.weight"]
+
+
+def test_a_weight_made_by_a_parametrization_is_not_a_parameter_and_so_not_prunable() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
+    assert names(model) == ["1.weight"]
+
+
+def test_layers_are_listed_in_the_order_of_registration() -> None:
+    layers = layer_weights(nn.TransformerEncoderLayer(4, 2, dim_feedforward=8))
+    assert list(layers) == ["self_attn", "self_attn.out_proj", "linear1", "linear2"]
+
+
+@pytest.mark.parametrize(
+    ("keep_dense", "left"),
+    [
+        (["0.weight"], ["1.0.weight", "1.2.weight", "2.weight"]),
+        (["0"], ["1.0.weight", "1.2.weight", "2.weight"]),
+        (["1"], ["0.weight", "2.weight"]),
+        (["1.*"], ["0.weight", "2.weight"]),
+        (["*.2.weight"], ["0.weight", "1.0.weight", "2.weight"]),
+        (["0", "2"], ["1.0.weight", "1.2.weight"]),
+        (["0", "0.weight"], ["1.0.weight", "1.2.weight", "2.weight"]),
+    ],
+)
+def test_keep_dense_takes_parameters_modules_and_globs(keep_dense: list[str], left: list[str]) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert names(nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 4)), keep_dense=keep_dense) == left
+
+
+def test_keep_dense_of_a_module_is_not_a_prefix_of_letters() -> None:
+    model = nn.ModuleDict({"fc": nn.Linear(4, 4), "fc2": nn.Linear(4, 4)})
+    assert names(model, keep_dense=["fc"]) == ["fc2.weight"]
+
+
+def test_keep_dense_takes_a_single_matrix_of_an_attention() -> None:
+    left = names(nn.MultiheadAttention(4, 2), keep_dense=["in_proj_weight[q]"])
+    assert left == ["in_proj_weight[k]", "in_proj_weight[v]", "out_proj.weight"]
+
+
+def test_keep_dense_may_name_what_is_dense_anyway() -> None:
+    assert names(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), keep_dense=["1", "0.bias"]) == ["0.weight"]
+
+
+def test_also_adds_parameters_of_other_modules() -> None:
+    assert names(Scaled()) == ["fc.weight"]
+    assert names(Scaled(), also=["matrix", "vector"]) == ["fc.weight", "matrix", "vector"]
+
+
+def test_also_adds_a_parameter_once_however_often_it_is_named() -> None:
+    assert names(Scaled(), also=["matrix", "mat*", "fc.weight"]) == ["fc.weight", "matrix"]
+
+
+def test_also_can_make_a_tied_embedding_sparse() -> None:
+    assert names(Language(tied=True), also=["embed"]) == ["body.weight", "embed.weight"]
+
+
+def test_also_refuses_a_single_number() -> None:
+    with pytest.raises(ValueError, match="'number', which is a single number"):
+        names(Scaled(), also=["number"])
+
+
+@pytest.mark.parametrize("argument", ["keep_dense", "also"])
+def test_a_name_that_matches_nothing_is_an_error_that_lists_some(argument: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{argument} has 'conv\*', which matches no parameter; there are weight, bias"
+    ):
+        names(nn.Linear(4, 4), **{argument: ["conv*"]})
+
+
+@pytest.mark.parametrize("argument", ["keep_dense", "also"])
+def test_a_bare_text_instead_of_a_list_is_an_error(argument: str) -> None:
+    with pytest.raises(ValueError, match=rf"{argument} is the text 'weight', but must be a list"):
+        names(nn.Linear(4, 4), **{argument: "weight"})
+
+
+def test_a_model_without_layers_has_nothing_to_prune() -> None:
+    with pytest.raises(ValueError, match="nothing to prune: it has no Linear, convolution or attention weight"):
+        names(nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)))
+
+
+def test_a_model_that_is_kept_dense_as_a_whole_has_nothing_to_prune() -> None:
+    with pytest.raises(ValueError, match="nothing to prune: all are in keep_dense"):
+        names(nn.Linear(4, 4), keep_dense=["*"])

@@ -1,0 +1,254 @@
+"""Every method, against its paper's algorithm written out by hand, and all of them against one contract."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from growprune.methods import METHODS, cyclic_gap, dense, one_shot, parallel_gap, random_gap
+from growprune.partition import Partition
+from growprune.plan import Action, Branch, By, Fork, Part, Phase, Plan, grow, prune
+from growprune.sparse import SparseModel
+
+OPTIONS = {"sparsity": 0.75, "steps": 3, "epochs": 1, "finetune": 1, "kappa": 2}
+"""A value for every option that has no default. A new method's new option needs one here."""
+
+every_method = pytest.mark.parametrize("name", list(METHODS))
+at_random = By.RANDOM
+
+
+def parts(kappa: int) -> Partition:
+    return Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(kappa)))
+
+
+def plan_of(name: str, S: Partition, **changed: Any) -> Plan:
+    """The method's plan with the options it must have."""
+    takes = inspect.signature(METHODS[name]).parameters.values()
+    needed = [p.name for p in takes if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    return METHODS[name](S, **{option: changed.get(option, OPTIONS[option]) for option in needed})
+
+
+def eight_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+
+
+def disturb(model: nn.Module, sparse: SparseModel, generator: torch.Generator) -> None:
+    """Stands in for training: all live weights move."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator))
+    sparse.enforce()
+
+
+def test_cyclic_gap_with_two_parts_and_three_steps_is_algorithm_1() -> None:
+    S = parts(2)
+    assert list(cyclic_gap(S, sparsity=0.9, steps=3, epochs=10, finetune=40)) == [
+        Phase(prune(S.whole, to=0.9, by=at_random), epochs=0),
+        Phase(prune(S[1], to=0.9), grow(S[0]), epochs=10),
+        Phase(prune(S[0], to=0.9), grow(S[1]), epochs=10),
+        Phase(prune(S[1], to=0.9), grow(S[0]), epochs=10),
+        Phase(prune(S[0], to=0.9), epochs=40),
+    ]
+
+
+def test_cyclic_gap_may_stop_in_the_middle_of_a_round() -> None:
+    S = parts(3)
+    assert list(cyclic_gap(S, sparsity=0.8, steps=5, epochs=1, finetune=2)) == [
+        Phase(prune(S.whole, to=0.8, by=at_random)),
+        Phase(prune(S[2], to=0.8), grow(S[0]), epochs=1),
+        Phase(prune(S[0], to=0.8), grow(S[1]), epochs=1),
+        Phase(prune(S[1], to=0.8), grow(S[2]), epochs=1),
+        Phase(prune(S[2], to=0.8), grow(S[0]), epochs=1),
+        Phase(prune(S[0], to=0.8), grow(S[1]), epochs=1),
+        Phase(prune(S[1], to=0.8), epochs=2),
+    ]
+
+
+def test_cyclic_gap_with_one_part_prunes_and_grows_the_whole_model() -> None:
+    S = parts(1)
+    assert list(cyclic_gap(S, sparsity=0.9, steps=2, epochs=3, finetune=4)) == [
+        Phase(prune(S.whole, to=0.9, by=at_random)),
+        Phase(prune(S[0], to=0.9), grow(S[0]), epochs=3),
+        Phase(prune(S[0], to=0.9), grow(S[0]), epochs=3),
+        Phase(prune(S[0], to=0.9), epochs=4),
+    ]
+
+
+def test_cyclic_gap_prunes_before_it_grows() -> None:
+    # with one part the other order would leave the model sparse, and the grown part untrained
+    for step in list(cyclic_gap(parts(2), sparsity=0.9, steps=4, epochs=1, finetune=1))[1:-1]:
+        assert isinstance(step, Phase)
+        assert [edit.action for edit in step.edits] == [Action.PRUNE, Action.GROW]
+
+
+def test_parallel_gap_with_two_parts_and_two_steps_is_algorithm_2() -> None:
+    S = parts(2)
+    fork = Fork(Branch(Phase(grow(S[0]), epochs=10), S[0]), Branch(Phase(grow(S[1]), epochs=10), S[1]))
+    assert list(parallel_gap(S, sparsity=0.9, steps=2, epochs=10, finetune=40)) == [
+        Phase(prune(S.whole, to=0.9, by=at_random)),
+        fork,
+        Phase(prune(S.whole, to=0.9)),
+        fork,
+        Phase(prune(S.whole, to=0.9)),
+        Phase(epochs=40),
+    ]
+
+
+def test_parallel_gap_with_one_part_is_a_fork_of_one_machine() -> None:
+    S = parts(1)
+    assert list(parallel_gap(S, sparsity=0.5, steps=1, epochs=2, finetune=3)) == [
+        Phase(prune(S.whole, to=0.5, by=at_random)),
+        Fork(Branch(Phase(grow(S[0]), epochs=2), S[0])),
+        Phase(prune(S.whole, to=0.5)),
+        Phase(epochs=3),
+    ]
+
+
+def test_one_shot_trains_prunes_once_and_fine_tunes() -> None:
+    S = parts(2)
+    assert list(one_shot(S, sparsity=0.9, epochs=5, finetune=6)) == [
+        Phase(epochs=5),
+        Phase(prune(S.whole, to=0.9), epochs=6),
+    ]
+
+
+def test_dense_only_trains() -> None:
+    assert list(dense(parts(2), epochs=5)) == [Phase(epochs=5)]
+
+
+def grown_in(phase: Phase) -> list[str]:
+    return [edit.part.name for edit in phase.edits if edit.action is Action.GROW]
+
+
+def pruned_in(phase: Phase) -> list[str]:
+    return [edit.part.name for edit in phase.edits if edit.action is Action.PRUNE]
+
+
+def random_phases(num_parts: int, kappa: int, seed: int = 0, steps: int = 50) -> list[Phase]:
+    plan = random_gap(parts(num_parts), sparsity=0.9, steps=steps, epochs=1, finetune=2, kappa=kappa, seed=seed)
+    return [step for step in plan if isinstance(step, Phase)]
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "kappa", "size"), [(6, 3, 2), (6, 2, 3), (7, 2, 3), (7, 3, 2), (5, 5, 1), (9, 2, 4)]
+)
+def test_random_gap_draws_a_share_of_the_parts_and_none_of_the_previous(num_parts: int, kappa: int, size: int) -> None:
+    start, *steps, end = random_phases(num_parts, kappa)
+    assert start == Phase(prune(parts(num_parts).whole, to=0.9, by=at_random))
+    previous: list[str] = []
+    for phase in steps:
+        grown = grown_in(phase)
+        assert len(set(grown)) == len(grown) == size
+        assert not set(grown) & set(previous)
+        assert pruned_in(phase) == previous
+        previous = grown
+    assert (pruned_in(end), grown_in(end), end.epochs) == (previous, [], 2)
+
+
+def test_random_gap_draws_the_same_for_the_same_seed_whatever_the_global_generator_says() -> None:
+    random.seed(1)
+    first = random_phases(8, 3, seed=5)
+    random.seed(2)
+    assert random_phases(8, 3, seed=5) == first
+    assert random_phases(8, 3, seed=6) != first
+
+
+def test_random_gap_grows_every_part_sooner_or_later() -> None:
+    assert {name for phase in random_phases(8, 4) for name in grown_in(phase)} == {f"S{i}" for i in range(8)}
+
+
+@pytest.mark.parametrize(("kappa", "match"), [(1, "kappa is 1"), (0, "kappa is 0"), (9, "has 8 parts to draw from")])
+def test_random_gap_refuses_a_kappa_it_cannot_draw_with(kappa: int, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        random_phases(8, kappa)
+
+
+@pytest.mark.parametrize("method", [cyclic_gap, parallel_gap, lambda S, **o: random_gap(S, kappa=2, **o)])
+@pytest.mark.parametrize(
+    "bad", [{"steps": 0}, {"steps": -1}, {"steps": 1.0}, {"sparsity": 1.0}, {"epochs": -1}, {"finetune": 0.5}]
+)
+def test_bad_options_raise_at_the_call(method: Callable[..., Plan], bad: dict[str, Any]) -> None:
+    options = {"sparsity": 0.9, "steps": 2, "epochs": 1, "finetune": 1} | bad
+    with pytest.raises(ValueError, match=f"is {next(iter(bad.values()))}, but"):
+        method(parts(2), **options)
+
+
+# What holds for every method, present and future
+
+
+@every_method
+def test_a_plan_listed_twice_is_the_same(name: str) -> None:
+    plan = plan_of(name, parts(4))
+    assert list(plan) == list(plan)
+    assert list(plan) == list(plan_of(name, parts(4)))
+
+
+@every_method
+def test_an_unknown_option_is_refused_at_the_call(name: str) -> None:
+    with pytest.raises(TypeError, match="sparsty"):
+        METHODS[name](parts(2), sparsty=0.9)
+
+
+@every_method
+def test_a_method_says_what_it_is(name: str) -> None:
+    assert METHODS[name].__name__ == name
+    assert (METHODS[name].__doc__ or "").strip()
+
+
+@every_method
+@pytest.mark.parametrize("allocation", ["uniform", "erk", "global"])
+def test_every_method_ends_at_the_target_sparsity(name: str, allocation: str) -> None:
+    model, generator = eight_layers(), torch.Generator().manual_seed(0)
+    sparse = SparseModel(model, sparsity=0.75, allocation=allocation)
+    for phase in sparse.follow(plan_of(name, Partition.contiguous(model, 4))):
+        for _ in range(phase.epochs):
+            disturb(model, sparse, generator)
+    alive = {weight.name: sparse.alive_in(weight) for weight in sparse.weights}
+    if name == "dense":
+        assert set(alive.values()) == {64}
+    elif allocation == "global":
+        assert sum(alive.values()) == 128
+    else:  # the layers are alike, so Erdos-Renyi gives each the same
+        assert set(alive.values()) == {16}
+    assert sum(int(layer.weight.count_nonzero()) for layer in model) == sum(alive.values())
+
+
+@pytest.mark.parametrize("name", ["cyclic_gap", "parallel_gap"])
+@pytest.mark.parametrize("kappa", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("allocation", ["uniform", "global"])
+def test_after_one_round_every_prunable_weight_has_been_trainable(name: str, kappa: int, allocation: str) -> None:
+    model, generator = eight_layers(), torch.Generator().manual_seed(0)
+    sparse = SparseModel(model, sparsity=0.75, allocation=allocation)
+    S = Partition.contiguous(model, kappa)
+    ever = {name: torch.zeros_like(mask) for name, mask in sparse.masks.items()}
+    plan = plan_of(name, S, steps={"cyclic_gap": kappa, "parallel_gap": 1}[name])
+    for stretch in sparse.stretches(plan):
+        is_finetuning = stretch.step == len(plan) - 1
+        if stretch.phase.epochs and not is_finetuning:
+            for parameter, mask in sparse.masks.items():
+                ever[parameter] |= mask
+            disturb(model, sparse, generator)
+    assert all(bool(mask.all()) for mask in ever.values())
+
+
+def test_plans_can_be_written_without_torch() -> None:
+    script = """
+import sys
+sys.modules["torch"] = None
+import growprune.layers, growprune.partition, growprune.plan
+from growprune.methods import METHODS, cyclic_gap
+S = growprune.partition.Partition((growprune.plan.Part("S0", ("w",)),))
+print(len(METHODS), len(cyclic_gap(S, sparsity=0.9, steps=2, epochs=1, finetune=1)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.split() == [str(len(METHODS)), "4"]

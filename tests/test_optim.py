@@ -1,0 +1,51 @@
+"""Learning-rate curves as literal lists, and optimizers by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from growprune.engine.optim import OPTIMIZERS, Curve, Optimizer
+
+
+def factors(curve: Curve, total: int, per_epoch: int) -> list[float]:
+    return [round(curve.factor(i, total=total, per_epoch=per_epoch), 4) for i in range(total)]
+
+
+def test_cosine_falls_from_one_towards_zero() -> None:
+    assert factors(Curve("cosine"), 4, 2) == [1.0, 0.8536, 0.5, 0.1464]
+
+
+def test_warmup_is_linear_and_the_cosine_fills_the_rest() -> None:
+    assert factors(Curve("cosine", warmup_epochs=2), 6, 1) == [0.5, 1.0, 1.0, 0.8536, 0.5, 0.1464]
+
+
+def test_steps_come_at_shares_of_the_stretch() -> None:
+    curve = Curve("step", milestones=(0.5, 0.75), gamma=0.1)
+    assert factors(curve, 8, 1) == [1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
+
+
+def test_inverse_square_root_is_one_where_the_warmup_ends() -> None:
+    curve = Curve("inverse_sqrt", warmup_epochs=4)
+    assert factors(curve, 8, 1) == [0.25, 0.5, 0.75, 1.0, 0.8944, 0.8165, 0.7559, 0.7071]
+
+
+def test_constant_with_half_an_epoch_of_warmup() -> None:
+    assert factors(Curve("constant", warmup_epochs=0.5), 5, 4) == [0.5, 1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_optimizer_is_built_with_decay_on_weights_only(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer = Optimizer(kind, lr=0.5, weight_decay=0.25).build(model)
+    assert isinstance(optimizer, OPTIMIZERS[kind])
+    weights, others = optimizer.param_groups
+    assert [p.shape for p in weights["params"]] == [torch.Size([2, 3])]
+    assert len(others["params"]) == 3
+    assert (weights["weight_decay"], others["weight_decay"], weights["lr"]) == (0.25, 0.0, 0.5)
+
+
+def test_an_option_the_optimizer_does_not_know_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match="optimizer adam does not take all of momentum"):
+        Optimizer("adam", momentum=0.9).build(nn.Linear(2, 2))

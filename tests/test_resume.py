@@ -1,0 +1,147 @@
+"""A run that is killed, again and again, at random points, ends with the bits of one that was never disturbed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from growprune import engine
+from growprune.engine import checkpoint
+from growprune.engine.recipe import Recipe
+from toy import continuing, cyclic, parallel
+
+RECIPES = {
+    "cyclic, restart": cyclic(),
+    "cyclic, continue": continuing(cyclic()),
+    "parallel, restart": parallel(),
+    "parallel, continue": continuing(parallel()),
+}
+NUM_KILLS = 20
+
+
+def carry_on(recipe: Recipe, folder: Path, extend: int = 0) -> dict[str, Any]:
+    if (folder / "recipe.json").exists():
+        return engine.resume(recipe, folder, extend=extend)
+    return engine.train(recipe, folder)
+
+
+def live(recipe: Recipe, folder: Path) -> None:
+    torch.set_num_threads(1)
+    carry_on(recipe, folder)
+
+
+def outcome(folder: Path) -> tuple[bytes, bytes, Any]:
+    """Everything a run leaves that must not depend on interruptions."""
+    result = engine.RunFolder(folder)
+    state = checkpoint.load_newest(result.checkpoints, lambda message: None)
+    assert state is not None
+    tensors: dict[str, torch.Tensor] = {}
+    nest = checkpoint._encode({k: v for k, v in state[1].items() if k != "seconds"}, tensors)
+    bits = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    return result.model.read_bytes(), result.best.read_bytes(), (nest, bits)
+
+
+def wait_for_progress(log: Path, lines: int, process: Any) -> None:
+    """Until the log has grown by some lines, or the process has ended."""
+    before = log.read_bytes().count(b"\n") if log.exists() else 0
+    while process.is_alive() and (log.read_bytes().count(b"\n") if log.exists() else 0) < before + lines:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_killed_at_twenty_random_points_ends_with_the_undisturbed_bits(name: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    recipe = replace(RECIPES[name], checkpoint_seconds=0.0)
+    engine.train(recipe, tmp_path / "undisturbed")
+    context = multiprocessing.get_context("forkserver")  # forks from a process that has torch loaded, but not used
+    context.set_forkserver_preload(["growprune.engine", "toy"])
+    chance = random.Random(name)
+    kills, folder = 0, tmp_path / "killed"
+    while kills < NUM_KILLS:
+        process = context.Process(target=live, args=(recipe, folder))
+        process.start()
+        wait_for_progress(folder / "log.jsonl", chance.randrange(1, 5), process)
+        time.sleep(chance.random() * 0.02)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, "the run ended before it was killed often enough"
+        kills += 1
+    carry_on(recipe, folder)
+    assert outcome(folder) == outcome(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_stopping_after_any_iteration_and_resuming_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+    recipe = RECIPES[name]
+    engine.train(recipe, tmp_path / "undisturbed")
+    folder = tmp_path / "stopped"
+    lives = 0
+    while not (folder / "result.json").exists():
+        countdown = iter([False] * (lives % 7) + [True])
+        try:
+            if (folder / "recipe.json").exists():
+                engine.resume(recipe, folder, should_stop=lambda it=countdown: next(it, True))
+            else:
+                engine.train(recipe, folder, should_stop=lambda it=countdown: next(it, True))
+        except engine.Interrupted:
+            lives += 1
+    assert lives > 5
+    assert outcome(folder) == outcome(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("recipe", [cyclic(), parallel()], ids=["cyclic", "parallel"])
+def test_extending_a_search_equals_having_asked_for_more_steps_at_first(recipe: Recipe, tmp_path: Path) -> None:
+    engine.train(recipe, tmp_path / "short")
+    engine.resume(recipe, tmp_path / "short", extend=2)
+    engine.train(recipe.extended(2), tmp_path / "long")
+    assert outcome(tmp_path / "short")[:2] == outcome(tmp_path / "long")[:2]
+    assert (tmp_path / "short" / "earlier" / "1" / "model.safetensors").exists()
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path: Path) -> None:
+    recipe = replace(cyclic(), checkpoint_seconds=0.0)
+    engine.train(recipe, tmp_path / "undisturbed")
+    folder = tmp_path / "damaged"
+    countdown = iter([False] * 9)
+    with pytest.raises(engine.Interrupted):
+        engine.train(recipe, folder, should_stop=lambda: next(countdown, True))
+    newest = max(checkpoint.numbers(folder / "checkpoints"))
+    with (folder / "checkpoints" / f"{newest:08d}" / "tensors.safetensors").open("r+b") as file:
+        file.truncate(100)
+    events: list[dict[str, Any]] = []
+    engine.resume(recipe, folder, on_event=events.append)
+    warnings = [event["message"] for event in events if event["event"] == "warning"]
+    assert len(warnings) == 1
+    assert f"{newest:08d} is damaged" in warnings[0]
+    assert "going back" in warnings[0]
+    assert outcome(folder)[:2] == outcome(tmp_path / "undisturbed")[:2]
+
+
+def test_a_checkpoint_without_its_marker_is_never_loaded(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"x": 1})
+    checkpoint.save(tmp_path, 2, {"x": 2})
+    (tmp_path / "00000002" / "COMPLETE").unlink()
+    assert checkpoint.load_newest(tmp_path, lambda message: None) == (1, {"x": 1})
+
+
+def test_resuming_with_another_recipe_is_refused_and_names_the_field(tmp_path: Path) -> None:
+    engine.train(cyclic(), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"started with sparsity=0\.8, but the recipe now says 0\.5"):
+        engine.resume(replace(cyclic(), sparsity=0.5), tmp_path / "run")
+
+
+def test_resuming_a_finished_run_returns_its_result_and_trains_nothing(tmp_path: Path) -> None:
+    result = engine.train(cyclic(), tmp_path / "run")
+    before = (tmp_path / "run" / "log.jsonl").read_bytes()
+    assert engine.resume(cyclic(), tmp_path / "run")["test"] == result["test"]
+    assert (tmp_path / "run" / "log.jsonl").read_bytes() == before

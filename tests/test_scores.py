@@ -1,0 +1,119 @@
+"""What edits rank by."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from growprune.layers import Weight
+from growprune.patterns import parse_pattern
+from growprune.plan import By, Edit, Part, grow, prune
+from growprune.scores import ALWAYS, edit_keys, magnitude, random_keys, salt_of
+from growprune.selection import magnitude_keys
+
+CPU = torch.device("cpu")
+PART = Part("S0", ("w",))
+
+
+def splitmix(position: int, salt: int) -> int:
+    """The reference, in plain Python: the upper 30 bits of splitmix64, plus one."""
+    full = (1 << 64) - 1
+    z = (position * 0x9E3779B97F4A7C15 + salt) & full
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & full
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & full
+    return ((z ^ (z >> 31)) >> 34) + 1
+
+
+def keys_of(edit: Edit, values: Tensor, mask: Tensor, pattern: str = "free") -> list[int]:
+    weight = Weight("w", "w", tuple(values.shape))
+    chunks = edit_keys(
+        edit, weight, parse_pattern(pattern), values=lambda: values, mask=lambda: mask, salt=7, dtype=values.dtype
+    )
+    return torch.cat(list(chunks())).tolist()
+
+
+@given(st.integers(0, 2**40), st.integers(0, 2**64 - 1))
+def test_random_keys_are_splitmix64(start: int, salt: int) -> None:
+    assert random_keys(start, 3, salt, CPU).tolist() == [splitmix(start + i, salt) for i in range(3)]
+
+
+def test_random_keys_are_the_same_in_every_release() -> None:
+    assert salt_of(0, 0, "w") == 5516202343204000186
+    assert random_keys(0, 3, 1, CPU).tolist() == [363103624, 608340860, 800777065]
+
+
+@given(st.integers(1, 50), st.integers(0, 2**64 - 1))
+def test_random_keys_do_not_depend_on_chunks(cut: int, salt: int) -> None:
+    whole = random_keys(0, 60, salt, CPU)
+    assert torch.equal(torch.cat([random_keys(0, cut, salt, CPU), random_keys(cut, 60 - cut, salt, CPU)]), whole)
+
+
+@pytest.mark.parametrize("salt", [0, 1, 2**63, salt_of("a"), salt_of("b")])
+def test_random_keys_are_spread_evenly(salt: int) -> None:
+    keys = random_keys(0, 1 << 16, salt, CPU)
+    assert int(keys.min()) >= 1
+    assert int(keys.max()) <= 1 << 30
+    counts = torch.bincount((keys - 1) >> 26, minlength=16).double()  # 16 buckets of 4096 expected
+    assert float(((counts - 4096) ** 2 / 4096).sum()) < 45  # chi-square, 15 degrees: once in 10,000
+
+
+def test_neighbouring_positions_and_salts_are_unrelated() -> None:
+    first, second = (random_keys(0, 1 << 14, salt, CPU).double() for salt in (1, 2))
+    for a, b in ((first, second), (first[1:], first[:-1])):
+        assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.04  # five standard deviations
+
+
+def test_a_salt_depends_on_all_it_is_given() -> None:
+    salts = {salt_of(seed, number, name) for seed in (0, 1) for number in (0, 1) for name in ("a", "b")}
+    assert len(salts) == 8
+    assert salt_of(1, 11) != salt_of(11, 1)
+
+
+def test_pruning_ranks_the_living_by_magnitude_and_never_takes_the_dead() -> None:
+    values, mask = torch.tensor([[3.0, -5.0, 1.0, 0.0]]), torch.tensor([[True, True, False, True]])
+    assert keys_of(prune(PART, to=0.5), values, mask) == [
+        int(magnitude_keys(torch.tensor(3.0))),
+        int(magnitude_keys(torch.tensor(5.0))),
+        0,
+        1,
+    ]
+
+
+def test_pruning_at_random_looks_at_no_value() -> None:
+    mask = torch.tensor([[True, False, True, True]])
+    values = torch.full((1, 4), math.nan)
+    expected = [splitmix(0, 7), 0, splitmix(2, 7), splitmix(3, 7)]
+    assert keys_of(prune(PART, to=0.5, by=By.RANDOM), values, mask) == expected
+
+
+def test_growing_keeps_the_living_before_all_others() -> None:
+    values, mask = torch.tensor([[3.0, 0.0, 1.0, 0.0]]), torch.tensor([[True, False, True, False]])
+    assert keys_of(grow(PART, to=0.5), values, mask) == [ALWAYS, splitmix(1, 7), ALWAYS, splitmix(3, 7)]
+
+
+def test_always_is_above_every_finite_magnitude_and_every_random_key() -> None:
+    assert int(magnitude_keys(torch.tensor(torch.finfo(torch.float32).max))) < ALWAYS
+    assert 1 << 30 < ALWAYS < 1 << 31
+
+
+def test_blocks_are_ranked_by_their_sums_and_die_together() -> None:
+    values, mask = torch.tensor([[3.0, -5.0, 1.0, 0.5]]), torch.tensor([[True, True, False, False]])
+    assert keys_of(prune(PART, to=0.5), values, mask, "1x2") == [int(magnitude_keys(torch.tensor(8.0))), 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("pattern", ["free", "1x2", "2:4"])
+def test_nan_and_infinity_are_an_error_that_names_the_weight(dtype: torch.dtype, bad: float, pattern: str) -> None:
+    values = torch.tensor([[1.0, 2.0, bad, 3.0]], dtype=dtype)
+    with pytest.raises(ValueError, match=r"^w holds NaN or infinity"):
+        keys_of(prune(PART, to=0.5), values, torch.ones_like(values, dtype=torch.bool), pattern)
+
+
+def test_no_values_have_no_keys() -> None:
+    assert magnitude(torch.empty(0), Weight("w", "w", (0,))).tolist() == []

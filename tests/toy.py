@@ -1,0 +1,98 @@
+"""A task of milliseconds, with everything that makes resuming hard: dropout, running statistics, ragged batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from growprune import methods
+from growprune.engine.optim import Curve, Optimizer
+from growprune.engine.recipe import Recipe
+
+
+class NoisyNet(nn.Module):
+    """Draws from all three global generators in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.fc2 = nn.Linear(16, 16)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc2(torch.relu(self.norm(self.fc1(x))))
+        if self.training:
+            x = x + 1e-3 * random.random() + 1e-3 * float(np.random.rand())  # noqa: NPY002
+        return self.head(self.drop(torch.relu(x)))
+
+
+@dataclass(frozen=True)
+class Toy:
+    num_examples: int = 50
+    batch_size: int = 16
+    poison: int = -1
+    """The number of a batch whose loss is NaN."""
+
+    metric = "accuracy"
+
+    def build_model(self) -> nn.Module:
+        return NoisyNet()
+
+    def example(self) -> Tensor:
+        return torch.zeros(1, 6)
+
+    def num_batches(self) -> int:
+        return -(-self.num_examples // self.batch_size)
+
+    def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Any]:
+        x, y = _data(self.num_examples)
+        order = torch.from_numpy(np.random.default_rng(seed).permutation(self.num_examples))
+        for number, indices in enumerate(torch.split(order, self.batch_size)):
+            if number >= start:
+                yield number, x[indices].to(device), y[indices].to(device)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        number, x, y = batch
+        loss = nn.functional.cross_entropy(model(x), y)
+        return loss * float("nan") if number == self.poison else loss
+
+    def evaluate(self, model: nn.Module, split: str, *, device: torch.device) -> dict[str, float]:
+        x, y = (t.to(device) for t in _data(self.num_examples, seed={"validation": 1, "test": 2}[split]))
+        logits = model(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        return {"accuracy": 100 * float((logits.argmax(1) == y).float().mean()), "loss": float(loss)}
+
+
+def _data(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=generator)
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+
+
+def cyclic() -> Recipe:
+    return Recipe(
+        task=Toy(),
+        method=methods.cyclic_gap,
+        options={"steps": 3, "epochs": 2, "finetune": 3},
+        sparsity=0.8,
+        kappa=3,
+        optimizer=Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=1e-4),
+        curve=Curve("cosine", warmup_epochs=1),
+        device="cpu",
+    )
+
+
+def parallel() -> Recipe:
+    return replace(cyclic(), method=methods.parallel_gap, options={"steps": 2, "epochs": 1, "finetune": 3})
+
+
+def continuing(recipe: Recipe) -> Recipe:
+    return replace(recipe, restart=False, optimizer=Optimizer("adamw", lr=0.01))
