@@ -59,8 +59,8 @@ class Zoo(nn.Module):
 
 def zoo(pattern: str = "free", dtype: torch.dtype = torch.float32, **options: Any) -> SparseModel:
     also = ["lone"] if pattern == "2:4" else ["lone", "flat"]
-    keep = ["grouped"] if pattern == "2:4" else []
-    sparse = SparseModel(Zoo().to(dtype), sparsity=0.75, pattern=pattern, also=also, keep_dense=keep, **options)
+    options.setdefault("keep_dense", ["grouped"] if pattern == "2:4" else [])
+    sparse = SparseModel(Zoo().to(dtype), sparsity=0.75, pattern=pattern, also=also, **options)
     sparse.prune(by=By.RANDOM)
     return sparse
 
@@ -179,6 +179,33 @@ def test_weights_of_any_shape_come_back(
     np.testing.assert_array_equal(runpy.run_path(str(EXAMPLE))["read"](path)["weight"], sparse.model.weight.detach())
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_file_does_not_show_how_the_model_was_held(pattern: str, tmp_path: Path) -> None:
+    keep = ["linear", "grouped"]  # compact storage holds no tied weights
+    masked = zoo(pattern, keep_dense=keep)
+    file.save(masked, tmp_path / "masked")
+    compact = file.load(tmp_path / "masked", Zoo(), storage="compact")
+    assert compact.storage == "compact"
+    assert compact.model.conv._parameters["weight"].dim() == 1
+    assert_same(masked, compact)
+    file.save(compact, tmp_path / "compact")
+    assert (tmp_path / "compact").read_bytes() == (tmp_path / "masked").read_bytes()
+    assert_same(compact, file.load(tmp_path / "compact", Zoo()))
+    assert file.num_bytes(compact) == file.num_bytes(masked)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_model_on_the_gpu_comes_back_bit_for_bit(pattern: str, tmp_path: Path) -> None:
+    sparse = zoo(pattern)
+    file.save(sparse, tmp_path / "cpu")
+    sparse.model.cuda()
+    file.save(sparse, tmp_path / "gpu")
+    assert (tmp_path / "gpu").read_bytes() == (tmp_path / "cpu").read_bytes()
+    assert_same(sparse, file.load(tmp_path / "gpu", Zoo().cuda()))
+
+
 def test_what_is_read_can_be_loaded_by_torch_alone(tmp_path: Path) -> None:
     sparse = zoo("3x2")
     file.save(sparse, tmp_path / "model.safetensors")
@@ -187,6 +214,11 @@ def test_what_is_read_can_be_loaded_by_torch_alone(tmp_path: Path) -> None:
     model.load_state_dict(tensors)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in sparse.model.state_dict().items())
     assert tensors["same.weight"] is tensors["linear.weight"]
+
+
+def test_an_unknown_storage_is_named(old: Path) -> None:
+    with pytest.raises(ValueError, match="does not fit the model: storage is 'zip', but must be one of"):
+        file.load(old, target(), storage="zip")
 
 
 def test_the_settings_come_back(tmp_path: Path) -> None:
@@ -433,7 +465,7 @@ def test_state_that_is_no_tensor_is_named_in_a_warning(tmp_path: Path) -> None:
         def set_extra_state(self, state: int) -> None:
             del state
 
-    with pytest.warns(UserWarning, match="^_extra_state of the model's state is no parameter or buffer: not saved$"):
+    with pytest.warns(UserWarning, match=r"^the extra state of the model \(Counting\) is not saved: a sparse file"):
         file.save(SparseModel(Counting(2, 2), sparsity=0.5), tmp_path / "model.safetensors")
 
 
@@ -658,10 +690,10 @@ TAMPERED = {
         lambda tensors, about, manifest: manifest.pop("tensors"),
         r"has a manifest that makes no sense \(KeyError: 'tensors'\): it is damaged, fetch or save it again",
     ),
-    "a missing setting": (lambda tensors, about, manifest: manifest.pop("seed"), r"does not fit the model \('seed'\)"),
+    "a missing setting": (lambda tensors, about, manifest: manifest.pop("seed"), "does not fit the model: 'seed'"),
     "a sparsity of two": (
         lambda tensors, about, manifest: manifest.update(sparsity=2),
-        r"does not fit the model \(sparsity is 2,",
+        "does not fit the model: sparsity is 2,",
     ),
     "a setting of the wrong type": (
         lambda tensors, about, manifest: manifest.update(keep_dense=[1]),

@@ -13,7 +13,8 @@ from growprune.flops import Flops, count_flops
 from growprune.partition import Partition
 from growprune.sparse import SparseModel
 
-DEVICES = ["cpu", "meta"]
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", "meta", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 
 
 def count(model: nn.Module, *shapes: tuple[int, ...], device: str = "cpu") -> Flops:
@@ -146,6 +147,43 @@ def test_weights_are_known_however_they_are_used() -> None:
     assert flops.by_weight["einsum"] == 240
     assert flops.by_weight["cast.in_proj_weight[k]"] == 320
     assert flops.dense == 320 + 960 + 320 + 240 + 2 * 2 * 2 * 5 * 5 * 4
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+@pytest.mark.parametrize("pattern", ["free", "1x4"])
+def test_compact_storage_costs_what_masked_storage_does(pattern: str, device: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.up = nn.Conv2d(4, 8, 3), nn.ConvTranspose2d(8, 4, 2)
+            self.attention, self.lone = nn.MultiheadAttention(4, 2), nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.up(self.conv(x)).flatten(2).permute(2, 0, 1)
+            return self.attention(x, x[:7], x[:7])[0] @ self.lone
+
+    model = Net()
+    plain = count(model, (2, 4, 6, 6), device=device)
+    assert plain.by_weight["attention.in_proj_weight[k]"] == 2 * 2 * 7 * 16
+    sparse = SparseModel(model, sparsity=0.5, pattern=pattern, also=["lone"], storage="compact")
+    sparse.prune()
+    assert model._parameters["lone"].dim() == 1
+    assert count(model, (2, 4, 6, 6), device=device) == plain
+
+
+def test_a_weight_repeated_along_a_batch_is_known() -> None:
+    class Batched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.fc = nn.MultiheadAttention(4, 1), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = [row.expand(len(x), 4, 4) for row in self.attention.in_proj_weight.chunk(3)]
+            return torch.bmm(torch.bmm(x, rows[1]), self.fc.weight.t().expand(len(x), 4, 3))
+
+    flops = count(Batched(), (5, 2, 4))
+    assert [flops.by_weight[f"attention.in_proj_weight[{x}]"] for x in "qkv"] == [0, 320, 0]
+    assert flops.by_layer["fc"] == 240
 
 
 def test_a_two_dimensional_bias_is_not_charged() -> None:

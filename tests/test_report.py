@@ -129,6 +129,14 @@ def test_alive_is_counted_and_not_assumed(pattern: str) -> None:
     assert found.rows[0].alive == int(sparse.model.weight.count_nonzero())
 
 
+def test_compact_storage_makes_no_difference() -> None:
+    masked, compact = two_layers(), two_layers(storage="compact")
+    for sparse in (masked, compact):
+        sparse.prune()
+    example = torch.zeros(1, 2, 4, 4)
+    assert report(compact, example) == report(masked, example)
+
+
 def test_a_sparse_model_reports_by_itself() -> None:
     sparse = two_layers()
     assert sparse.report() == report(sparse)

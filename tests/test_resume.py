@@ -62,8 +62,9 @@ def test_a_run_killed_at_twenty_random_points_ends_with_the_undisturbed_bits(nam
     torch.set_num_threads(1)
     recipe = replace(RECIPES[name], checkpoint_seconds=0.0)
     engine.train(recipe, tmp_path / "undisturbed")
-    context = multiprocessing.get_context("forkserver")  # forks from a process that has torch loaded, but not used
-    context.set_forkserver_preload(["growprune.engine", "toy"])
+    # lives fork from a process that has loaded torch (and what an optimizer's first step imports), but not used it
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["growprune.engine", "toy", "torch._dynamo"])
     chance = random.Random(name)
     kills, folder = 0, tmp_path / "killed"
     while kills < NUM_KILLS:

@@ -104,20 +104,20 @@ def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
         assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, f"{path} was written wrongly"
 
 
-def load(path: str | os.PathLike[str], model: nn.Module) -> SparseModel:
+def load(path: str | os.PathLike[str], model: nn.Module, *, storage: str = "masked") -> SparseModel:
     """Fill a model from a sparse file, and return it as the SparseModel that was saved, ready to train on.
 
     The file is checked in full before the model is touched.
+
+    Args:
+        storage: how sparse weights are held, see SparseModel; whatever it was when the file was saved.
     """
     with _open(path) as file:
-        tensors = _match_model(file, model)
+        _match_model(file, model)
         masks = {entry.name: pack(file.mask(entry)) for entry in file.prunable}
-        sparse = file.make_sparse(model)
-        with torch.no_grad():
-            for entry in file.entries.values():
-                tensors[entry.name].copy_(file.dense(entry))
-        state = sparse.state_dict()
-        sparse.load_state_dict({**state, "masks": masks, "num_edits": file.num_edits})
+        sparse = file.make_sparse(model, storage)
+        sparse.restore({name: (file.values(entry), masks.get(name)) for name, entry in file.entries.items()})
+        sparse.load_state_dict({**sparse.state_dict(), "num_edits": file.num_edits})
     return sparse
 
 
@@ -158,14 +158,16 @@ def targets(sparse: SparseModel) -> dict[str, float | None]:
 
 def num_bytes(sparse: SparseModel) -> tuple[int, int]:
     """How many bytes the model's tensors take as they are, and in a sparse file, its header not counted."""
-    dense = sparse_ = 0
+    dense = in_file = 0
     for name, tensor in _tensors(sparse.model)[0].items():
-        size = tensor.numel() * tensor.element_size()
         weights = [weight for weight in sparse.weights if weight.parameter == name]
-        alive = int(torch.count_nonzero(sparse.mask(name))) if weights else tensor.numel()
-        in_file = alive * tensor.element_size() + _num_mask_bytes(weights, sparse.pattern)
-        dense, sparse_ = dense + size, sparse_ + (in_file if alive < tensor.numel() else size)
-    return dense, sparse_
+        size = alive = tensor.numel()
+        if weights:
+            mask = sparse.mask(name)
+            size, alive = mask.numel(), int(torch.count_nonzero(mask))
+        dense += size * tensor.element_size()
+        in_file += alive * tensor.element_size() + (_num_mask_bytes(weights, sparse.pattern) if alive < size else 0)
+    return dense, in_file
 
 
 @contextlib.contextmanager
@@ -240,7 +242,7 @@ class _Entry:
 
 
 def _stored(sparse: SparseModel) -> tuple[list[_Entry], dict[str, Tensor]]:
-    """What a model's file says and holds. Dense tensors are not copied."""
+    """What a model's file says and holds. Tensors that are not prunable are not copied."""
     aims = targets(sparse)
     entries: list[_Entry] = []
     stored: dict[str, Tensor] = {}
@@ -248,19 +250,21 @@ def _stored(sparse: SparseModel) -> tuple[list[_Entry], dict[str, Tensor]]:
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} is {tensor.dtype}, which a file cannot hold: convert it to another dtype")
         weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
-        entry = _Entry(name, tuple(tensor.shape), tensor.dtype)
-        if weights:
-            mask = sparse.mask(name)
-            packed = _pack_mask(mask, weights, sparse.pattern, name)
-            aim = [aims[weight.name] for weight in weights]
-            target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
-            nnz = int(torch.count_nonzero(mask))
-            entry = _Entry(name, entry.shape, entry.dtype, weights, target, nnz, _sha256(packed))
-        entries.append(entry)
-        if entry.is_sparse:
-            stored |= {f"{name}.values": _live_values(tensor, mask, name), f"{name}.mask": packed}
-        else:
+        if not weights:
+            entries.append(_Entry(name, tuple(tensor.shape), tensor.dtype))
             stored[name] = tensor
+            continue
+        mask = sparse.mask(name)
+        values = _live_values(sparse, name, tensor)
+        packed = _pack_mask(mask, weights, sparse.pattern, name)
+        aim = [aims[weight.name] for weight in weights]
+        target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
+        shape, nnz = tuple(mask.shape), values.numel()
+        entries.append(_Entry(name, shape, tensor.dtype, weights, target, nnz, _sha256(packed)))
+        if entries[-1].is_sparse:
+            stored |= {f"{name}.values": values, f"{name}.mask": packed}
+        else:
+            stored[name] = values.view(shape)
     return entries, stored
 
 
@@ -282,8 +286,10 @@ def _describe(sparse: SparseModel, entries: Sequence[_Entry]) -> dict[str, Any]:
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and persistent buffers by their first names, and which other names mean the same tensors."""
-    persistent = set(model.state_dict(keep_vars=True))
-    buffers = [(n, b) for n, b in model.named_buffers(remove_duplicate=False) if n in persistent]
+    passing = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        passing |= {f"{path}.{local}" if path else local for local in module._non_persistent_buffers_set}
+    buffers = [(n, b) for n, b in model.named_buffers(remove_duplicate=False) if n not in passing]
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -296,14 +302,16 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _warn_of_unsaved(model: nn.Module) -> None:
-    tensors, aliases = _tensors(model)
-    if other := sorted(set(model.state_dict()) - tensors.keys() - aliases.keys()):
-        warnings.warn(f"{', '.join(other)} of the model's state is no parameter or buffer: not saved", stacklevel=3)
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            what = f"the extra state of {path or 'the model'} ({type(module).__name__})"
+            warnings.warn(f"{what} is not saved: a sparse file holds parameters and buffers only", stacklevel=3)
 
 
-def _live_values(tensor: Tensor, mask: Tensor, name: str) -> Tensor:
-    values = tensor[mask]
-    if torch.count_nonzero(values) != torch.count_nonzero(tensor):
+def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:
+    """The live values, in row-major order, whatever the storage; its parameter must hold nothing else."""
+    values, _ = sparse.snapshot(Part(name, (name,)))[name]
+    if torch.count_nonzero(values) != torch.count_nonzero(parameter):
         raise ValueError(f"{name} is not zero everywhere its mask says it is pruned: call enforce() before saving")
     return values
 
@@ -413,17 +421,22 @@ class _File:
             self.refuse(f"has a mask of {entry.name} with {alive} alive, but {entry.nnz} values")
         return mask
 
+    def values(self, entry: _Entry) -> Tensor:
+        """The tensor; of a prunable parameter, the live values in row-major order. It is a view of the file."""
+        tensor = self._handle.get_tensor(f"{entry.name}.values" if entry.is_sparse else entry.name)
+        assert isinstance(tensor, Tensor)
+        return tensor.view(-1) if entry.weights else tensor
+
     def dense(self, entry: _Entry) -> Tensor:
         if not entry.is_sparse:
-            return self._tensor(entry.name).clone()  # what it gives is a view of the file
-        values = self._tensor(f"{entry.name}.values")
-        return torch.zeros(entry.shape, dtype=entry.dtype).masked_scatter_(self.mask(entry), values)
+            return self.values(entry).view(entry.shape).clone()
+        return torch.zeros(entry.shape, dtype=entry.dtype).masked_scatter_(self.mask(entry), self.values(entry))
 
-    def make_sparse(self, model: nn.Module) -> SparseModel:
+    def make_sparse(self, model: nn.Module, storage: str) -> SparseModel:
         try:
-            sparse = SparseModel(model, **{name: self.manifest[name] for name in SETTINGS})
+            sparse = SparseModel(model, storage=storage, **{name: self.manifest[name] for name in SETTINGS})
         except (KeyError, TypeError, ValueError) as error:
-            self.refuse(f"does not fit the model ({error})", "build the model that was saved")
+            raise ValueError(f"{self.path} does not fit the model: {error}") from error
         for name in dict.fromkeys([*(w.parameter for w in sparse.weights), *(e.name for e in self.prunable)]):
             mine = [(w.rows, w.transposed) for w in sparse.weights if w.parameter == name]
             if mine != [(w.rows, w.transposed) for w in self.entries[name].weights]:
@@ -432,11 +445,6 @@ class _File:
 
     def refuse(self, why: str, what_to_do: str = "it is damaged, fetch or save it again") -> NoReturn:
         raise ValueError(f"{self.path} {why}: {what_to_do}")
-
-    def _tensor(self, name: str) -> Tensor:
-        tensor = self._handle.get_tensor(name)
-        assert isinstance(tensor, Tensor)
-        return tensor
 
     def _read_manifest(self, metadata: Mapping[str, str]) -> dict[str, Any]:
         if metadata.get("format") != FORMAT:
@@ -516,8 +524,8 @@ def _whole(number: object) -> int:
     return number
 
 
-def _match_model(file: _File, model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors, if they are those of the file in name, shape and dtype."""
+def _match_model(file: _File, model: nn.Module) -> None:
+    """Refuse a model whose tensors are not those of the file in name, shape and dtype."""
     tensors, aliases = _tensors(model)
     build = "build the model that was saved"
     held, needed = {**file.entries, **file.aliases}, {**tensors, **aliases}
@@ -538,4 +546,3 @@ def _match_model(file: _File, model: nn.Module) -> dict[str, Tensor]:
             )
         if tensor.is_meta:
             file.refuse(f"cannot fill {name}, which is on the meta device", 'call model.to_empty(device="cpu") first')
-    return tensors

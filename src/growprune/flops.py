@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from growprune.layers import Weight, layer_weights
+from growprune.layers import Weight, dense_shape, layer_weights
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def count_flops(model: nn.Module, example: Any) -> Flops:
     layers = layer_weights(model)
     weights = [weight for group in layers.values() for weight in group]
     known = {weight.parameter for weight in weights}
-    weights += [Weight(name, name, tuple(p.shape)) for name, p in model.named_parameters() if name not in known]
+    weights += [Weight(name, name, _shape(model, name)) for name, _ in model.named_parameters() if name not in known]
     with _left_as_it_was(model) as buffers, FlopCounterMode(display=False) as counter:
         charges = _Charges(counter, model, weights)
         with charges:
@@ -82,39 +82,41 @@ class _Charges(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch giv
 
     supports_higher_order_operators = True
 
-    COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+    COPIES = ("aten._to_copy.default", "aten.clone.default", "growprune.expand.default")
+    """Operations that make another tensor of the same weight; the last is how compact storage makes it dense."""
 
     def __init__(self, counter: FlopCounterMode, model: nn.Module, weights: list[Weight]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._counter = counter
         self._charged: dict[str, list[tuple[int, int, int]]] = {weight.parameter: [] for weight in weights}
-        """By parameter: (first element, number of elements, FLOPs) of each operation."""
+        """By parameter: (first element, first beyond the last, FLOPs) of each operation."""
         self._places: dict[int, tuple[str, int]] = {}
         """By memory: the parameter that lies there, and which of its elements is the first."""
         self._copies: list[Tensor] = []
         """Held until the end, so that their memory is not given to anything else."""
-        for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2:  # a bias takes part, but only adds
-                self._places[_memory(parameter)] = name, -parameter.storage_offset()
+        parameters = dict(model.named_parameters())
+        for weight in weights:
+            if len(weight.shape) >= 2:  # a bias takes part, but only adds
+                parameter = parameters[weight.parameter]
+                self._places[_memory(parameter)] = weight.parameter, -int(parameter.storage_offset())
 
     def of(self, weight: Weight) -> int:
-        """What was charged to a weight: the share that its elements have in each of its parameter's operations."""
-        first = weight.rows[0] * (weight.numel // weight.shape[0]) if weight.rows else 0
-        last = first + weight.numel
-        total = 0
-        for start, size, flops in self._charged[weight.parameter]:
-            common = max(0, min(last, start + size) - max(first, start))
-            total += flops * common // size
-        return total
+        """What was charged to a weight: its parameter's operations, or the share that its rows have in each."""
+        charged = self._charged[weight.parameter]
+        if weight.rows is None:
+            return sum(flops for _, _, flops in charged)
+        first, end = (row * (weight.numel // weight.shape[0]) for row in weight.rows)
+        shares = ((max(0, min(end, stop) - max(first, start)), stop - start, flops) for start, stop, flops in charged)
+        return sum(flops * common // size for common, size, flops in shares)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self._counter.get_total_flops()
         out = func(*args, **(kwargs or {}))
         flops = self._counter.get_total_flops() - before
-        if flops or func in self.COPIES:
+        if flops or str(func) in self.COPIES:
             for name, start, tensor in self._known(tree_leaves((args, kwargs)))[:1]:
                 if flops:
-                    self._charged[name].append((start, tensor.numel(), flops))
+                    self._charged[name].append((start, start + _extent(tensor), flops))
                 else:
                     self._places[_memory(out)] = name, start - out.storage_offset()
                     self._copies.append(out)
@@ -125,6 +127,16 @@ class _Charges(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch giv
         tensors = [a for a in reversed(arguments) if isinstance(a, Tensor) and a.layout is torch.strided]
         found = [(self._places[_memory(t)], t) for t in tensors if _memory(t) in self._places]
         return [(name, first + int(t.storage_offset()), t) for (name, first), t in found]
+
+
+def _shape(model: nn.Module, name: str) -> tuple[int, ...]:
+    path, _, local = name.rpartition(".")
+    return dense_shape(model.get_submodule(path), local)
+
+
+def _extent(tensor: Tensor) -> int:
+    """From the first to the last element in memory; fewer than `numel` if a weight is repeated along a batch."""
+    return 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _memory(tensor: Tensor) -> int:

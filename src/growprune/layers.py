@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+DENSE_SHAPES = "_dense_shapes"
+"""The attribute in which a module keeps the shapes, by local name, of parameters it holds in another shape."""
+
 ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
@@ -44,11 +47,17 @@ class Weight:
 
 def own_weights(module: Any) -> list[str]:
     """The local names of the parameters a module multiplies its input by; empty if it is no layer."""
-    own = {name for name, p in module.named_parameters(recurse=False) if p.dim() >= 2}
+    own = {name for name, _ in module.named_parameters(recurse=False) if len(dense_shape(module, name)) >= 2}
     if own & set(ATTENTION_WEIGHTS):
         return [name for name in ATTENTION_WEIGHTS if name in own]
     takes_inputs = hasattr(module, "in_features") or hasattr(module, "in_channels")
     return ["weight"] if takes_inputs and "weight" in own else []
+
+
+def dense_shape(module: Any, local: str) -> tuple[int, ...]:
+    """The shape of a module's own parameter, however it is stored."""
+    shapes: dict[str, tuple[int, ...]] = getattr(module, DENSE_SHAPES, {})
+    return shapes.get(local) or tuple(dict(module.named_parameters(recurse=False))[local].shape)
 
 
 def layer_weights(model: Any) -> dict[str, list[Weight]]:
@@ -64,10 +73,11 @@ def layer_weights(model: Any) -> dict[str, list[Weight]]:
     for path, module in model.named_modules():
         weights = []
         for local in own_weights(module):
-            parameter = getattr(module, local)
+            parameter = dict(module.named_parameters(recurse=False))[local]
             if id(parameter) not in seen | excluded:
                 seen.add(id(parameter))
-                weights += _split(_join(path, local), local, parameter, getattr(module, "transposed", False))
+                shape = dense_shape(module, local)
+                weights += _split(_join(path, local), local, shape, getattr(module, "transposed", False))
         if weights:
             layers[path] = weights
     return layers
@@ -112,8 +122,7 @@ def _match_all(patterns: Sequence[str], names: Iterable[str], argument: str) -> 
         yield from found
 
 
-def _split(name: str, local: str, parameter: Any, transposed: bool) -> list[Weight]:
-    shape = tuple(parameter.shape)
+def _split(name: str, local: str, shape: tuple[int, ...], transposed: bool) -> list[Weight]:
     if local != "in_proj_weight":
         return [Weight(name, name, shape, transposed=transposed)]
     third = shape[0] // 3  # attention stacks the matrices of q, k and v

@@ -144,7 +144,7 @@ def _blocks(module: Any, path: str, layers: Mapping[str, int], *, is_root: bool 
 
 def _is_list(module: Any) -> bool:
     """Whether a module does no more than hold others; a Sequential with a forward of its own may be residual."""
-    base = next((c for c in type(module).__mro__ if c.__name__ in LISTS), None)
+    base: Any = next((c for c in type(module).__mro__ if c.__name__ in LISTS), None)
     return base is not None and (base.__name__ != "Sequential" or type(module).forward is base.forward)
 
 

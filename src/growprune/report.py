@@ -140,10 +140,12 @@ def report(sparse: SparseModel, example: Any = None) -> Report:
         sparse_cost = None if flops is None else flops.of(weight.name, densities[weight.name])
         rows.append(Row(weight.name, weight.shape, aims[weight.name], alive, dense_cost, sparse_cost))
     dense_bytes, sparse_bytes = num_bytes(sparse)
+    sizes = {name: parameter.numel() for name, parameter in sparse.model.named_parameters()}
+    sizes |= {name: mask.numel() for name, mask in sparse.masks.items()}  # a compact parameter is shorter
     return Report(
         rows=tuple(rows),
         target=sparse.sparsity,
-        parameters=sum(parameter.numel() for parameter in sparse.model.parameters()),
+        parameters=sum(sizes.values()),
         bytes_dense=dense_bytes,
         bytes_sparse=sparse_bytes,
         flops_dense=None if flops is None else flops.dense,

@@ -73,7 +73,7 @@ def edit_keys(
                 scores = pattern.score(pattern.fold(rows))
                 keys = magnitude(scores.double() if wide else scores, weight)
             start += alive.numel()
-            keys = torch.where(alive, keys, 0) if edit.action is Action.PRUNE else torch.where(alive, ALWAYS, keys)
+            keys = keys.mul_(alive) if edit.action is Action.PRUNE else torch.where(alive, ALWAYS, keys)
             yield pattern.restrict(keys)
 
     return chunks

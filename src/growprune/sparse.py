@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -79,7 +80,7 @@ class SparseModel:
         for weight in self.weights:
             self.pattern.check(weight, sparsity)
         names = dict.fromkeys(weight.parameter for weight in self.weights)
-        self._held: dict[str, Held] = {name: parse_storage(storage)(model, name) for name in names}
+        self._held: dict[str, Held] = {name: parse_storage(storage)(model, name, self.pattern) for name in names}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._num_edits = 0
         self._position = -1
@@ -98,10 +99,11 @@ class SparseModel:
 
     def apply(self, *edits: Edit) -> None:
         """Apply edits in order; optimizer state of attached optimizers follows."""
+        self.enforce()  # someone may have written into dead weights, and what grows must start from zero
         for edit in edits:
             self._apply(edit)
+            self.enforce()  # after each: what is pruned and grown again in one phase must start from zero state too
             self._num_edits += 1
-        self.enforce()
 
     def weights_of(self, part: Part) -> tuple[Weight, ...]:
         """The prunable weights of a part; none, if it holds only norms or layers kept dense."""
@@ -113,7 +115,8 @@ class SparseModel:
         part = self.weights_of(edit.part)
         for weight in part:
             self.pattern.check(weight, edit.to)
-        return self._allocate(self.weights, part, edit.to, self.pattern, self.scope) if part else []
+        scope = self.scope if edit.action is Action.PRUNE else Scope.PART  # to grow a part leaves the others alone
+        return self._allocate(self.weights, part, edit.to, self.pattern, scope) if part else []
 
     def _apply(self, edit: Edit) -> None:
         if edit.to > 0:
@@ -122,7 +125,8 @@ class SparseModel:
         elif edit.action is Action.GROW:
             for name in dict.fromkeys(w.parameter for w in self.weights_of(edit.part)):
                 held = self._held[name]
-                held.keep(torch.ones_like(held.mask()))
+                with self._state_following(held):
+                    held.keep(torch.ones_like(held.mask()))
 
     def _fill(self, pool: Pool, edit: Edit) -> None:
         """Let the best `pool.kept` groups of the pool live."""
@@ -141,7 +145,8 @@ class SparseModel:
             held = self._held[weight.parameter]
             mask = held.mask()
             write_groups(self.pattern, weight.of(mask), weight, chosen)
-            held.keep(mask)
+            with self._state_following(held):
+                held.keep(mask)
         self._warn_of_dead_layers(pool)
 
     def _keys(self, edit: Edit, weight: Weight, dtype: torch.dtype) -> Any:
@@ -194,6 +199,22 @@ class SparseModel:
             states = [o.state[parameter] for o in optimizers if parameter in o.state]
             tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
             held.enforce(*(t for t in tensors if t.shape == parameter.shape))
+
+    @contextmanager
+    def _state_following(self, held: Held) -> Iterator[None]:
+        """While a mask changes: if that makes a new parameter, attached optimizers go on with it and with its state."""
+        old = held.parameter
+        dense = {o: _reshaped(o.state[old], old.shape, held.to_dense) for o in self._optimizers if old in o.state}
+        yield
+        new = held.parameter
+        if new is old:
+            return
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [new if p is old else p for p in group["params"]]
+            if optimizer in dense:
+                del optimizer.state[old]
+                optimizer.state[new] = _reshaped(dense[optimizer], held.shape, held.from_dense)
 
     def mask_copy(self, copy: nn.Module) -> None:
         """Make another copy of the model (a moving average, a deepcopy) exactly as sparse as this one."""
@@ -275,24 +296,14 @@ class SparseModel:
                     tensors[name].copy_(values)
             else:
                 held = self._held[name]
-                held.load(values, unpack(mask, held.shape, held.parameter.device))
+                with self._state_following(held):
+                    held.load(values, unpack(mask, held.shape, held.parameter.device))
         self.enforce()
 
     def twin(self) -> SparseModel:
         """An independent copy of the model and its masks, attached to no optimizer."""
-        twin = SparseModel(
-            copy.deepcopy(self.model),
-            sparsity=self.sparsity,
-            allocation=self.allocation,
-            pattern=self.pattern,
-            scope=self.scope,
-            keep_dense=self.keep_dense,
-            also=self.also,
-            seed=self.seed,
-            storage=self.storage,
-        )
-        twin.load_state_dict({**self.state_dict(), "base": None, "brought": {}})
-        return twin
+        without: dict[int, Any] = {id(self._optimizers): weakref.WeakSet(), id(self._base): None, id(self._brought): {}}
+        return copy.deepcopy(self, without)
 
     # State
 
@@ -303,7 +314,7 @@ class SparseModel:
             "num_edits": self._num_edits,
             "position": self._position,
             "base": self._base,
-            "brought": self._brought,
+            "brought": dict(self._brought),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -312,7 +323,8 @@ class SparseModel:
         if unknown:
             raise ValueError(f"the state's masks and the model's prunable weights differ in {sorted(unknown)}")
         for name, held in self._held.items():
-            held.keep(unpack(state["masks"][name], held.shape, held.parameter.device))
+            with self._state_following(held):
+                held.keep(unpack(state["masks"][name], held.shape, held.parameter.device))
         self._num_edits, self._position = state["num_edits"], state["position"]
         self._base, self._brought = state["base"], dict(state["brought"])
         self.enforce()
@@ -331,7 +343,12 @@ class SparseModel:
         converted = {}
         for index, entries in state["state"].items():
             held = held_of.get(id(parameters[index]))
-            converted[index] = entries if held is None else _convert_entries(held, entries, is_live)
+            if held is None:
+                converted[index] = entries
+            elif is_live:
+                converted[index] = _reshaped(entries, (int(torch.count_nonzero(held.mask())),), held.from_live)
+            else:
+                converted[index] = _reshaped(entries, held.parameter.shape, held.to_live)
         return {**state, "state": converted}
 
     # What is alive
@@ -349,7 +366,7 @@ class SparseModel:
     @property
     def num_alive(self) -> int:
         """How many prunable weights live."""
-        return sum(int(torch.count_nonzero(held.mask())) for held in self._held.values())
+        return sum(map(self.alive_in, self.weights))
 
     @property
     def num_prunable(self) -> int:
@@ -372,12 +389,10 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _convert_entries(held: Held, entries: dict[str, Any], is_live: bool) -> dict[str, Any]:
-    """Optimizer state of one sparse weight, from its storage's shape to what lives, or back."""
-    shape = (int(torch.count_nonzero(held.mask())),) if is_live else tuple(held.parameter.shape)
-    convert = held.from_live if is_live else held.to_live
+def _reshaped(entries: dict[str, Any], shape: Sequence[int], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Optimizer state of one parameter, with the tensors of a shape converted."""
     return {
-        name: convert(entry) if isinstance(entry, Tensor) and tuple(entry.shape) == shape else entry
+        name: convert(entry) if isinstance(entry, Tensor) and entry.shape == torch.Size(shape) else entry
         for name, entry in entries.items()
     }
 

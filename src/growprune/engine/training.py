@@ -67,6 +67,8 @@ class Training:
     def next_stretch(self) -> None:
         """Put the cursor at the start of the stretch to come."""
         self.cursor = Cursor()
+        if self.recipe.restart:
+            self.optimizer = None  # before the edits, which would take its state along
 
     def _begin(self, stretch: Stretch) -> None:
         # A stretch is a function of (seed, step, branch), so it does not matter who trains it, or what ran before.

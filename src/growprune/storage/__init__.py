@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from growprune.patterns import Pattern
+from growprune.storage.compact import Compact
 from growprune.storage.masked import Masked
 
 
@@ -34,6 +36,12 @@ class Held(Protocol):
     def load(self, live: Tensor, mask: Tensor) -> None:
         """Let exactly these live, with these values in row-major order."""
 
+    def to_dense(self, tensor: Tensor) -> Tensor:
+        """A tensor shaped like the parameter (optimizer state), shaped like the weight."""
+
+    def from_dense(self, dense: Tensor) -> Tensor:
+        """The inverse of `to_dense`."""
+
     def to_live(self, tensor: Tensor) -> Tensor:
         """What lives of a tensor shaped like the parameter, in row-major order."""
 
@@ -47,13 +55,14 @@ class Held(Protocol):
         """See to it that gradients off the mask are zero from the next backward pass on."""
 
 
-STORAGES: dict[str, Callable[[nn.Module, str], Held]] = {"masked": Masked}
+STORAGES: dict[str, Callable[[nn.Module, str, Pattern], Held]] = {"masked": Masked, "compact": Compact}
+"""By name: takes a model, the name of one of its parameters, and the pattern its masks will keep to."""
 
 
-def parse_storage(name: str) -> Callable[[nn.Module, str], Held]:
+def parse_storage(name: str) -> Callable[[nn.Module, str, Pattern], Held]:
     if name not in STORAGES:
         raise ValueError(f"storage is {name!r}, but must be one of {', '.join(STORAGES)}")
     return STORAGES[name]
 
 
-__all__ = ["STORAGES", "Held", "Masked", "parse_storage"]
+__all__ = ["STORAGES", "Compact", "Held", "Masked", "parse_storage"]

@@ -6,20 +6,28 @@ happens to hold zeros.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+
+from growprune.patterns import Pattern
+from growprune.selection import chunk_elements
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element: the integer type of that size."""
 
 
 class Masked:
     """A parameter held dense, with the mask of its live weights."""
 
-    def __init__(self, model: nn.Module, name: str) -> None:
+    def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
+        del pattern
         path, _, self._local = name.rpartition(".")
         self._module = model.get_submodule(path)
         self._mask = torch.ones_like(self.parameter, dtype=torch.bool)
-        self._hooked: nn.Parameter | None = None
-        self._handle: RemovableHandle | None = None
+        self._hooked: weakref.ref[nn.Parameter] | None = None
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -49,6 +57,12 @@ class Masked:
         with torch.no_grad():
             self.parameter.copy_(self.from_live(live))
 
+    def to_dense(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def from_dense(self, dense: Tensor) -> Tensor:
+        return dense
+
     def to_live(self, tensor: Tensor) -> Tensor:
         return tensor[self.mask()]
 
@@ -62,18 +76,37 @@ class Masked:
     def enforce(self, *shaped_alike: Tensor) -> None:
         mask = self.mask()
         for tensor in (self.parameter, *shaped_alike):
-            # not a product: NaN * 0 is NaN, and -1 * 0 is a negative zero
-            torch.where(mask, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device), out=tensor)
+            zero_off(mask, tensor)
 
     def hook_gradients(self) -> None:
         parameter = self.parameter
-        if self._hooked is parameter or not parameter.requires_grad:
-            return
-        if self._handle is not None:
-            self._handle.remove()
-        # before accumulation, so that clipping, accumulation and all-reduce see masked gradients only
-        self._handle = parameter.register_hook(self._masked_gradient)  # type: ignore[no-untyped-call]
-        self._hooked = parameter
+        is_hooked = self._hooked is not None and self._hooked() is parameter
+        if parameter.requires_grad and not is_hooked:
+            # as soon as they are there, so that clipping, accumulation and all-reduce see masked gradients only
+            parameter.register_post_accumulate_grad_hook(_gradient_hook(self))  # type: ignore[no-untyped-call]
+            self._hooked = weakref.ref(parameter)
 
-    def _masked_gradient(self, gradient: Tensor) -> Tensor:
-        return torch.where(self.mask(), gradient, 0)
+
+def _gradient_hook(held: Masked) -> Callable[[Tensor], None]:
+    """Mask gradients for as long as somebody holds the mask: a model may outlive it, and must then train freely."""
+    reference = weakref.ref(held)
+
+    @torch.no_grad()
+    def mask_gradient(parameter: Tensor) -> None:
+        held = reference()
+        if held is not None and parameter.grad is not None:
+            zero_off(held.mask(), parameter.grad)
+
+    return mask_gradient
+
+
+def zero_off(mask: Tensor, tensor: Tensor) -> None:
+    """Make a tensor exactly zero off a mask, in place.
+
+    The product is one of bits: one of floats would leave NaN and negative zeros, and torch.where is slow on a CPU.
+    A few rows at a time, since the mask is widened for it.
+    """
+    bits = tensor.detach().view(INTEGERS[tensor.element_size()])
+    step = max(1, chunk_elements(tensor.device) // max(1, bits[:1].numel()))
+    for start in range(0, len(bits), step):
+        bits[start : start + step].mul_(mask[start : start + step])

@@ -1,0 +1,255 @@
+"""Compact storage: of a sparse weight, only the live values are kept, and one bit for each weight or block.
+
+The parameter of the layer *becomes* the 1-D tensor of its live values, under its old name, so that gradients, optimizer
+state, moving averages, all-reduce and checkpoints shrink by themselves. The dense weight exists only while its layer
+computes, in the dtype it computes in: `Linear` and convolutions make it for the forward pass, forget it, and make it
+again for the backward pass, where the dense gradient of one layer at a time is gathered to the live values. Any other
+module sees the dense weight, with gradients, when it reads its attribute; there autograd keeps it until the backward
+pass. A weight that is all alive is a plain dense parameter of a plain layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growprune.layers import DENSE_SHAPES
+from growprune.patterns import Block, Pattern
+from growprune.storage import kernels
+from growprune.storage.compact_layers import FORWARDS
+
+
+@dataclass
+class Layout:
+    """Where the live values of one parameter belong."""
+
+    shape: torch.Size
+    bits: Tensor
+    offsets: Tensor
+    num_alive: int
+    group: int
+    """Consecutive elements that live and die together, and share a bit."""
+    is_folded: bool
+    """Whether elements are ordered kernel position by kernel position, as blocks of a convolution are."""
+
+    @classmethod
+    def of(cls, mask: Tensor, group: int) -> Layout:
+        is_folded = group > 1 and mask.dim() > 2
+        flat = (mask.movedim(1, -1) if is_folded else mask).reshape(-1)
+        bits = kernels.pack(flat, group=group)
+        offsets, num_groups = kernels.block_offsets(bits)
+        return cls(mask.shape, bits, offsets, num_groups * group, group, is_folded)
+
+    def to(self, device: torch.device) -> Layout:
+        """Follow the values to another device."""
+        if self.bits.device != device:
+            self.bits, self.offsets = self.bits.to(device), self.offsets.to(device)
+        return self
+
+    def mask(self) -> Tensor:
+        return self._unfold(kernels.unpack(self.bits, self.shape.numel(), group=self.group))
+
+    def expand(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The dense tensor."""
+        here = self.to(values.device)
+        flat = kernels.expand(
+            values, here.bits, here.offsets, self.shape.numel(), dtype=dtype or values.dtype, group=self.group
+        )
+        return self._unfold(flat)
+
+    def compress(self, dense: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The live values of a dense tensor."""
+        here = self.to(dense.device)
+        flat = (dense.movedim(1, -1) if self.is_folded else dense).reshape(-1)
+        return kernels.compress(
+            flat, here.bits, here.offsets, self.num_alive, dtype=dtype or dense.dtype, group=self.group
+        )
+
+    def _unfold(self, flat: Tensor) -> Tensor:
+        if not self.is_folded:
+            return flat.view(self.shape)
+        folded = (self.shape[0], *self.shape[2:], self.shape[1])
+        return flat.view(folded).movedim(-1, 1).contiguous()
+
+
+class Compact:
+    """A parameter held as its live values."""
+
+    def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
+        path, _, self._local = name.rpartition(".")
+        self._module = model.get_submodule(path)
+        self._shape = self.parameter.shape
+        self._group = _group_of(pattern, self._module, self._shape)
+        _check_holdable(model, name)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = self._module._parameters[self._local]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+    @property
+    def _layout(self) -> Layout | None:
+        """None while everything lives. It belongs to the module, so that a copy of the model takes it along."""
+        return layouts_of(self._module).get(self._local)
+
+    def mask(self) -> Tensor:
+        if self._layout is None:
+            return torch.ones(self._shape, dtype=torch.bool, device=self.parameter.device)
+        return self._layout.to(self.parameter.device).mask()
+
+    def weight(self) -> Tensor:
+        return self.to_dense(self.parameter.detach())
+
+    def keep(self, mask: Tensor) -> None:
+        self._put(self.weight(), mask)
+
+    def load(self, live: Tensor, mask: Tensor) -> None:
+        dense = torch.zeros(self._shape, dtype=self.parameter.dtype, device=mask.device)
+        dense[mask] = live.to(mask.device, dense.dtype)
+        self._put(dense, mask)
+
+    def to_dense(self, tensor: Tensor) -> Tensor:
+        return tensor if self._layout is None else self._layout.expand(tensor)
+
+    def from_dense(self, dense: Tensor) -> Tensor:
+        return dense if self._layout is None else self._layout.compress(dense)
+
+    def to_live(self, tensor: Tensor) -> Tensor:
+        if self._layout is not None and not self._layout.is_folded:
+            return tensor
+        return self.to_dense(tensor)[self.mask()]
+
+    def from_live(self, live: Tensor) -> Tensor:
+        live = live.to(self.parameter.device)
+        if self._layout is not None and not self._layout.is_folded:
+            return live
+        dense = torch.zeros(self._shape, dtype=live.dtype, device=live.device)
+        dense[self.mask()] = live
+        return self.from_dense(dense)
+
+    def enforce(self, *shaped_alike: Tensor) -> None:
+        del shaped_alike  # what does not live is not there
+
+    def hook_gradients(self) -> None:
+        pass
+
+    def _put(self, dense: Tensor, mask: Tensor) -> None:
+        old = self.parameter
+        group = self._group if self._group > 1 and _is_grouped(mask, self._group) else 1
+        layout = None if bool(mask.all()) else Layout.of(mask, group)
+        values = torch.where(mask, dense, 0) if layout is None else layout.compress(dense)
+        self._module._parameters[self._local] = nn.Parameter(values, requires_grad=old.requires_grad)
+        set_layout(self._module, self._local, layout)
+
+
+def layouts_of(module: nn.Module) -> dict[str, Layout]:
+    """The layouts of a module's compact parameters, by their local names."""
+    found = module.__dict__.get("_compact_layouts", {})
+    assert isinstance(found, dict)
+    return found
+
+
+def set_layout(module: nn.Module, local: str, layout: Layout | None) -> None:
+    """Make a parameter of a module compact, or plain again; its class, and what its state_dict does, follow."""
+    layouts = {name: held for name, held in layouts_of(module).items() if name != local}
+    if layout is not None:
+        layouts[local] = layout
+    module.__dict__["_compact_layouts"] = layouts
+    module.__dict__[DENSE_SHAPES] = {name: tuple(held.shape) for name, held in layouts.items()}
+    plain: type[nn.Module] = getattr(type(module), "_plain_class", type(module))
+    module.__class__ = compact_class(plain, tuple(sorted(layouts))) if layouts else plain
+    _hook_state_dict(module)
+
+
+@functools.cache
+def compact_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """A kind of layer like `plain`, but whose parameters of these names are compact."""
+    members: dict[str, Any] = {name: _dense_attribute(name) for name in names}
+    members["_plain_class"] = plain
+    for layer, forward in FORWARDS.items():
+        if plain.forward is layer.forward and names == ("weight",):
+            members["forward"] = forward
+    return type(f"Compact{plain.__name__}", (plain,), members)
+
+
+def _dense_attribute(name: str) -> property:
+    """Reading the attribute gives the dense weight, through which gradients reach the live values."""
+
+    def dense(module: nn.Module) -> Tensor:
+        layout, values = layouts_of(module)[name], module._parameters[name]
+        assert values is not None
+        return Expand.apply(values, layout)  # type: ignore[no-any-return,no-untyped-call]
+
+    return property(dense)
+
+
+class Expand(torch.autograd.Function):
+    """Live values to the dense tensor; gradients go back to the live values."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, layout: Layout) -> Tensor:
+        ctx.layout, ctx.dtype = layout, values.dtype
+        return layout.expand(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.layout.compress(gradients[0], ctx.dtype), None
+
+
+def _hook_state_dict(module: nn.Module) -> None:
+    if "_compact_hooked" not in module.__dict__:
+        module.register_state_dict_post_hook(_give_dense)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_take_dense)  # type: ignore[no-untyped-call]
+        module.__dict__["_compact_hooked"] = True
+
+
+def _give_dense(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Whoever asks for the state gets plain dense tensors."""
+    del metadata
+    for name, layout in layouts_of(module).items():
+        if prefix + name in state:
+            state[prefix + name] = layout.expand(state[prefix + name].detach())
+
+
+def _take_dense(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Dense tensors are taken in, what lives of them."""
+    del rest
+    for name, layout in layouts_of(module).items():
+        tensor = state.get(prefix + name)
+        if tensor is not None and tensor.shape == layout.shape:
+            state[prefix + name] = layout.to(tensor.device).compress(tensor)
+
+
+def _group_of(pattern: Pattern, module: nn.Module, shape: torch.Size) -> int:
+    """How many consecutive elements a bit can stand for: the width of a block one row high that fits the inputs."""
+    if not isinstance(pattern, Block) or pattern.height > 1 or getattr(module, "transposed", False):
+        return 1
+    return pattern.width if len(shape) > 1 and shape[1] % pattern.width == 0 else 1
+
+
+def _is_grouped(mask: Tensor, group: int) -> bool:
+    folded = mask.movedim(1, -1).reshape(-1, group)
+    return torch.equal(folded.any(1), folded.all(1))
+
+
+def _check_holdable(model: nn.Module, name: str) -> None:
+    parameter = model.get_parameter(name)
+    if not parameter.is_floating_point():
+        raise ValueError(
+            f"compact storage cannot hold {name}, which is {parameter.dtype}: use storage='masked', or keep_dense"
+        )
+    places = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
+    if len(places) > 1:
+        raise ValueError(
+            f"compact storage cannot hold {name}, which is tied to {', '.join(places[1:])}: "
+            f"use storage='masked', or keep_dense"
+        )

@@ -1,0 +1,126 @@
+"""How layers compute with a compact weight: the dense one is made for the forward pass, and again for the backward.
+
+The backward formulas are those of autograd, operation by operation, so that on a CPU compact and masked storage give
+the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def _compute_dtype(values: Tensor) -> torch.dtype:
+    device = values.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else values.dtype
+
+
+def _operands(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+    """Input, live values, bias and layout; input and bias in the dtype to compute in, as autocast would have them."""
+    values, layout = module._parameters["weight"], module.__dict__["_compact_layouts"]["weight"]
+    assert values is not None
+    bias = module._parameters.get("bias")
+    dtype = _compute_dtype(values)
+    return x.to(dtype), values, None if bias is None else bias.to(dtype), layout
+
+
+def linear(module: nn.Linear, x: Tensor) -> Tensor:
+    """`nn.Linear.forward`."""
+    x, values, bias, layout = _operands(module, x)
+    return CompactLinear.apply(x, values, bias, layout)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class CompactLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layout: Any) -> Tensor:
+        ctx.save_for_backward(x, values)
+        ctx.layout = layout
+        # no graph is made here, but torch multiplies otherwise, to other bits, if no operand wants a gradient
+        return F.linear(x, layout.expand(values, x.dtype).requires_grad_(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, values = ctx.saved_tensors
+        needs_x, needs_values, needs_bias, _ = ctx.needs_input_grad
+        rows = gradients[0].reshape(-1, gradients[0].shape[-1])  # (N, out)
+        grad_x = (rows @ ctx.layout.expand(values, x.dtype)).view(x.shape) if needs_x else None
+        grad_values = None
+        if needs_values:
+            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])  # (out, in)
+            grad_values = ctx.layout.compress(grad_weight, values.dtype)
+        return grad_x, grad_values, rows.sum(0) if needs_bias else None, None
+
+
+def convolution(module: Any, x: Tensor) -> Tensor:
+    """`nn.Conv1d.forward` to `nn.Conv3d.forward`."""
+    x, values, bias, layout = _operands(module, x)
+    x, padding = _padded(module, x)
+    shape = (module.stride, padding, module.dilation, False, (0,) * len(module.stride), module.groups)
+    return _convolve(x, values, bias, layout, shape)
+
+
+def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The input with the padding that a convolution cannot do by itself, and the padding that is left to it."""
+    nothing = (0,) * len(module.stride)
+    if module.padding_mode != "zeros":
+        return F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode), nothing
+    if module.padding != "same":
+        return x, nothing if module.padding == "valid" else module.padding
+    total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+    if any(t % 2 for t in total):  # one more on the right
+        x = F.pad(x, [side for t in reversed(total) for side in (0, t % 2)])
+    return x, tuple(t // 2 for t in total)
+
+
+def transposed_convolution(module: Any, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+    """`nn.ConvTranspose1d.forward` to `nn.ConvTranspose3d.forward`."""
+    x, values, bias, layout = _operands(module, x)
+    extra = module._output_padding(
+        x, output_size, module.stride, module.padding, module.kernel_size, len(module.stride), module.dilation
+    )
+    shape = (module.stride, module.padding, module.dilation, True, tuple(extra), module.groups)
+    return _convolve(x, values, bias, layout, shape)
+
+
+def _convolve(x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, shape: tuple[Any, ...]) -> Tensor:
+    is_batch = x.dim() == len(layout.shape)
+    y = CompactConvolution.apply(x if is_batch else x[None], values, bias, layout, shape)  # type: ignore[no-untyped-call]
+    return y if is_batch else y[0]  # type: ignore[no-any-return]
+
+
+class CompactConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, shape: tuple[Any, ...]
+    ) -> Tensor:
+        ctx.save_for_backward(x, values)
+        ctx.layout, ctx.shape = layout, shape
+        ctx.bias_size = None if bias is None else [bias.numel()]
+        return torch.convolution(x, layout.expand(values, x.dtype), bias, *shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, values = ctx.saved_tensors
+        dense = ctx.layout.expand(values, x.dtype)
+        needs = list(ctx.needs_input_grad[:3])
+        grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
+            gradients[0], x, dense, ctx.bias_size, *ctx.shape, needs
+        )
+        grad_values = ctx.layout.compress(grad_weight, values.dtype) if needs[1] else None
+        return grad_x, grad_values, grad_bias, None, None
+
+
+FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.Linear: linear,
+    nn.Conv1d: convolution,
+    nn.Conv2d: convolution,
+    nn.Conv3d: convolution,
+    nn.ConvTranspose1d: transposed_convolution,
+    nn.ConvTranspose2d: transposed_convolution,
+    nn.ConvTranspose3d: transposed_convolution,
+}
+"""By the kind of layer whose own forward it takes the place of."""

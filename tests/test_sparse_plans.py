@@ -1,0 +1,420 @@
+"""Following a plan: forks and merges, resuming bit for bit, and the loops one would write by hand."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from growprune.methods import cyclic_gap, one_shot, parallel_gap, random_gap
+from growprune.partition import Partition
+from growprune.patterns import count_groups
+from growprune.plan import Branch, By, Fork, Phase, Plan, Step, grow, prune, walk
+from growprune.snapshot import pack, unpack
+from growprune.sparse import SparseModel
+
+STEPS = 3
+"""Batches in an epoch."""
+
+
+class Net(nn.Module):
+    """Running statistics, a norm and biases: all that a merge must not forget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(6, 12)
+        self.norm1 = nn.BatchNorm1d(12)
+        self.fc2 = nn.Linear(12, 12)
+        self.norm2 = nn.BatchNorm1d(12)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm1(self.fc1(x)))
+        return self.head(torch.relu(self.norm2(self.fc2(x))))
+
+
+def make(seed: int = 0, **options: Any) -> SparseModel:
+    torch.manual_seed(seed)
+    return SparseModel(Net(), **({"sparsity": 0.75} | options))
+
+
+def batch_of(stretch: int, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * stretch + number)
+    return torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, stretch: int, number: int) -> None:
+    x, y = batch_of(stretch, number)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def save(*states: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(states, file)
+    return file.getvalue()
+
+
+def run(
+    sparse: SparseModel, plan: Plan, *, stop: tuple[int, int] | None = None, checkpoint: bytes | None = None
+) -> bytes | None:
+    """A user's own loop, with a fresh optimizer in each phase; it may stop in the middle, and go on from there."""
+    start = 0
+    saved: Any = None
+    if checkpoint is not None:
+        model_state, saved, sparse_state, start = torch.load(io.BytesIO(checkpoint), weights_only=True)
+        sparse.model.load_state_dict(model_state)
+        sparse.load_state_dict(sparse_state)
+    for phase in sparse.follow(plan):
+        optimizer = sparse.attach(sgd(sparse.model))
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        for number in range(start, STEPS * phase.epochs):
+            if (sparse.position, number) == stop:
+                return save(sparse.model.state_dict(), optimizer.state_dict(), sparse.state_dict(), number)
+            train_step(sparse.model, optimizer, sparse.position, number)
+        start, saved = 0, None
+    return None
+
+
+def check_same(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def alive(sparse: SparseModel) -> list[int]:
+    return [sparse.alive_in(weight) for weight in sparse.weights]
+
+
+# Walking
+
+
+def test_each_phase_is_handed_out_with_its_edits_done() -> None:
+    sparse = make()
+    S = Partition.per_layer(sparse.model)
+    seen = []
+    plan = cyclic_gap(S, sparsity=0.75, steps=3, epochs=1, finetune=2)
+    for phase in sparse.follow(plan):
+        seen.append((sparse.position, phase.epochs, alive(sparse)))
+    assert seen == [
+        (0, 0, [18, 36, 9]),
+        (1, 1, [72, 36, 9]),
+        (2, 1, [18, 144, 9]),
+        (3, 1, [18, 36, 36]),
+        (4, 2, [18, 36, 9]),
+    ]
+
+
+def test_under_a_global_ranking_the_model_without_the_grown_part_has_the_target_sparsity() -> None:
+    sparse = make(allocation="global")
+    S = Partition.per_layer(sparse.model)
+    plan = cyclic_gap(S, sparsity=0.75, steps=4, epochs=1, finetune=1)
+    before = 252
+    for stretch in sparse.stretches(plan):
+        grown = [edit.part for edit in stretch.phase.edits if edit.action.value == "grow"]
+        for part in grown:
+            (weight,) = sparse.weights_of(part)
+            assert sparse.alive_in(weight) == weight.numel
+        if not grown:
+            assert sparse.num_alive == 63
+        assert sparse.num_alive != before
+        before = sparse.num_alive
+        for number in range(STEPS * stretch.phase.epochs):
+            train_step(sparse.model, sparse.attach(sgd(sparse.model)), stretch.index, number)
+
+
+@pytest.mark.filterwarnings("ignore:no weight lives in head.weight")
+@pytest.mark.parametrize(("pattern", "groups"), [("free", 45), ("1x4", 11), ("2x2", 12), ("2:4", 45)])
+@pytest.mark.parametrize("allocation", ["uniform", "global", "erk"])
+def test_cyclic_and_parallel_gap_end_sparse_with_every_pattern(pattern: str, groups: int, allocation: str) -> None:
+    for method in (cyclic_gap, parallel_gap):
+        sparse = make(pattern=pattern, allocation=allocation, keep_dense=["fc1"])
+        run(sparse, method(Partition.per_layer(sparse.model), sparsity=0.75, steps=3, epochs=1, finetune=1))
+        assert sum(count_groups(sparse.pattern, sparse.mask(w.parameter), w) for w in sparse.weights) == groups
+        for name, mask in sparse.masks.items():
+            assert int(sparse.model.get_parameter(name)[~mask].count_nonzero()) == 0
+
+
+def test_a_list_of_steps_can_be_followed() -> None:
+    sparse = make()
+    whole = Partition.contiguous(sparse.model, 1).whole
+    assert len(list(sparse.follow([Phase(prune(whole, to=0.5)), Phase(epochs=1)]))) == 2
+    assert sparse.num_alive == 126
+
+
+# Forks
+
+
+def two_halves(model: nn.Module) -> Partition:
+    return Partition.of(model, [["fc1", "norm1"], ["fc2", "norm2", "head"]])
+
+
+def test_every_branch_starts_from_the_same_model() -> None:
+    sparse = make()
+    S = two_halves(sparse.model)
+    starts = []
+    for stretch in sparse.stretches(parallel_gap(S, sparsity=0.75, steps=1, epochs=1, finetune=0)):
+        if stretch.branch is not None:
+            starts.append((copy.deepcopy(sparse.model.state_dict()), sparse.masks))
+            with torch.no_grad():
+                for tensor in sparse.model.state_dict().values():
+                    tensor.add_(1)
+    (first, first_masks), (second, second_masks) = starts
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert [int(mask.sum()) for mask in first_masks.values()] == [72, 36, 9]
+    assert [int(mask.sum()) for mask in second_masks.values()] == [18, 144, 36]
+
+
+def test_after_a_fork_every_tensor_of_a_part_comes_from_its_branch() -> None:
+    sparse = make()
+    S = two_halves(sparse.model)
+    ends = []
+    plan = parallel_gap(S, sparsity=0.75, steps=1, epochs=2, finetune=0)
+    merged: dict[str, Tensor] = {}
+    for stretch in sparse.stretches([*plan][:2] + [Phase()]):
+        if stretch.branch is None and ends:
+            merged = copy.deepcopy(sparse.model.state_dict())
+        optimizer = sparse.attach(sgd(sparse.model))
+        for number in range(STEPS * stretch.phase.epochs):
+            train_step(sparse.model, optimizer, stretch.index, number)
+        if stretch.branch is not None:
+            ends.append(copy.deepcopy(sparse.model.state_dict()))
+    assert set(merged) == {name for part in S for name in part.tensors}
+    for branch, part in enumerate(S):
+        for name in part.tensors:
+            assert torch.equal(merged[name], ends[branch][name]), name
+    for name in ("norm1.running_mean", "norm1.running_var", "norm1.weight", "fc1.bias", "fc1.weight"):
+        assert not torch.equal(merged[name], ends[1][name]), "the branches differ, so the test can tell them apart"
+
+
+def test_a_merge_brings_the_masks_of_the_grown_parts() -> None:
+    sparse = make()
+    plan = parallel_gap(two_halves(sparse.model), sparsity=0.75, steps=1, epochs=1, finetune=0)
+    for _ in sparse.follow([*plan][:2]):
+        pass
+    assert alive(sparse) == [72, 144, 36]
+
+
+def test_a_branch_may_end_sparse() -> None:
+    sparse = make()
+    S = two_halves(sparse.model)
+    fork = Fork(*(Branch(Phase(prune(P, to=0.5), epochs=1), brings=P) for P in S))
+    for _ in sparse.follow([fork]):
+        pass
+    assert alive(sparse) == [36, 72, 18]
+
+
+def test_running_statistics_at_a_merge_by_hand() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    sparse = SparseModel(model, sparsity=0.5)
+    S = Partition.of(model, [["0", "1"], ["2", "3"]])
+    fork = Fork(*(Branch(Phase(grow(P), epochs=1), brings=P) for P in S))
+    for stretch in sparse.stretches([fork, Phase()]):
+        if stretch.branch is not None:
+            model[1].running_mean.fill_(10 + stretch.branch)
+            model[3].running_mean.fill_(20 + stretch.branch)
+            model[3].num_batches_tracked.fill_(stretch.branch)
+    assert model[1].running_mean.tolist() == [10, 10]
+    assert model[3].running_mean.tolist() == [21, 21]
+    assert int(model[3].num_batches_tracked) == 1
+
+
+# Resuming
+
+
+def stops(plan: Plan) -> list[tuple[int, int]]:
+    """The first batch of every phase that trains, and one in its middle."""
+    return [(s.index, number) for s in walk(plan) if s.phase.epochs for number in (0, STEPS * s.phase.epochs // 2)]
+
+
+@pytest.mark.parametrize("method", [cyclic_gap, parallel_gap, lambda S, **o: random_gap(S, kappa=3, **o)])
+@pytest.mark.parametrize("allocation", ["uniform", "global"])
+def test_a_users_loop_resumes_bit_for_bit_from_any_point(method: Any, allocation: str) -> None:
+    whole = make(allocation=allocation)
+    S = Partition.contiguous(whole.model, 3)
+    plan = method(S, sparsity=0.75, steps=3, epochs=1, finetune=2)
+    run(whole, plan)
+    for stop in stops(plan):
+        checkpoint = run(make(allocation=allocation), plan, stop=stop)
+        assert checkpoint is not None
+        resumed = make(seed=99, allocation=allocation)
+        run(resumed, plan, checkpoint=checkpoint)
+        check_same(resumed.model, whole.model)
+        assert all(torch.equal(mask, whole.mask(name)) for name, mask in resumed.masks.items())
+        assert resumed.num_alive == 63
+
+
+def test_a_state_taken_in_a_fork_is_not_changed_by_going_on() -> None:
+    sparse = make()
+    plan = parallel_gap(Partition.contiguous(sparse.model, 3), sparsity=0.75, steps=1, epochs=1, finetune=1)
+    states = []
+    for stretch in sparse.stretches(plan):
+        if stretch.branch is not None:
+            states.append((sparse.state_dict(), len(sparse.state_dict()["brought"])))
+            with torch.no_grad():
+                sparse.model.fc1.bias.add_(1)
+    assert [len(state["brought"]) for state, _ in states] == [count for _, count in states]
+
+
+def test_growing_at_random_goes_on_as_if_nothing_had_happened() -> None:
+    first = make()
+    first.prune(by=By.RANDOM)
+    second = make()
+    second.load_state_dict(first.state_dict())
+    first.grow(to=0.5)
+    second.grow(to=0.5)
+    assert all(torch.equal(mask, second.mask(name)) for name, mask in first.masks.items())
+
+
+def test_a_state_with_other_weights_is_refused() -> None:
+    state = make().state_dict()
+    with pytest.raises(ValueError, match=r"masks and the model's prunable weights differ in \['head.weight'\]"):
+        make(keep_dense=["head"]).load_state_dict(state)
+
+
+def test_loading_a_state_masks_the_model_and_its_optimizers() -> None:
+    sparse, other = make(), make()
+    sparse.prune()
+    optimizer = other.attach(sgd(other.model))
+    train_step(other.model, optimizer, 0, 0)
+    other.load_state_dict(sparse.state_dict())
+    for name, mask in sparse.masks.items():
+        parameter = other.model.get_parameter(name)
+        assert int(parameter[~mask].count_nonzero()) == 0
+        assert int(optimizer.state[parameter]["momentum_buffer"][~mask].count_nonzero()) == 0
+
+
+def test_a_snapshot_restores_tensors_and_masks() -> None:
+    sparse = make()
+    sparse.prune()
+    before, masks = copy.deepcopy(sparse.model), sparse.masks
+    snapshot = sparse.snapshot()
+    sparse.grow()
+    optimizer = sparse.attach(sgd(sparse.model))
+    train_step(sparse.model, optimizer, 0, 0)
+    sparse.restore(snapshot)
+    check_same(sparse.model, before)
+    assert all(torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
+
+
+def test_a_snapshot_of_a_part_holds_that_part_alone() -> None:
+    sparse = make()
+    part = two_halves(sparse.model)[0]
+    assert set(sparse.snapshot(part)) == set(part.tensors)
+
+
+# Equivalences
+
+
+def magnitude_mask(weight: Tensor, kept: int) -> Tensor:
+    mask = torch.zeros_like(weight, dtype=torch.bool)
+    mask.view(-1)[weight.abs().flatten().topk(kept).indices] = True
+    return mask
+
+
+def train_by_hand(model: nn.Module, masks: dict[str, Tensor], stretch: int, epochs: int) -> None:
+    """What everyone writes: mask the gradient before the step, and the weight after it."""
+    optimizer = sgd(model)
+    for number in range(STEPS * epochs):
+        x, y = batch_of(stretch, number)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            for name, mask in masks.items():
+                model.get_parameter(name).grad.mul_(mask)  # type: ignore[union-attr]
+            optimizer.step()
+            for name, mask in masks.items():
+                model.get_parameter(name).mul_(mask)
+
+
+def prune_by_hand(model: nn.Module, names: Sequence[str], sparsity: float) -> dict[str, Tensor]:
+    masks = {}
+    with torch.no_grad():
+        for name in names:
+            weight = model.get_parameter(name)
+            masks[name] = magnitude_mask(weight, round((1 - sparsity) * weight.numel()))
+            weight.mul_(masks[name])
+    return masks
+
+
+def test_cyclic_gap_with_one_part_and_one_step_is_dense_training_then_pruning_then_fine_tuning() -> None:
+    sparse, by_hand = make(), make()
+    by_hand.prune(by=By.RANDOM)  # both start from the same randomly masked weights
+    model = by_hand.model
+    train_by_hand(model, {}, stretch=1, epochs=2)
+    masks = prune_by_hand(model, list(by_hand.masks), 0.75)
+    train_by_hand(model, masks, stretch=2, epochs=3)
+
+    plan = cyclic_gap(Partition.contiguous(sparse.model, 1), sparsity=0.75, steps=1, epochs=2, finetune=3)
+    run(sparse, plan)
+    check_same(sparse.model, model)
+
+
+def test_one_shot_is_dense_training_then_pruning_then_fine_tuning() -> None:
+    sparse, model = make(), make().model
+    train_by_hand(model, {}, stretch=0, epochs=2)
+    masks = prune_by_hand(model, list(sparse.masks), 0.75)
+    train_by_hand(model, masks, stretch=1, epochs=3)
+    run(sparse, one_shot(Partition.contiguous(sparse.model, 2), sparsity=0.75, epochs=2, finetune=3))
+    check_same(sparse.model, model)
+
+
+def test_cyclic_gap_with_two_parts_by_hand() -> None:
+    sparse, by_hand = make(), make()
+    by_hand.prune(by=By.RANDOM)
+    model, masks = by_hand.model, by_hand.masks
+    first, second = ["fc1.weight"], ["fc2.weight", "head.weight"]
+    train_by_hand(model, {name: masks[name] for name in second}, stretch=1, epochs=1)
+    masks |= prune_by_hand(model, first, 0.75)
+    train_by_hand(model, {name: masks[name] for name in first}, stretch=2, epochs=1)
+    masks |= prune_by_hand(model, second, 0.75)
+    train_by_hand(model, masks, stretch=3, epochs=1)
+
+    run(sparse, cyclic_gap(two_halves(sparse.model), sparsity=0.75, steps=2, epochs=1, finetune=1))
+    check_same(sparse.model, model)
+
+
+def test_parallel_gap_with_one_part_is_cyclic_gap_with_one_part() -> None:
+    cyclic, parallel = make(), make()
+    S = Partition.contiguous(cyclic.model, 1)
+    steps: list[Step] = [*parallel_gap(S, sparsity=0.75, steps=1, epochs=2, finetune=3)]
+    *start, pruning, finetuning = steps
+    assert isinstance(pruning, Phase)
+    assert isinstance(finetuning, Phase)
+    joined: Any = [*start, Phase(*pruning.edits, epochs=finetuning.epochs)]  # so that both have three stretches
+    run(parallel, joined)
+    run(cyclic, cyclic_gap(S, sparsity=0.75, steps=1, epochs=2, finetune=3))
+    check_same(parallel.model, cyclic.model)
+
+
+# Packed masks
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_a_packed_mask_unpacks(flags: list[bool]) -> None:
+    mask = torch.tensor(flags, dtype=torch.bool)
+    packed = pack(mask)
+    assert packed.numel() == (len(flags) + 7) // 8
+    assert packed.tolist() == [
+        sum(bit << i for i, bit in enumerate(flags[at : at + 8])) for at in range(0, len(flags), 8)
+    ]
+    assert torch.equal(unpack(packed, (len(flags),)), mask)
+
+
+def test_a_mask_of_any_layout_is_packed_row_by_row() -> None:
+    mask = torch.tensor([[True, False, False], [True, True, False]])
+    assert pack(mask).tolist() == [0b011001]
+    assert pack(mask.T.contiguous().T).tolist() == [0b011001]
+    assert torch.equal(unpack(pack(mask), (2, 3)), mask)
