@@ -3,7 +3,7 @@
     python read_without_growprune.py model.safetensors              lists the tensors
     python read_without_growprune.py model.safetensors out.npz      writes them, dense, for numpy.load
 
-The format is specified at the top of growprune/file.py. numpy has no bfloat16: such tensors become float32.
+The format is specified at the top of growprune/file/__init__.py. numpy has no bfloat16: such tensors become float32.
 """
 
 import hashlib

@@ -191,7 +191,7 @@ def test_a_file_does_not_show_how_the_model_was_held(pattern: str, tmp_path: Pat
     file.save(compact, tmp_path / "compact")
     assert (tmp_path / "compact").read_bytes() == (tmp_path / "masked").read_bytes()
     assert_same(compact, file.load(tmp_path / "compact", Zoo()))
-    assert file.num_bytes(compact) == file.num_bytes(masked)
+    assert file.writer.num_bytes(compact) == file.writer.num_bytes(masked)
 
 
 @pytest.mark.gpu
@@ -396,7 +396,7 @@ def test_the_manifest_lists_targets_counts_and_totals(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(100, 100, bias=False))
     for allocation, targets in {"uniform": [0.9, 0.9], "erk": [0.08, 0.9082], "global": [None, None]}.items():
         sparse = SparseModel(model, sparsity=0.9, allocation=allocation)
-        assert list(file.targets(sparse).values()) == pytest.approx(targets), allocation
+        assert list(file.writer.targets(sparse).values()) == pytest.approx(targets), allocation
     sparse.prune()
     file.save(sparse, tmp_path / "model.safetensors")
     manifest = file.manifest(tmp_path / "model.safetensors")
@@ -417,9 +417,9 @@ def test_the_bytes_of_a_model_are_those_its_file_takes_behind_the_header(tmp_pat
     file.save(sparse, tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
     dense = sum(tensor.nbytes for tensor in sparse.model.state_dict().values())
-    assert file.num_bytes(sparse)[1] == len(content) - 8 - int.from_bytes(content[:8], "little")
+    assert file.writer.num_bytes(sparse)[1] == len(content) - 8 - int.from_bytes(content[:8], "little")
     shared = sum(sparse.model.state_dict()[name].nbytes for name in ("same.weight", "same.bias", "tied.weight"))
-    assert file.num_bytes(sparse)[0] == dense - shared
+    assert file.writer.num_bytes(sparse)[0] == dense - shared
 
 
 # What is refused on saving
@@ -514,19 +514,19 @@ def test_an_interrupt_leaves_the_old_file(old: Path, monkeypatch: pytest.MonkeyP
         handle.write(b"half of i")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(file, "_write_safetensors", interrupted)
+    monkeypatch.setattr(file, "write_safetensors", interrupted)
     with pytest.raises(KeyboardInterrupt):
         file.save(zoo(), old)
     assert_old_is_intact(old)
 
 
 def test_what_is_not_written_as_meant_never_takes_the_name(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = file._write_safetensors
+    honest = file.write_safetensors
 
     def flipped(handle: Any, tensors: Any, metadata: Any) -> None:
         honest(handle, {name: t ^ 1 if name == "lone.mask" else t for name, t in tensors.items()}, metadata)
 
-    monkeypatch.setattr(file, "_write_safetensors", flipped)
+    monkeypatch.setattr(file, "write_safetensors", flipped)
     with pytest.raises(ValueError, match="has a mask of lone whose SHA-256 is not the one in the manifest"):
         file.save(zoo(), old)
     assert_old_is_intact(old)
@@ -832,6 +832,6 @@ def test_dead_blocks_cannot_blow_a_small_file_up(old: Path) -> None:
 
 
 def test_a_manifest_is_read_from_the_header_alone(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file._File, "mask", None)
-    monkeypatch.setattr(file._File, "dense", None)
+    monkeypatch.setattr(file.reader.SparseFile, "mask", None)
+    monkeypatch.setattr(file.reader.SparseFile, "dense", None)
     assert file.manifest(old)["tensors"]["weight"]["nnz"] == 3

@@ -209,7 +209,6 @@ def test_the_operators_keep_their_promises_to_torch(device: str) -> None:
     operators = torch.ops.growprune
     torch.library.opcheck(operators.expand, (values, bits, offsets, 10, torch.bfloat16, 1))
     torch.library.opcheck(operators.compress, (dense, bits, offsets, 3, torch.bfloat16, 1))
-    torch.library.opcheck(operators.compress_add_, (values, dense, bits, offsets, 1))
 
 
 @every_device

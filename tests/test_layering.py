@@ -31,13 +31,14 @@ MAY_IMPORT = {
     "storage": "layers selection patterns snapshot",
     "sparse": "plan layers selection patterns scores allocation snapshot storage",
     # what reads sparse models
+    "atomic": "",
     "flops": "layers sparse",
-    "file": "plan layers selection patterns snapshot sparse",
+    "file": "atomic plan layers selection patterns snapshot sparse",
     "report": "layers sparse flops file",
     "deploy": f"{CORE} flops file",
     # what trains them
     "tasks": "",
-    "engine": f"{CORE} methods flops file report tasks.task",
+    "engine": f"atomic {CORE} methods flops file report tasks.task",
     "recipes": "plan partition methods tasks engine",
     # who runs it
     "console": "plan engine file report",

@@ -13,7 +13,7 @@ from torch import Tensor
 from growprune.layers import Weight
 from growprune.patterns import parse_pattern
 from growprune.plan import By, Edit, Part, grow, prune
-from growprune.scores import ALWAYS, edit_keys, magnitude, random_keys, salt_of
+from growprune.scores import ALWAYS, check_finite, edit_keys, random_keys, salt_of
 from growprune.selection import magnitude_keys
 
 CPU = torch.device("cpu")
@@ -115,5 +115,14 @@ def test_nan_and_infinity_are_an_error_that_names_the_weight(dtype: torch.dtype,
         keys_of(prune(PART, to=0.5), values, torch.ones_like(values, dtype=torch.bool), pattern)
 
 
-def test_no_values_have_no_keys() -> None:
-    assert magnitude(torch.empty(0), Weight("w", "w", (0,))).tolist() == []
+def test_a_nan_as_cuda_writes_it_is_told_too() -> None:
+    for bits in (torch.tensor([2**31 - 1, 0], dtype=torch.int32), torch.tensor([-1, 0], dtype=torch.int32)):
+        with pytest.raises(ValueError, match="holds NaN or infinity"):
+            check_finite(bits.view(torch.float32), Weight("w", "w", (2,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_largest_numbers_are_finite(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    check_finite(torch.tensor([largest, -largest], dtype=dtype), Weight("w", "w", (2,)))
+    check_finite(torch.empty(0, dtype=dtype), Weight("w", "w", (0,)))

@@ -8,7 +8,6 @@ What is chosen or not is a *group*: a single weight, or a block.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,7 +103,7 @@ class Block(Folded):
 
     def num_groups(self, weight: Weight) -> int:
         rows, columns = matrix_shape(weight)
-        return math.ceil(rows / self.height) * math.ceil(columns / self.width)
+        return -(-rows // self.height) * -(-columns // self.width)
 
     def score(self, matrix: Tensor) -> Tensor:
         magnitudes = matrix.abs() if matrix.dtype == torch.float64 else matrix.abs().float()
@@ -118,7 +117,7 @@ class Block(Folded):
         return self._cells(mask)[0].flatten()  # the first cell of a block always exists, and speaks for all
 
     def expand(self, groups: Tensor, rows: int, columns: int) -> Tensor:
-        blocks = groups.view(math.ceil(rows / self.height), math.ceil(columns / self.width))
+        blocks = groups.view(-(-rows // self.height), -(-columns // self.width))
         tall = blocks.repeat_interleave(self.height, 0)[:rows]
         return tall.repeat_interleave(self.width, 1)[:, :columns]
 
@@ -213,4 +212,4 @@ def walk_groups(pattern: Pattern, mask: Tensor, weight: Weight) -> Iterator[Tens
 
 
 def count_groups(pattern: Pattern, mask: Tensor, weight: Weight) -> int:
-    return sum(int(torch.count_nonzero(groups)) for groups in walk_groups(pattern, mask, weight))
+    return int(sum(torch.count_nonzero(groups) for groups in walk_groups(pattern, mask, weight)))

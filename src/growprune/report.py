@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from growprune.file import num_bytes, targets
+from growprune.file.writer import num_bytes, targets
 from growprune.flops import count_flops
 from growprune.sparse import SparseModel
 

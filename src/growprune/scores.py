@@ -7,6 +7,7 @@ same everywhere, so machines agree on a random mask without sending it.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,18 +16,16 @@ from torch import Tensor
 from growprune.layers import Weight
 from growprune.patterns import Pattern, row_chunks
 from growprune.plan import Action, By, Edit
-from growprune.selection import KeyChunks, is_finite, magnitude_keys
+from growprune.selection import KeyChunks, magnitude_keys
 
 ALWAYS = (1 << 31) - 1
 """A 31-bit key above that of every finite float: a weight that lives stays when its part grows."""
 
 
-def magnitude(values: Tensor, weight: Weight) -> Tensor:
-    """The keys of |values|; a NaN or infinity is an error that names the weight."""
-    keys = magnitude_keys(values)
-    if keys.numel() and not is_finite(keys):
+def check_finite(values: Tensor, weight: Weight) -> None:
+    """A NaN or infinity is an error that names the weight."""
+    if values.numel() and not all(map(math.isfinite, torch.stack(values.aminmax()).tolist())):
         raise ValueError(f"{weight.name} holds NaN or infinity, so its weights cannot be ranked: training diverged")
-    return keys
 
 
 def random_keys(start: int, count: int, salt: int, device: torch.device) -> Tensor:
@@ -61,6 +60,8 @@ def edit_keys(
         dtype: the widest float among the weights ranked together, whose keys must be comparable.
     """
     wide = dtype == torch.float64
+    if edit.by is By.MAGNITUDE:
+        check_finite(values(), weight)
 
     def chunks() -> Iterator[Tensor]:
         start = 0
@@ -71,7 +72,7 @@ def edit_keys(
                 keys = random_keys(start, alive.numel(), salt, alive.device)
             else:
                 scores = pattern.score(pattern.fold(rows))
-                keys = magnitude(scores.double() if wide else scores, weight)
+                keys = magnitude_keys(scores.double() if wide else scores)
             start += alive.numel()
             keys = keys.mul_(alive) if edit.action is Action.PRUNE else torch.where(alive, ALWAYS, keys)
             yield pattern.restrict(keys)

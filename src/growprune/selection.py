@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def num_kept(sparsity: float, total: int) -> int:
 
 def chunk_elements(device: torch.device) -> int:
     """How many positions to look at in one go: small beside a model, large enough to keep the device busy."""
-    return 1 << 24 if device.type == "cuda" else 1 << 17
+    return 1 << 21 if device.type == "cuda" else 1 << 17
 
 
 def magnitude_keys(values: Tensor) -> Tensor:
@@ -47,25 +48,25 @@ def magnitude_keys(values: Tensor) -> Tensor:
     return values.abs().float().view(torch.int32).add_(1)
 
 
-def is_finite(keys: Tensor) -> bool:
-    """Whether no magnitude key is that of infinity or NaN, which sort above all numbers or overflow.
-
-    >>> is_finite(magnitude_keys(torch.tensor([1.0, -torch.inf])))
-    False
-    """
-    infinity = 0x7FF << 52 if keys.dtype == torch.int64 else 0xFF << 23
-    least, most = keys.aminmax()
-    return int(least) >= 1 and int(most) <= infinity
-
-
 def key_bits(dtype: torch.dtype) -> int:
     """How many bits the magnitude keys of a dtype have."""
     return 63 if dtype == torch.float64 else 31
 
 
-def kth_largest(sources: Sequence[KeyChunks], k: int, *, bits: int = 31) -> tuple[int, int]:
-    """The k-th largest key over all sources, and how many keys equal to it are among the k largest."""
-    prefix, remaining, shift = 0, k, bits
+class Threshold(NamedTuple):
+    """Where the k largest keys end."""
+
+    key: int
+    """The k-th largest key."""
+    kept: int
+    """How many keys equal to it are among the k largest."""
+    equal: int
+    """How many keys equal to it there are."""
+
+
+def kth_largest(sources: Sequence[KeyChunks], k: int, *, bits: int = 31) -> Threshold:
+    """The k-th largest key over all sources, for k of at least 1."""
+    prefix, remaining, equal, shift = 0, k, 0, bits
     while shift > 0:
         width = min(shift, _digit_bits(sources))
         shift -= width
@@ -75,10 +76,11 @@ def kth_largest(sources: Sequence[KeyChunks], k: int, *, bits: int = 31) -> tupl
         if place == counts.numel():
             break
         remaining -= int(from_top[place - 1]) if place else 0
-        prefix = (prefix << width) | (counts.numel() - 1 - place)
+        digit = counts.numel() - 1 - place
+        prefix, equal = (prefix << width) | digit, int(counts[digit])
     if prefix == 0:
         raise ValueError(f"{k} positions are asked for, but fewer may be chosen")
-    return prefix, remaining
+    return Threshold(prefix, remaining, equal)
 
 
 def choose(sources: Sequence[KeyChunks], k: int, *, bits: int = 31) -> Iterator[Iterator[Tensor]]:
@@ -86,10 +88,10 @@ def choose(sources: Sequence[KeyChunks], k: int, *, bits: int = 31) -> Iterator[
     if k == 0:
         yield from ((torch.zeros_like(chunk, dtype=torch.bool) for chunk in source()) for source in sources)
         return
-    threshold, ties = kth_largest(sources, k, bits=bits)
-    left = _Ties(ties)
+    key, kept, equal = kth_largest(sources, k, bits=bits)
+    ties = _Ties(kept)
     for source in sources:
-        yield (left.take(chunk, threshold) for chunk in source())
+        yield (chunk >= key if kept == equal else ties.take(chunk, key) for chunk in source())
 
 
 class _Ties:
@@ -111,19 +113,29 @@ class _Ties:
 
 
 def _digit_bits(sources: Sequence[KeyChunks]) -> int:
-    """2^16 counters need the fewest passes; on a GPU only 2^8 fit the memory it counts fastest in."""
+    """2^16 counters need the fewest passes; on a GPU no more than 2^11 fit the memory it counts fastest in."""
     first = next(_all_chunks(sources), None)
-    return 8 if first is not None and first.device.type == "cuda" else 16
+    return 11 if first is not None and first.is_cuda else 16
 
 
 def _count_digits(sources: Sequence[KeyChunks], prefix: int, shift: int, width: int, *, is_first: bool) -> Tensor:
     """How many keys that begin with `prefix` have each value of the next `width` bits."""
     counts = torch.zeros(1 << width, dtype=torch.int64)
     for chunk in _all_chunks(sources):
-        upper = chunk >> shift if shift else chunk
-        digits = upper if is_first else upper[(upper >> width) == prefix] & ((1 << width) - 1)
-        counts += torch.bincount(digits, minlength=1 << width).cpu()
-    return counts
+        counts = counts.to(chunk.device)
+        # the next digit where the key begins with the prefix; anywhere else, a number that is no digit
+        digits = (chunk >> shift).sub_(prefix << width)
+        counts += _histogram(digits, 1 << width, are_all_digits=is_first)
+    return counts.cpu()
+
+
+def _histogram(digits: Tensor, size: int, *, are_all_digits: bool) -> Tensor:
+    """How many digits have each value from 0 to size - 1; others are not counted."""
+    if digits.is_cuda:  # without waiting for the device, as bincount would; what lies above goes into a bin of its own
+        return torch.histc(digits, bins=size + 1, min=0, max=size + 1)[:size]
+    if not are_all_digits:
+        digits = digits[(digits >= 0).logical_and_(digits < size)]
+    return torch.bincount(digits, minlength=size)
 
 
 def _all_chunks(sources: Iterable[KeyChunks]) -> Iterator[Tensor]:

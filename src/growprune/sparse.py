@@ -227,6 +227,11 @@ class SparseModel:
     # Plans
 
     @property
+    def num_edits(self) -> int:
+        """How many edits there were, which makes each random one draw its own numbers."""
+        return self._num_edits
+
+    @property
     def position(self) -> int:
         """The number of the stretch of the plan that is being trained; -1 before the first."""
         return self._position

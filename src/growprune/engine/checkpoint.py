@@ -25,6 +25,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from growprune.atomic import replacing
+
 log = logging.getLogger(__name__)
 
 FILES = ("tensors.safetensors", "state.json")
@@ -95,15 +97,8 @@ def remove_old(folder: Path, keep: Sequence[int]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file as a whole or not at all."""
-    temporary = path.with_name(f".{path.name}.writing")
-    try:
-        temporary.write_text(json.dumps(value, indent=2) + "\n")
-        _sync(temporary)
-        temporary.replace(path)
-        _sync(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(f"cannot write {path}: {error}") from error
+    with replacing(path) as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())
 
 
 def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -166,7 +166,8 @@ def set_layout(module: nn.Module, local: str, layout: Layout | None) -> None:
     module.__dict__["_compact_layouts"] = layouts
     module.__dict__[DENSE_SHAPES] = {name: tuple(held.shape) for name, held in layouts.items()}
     plain: type[nn.Module] = getattr(type(module), "_plain_class", type(module))
-    module.__class__ = compact_class(plain, tuple(sorted(layouts))) if layouts else plain
+    # mypy takes a class for one of its instances here, and finds no __hash__
+    module.__class__ = compact_class(plain, tuple(sorted(layouts))) if layouts else plain  # type: ignore[arg-type]
     _hook_state_dict(module)
 
 

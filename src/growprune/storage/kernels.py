@@ -114,9 +114,8 @@ def compress_add_(values: Tensor, dense: Tensor, bits: Tensor, offsets: Tensor, 
     >>> compress_add_(torch.tensor([1.0, 2.0]), torch.tensor([4.0, 5.0, 6.0]), bits, block_offsets(bits)[0])
     tensor([6., 8.])
     """
-    _check_layout(bits, offsets, dense.numel(), group)
-    torch.ops.growprune.compress_add_(values, dense.reshape(-1), bits, offsets, group)
-    return values
+    # in two steps: adding in the kernel reads `values` in small pieces, 0.16 ms where compress alone takes 0.06
+    return values.add_(compress(dense, bits, offsets, values.numel(), dtype=values.dtype, group=group))
 
 
 def _expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
@@ -129,27 +128,18 @@ def _expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.
 
 
 def _compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int) -> Tensor:
-    values = torch.empty(nnz, dtype=dtype, device=dense.device)
     if triton := _triton_kernels(dense.device.type):
-        triton.compress(values, dense, bits, offsets, group, add=False)
-        return values
+        return triton.compress(dense, bits, offsets, nnz, dtype, group)  # type: ignore[no-any-return]
+    values = torch.empty(nnz, dtype=dtype, device=dense.device)
     for span, positions, live in _live_spans(bits, dense.numel(), group):
         values[live] = _by_group(dense[span], group).index_select(0, positions).view(-1)
     return values
 
 
-def _compress_add_(values: Tensor, dense: Tensor, bits: Tensor, offsets: Tensor, group: int) -> None:
-    if triton := _triton_kernels(dense.device.type):
-        triton.compress(values, dense, bits, offsets, group, add=True)
-        return
-    for span, positions, live in _live_spans(bits, dense.numel(), group):
-        values[live] += _by_group(dense[span], group).index_select(0, positions).view(-1).to(values.dtype)
-
-
 _library = torch.library.Library("growprune", "FRAGMENT")
 
 
-def _register(schema: str, kernel: Callable[..., Tensor | None], fake: Callable[..., Tensor | None]) -> None:
+def _register(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
     # not torch.library.custom_op: 12 microseconds a call to 4 here, and there are several calls a layer in each step
     name = _library.define(schema)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
@@ -165,11 +155,6 @@ _register(
     "compress(Tensor dense, Tensor bits, Tensor offsets, SymInt nnz, ScalarType dtype, SymInt group) -> Tensor",
     _compress,
     lambda dense, bits, offsets, nnz, dtype, group: dense.new_empty(nnz, dtype=dtype),
-)
-_register(
-    "compress_add_(Tensor(a!) values, Tensor dense, Tensor bits, Tensor offsets, SymInt group) -> ()",
-    _compress_add_,
-    lambda values, dense, bits, offsets, group: None,
 )
 
 

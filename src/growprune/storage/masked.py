@@ -72,7 +72,6 @@ class Masked:
         dense[mask] = live.to(mask.device)
         return dense
 
-    @torch.no_grad()
     def enforce(self, *shaped_alike: Tensor) -> None:
         mask = self.mask()
         for tensor in (self.parameter, *shaped_alike):
@@ -91,7 +90,6 @@ def _gradient_hook(held: Masked) -> Callable[[Tensor], None]:
     """Mask gradients for as long as somebody holds the mask: a model may outlive it, and must then train freely."""
     reference = weakref.ref(held)
 
-    @torch.no_grad()
     def mask_gradient(parameter: Tensor) -> None:
         held = reference()
         if held is not None and parameter.grad is not None:
@@ -100,13 +98,17 @@ def _gradient_hook(held: Masked) -> Callable[[Tensor], None]:
     return mask_gradient
 
 
+@torch.no_grad()
 def zero_off(mask: Tensor, tensor: Tensor) -> None:
     """Make a tensor exactly zero off a mask, in place.
 
     The product is one of bits: one of floats would leave NaN and negative zeros, and torch.where is slow on a CPU.
-    A few rows at a time, since the mask is widened for it.
+    There it goes a few rows at a time, since the mask is widened first; a GPU widens as it reads.
     """
-    bits = tensor.detach().view(INTEGERS[tensor.element_size()])
-    step = max(1, chunk_elements(tensor.device) // max(1, bits[:1].numel()))
-    for start in range(0, len(bits), step):
-        bits[start : start + step].mul_(mask[start : start + step])
+    bits = tensor.view(INTEGERS[tensor.element_size()])
+    if tensor.is_cuda:
+        bits.mul_(mask)
+        return
+    rows = max(1, chunk_elements(tensor.device) * len(bits) // max(1, bits.numel()))
+    for some_bits, some_mask in zip(bits.split(rows), mask.split(rows), strict=True):
+        some_bits.mul_(some_mask)

@@ -10,11 +10,13 @@ integer, one for each bit; their product with 0x11111111 holds the running count
 multiplication, a program one prefix sum over 128 bytes, and a thread has eight neighbours to load or store as one.
 With groups, a row is a bit, and a column one of the elements it stands for.
 
-The sizes below were measured best on an H200, of 1024 to 8192 elements a program and 1 to 16 warps.
+At 90 % sparsity on an H200 the sizes below are within 4 % of the fastest of all those tried (1024 to 8192 elements a
+program, 1 to 16 warps).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -30,21 +32,20 @@ def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.d
     return dense if dense.numel() == n else dense[:n]
 
 
-def compress(values: Tensor, dense: Tensor, bits: Tensor, offsets: Tensor, group: int, *, add: bool) -> None:
-    num_warps = 4 if group == 1 else 2
-    _launch(_compress_kernel, values, bits, offsets, dense.contiguous(), group, num_warps=num_warps, ADD=add)
+def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int) -> Tensor:
+    values = torch.empty(nnz, dtype=dtype, device=dense.device)
+    _launch(_compress_kernel, values, bits, offsets, dense.contiguous(), group, num_warps=4 if group == 1 else 2)
+    return values
 
 
-def _launch(kernel, values, bits, offsets, dense, group, **options):
+def _launch(kernel, values, bits, offsets, dense, group, *, num_warps):
     assert values.is_contiguous() and bits.is_contiguous() and offsets.is_contiguous()
     width, num_bits = _tile(group)
     grid = (bits.numel() * 8 // num_bits, -(-group // width))
-    run = functools.partial(kernel[grid], values, bits, offsets, dense, dense.numel(), **options)
-    if values.device.index == torch.cuda.current_device():
-        run(GROUP=group, WIDTH=width, BITS=num_bits)
-    else:
-        with torch.cuda.device(values.device):
-            run(GROUP=group, WIDTH=width, BITS=num_bits)
+    sizes = {"GROUP": group, "WIDTH": width, "BITS": num_bits, "num_warps": num_warps}
+    is_current = values.device.index == torch.cuda.current_device()
+    with contextlib.nullcontext() if is_current else torch.cuda.device(values.device):
+        kernel[grid](values, bits, offsets, dense, dense.numel(), **sizes)
 
 
 @functools.cache
@@ -63,25 +64,12 @@ def _expand_kernel(values, bits, offsets, dense, n, GROUP: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def _compress_kernel(
-    values,
-    bits,
-    offsets,
-    dense,
-    n,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
-    ADD: tl.constexpr,
-):
+def _compress_kernel(values, bits, offsets, dense, n, GROUP: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
     first, place, exists = _places(n, GROUP, WIDTH, BITS)
     # early, as no load moves across the barrier in the prefix sum; and dead elements too, to load eight as one
     x = tl.load(dense + first + place, mask=exists, other=0)
     begin, rank, lives = _ranks(bits, offsets, GROUP, WIDTH, BITS)
-    x = _cast(x, values.dtype.element_ty)
-    if ADD:
-        x += tl.load(values + begin + rank, mask=lives, other=0)
-    tl.store(values + begin + rank, x, mask=lives)
+    tl.store(values + begin + rank, _cast(x, values.dtype.element_ty), mask=lives)
 
 
 @triton.jit

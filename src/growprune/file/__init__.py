@@ -1,0 +1,113 @@
+"""The sparse file: a model whose dead weights take no room. This page is its specification.
+
+A sparse file is a safetensors file: 8 bytes that give the length of the header (little-endian), the header (JSON),
+and the bytes of the tensors, each row-major and little-endian. Reading it runs no code.
+
+**Tensors.** Every parameter and persistent buffer of the model is in the file once, by its first name in the
+model's `state_dict`. A parameter that is prunable and not all alive is *sparse*, and is stored as two tensors; every
+other is *dense*, and is stored under its plain name.
+
+    <name>.values   1-D, the parameter's dtype: its live values, in row-major order of the parameter
+    <name>.mask     1-D, uint8: which weights live, one bit each (or one a block, see below). Bit i is bit i % 8 of
+                    byte i // 8, counted from the lowest. What is left over in the last byte is 0
+
+**Bits.** A prunable parameter is one or more *matrices*, each a range [start, stop) of its dimension 0; attention's
+`in_proj_weight` has three, for q, k and v. The bits of the matrices follow one another without a gap. What lies in
+no matrix is alive and has no bits. The bits of one matrix are, by the file's pattern:
+
+    free, N:M       one a weight, in row-major order
+    AxB             one a block. If the parameter is `transposed`, its dimensions 0 and 1 are swapped. Then dimension 1
+                    goes last, and all but dimension 0 are flattened, so that (out, in, kh, kw) becomes
+                    (out, kh * kw * in); a 1-D parameter becomes a single column. Blocks of A rows x B columns are laid
+                    on from the top left, overhanging at the right and the bottom, and are read row by row of blocks.
+                    A and B are at most 1024
+
+**Metadata.** Three strings in the header's `__metadata__`: `format` is "growprune", `version` is "1", and `manifest`
+is a JSON object:
+
+    sparsity, allocation, pattern, scope, keep_dense, also, seed    the arguments of the SparseModel
+    num_edits   how many edits it has had, so that random edits to come draw new numbers
+    aliases     {other name: first name} of tensors that the model holds under several names
+    tensors     {name: about}. All have `shape` and `dtype` (as safetensors writes it: F32, BF16, ...). Those that
+                are prunable also have
+                    matrices     [[start, stop], ...] in order
+                    transposed   whether the parameter is stored (in, out, ...)
+                    target       the sparsity aimed at; null where layers are ranked together
+                    nnz          how many weights live (one that lives may be 0, as grown weights are at first)
+                    mask_sha256  of the bytes of <name>.mask (which a dense one would have), in hexadecimal
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from growprune.atomic import replacing
+from growprune.file.reader import FORMAT, VERSION, match_model, open_sparse
+from growprune.file.writer import describe, stored, warn_of_unsaved, write_safetensors
+from growprune.snapshot import pack
+from growprune.sparse import SparseModel
+
+MAX_EXPANSION = 1000
+"""How many times its own size a file may become when it is read without a model that says how large it should be."""
+
+
+def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
+    """Write a sparse model to a file, all at once: if that fails, an old file of that name is as it was.
+
+    What was written is read back and counted before it takes the name.
+    """
+    path = Path(path)
+    warn_of_unsaved(sparse.model)
+    entries, tensors = stored(sparse)
+    metadata = {"format": FORMAT, "version": VERSION, "manifest": json.dumps(describe(sparse, entries))}
+    with replacing(path) as file:
+        write_safetensors(file, tensors, metadata)
+        file.flush()
+        with open_sparse(Path(file.name)) as written:
+            alive = {entry.name: int(written.mask(entry).sum()) for entry in written.prunable}
+        assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, f"{path} was written wrongly"
+
+
+def load(path: str | os.PathLike[str], model: nn.Module, *, storage: str = "masked") -> SparseModel:
+    """Fill a model from a sparse file, and return it as the SparseModel that was saved, ready to train on.
+
+    The file is checked in full before the model is touched.
+
+    Args:
+        storage: how sparse weights are held, see SparseModel; whatever it was when the file was saved.
+    """
+    with open_sparse(path) as file:
+        match_model(file, model)
+        masks = {entry.name: pack(file.mask(entry)) for entry in file.prunable}
+        sparse = file.make_sparse(model, storage)
+        sparse.restore({name: (file.values(entry), masks.get(name)) for name, entry in file.entries.items()})
+        sparse.load_state_dict({**sparse.state_dict(), "num_edits": file.num_edits})
+    return sparse
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a sparse file, dense, by name: what `state_dict` of the model that was saved would give."""
+    with open_sparse(path) as file:
+        size, limit = sum(entry.num_bytes for entry in file.entries.values()), MAX_EXPANSION * file.num_bytes
+        if size > limit:
+            file.refuse(f"would take {size} bytes, over {MAX_EXPANSION} times its size", "load it into its model")
+        tensors = {entry.name: file.dense(entry) for entry in file.entries.values()}
+        return tensors | {alias: tensors[first] for alias, first in file.aliases.items()}
+
+
+def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What is in a sparse file (see this module's docstring), and the totals. Reads the header only."""
+    with open_sparse(path) as file:
+        totals = {
+            "elements": sum(entry.numel for entry in file.entries.values()),
+            "prunable": sum(entry.numel - entry.num_outside for entry in file.prunable),
+            "prunable_nnz": sum(entry.nnz - entry.num_outside for entry in file.prunable),
+            "bytes": file.num_bytes,
+            "dense_bytes": sum(entry.num_bytes for entry in file.entries.values()),
+        }
+        return {"format": FORMAT, "version": VERSION, **file.manifest, "totals": totals}

@@ -1,0 +1,151 @@
+"""What a sparse file knows of one tensor, and the bits of its mask."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from growprune.layers import Weight
+from growprune.patterns import Block, Free, Pattern, walk_groups, write_groups
+from growprune.snapshot import pack, unpack
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+MAX_BLOCK_SIDE, MAX_DIMENSIONS = 1024, 64
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the model, as the manifest knows it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    weights: tuple[Weight, ...] = ()
+    """The matrices of a prunable parameter, in order."""
+    target: float | None = None
+    nnz: int = 0
+    mask_sha256: str = ""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def num_outside(self) -> int:
+        """How many elements lie in no matrix, and so always live."""
+        return self.numel - sum(weight.numel for weight in self.weights)
+
+    @property
+    def is_sparse(self) -> bool:
+        return bool(self.weights) and self.nnz < self.numel
+
+    def to_dict(self) -> dict[str, Any]:
+        about: dict[str, Any] = {"shape": list(self.shape), "dtype": DTYPES[self.dtype]}
+        if self.weights:
+            about["matrices"] = [list(weight.rows or (0, self.shape[0])) for weight in self.weights]
+            about["transposed"] = self.weights[0].transposed
+            about |= {"target": self.target, "nnz": self.nnz, "mask_sha256": self.mask_sha256}
+        return about
+
+
+def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
+    """An entry from the manifest. Nothing in it is trusted."""
+    dtypes = {text: dtype for dtype, text in DTYPES.items()}
+    if len(about["shape"]) > MAX_DIMENSIONS:
+        raise ValueError(f"{name} has more than {MAX_DIMENSIONS} dimensions")
+    shape = tuple(whole(length) for length in about["shape"])
+    whole(math.prod(shape))
+    entry = Entry(name, shape, dtypes[about["dtype"]])
+    if "matrices" not in about:
+        return entry
+    weights: list[Weight] = []
+    end = 0
+    for start, stop in about["matrices"]:
+        if not end <= whole(start) < whole(stop) <= shape[0] or (about["transposed"] and len(shape) < 2):
+            raise ValueError(f"the matrices of {name} do not fit its shape")
+        rows = None if (start, stop) == (0, shape[0]) else (start, stop)
+        weights.append(Weight(name, name, (stop - start, *shape[1:]), rows, about["transposed"] is True))
+        end = stop
+    nnz, digest = whole(about["nnz"]), str(about["mask_sha256"])
+    return Entry(name, shape, entry.dtype, tuple(weights), nnz=nnz, mask_sha256=digest)
+
+
+def whole(number: object) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 63:
+        raise ValueError(f"{str(number)[:20]} is not a size")
+    return number
+
+
+def bit_pattern(pattern: Pattern) -> Pattern:
+    """What a bit stands for: only blocks have fewer bits than weights."""
+    if not isinstance(pattern, Block):
+        return Free()
+    if max(pattern.height, pattern.width) > MAX_BLOCK_SIDE:
+        raise ValueError(f"pattern is {pattern.name}, but blocks in a file have sides of at most {MAX_BLOCK_SIDE}")
+    return pattern
+
+
+def num_bits(weights: Sequence[Weight], pattern: Pattern) -> int:
+    return sum(bit_pattern(pattern).num_groups(weight) for weight in weights)
+
+
+def num_mask_bytes(weights: Sequence[Weight], pattern: Pattern) -> int:
+    return -(-num_bits(weights, pattern) // 8)
+
+
+def pack_mask(mask: Tensor, weights: Sequence[Weight], pattern: Pattern, name: str) -> Tensor:
+    bits_of = bit_pattern(pattern)
+    walks = (walk_groups(bits_of, weight.of(mask), weight) for weight in weights)
+    none = torch.zeros(0, dtype=torch.bool)
+    packed = pack(torch.cat([none, *(groups.cpu() for walk in walks for groups in walk)]))
+    if not torch.equal(unpack_mask(packed, tuple(mask.shape), weights, pattern), mask.cpu()):
+        raise ValueError(f"the mask of {name} does not keep to pattern {pattern.name}: prune it before saving")
+    return packed
+
+
+def unpack_mask(packed: Tensor, shape: tuple[int, ...], weights: Sequence[Weight], pattern: Pattern) -> Tensor:
+    bits_of = bit_pattern(pattern)
+    bits = unpack(packed, (num_bits(weights, pattern),))
+    mask = torch.ones(shape, dtype=torch.bool)
+    for weight in weights:
+        view, size = weight.of(mask), bits_of.num_groups(weight)
+        write_groups(bits_of, view, weight, _cut_like(walk_groups(bits_of, view, weight), bits[:size]))
+        bits = bits[size:]
+    return mask
+
+
+def _cut_like(walk: Iterator[Tensor], flat: Tensor) -> Iterator[Tensor]:
+    """A flat tensor, cut like a walk."""
+    start = 0
+    for chunk in walk:
+        yield flat[start : start + chunk.numel()]
+        start += chunk.numel()
+
+
+def sha256(packed: Tensor) -> str:
+    return hashlib.sha256(packed.numpy().tobytes()).hexdigest()

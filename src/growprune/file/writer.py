@@ -1,0 +1,132 @@
+"""From a sparse model to the tensors and the manifest of its file."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from growprune.file.entries import DTYPES, Entry, num_mask_bytes, pack_mask, sha256
+from growprune.plan import Part, prune
+from growprune.selection import num_kept
+from growprune.sparse import SparseModel
+
+
+def stored(sparse: SparseModel) -> tuple[list[Entry], dict[str, Tensor]]:
+    """What a model's file says and holds. Tensors that are not prunable are not copied."""
+    aims = targets(sparse)
+    entries: list[Entry] = []
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors_of(sparse.model)[0].items():
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} is {tensor.dtype}, which a file cannot hold: convert it to another dtype")
+        weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
+        if not weights:
+            entries.append(Entry(name, tuple(tensor.shape), tensor.dtype))
+            stored[name] = tensor
+            continue
+        mask = sparse.mask(name)
+        values = _live_values(sparse, name, tensor)
+        packed = pack_mask(mask, weights, sparse.pattern, name)
+        aim = [aims[weight.name] for weight in weights]
+        target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
+        shape, nnz = tuple(mask.shape), values.numel()
+        entries.append(Entry(name, shape, tensor.dtype, weights, target, nnz, sha256(packed)))
+        if entries[-1].is_sparse:
+            stored |= {f"{name}.values": values, f"{name}.mask": packed}
+        else:
+            stored[name] = values.view(shape)
+    return entries, stored
+
+
+def describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
+    """The manifest."""
+    return {
+        "sparsity": sparse.sparsity,
+        "allocation": sparse.allocation,
+        "pattern": sparse.pattern.name,
+        "scope": sparse.scope.value,
+        "keep_dense": list(sparse.keep_dense),
+        "also": list(sparse.also),
+        "seed": sparse.seed,
+        "num_edits": sparse.num_edits,
+        "aliases": tensors_of(sparse.model)[1],
+        "tensors": {entry.name: entry.to_dict() for entry in entries},
+    }
+
+
+def targets(sparse: SparseModel) -> dict[str, float | None]:
+    """The sparsity that each weight aims at; None where weights are ranked together and only their total has one."""
+    found: dict[str, float | None] = dict.fromkeys((weight.name for weight in sparse.weights), None)
+    whole = Part("all", tuple(weight.parameter for weight in sparse.weights))
+    for pool in sparse.pools(prune(whole, to=sparse.sparsity)):
+        if len(pool.weights) == 1:
+            groups = sparse.pattern.num_groups(pool.weights[0])
+            is_as_asked = pool.kept == num_kept(sparse.sparsity, groups)
+            found[pool.weights[0].name] = sparse.sparsity if is_as_asked else 1 - pool.kept / groups
+    return found
+
+
+def num_bytes(sparse: SparseModel) -> tuple[int, int]:
+    """How many bytes the model's tensors take as they are, and in a sparse file, its header not counted."""
+    dense = in_file = 0
+    for name, tensor in tensors_of(sparse.model)[0].items():
+        weights = [weight for weight in sparse.weights if weight.parameter == name]
+        size = alive = tensor.numel()
+        if weights:
+            mask = sparse.mask(name)
+            size, alive = mask.numel(), int(torch.count_nonzero(mask))
+        dense += size * tensor.element_size()
+        in_file += alive * tensor.element_size() + (num_mask_bytes(weights, sparse.pattern) if alive < size else 0)
+    return dense, in_file
+
+
+def tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parameters and persistent buffers by their first names, and which other names mean the same tensors."""
+    passing = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        passing |= {f"{path}.{local}" if path else local for local in module._non_persistent_buffers_set}
+    buffers = [(n, b) for n, b in model.named_buffers(remove_duplicate=False) if n not in passing]
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *buffers]:
+        if first.setdefault(id(tensor), name) == name:
+            tensors[name] = tensor.detach()
+        else:
+            aliases[name] = first[id(tensor)]
+    return tensors, aliases
+
+
+def warn_of_unsaved(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            what = f"the extra state of {path or 'the model'} ({type(module).__name__})"
+            warnings.warn(f"{what} is not saved: a sparse file holds parameters and buffers only", stacklevel=3)
+
+
+def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:
+    """The live values, in row-major order, whatever the storage; its parameter must hold nothing else."""
+    values, _ = sparse.snapshot(Part(name, (name,)))[name]
+    if torch.count_nonzero(values) != torch.count_nonzero(parameter):
+        raise ValueError(f"{name} is not zero everywhere its mask says it is pruned: call enforce() before saving")
+    return values
+
+
+def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """The safetensors format. Its own `save_file` does not tell why it failed, nor lets us sync what it wrote."""
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that all are aligned
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, tensor in ordered:
+        file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
