@@ -117,4 +117,22 @@ def test_bad_input_gives_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert "there is no list of 'people'" in refused("list", "people")
     assert "holds no run" in refused("resume", str(tmp_path / "nothing"))
     assert "nothing.safetensors" in refused("inspect", str(tmp_path / "nothing.safetensors"))
+    (tmp_path / "file").write_text("in the way")
+    assert "is not an empty folder" in refused("train", "digits/tiny", "--out", str(tmp_path / "file"))
+    assert "cannot write to" in refused("train", "digits/tiny", "--out", str(tmp_path / "file" / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_takes_no_more_ends_in_one_line_and_the_run_resumes_with_room(tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, 15_000)); "
+    code = f"{limit}import sys; sys.argv = ['growprune', 'train', 'digits/tiny', '--out', {out!r}]; "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}from growprune.cli import main; main()"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("growprune: cannot write ")
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob(".*"))  # nothing half-written stays behind
+    assert growprune("resume", out).returncode == 0

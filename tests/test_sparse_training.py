@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from growprune.partition import Partition
+from growprune.plan import Part, grow, prune
 from growprune.sparse import SparseModel
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -443,3 +444,17 @@ def test_masks_are_the_same_on_every_device(pattern: str, allocation: str) -> No
         sparse.grow(to=0.8)
         masks.append(sparse.masks)
     assert all(torch.equal(mask, masks[1][name].cpu()) for name, mask in masks[0].items())
+
+
+def test_what_is_pruned_and_grown_again_in_one_phase_starts_from_zero_state() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    sparse = SparseModel(model, sparsity=0.5)
+    optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    whole = Part("all", ("weight",))
+    sparse.apply(prune(whole, to=0.5), grow(whole))
+    pruned = model.weight == 0
+    assert pruned.sum() == 8
+    assert (optimizer.state[model.weight]["momentum_buffer"][pruned] == 0).all()
+    assert (optimizer.state[model.weight]["momentum_buffer"][~pruned] != 0).all()

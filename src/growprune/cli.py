@@ -37,7 +37,7 @@ def one_line_errors(command: Callable[Parameters, Result]) -> Callable[Parameter
         try:
             return command(*args, **kwargs)
         except (ValueError, OSError, RuntimeError) as error:
-            if type(error) not in _user_errors():
+            if not _is_for_users(error):
                 raise
             print(f"growprune: {' '.join(str(error).split())}", file=sys.stderr)
             raise typer.Exit(2) from error
@@ -45,10 +45,11 @@ def one_line_errors(command: Callable[Parameters, Result]) -> Callable[Parameter
     return guarded
 
 
-def _user_errors() -> tuple[type[Exception], ...]:
+def _is_for_users(error: Exception) -> bool:
     from growprune.engine import TrainingDiverged
 
-    return ValueError, OSError, TrainingDiverged, FileNotFoundError, PermissionError
+    # kinds of ValueError and RuntimeError that we do not raise ourselves are bugs
+    return type(error) is ValueError or isinstance(error, OSError | TrainingDiverged)
 
 
 @app.command()
