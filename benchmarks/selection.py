@@ -71,9 +71,8 @@ CONTENDERS = {
 
 
 def measure(name: str, millions: float, device: str) -> dict[str, float]:
+    CONTENDERS[name](make_model(millions if device == "cuda" else 1, device))()  # a GPU loads kernels when first used
     model = make_model(millions, device)
-    for _ in range(2 if device == "cuda" else 1):  # let kernels load and caches fill on a small copy
-        CONTENDERS[name](make_model(1, device))()
     work = CONTENDERS[name](model)
     before = reset_peak(device)
     start = time.perf_counter()

@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "snapshot": "",
     "storage": "layers selection patterns snapshot",
     "sparse": "plan layers selection patterns scores allocation snapshot storage",
+    "init": "plan allocation sparse",
     # what reads sparse models
     "atomic": "",
     "flops": "layers sparse",
@@ -44,7 +45,7 @@ MAY_IMPORT = {
     "console": "plan engine file report",
     "cli": f"{CORE} methods flops file report deploy tasks engine recipes console",
     "__main__": "cli",
-    "__init__": f"{CORE} methods flops file report deploy tasks engine",
+    "__init__": f"{CORE} init methods flops file report deploy tasks engine",
 }
 WHEN_CALLED = {"sparse": "report"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""

@@ -24,6 +24,7 @@ RECIPES = {
     "cyclic, continue": continuing(cyclic()),
     "parallel, restart": parallel(),
     "parallel, continue": continuing(parallel()),
+    "cyclic, compact": replace(continuing(cyclic()), storage="compact"),
 }
 NUM_KILLS = 20
 

@@ -435,8 +435,9 @@ def test_a_model_moved_to_the_gpu_takes_its_masks_along() -> None:
 def test_masks_are_the_same_on_every_device(pattern: str, allocation: str) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 96), nn.Conv2d(32, 16, 3), nn.ConvTranspose2d(16, 32, 2))
-    with torch.no_grad():
-        layers[0].weight[::2].fill_(0.01)  # ties
+    for layer in layers:
+        nn.init.normal_(layer.weight)
+        layer.weight.data[::2] = layer.weight.data[1::2]  # ties
     masks = []
     for device in ("cpu", "cuda"):
         sparse = SparseModel(copy.deepcopy(layers).to(device), sparsity=0.9, pattern=pattern, allocation=allocation)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from growprune.engine.recipe import Recipe
     from growprune.file import load, manifest, read, save
     from growprune.flops import count_flops
+    from growprune.init import sparse_init
     from growprune.partition import Partition
     from growprune.plan import Branch, By, Fork, Part, Phase, Plan, grow, method, prune
     from growprune.sparse import SparseModel
@@ -26,6 +27,7 @@ _HOMES = {
     "growprune.engine.recipe": ("Recipe",),
     "growprune.file": ("load", "manifest", "read", "save"),
     "growprune.flops": ("count_flops",),
+    "growprune.init": ("sparse_init",),
     "growprune.partition": ("Partition",),
     "growprune.plan": ("Branch", "By", "Fork", "Part", "Phase", "Plan", "grow", "method", "prune"),
     "growprune.sparse": ("SparseModel",),
@@ -54,6 +56,7 @@ __all__ = [
     "read",
     "resume",
     "save",
+    "sparse_init",
     "tasks",
     "train",
 ]

@@ -97,10 +97,10 @@ def erk_counts(
             break
         full |= {max(over, key=lambda i: raw[i])}
     exact = [float(most[i]) if i in full else epsilon * raw[i] * sizes[i] for i in range(len(sizes))]
-    return _round_to_total(exact, most, total)
+    return round_to_total(exact, most, total)
 
 
-def _round_to_total(exact: Sequence[float], sizes: Sequence[int], total: int) -> list[int]:
+def round_to_total(exact: Sequence[float], sizes: Sequence[int], total: int) -> list[int]:
     """Round down, then give what is missing to the largest remainders, the earlier layer first."""
     counts = [min(int(x), size) for x, size in zip(exact, sizes, strict=True)]
     order = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))

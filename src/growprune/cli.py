@@ -119,20 +119,22 @@ def train(
 def resume(
     folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
     extend: Annotated[int, typer.Option(min=0, help="Search this many steps more after a finished run.")] = 0,
+    settings: Settings = [],  # noqa: B006  typer copies defaults
 ) -> None:
     """Go on with a run exactly where it stood."""
     from growprune import console, engine
-    from growprune.engine.override import override
+    from growprune.engine.override import override, parse_settings
     from growprune.recipes import find
 
-    origin = engine.RunFolder(folder).read_recipe()
+    origin = engine.RunFolder(folder).read_origin()
     if "source" not in origin:
         raise ValueError(f"{folder} was started from Python: resume it with growprune.resume(recipe, folder)")
+    origin["settings"] |= parse_settings(settings)
     recipe = override(find(origin["source"]), origin["settings"])
     if origin.get("extended"):
         recipe = recipe.extended(origin["extended"])
     with _stopping() as should_stop, console.progress() as on_event, _say_how_to_resume(folder, should_stop):
-        result = engine.resume(recipe, folder, extend=extend, on_event=on_event, should_stop=should_stop)
+        result = engine.resume(recipe, folder, extend=extend, origin=origin, on_event=on_event, should_stop=should_stop)
     console.show_result(result, folder)
 
 

@@ -67,7 +67,7 @@ def show_comparison(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> N
     seeds = len(next(iter(rows.values())))
     table = Table(title=f"Handwritten digits, {seeds} seeds, test data")
     for name in ("recipe", "accuracy %", "non-zeros", "FLOPs", "file bytes", "seconds"):
-        table.add_column(name, justify="left" if name == "recipe" else "right")
+        table.add_column(name, justify="left" if name == "recipe" else "right", no_wrap=True)
     for name, results in rows.items():
         accuracy = [result["test"]["accuracy"] for result in results]
         total = results[0]["sparsity"]["totals"]

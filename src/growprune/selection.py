@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 KeyChunks = Callable[[], Iterator[Tensor]]
-"""Walks the keys of one tensor in flat order, a chunk at a time; called once per pass."""
+"""Walks the keys of one tensor in flat order, a chunk at a time; called once per pass. Who walks may overwrite them."""
 
 
 def num_kept(sparsity: float, total: int) -> int:
@@ -123,8 +123,9 @@ def _count_digits(sources: Sequence[KeyChunks], prefix: int, shift: int, width: 
     counts = torch.zeros(1 << width, dtype=torch.int64)
     for chunk in _all_chunks(sources):
         counts = counts.to(chunk.device)
-        # the next digit where the key begins with the prefix; anywhere else, a number that is no digit
-        digits = (chunk >> shift).sub_(prefix << width)
+        digits = chunk.bitwise_right_shift_(shift)
+        if not is_first:  # the next digit where the key begins with the prefix; anywhere else, a number that is none
+            digits -= prefix << width
         counts += _histogram(digits, 1 << width, are_all_digits=is_first)
     return counts.cpu()
 

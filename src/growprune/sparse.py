@@ -103,7 +103,11 @@ class SparseModel:
         for edit in edits:
             self._apply(edit)
             self.enforce()  # after each: what is pruned and grown again in one phase must start from zero state too
-            self._num_edits += 1
+            self.count_edit()
+
+    def count_edit(self) -> None:
+        """Note that an edit is done, so that the next one draws other random numbers."""
+        self._num_edits += 1
 
     def weights_of(self, part: Part) -> tuple[Weight, ...]:
         """The prunable weights of a part; none, if it holds only norms or layers kept dense."""
@@ -121,15 +125,15 @@ class SparseModel:
     def _apply(self, edit: Edit) -> None:
         if edit.to > 0:
             for pool in self.pools(edit):
-                self._fill(pool, edit)
+                self.fill(pool, edit)
         elif edit.action is Action.GROW:
             for name in dict.fromkeys(w.parameter for w in self.weights_of(edit.part)):
                 held = self._held[name]
                 with self._state_following(held):
                     held.keep(torch.ones_like(held.mask()))
 
-    def _fill(self, pool: Pool, edit: Edit) -> None:
-        """Let the best `pool.kept` groups of the pool live."""
+    def fill(self, pool: Pool, edit: Edit) -> None:
+        """Do what an edit does to one of its pools: let the best `pool.kept` groups of it live."""
         alive = sum(count_groups(self.pattern, w.of(self._held[w.parameter].mask()), w) for w in pool.weights)
         if pool.kept == alive:
             return

@@ -39,15 +39,17 @@ def resume(
     out: str | Path,
     *,
     extend: int = 0,
+    origin: dict[str, Any] | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Go on with a run where its newest whole checkpoint stands; with `extend`, search that many steps more.
 
-    The recipe must be the one the run was started with.
+    The recipe must be the one the run was started with, but for what has no influence on results (`MAY_CHANGE`).
     """
     folder = RunFolder(Path(out))
     _compare(folder, recipe)
+    folder.write_recipe(recipe, origin if origin is not None else folder.read_origin())
     if extend:
         recipe = _extend(folder, recipe, extend)
     elif folder.result.exists():
@@ -67,10 +69,14 @@ def resume(
     return run.execute()
 
 
+MAY_CHANGE = {"storage", "checkpoint_seconds", "claim"}
+"""Fields of a recipe that may be other when a run is resumed."""
+
+
 def _compare(folder: RunFolder, recipe: Recipe) -> None:
     stored = folder.read_recipe()["recipe"]
     given = json.loads(json.dumps(describe(recipe)))
-    for name in {**given, **stored}:
+    for name in {**given, **stored}.keys() - MAY_CHANGE:
         if stored.get(name) != given.get(name):
             raise ValueError(
                 f"{folder.path} was started with {name}={stored.get(name)!r}, but the recipe now says "
@@ -92,8 +98,7 @@ def _extend(folder: RunFolder, recipe: Recipe, steps: int) -> Recipe:
     done = state["stretch"] + 1
     if old[:done] != new[:done]:
         raise ValueError(f"{folder.path} cannot be extended: with more steps, its method would have begun otherwise")
-    content = folder.read_recipe()
-    origin = {k: v for k, v in content.items() if k != "recipe"}
+    origin = folder.read_origin()
     folder.set_aside()
     checkpoint.remove_old(folder.checkpoints, number)
     folder.write_recipe(longer, {**origin, "extended": origin.get("extended", 0) + steps})

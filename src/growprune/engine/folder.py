@@ -85,6 +85,10 @@ class RunFolder:
             raise ValueError(f"{self.path} holds no run: {self.recipe.name} is not one of ours")
         return content
 
+    def read_origin(self) -> dict[str, Any]:
+        """How to find the recipe again."""
+        return {name: value for name, value in self.read_recipe().items() if name != "recipe"}
+
     def write_plan(self, plan: Plan) -> None:
         parts = {part.name: part.tensors for part in plan.partition}
         checkpoint.write_json(self.plan, {"parts": parts, "steps": [_describe_step(step) for step in plan]})

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from growprune.layers import dense_shape
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
@@ -39,9 +41,10 @@ class Optimizer:
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         parameters = [p for p in model.parameters() if p.requires_grad]
+        decaying = _matrices(model)
         groups: list[dict[str, Any]] = [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": self.weight_decay},
-            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": [p for p in parameters if id(p) in decaying], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if id(p) not in decaying], "weight_decay": 0.0},
         ]
         given = {
             "momentum": self.momentum,
@@ -54,6 +57,16 @@ class Optimizer:
             return OPTIMIZERS[self.kind]([g for g in groups if g["params"]], lr=self.lr, **options)
         except TypeError as error:
             raise ValueError(f"optimizer {self.kind} does not take all of {', '.join(options)}: {error}") from error
+
+
+def _matrices(model: nn.Module) -> set[int]:
+    """Parameters of two or more dimensions, however they are stored."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        for local, parameter in module.named_parameters(recurse=False)
+        if len(dense_shape(module, local)) > 1
+    }
 
 
 @dataclass(frozen=True)

@@ -110,5 +110,6 @@ def zero_off(mask: Tensor, tensor: Tensor) -> None:
         bits.mul_(mask)
         return
     rows = max(1, chunk_elements(tensor.device) * len(bits) // max(1, bits.numel()))
-    for some_bits, some_mask in zip(bits.split(rows), mask.split(rows), strict=True):
+    pairs = zip(bits.split(rows), mask.split(rows), strict=True)  # type: ignore[no-untyped-call]
+    for some_bits, some_mask in pairs:
         some_bits.mul_(some_mask)

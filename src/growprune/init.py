@@ -1,0 +1,94 @@
+"""Building a model that would not fit in memory dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from growprune.allocation import Pool, round_to_total
+from growprune.plan import By, Part, prune
+from growprune.sparse import SparseModel
+
+
+def reset(module: nn.Module) -> None:
+    """Initialise a module's own parameters and buffers the way the module itself does."""
+    method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if method is None:
+        own = [name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
+        raise ValueError(
+            f"{type(module).__name__} has {', '.join(own)} but no reset_parameters, so sparse_init cannot initialise "
+            f"it: give it one, or pass initialise=a function that takes a module"
+        )
+    method()
+
+
+def sparse_init(
+    build: Callable[[], nn.Module],
+    *,
+    sparsity: float,
+    device: torch.device | str = "cpu",
+    initialise: Callable[[nn.Module], None] = reset,
+    storage: str = "compact",
+    **settings: Any,
+) -> SparseModel:
+    """Build a randomly masked model, layer by layer: no more than one layer is ever dense.
+
+    What comes out is what `build()` and a random prune give: every layer has its own initialisation, and the masks are
+    those a plan begins with.
+
+    Args:
+        build: makes the model; called on the meta device, where it takes no memory.
+        initialise: fills one module's own parameters and buffers.
+        settings: further arguments of `SparseModel`.
+
+    >>> sparse_init(lambda: nn.Linear(100, 100), sparsity=0.9).num_alive
+    1000
+    """
+    with torch.device("meta"):
+        model = build()
+    sparse = SparseModel(model, sparsity=sparsity, storage=storage, **settings)
+    edit = prune(Part("all", tuple(dict.fromkeys(w.parameter for w in sparse.weights))), to=sparsity, by=By.RANDOM)
+    pools = {pool.weights[0].name: pool for shared in sparse.pools(edit) for pool in _one_each(shared, sparse)}
+    made: dict[int, torch.Tensor] = {}
+    for path, module in _children_first(model):
+        if _materialise(module, torch.device(device), made):
+            initialise(module)
+        for weight in sparse.weights:
+            if weight.parameter.rpartition(".")[0] == path and sparsity > 0:
+                sparse.fill(pools[weight.name], edit)
+    sparse.count_edit()
+    return sparse
+
+
+def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module after those inside it, the order in which constructors initialise them."""
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{path}.{name}" if path else name)
+    yield path, module
+
+
+def _materialise(module: nn.Module, device: torch.device, made: dict[int, torch.Tensor]) -> bool:
+    """Give a module memory for its own tensors, tied ones once; tells whether any is new."""
+    is_new = False
+    for tensors in (module._parameters, module._buffers):
+        for name, old in tensors.items():
+            if old is None:
+                continue
+            if id(old) not in made:
+                new = torch.empty_like(old, device=device)
+                is_param = isinstance(old, nn.Parameter)
+                made[id(old)] = nn.Parameter(new, old.requires_grad) if is_param else new
+                is_new = True
+            tensors[name] = made[id(old)]  # type: ignore[assignment]
+    return is_new
+
+
+def _one_each(pool: Pool, sparse: SparseModel) -> list[Pool]:
+    """A pool of many weights as one of each, with the same total: ranking them together would take them all at once."""
+    sizes = [sparse.pattern.num_groups(weight) for weight in pool.weights]
+    share = pool.kept / max(1, sum(sizes))
+    counts = round_to_total([share * size for size in sizes], sizes, pool.kept)
+    return [Pool((weight,), count) for weight, count in zip(pool.weights, counts, strict=True)]
