@@ -36,6 +36,7 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+no_complaints_from_torch = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 every_optimizer = pytest.mark.parametrize("name", list(OPTIMIZERS))
 
 
@@ -276,6 +277,7 @@ def test_training_under_autocast_keeps_zeros_exact() -> None:
 # A model that is copied, moved, frozen, compiled
 
 
+@no_complaints_from_torch
 def test_a_compiled_model_has_no_graph_break_and_is_not_compiled_again_when_masks_change() -> None:
     torch._dynamo.reset()
     sparse = make()
@@ -293,6 +295,7 @@ def test_a_compiled_model_has_no_graph_break_and_is_not_compiled_again_when_mask
     assert counter.frame_count == 1
 
 
+@no_complaints_from_torch
 def test_a_compiled_model_trains_like_the_model() -> None:
     torch._dynamo.reset()
     results = []

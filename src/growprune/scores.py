@@ -76,6 +76,7 @@ def edit_keys(
             start += alive.numel()
             keys = keys.mul_(alive) if edit.action is Action.PRUNE else torch.where(alive, ALWAYS, keys)
             yield pattern.restrict(keys)
+            del alive, keys  # before the next are made
 
     return chunks
 

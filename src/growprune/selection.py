@@ -32,7 +32,7 @@ def num_kept(sparsity: float, total: int) -> int:
 
 def chunk_elements(device: torch.device) -> int:
     """How many positions to look at in one go: small beside a model, large enough to keep the device busy."""
-    return 1 << 21 if device.type == "cuda" else 1 << 17
+    return 2_500_000 if device.type == "cuda" else 1 << 17
 
 
 def magnitude_keys(values: Tensor) -> Tensor:
@@ -91,7 +91,13 @@ def choose(sources: Sequence[KeyChunks], k: int, *, bits: int = 31) -> Iterator[
     key, kept, equal = kth_largest(sources, k, bits=bits)
     ties = _Ties(kept)
     for source in sources:
-        yield (chunk >= key if kept == equal else ties.take(chunk, key) for chunk in source())
+        yield _take(source, (lambda keys: keys >= key) if kept == equal else (lambda keys: ties.take(keys, key)))
+
+
+def _take(source: KeyChunks, which: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    for keys in source():
+        yield which(keys)
+        del keys  # before the source makes the next
 
 
 class _Ties:
@@ -101,14 +107,12 @@ class _Ties:
         self.left = left
 
     def take(self, keys: Tensor, threshold: int) -> Tensor:
-        chosen = keys > threshold
-        if self.left:
-            tied = keys == threshold
-            count = int(tied.sum())
-            if count > self.left:
-                tied &= tied.cumsum(0) <= self.left
-            self.left -= min(count, self.left)
-            chosen |= tied
+        if self.left == 0:
+            return keys > threshold
+        chosen = keys >= threshold
+        tied = (keys == threshold).nonzero(as_tuple=True)[0]
+        chosen[tied[self.left :]] = False
+        self.left -= min(len(tied), self.left)
         return chosen
 
 
@@ -121,12 +125,13 @@ def _digit_bits(sources: Sequence[KeyChunks]) -> int:
 def _count_digits(sources: Sequence[KeyChunks], prefix: int, shift: int, width: int, *, is_first: bool) -> Tensor:
     """How many keys that begin with `prefix` have each value of the next `width` bits."""
     counts = torch.zeros(1 << width, dtype=torch.int64)
-    for chunk in _all_chunks(sources):
-        counts = counts.to(chunk.device)
-        digits = chunk.bitwise_right_shift_(shift)
+    for keys in _all_chunks(sources):
+        counts = counts.to(keys.device)
+        digits = keys.bitwise_right_shift_(shift)
         if not is_first:  # the next digit where the key begins with the prefix; anywhere else, a number that is none
             digits -= prefix << width
         counts += _histogram(digits, 1 << width, are_all_digits=is_first)
+        del keys, digits  # before the source makes the next
     return counts.cpu()
 
 
@@ -141,4 +146,4 @@ def _histogram(digits: Tensor, size: int, *, are_all_digits: bool) -> Tensor:
 
 def _all_chunks(sources: Iterable[KeyChunks]) -> Iterator[Tensor]:
     for source in sources:
-        yield from (chunk for chunk in source() if chunk.numel())
+        yield from source()

@@ -198,11 +198,13 @@ class SparseModel:
         self._enforce(tuple(self._optimizers))
 
     def _enforce(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        listed = []
         for held in self._held.values():
             parameter = held.parameter
             states = [o.state[parameter] for o in optimizers if parameter in o.state]
             tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
-            held.enforce(*(t for t in tensors if t.shape == parameter.shape))
+            listed.append((held, [parameter, *(t for t in tensors if t.shape == parameter.shape)]))
+        parse_storage(self.storage).enforce(listed)
 
     @contextmanager
     def _state_following(self, held: Held) -> Iterator[None]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from growprune.patterns import Pattern
 from growprune.storage.compact import Compact
 from growprune.storage.masked import Masked
 
@@ -48,18 +47,19 @@ class Held(Protocol):
     def from_live(self, live: Tensor) -> Tensor:
         """The inverse of `to_live`: shaped like the parameter, zero where nothing lives."""
 
-    def enforce(self, *shaped_alike: Tensor) -> None:
-        """Make the parameter, and tensors shaped like it (optimizer state), exactly zero off the mask."""
+    @staticmethod
+    def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]], /) -> None:
+        """Make tensors shaped like the parameters they are listed with exactly zero off their masks."""
 
     def hook_gradients(self) -> None:
         """See to it that gradients off the mask are zero from the next backward pass on."""
 
 
-STORAGES: dict[str, Callable[[nn.Module, str, Pattern], Held]] = {"masked": Masked, "compact": Compact}
+STORAGES: dict[str, type[Masked] | type[Compact]] = {"masked": Masked, "compact": Compact}
 """By name: takes a model, the name of one of its parameters, and the pattern its masks will keep to."""
 
 
-def parse_storage(name: str) -> Callable[[nn.Module, str, Pattern], Held]:
+def parse_storage(name: str) -> type[Masked] | type[Compact]:
     if name not in STORAGES:
         raise ValueError(f"storage is {name!r}, but must be one of {', '.join(STORAGES)}")
     return STORAGES[name]

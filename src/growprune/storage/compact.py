@@ -11,6 +11,7 @@ pass. A weight that is all alive is a plain dense parameter of a plain layer.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +137,8 @@ class Compact:
         dense[self.mask()] = live
         return self.from_dense(dense)
 
-    def enforce(self, *shaped_alike: Tensor) -> None:
+    @staticmethod
+    def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
         del shaped_alike  # what does not live is not there
 
     def hook_gradients(self) -> None:

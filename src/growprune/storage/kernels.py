@@ -203,7 +203,7 @@ def _to_bits(bools: Tensor) -> Tensor:
 
 
 def _chunks(total: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    step = chunk_elements(device)
+    step = -(-chunk_elements(device) // BLOCK) * BLOCK  # bits are packed in whole blocks
     for start in range(0, total, step):
         yield start, min(start + step, total)
 

@@ -7,13 +7,17 @@ happens to hold zeros.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from growprune.patterns import Pattern
 from growprune.selection import chunk_elements
+
+SMALL = 1 << 22
+"""Up to how many weights a mask on a GPU is also kept as integers, four bytes a weight, to mask many at once."""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: the integer type of that size."""
@@ -27,6 +31,7 @@ class Masked:
         path, _, self._local = name.rpartition(".")
         self._module = model.get_submodule(path)
         self._mask = torch.ones_like(self.parameter, dtype=torch.bool)
+        self._wide: Tensor | None = None
         self._hooked: weakref.ref[nn.Parameter] | None = None
 
     @property
@@ -49,11 +54,15 @@ class Masked:
         return self.parameter.detach()
 
     def keep(self, mask: Tensor) -> None:
+        self._set_mask(mask)
+        zero_off(self.mask(), self.parameter)
+
+    def _set_mask(self, mask: Tensor) -> None:
         self.mask().copy_(mask)  # in place, so that nothing compiled around it is compiled again
-        self.enforce()
+        self._wide = None
 
     def load(self, live: Tensor, mask: Tensor) -> None:
-        self.mask().copy_(mask)
+        self._set_mask(mask)
         with torch.no_grad():
             self.parameter.copy_(self.from_live(live))
 
@@ -72,10 +81,26 @@ class Masked:
         dense[mask] = live.to(mask.device)
         return dense
 
-    def enforce(self, *shaped_alike: Tensor) -> None:
-        mask = self.mask()
-        for tensor in (self.parameter, *shaped_alike):
-            zero_off(mask, tensor)
+    @staticmethod
+    def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
+        """Starting to mask a small tensor takes a GPU longer than masking it, so all small ones go at once."""
+        small: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for held, tensors in shaped_alike:
+            mask = held.mask()
+            for tensor in tensors:
+                if tensor.is_cuda and tensor.numel() <= SMALL and tensor.element_size() > 1:
+                    bits = _bits(tensor)
+                    small.setdefault(bits.dtype, []).append((bits, held._wide_mask(bits.dtype)))
+                else:
+                    zero_off(mask, tensor)
+        for pairs in small.values():
+            torch._foreach_mul_([bits for bits, _ in pairs], [mask for _, mask in pairs])
+
+    def _wide_mask(self, dtype: torch.dtype) -> Tensor:
+        """The mask as integers, kept until it changes."""
+        if self._wide is None or self._wide.dtype != dtype or self._wide.device != self._mask.device:
+            self._wide = self.mask().to(dtype)
+        return self._wide
 
     def hook_gradients(self) -> None:
         parameter = self.parameter
@@ -98,6 +123,10 @@ def _gradient_hook(held: Masked) -> Callable[[Tensor], None]:
     return mask_gradient
 
 
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(INTEGERS[tensor.element_size()])
+
+
 @torch.no_grad()
 def zero_off(mask: Tensor, tensor: Tensor) -> None:
     """Make a tensor exactly zero off a mask, in place.
@@ -105,7 +134,7 @@ def zero_off(mask: Tensor, tensor: Tensor) -> None:
     The product is one of bits: one of floats would leave NaN and negative zeros, and torch.where is slow on a CPU.
     There it goes a few rows at a time, since the mask is widened first; a GPU widens as it reads.
     """
-    bits = tensor.view(INTEGERS[tensor.element_size()])
+    bits = _bits(tensor)
     if tensor.is_cuda:
         bits.mul_(mask)
         return

@@ -1,0 +1,255 @@
+"""Training memory and step time of dense, masked and compact storage, side by side in one run.
+
+    python benchmarks/compact_training.py blocks     # 8 Transformer blocks, d=4096: 1.6 B weights
+    python benchmarks/compact_training.py resnet50   # batch 256, bf16
+    python benchmarks/compact_training.py large --text input.txt   # 40 B weights on one card
+
+`--small` runs the same on a CPU in seconds, to see that it works. `--json FILE` keeps the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import LanguageModel, resnet50
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import growprune as gp
+from growprune.plan import By, Part
+
+GIB = 2**30
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def wait() -> None:
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_gib(*, reset: bool = False) -> float:
+    """The most GPU memory in use since the last reset."""
+    if device().type != "cuda":
+        return float("nan")
+    peak = torch.cuda.max_memory_allocated() / GIB
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def fused() -> dict[str, bool]:
+    return {"fused": True} if device().type == "cuda" else {}
+
+
+def autocast() -> Any:
+    # without the cache: it would keep a second, bf16 copy of all dense weights alive through the step
+    return torch.autocast(device().type, torch.bfloat16, cache_enabled=False)
+
+
+def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    with autocast():
+        logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def median_seconds(step: Callable[[], object], times: int) -> float:
+    for _ in range(3):
+        step()
+    seconds = []
+    for _ in range(times):
+        wait()
+        start = time.perf_counter()
+        step()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def sparse_with_one_part_grown(storage: str, build: Callable[[], nn.Module], kappa: int, **settings: Any) -> Any:
+    """A model as it is in the middle of C-GaP: one of kappa parts dense, the others sparse."""
+    if storage == "compact":
+        sparse = gp.sparse_init(build, sparsity=0.9, device=device(), **settings)
+    else:
+        with device():
+            model = build()
+        sparse = gp.SparseModel(model, sparsity=0.9, storage=storage, **settings)
+        sparse.prune(by=By.RANDOM)
+    parts = gp.Partition.contiguous(sparse.model, kappa)
+    sparse.grow(parts[0])
+    return sparse, parts
+
+
+def measure(
+    storage: str, build: Callable[[], nn.Module], optimizer: Callable[..., Any], steps: Any, times: int, **settings: Any
+) -> dict[str, float]:
+    """Peak memory and step time of one storage, for each kind of step."""
+    gc.collect()
+    peak_gib(reset=True)
+    torch.manual_seed(0)
+    if storage == "dense":
+        with device():
+            model = build()
+    else:
+        sparse, parts = sparse_with_one_part_grown(storage, build, 4, **settings)
+        model = sparse.model
+    running = optimizer(model.parameters())
+    if storage != "dense":
+        sparse.attach(running)
+    found: dict[str, float] = {}
+    peak_gib(reset=True)
+    for name, loss in steps.items():
+
+        def step(loss: Callable[[nn.Module], Tensor] = loss) -> None:
+            loss(model).backward()
+            running.step()
+            running.zero_grad(set_to_none=True)
+
+        found[f"{name} ms"] = 1000 * median_seconds(step, times)
+        found[f"{name} GiB"] = peak_gib(reset=True)
+    if storage != "dense":
+        sparse.prune(parts[0])
+        sparse.grow(parts[1])
+        wait()
+        found["edits GiB"] = peak_gib(reset=True)
+    return found
+
+
+def side_by_side(
+    build: Callable[[], nn.Module], optimizer: Any, steps: Any, times: int, **settings: Any
+) -> dict[str, Any]:
+    storages = ("dense", "masked", "compact")
+    rows = {storage: measure(storage, build, optimizer, steps, times, **settings) for storage in storages}
+    names = list(rows["masked"])
+    print("| storage | " + " | ".join(names) + " |\n|---|" + "---:|" * len(names))
+    for storage, row in rows.items():
+        cells = []
+        for name in names:
+            base = rows["dense"].get(name)
+            ratio = f" ({row[name] / base:.3f}x)" if name in row and base else ""
+            cells.append(f"{row[name]:.2f}{ratio}" if name in row else "")
+        print(f"| {storage} | " + " | ".join(cells) + " |")
+    return rows
+
+
+def blocks(args: argparse.Namespace) -> dict[str, Any]:
+    num_blocks, d, lengths = (8, 4096, (8192, 1024)) if not args.small else (4, 64, (64, 16))
+
+    def build() -> nn.Module:
+        return LanguageModel(num_blocks, d, d // 128 or 1)
+
+    def loss_on(length: int) -> Callable[[nn.Module], Tensor]:
+        tokens = torch.randint(256, (max(1, length // 1024), min(length, 1024) + 1), device=device())
+        return lambda model: next_token_loss(model, tokens)
+
+    steps = {f"{length} tokens": loss_on(length) for length in lengths}
+    return side_by_side(build, lambda p: torch.optim.AdamW(p, 1e-4, **fused()), steps, 10, keep_dense=["head"])
+
+
+def resnet(args: argparse.Namespace) -> dict[str, Any]:
+    batch, size = (256, 224) if not args.small else (2, 64)
+    x = torch.randn(batch, 3, size, size, device=device()).to(memory_format=torch.channels_last)
+    y = torch.randint(1000, (batch,), device=device())
+
+    def build() -> nn.Module:
+        return resnet50()
+
+    def loss(model: nn.Module) -> Tensor:
+        with autocast():
+            return F.cross_entropy(model(x), y)
+
+    torch.backends.cudnn.benchmark = True
+    return side_by_side(
+        build, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), {f"batch {batch}": loss}, 20, keep_dense=["0", "22"]
+    )
+
+
+def batches(text: Path | None, length: int, batch: int) -> Iterator[Tensor]:
+    """Random pieces of a text, as bytes."""
+    data = torch.frombuffer(bytearray(text.read_bytes()), dtype=torch.uint8) if text else torch.arange(5000) % 97
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        starts = torch.randint(len(data) - length - 1, (batch,), generator=generator)
+        yield torch.stack([data[s : s + length + 1] for s in starts]).long().to(device())
+
+
+def step_in_backward(sparse: Any, lr: float) -> list[Any]:
+    """One AdamW for each parameter, that steps as soon as its gradient is there and then frees it.
+
+    They live as long as the handles that are returned are not removed.
+    """
+    handles = []
+    for parameter in sparse.model.parameters():
+        optimizer = sparse.attach(torch.optim.AdamW([parameter], lr, **fused()))
+
+        def step(p: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        handles.append(parameter.register_post_accumulate_grad_hook(step))
+    return handles
+
+
+def large(args: argparse.Namespace) -> dict[str, Any]:
+    """C-GaP by hand: one block dense at a time, two changes of the dense block, 12 steps in each."""
+    num_blocks, d, length = (50, 8192, 1024) if not args.small else (6, 64, 32)
+    start = time.perf_counter()
+    torch.manual_seed(0)
+    sparse = gp.sparse_init(
+        lambda: LanguageModel(num_blocks, d, d // 128 or 1), sparsity=0.9, device=device(), keep_dense=["head"]
+    )
+    wait()
+    built, built_peak = time.perf_counter() - start, peak_gib(reset=True)
+    print(f"{sparse.num_prunable:,} prunable weights, {sparse.num_alive:,} alive; built in {built:.0f} s", flush=True)
+    names = [weight.parameter for weight in sparse.weights]
+    blocks = [Part(f"block {i}", tuple(n for n in names if n.startswith(f"blocks.{i}."))) for i in range(3)]
+    text, losses, seconds, edits = batches(args.text, length, 2), [], [], []
+    for i, block in enumerate(blocks):
+        before = time.perf_counter()
+        if i:
+            sparse.prune(blocks[i - 1])
+        sparse.grow(block)
+        wait()
+        edits.append(time.perf_counter() - before)
+        handles = step_in_backward(sparse, 2e-4)
+        for _ in range(12):
+            before = time.perf_counter()
+            loss = next_token_loss(sparse.model, next(text))
+            loss.backward()
+            losses.append(float(loss.detach()))
+            seconds.append(time.perf_counter() - before)
+        print(f"{block.name} dense: loss {losses[-12]:.3f} to {losses[-1]:.3f}, {sparse.num_alive:,} alive", flush=True)
+        for handle in handles:
+            handle.remove()
+    peak = max(built_peak, peak_gib())
+    dense = 16 * sparse.num_prunable / GIB
+    found = {"weights": sparse.num_prunable, "peak GiB": peak, "dense AdamW GiB": dense, "losses": losses}
+    found |= {"build s": built, "build GiB": built_peak, "step s": statistics.median(seconds), "edit s": edits}
+    print(f"peak {peak:.1f} GiB (dense AdamW: {dense:.0f} GiB before activations), {found['step s']:.2f} s a step")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["blocks", "resnet50", "large"])
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = {"blocks": blocks, "resnet50": resnet, "large": large}[args.what](args)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()
