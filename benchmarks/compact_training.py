@@ -1,6 +1,6 @@
 """Training memory and step time of dense, masked and compact storage, side by side in one run.
 
-    python benchmarks/compact_training.py blocks     # 8 Transformer blocks, d=4096: 1.6 B weights
+    python benchmarks/compact_training.py blocks --compile   # 8 Transformer blocks, d=4096: 1.6 B weights
     python benchmarks/compact_training.py resnet50   # batch 256, bf16
     python benchmarks/compact_training.py large --text input.txt   # 40 B weights on one card
 
@@ -91,7 +91,13 @@ def sparse_with_one_part_grown(storage: str, build: Callable[[], nn.Module], kap
 
 
 def measure(
-    storage: str, build: Callable[[], nn.Module], optimizer: Callable[..., Any], steps: Any, times: int, **settings: Any
+    storage: str,
+    build: Callable[[], nn.Module],
+    optimizer: Callable[..., Any],
+    steps: Any,
+    *,
+    is_compiled: bool,
+    **settings: Any,
 ) -> dict[str, float]:
     """Peak memory and step time of one storage, for each kind of step."""
     gc.collect()
@@ -103,6 +109,8 @@ def measure(
     else:
         sparse, parts = sparse_with_one_part_grown(storage, build, 4, **settings)
         model = sparse.model
+    for block in model.blocks if is_compiled else ():
+        block.compile(dynamic=False)
     running = optimizer(model.parameters())
     if storage != "dense":
         sparse.attach(running)
@@ -115,7 +123,7 @@ def measure(
             running.step()
             running.zero_grad(set_to_none=True)
 
-        found[f"{name} ms"] = 1000 * median_seconds(step, times)
+        found[f"{name} ms"] = 1000 * median_seconds(step, 15)
         found[f"{name} GiB"] = peak_gib(reset=True)
     if storage != "dense":
         sparse.prune(parts[0])
@@ -126,11 +134,13 @@ def measure(
 
 
 def side_by_side(
-    build: Callable[[], nn.Module], optimizer: Any, steps: Any, times: int, **settings: Any
+    build: Callable[[], nn.Module], optimizer: Any, steps: Any, *, storages: list[str], **settings: Any
 ) -> dict[str, Any]:
-    storages = ("dense", "masked", "compact")
-    rows = {storage: measure(storage, build, optimizer, steps, times, **settings) for storage in storages}
-    names = list(rows["masked"])
+    rows = {}
+    for storage in storages:
+        rows[storage] = measure(storage, build, optimizer, steps, **settings)
+        print(storage, {name: round(figure, 2) for name, figure in rows[storage].items()}, flush=True)
+    names = list(rows[storages[-1]])
     print("| storage | " + " | ".join(names) + " |\n|---|" + "---:|" * len(names))
     for storage, row in rows.items():
         cells = []
@@ -153,7 +163,14 @@ def blocks(args: argparse.Namespace) -> dict[str, Any]:
         return lambda model: next_token_loss(model, tokens)
 
     steps = {f"{length} tokens": loss_on(length) for length in lengths}
-    return side_by_side(build, lambda p: torch.optim.AdamW(p, 1e-4, **fused()), steps, 10, keep_dense=["head"])
+    return side_by_side(
+        build,
+        lambda p: torch.optim.AdamW(p, 1e-4, **fused()),
+        steps,
+        storages=args.storages,
+        is_compiled=args.compile,
+        keep_dense=["head"],
+    )
 
 
 def resnet(args: argparse.Namespace) -> dict[str, Any]:
@@ -170,7 +187,12 @@ def resnet(args: argparse.Namespace) -> dict[str, Any]:
 
     torch.backends.cudnn.benchmark = True
     return side_by_side(
-        build, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), {f"batch {batch}": loss}, 20, keep_dense=["0", "22"]
+        build,
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        {f"batch {batch}": loss},
+        storages=args.storages,
+        is_compiled=False,
+        keep_dense=["0", "22"],
     )
 
 
@@ -213,7 +235,7 @@ def large(args: argparse.Namespace) -> dict[str, Any]:
     print(f"{sparse.num_prunable:,} prunable weights, {sparse.num_alive:,} alive; built in {built:.0f} s", flush=True)
     names = [weight.parameter for weight in sparse.weights]
     blocks = [Part(f"block {i}", tuple(n for n in names if n.startswith(f"blocks.{i}."))) for i in range(3)]
-    text, losses, seconds, edits = batches(args.text, length, 2), [], [], []
+    text, losses, seconds, edits = batches(args.text, length, 1), [], [], []
     for i, block in enumerate(blocks):
         before = time.perf_counter()
         if i:
@@ -221,7 +243,7 @@ def large(args: argparse.Namespace) -> dict[str, Any]:
         sparse.grow(block)
         wait()
         edits.append(time.perf_counter() - before)
-        handles = step_in_backward(sparse, 2e-4)
+        handles = step_in_backward(sparse, 3e-5)
         for _ in range(12):
             before = time.perf_counter()
             loss = next_token_loss(sparse.model, next(text))
@@ -243,6 +265,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["blocks", "resnet50", "large"])
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="blocks: torch.compile each block")
+    parser.add_argument("--storages", nargs="+", default=["dense", "masked", "compact"], help="dense first")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
 import growprune as gp
+import growprune.init
 from growprune import engine
 from growprune.methods import cyclic_gap, parallel_gap
 from growprune.partition import Partition
@@ -151,8 +153,8 @@ def test_only_what_lives_is_held_and_a_grown_part_is_a_plain_parameter() -> None
     assert layouts_of(model[0])["weight"].bits.numel() == 2 * 128  # 2,000 bits, in whole blocks of 1,024
     first = Partition.of(model, [["0"], ["1"]])[0]
     sparse.grow(first)
-    assert type(model[0]) is nn.Linear
     assert model[0].weight.shape == (50, 40)
+    assert model[0].weight is model[0]._parameters["weight"]
     assert torch.count_nonzero(model[0].weight) == 200
     assert model[1]._parameters["weight"].shape == (50,)
     assert not list(model.buffers())
@@ -315,6 +317,22 @@ def test_a_model_built_sparse_is_the_model_built_dense_and_pruned_at_random(allo
             assert torch.equal(built.model.state_dict()[name], tensor), name
     plan = cyclic_gap(Partition.contiguous(built.model, 2), sparsity=0.75, steps=2, epochs=1, finetune=1)
     assert [phase.epochs for phase in built.follow(plan)] == [0, 1, 1, 1]
+
+
+def test_building_sparse_never_holds_two_dense_layers() -> None:
+    dense: list[int] = []
+
+    def count(module: nn.Module) -> None:
+        gp.init.reset(module)
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu"]
+        dense.append(sum(tuple(t.shape) == (317, 211) for t in tensors))
+
+    sparse = gp.sparse_init(
+        lambda: nn.Sequential(*(nn.Linear(211, 317) for _ in range(4))), sparsity=0.9, initialise=count
+    )
+    assert dense == [1, 1, 1, 1]
+    assert sparse.num_alive == 4 * 6689
 
 
 def test_building_sparse_keeps_ties_and_refuses_what_it_cannot_initialise() -> None:

@@ -190,6 +190,17 @@ def test_the_number_alive_is_exact_in_every_float_type(dtype: torch.dtype, by: B
     assert sparse.num_alive == 240
 
 
+@pytest.mark.filterwarnings("ignore:no weight lives in weight")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("by", list(By))
+@pytest.mark.parametrize("pattern", ["free", "1x4", "2:4"])
+def test_a_layer_can_lose_all(dtype: torch.dtype, by: By, pattern: str) -> None:
+    sparse = make(nn.Linear(4, 2, dtype=dtype), 0.99, pattern=pattern)
+    sparse.prune(by=by)
+    assert sparse.num_alive == 0
+    assert int(sparse.model.weight.count_nonzero()) == 0
+
+
 def test_weights_of_different_types_are_ranked_together() -> None:
     model = nn.Sequential(
         nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False).double(), nn.Linear(2, 1, bias=False)

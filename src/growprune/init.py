@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,7 +53,7 @@ def sparse_init(
     sparse = SparseModel(model, sparsity=sparsity, storage=storage, **settings)
     edit = prune(Part("all", tuple(dict.fromkeys(w.parameter for w in sparse.weights))), to=sparsity, by=By.RANDOM)
     pools = {pool.weights[0].name: pool for shared in sparse.pools(edit) for pool in _one_each(shared, sparse)}
-    made: dict[int, torch.Tensor] = {}
+    made = _Tied(model)
     for path, module in _children_first(model):
         if _materialise(module, torch.device(device), made):
             initialise(module)
@@ -70,19 +71,36 @@ def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
     yield path, module
 
 
-def _materialise(module: nn.Module, device: torch.device, made: dict[int, torch.Tensor]) -> bool:
+class _Tied:
+    """Remembers the new tensors of those that have several places. Others must not be held: they are to be freed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        places = Counter(id(tensor) for _, tensor in named)
+        self._new: dict[int, torch.Tensor | None] = {key: None for key, count in places.items() if count > 1}
+
+    def get(self, old: torch.Tensor) -> torch.Tensor | None:
+        return self._new.get(id(old))
+
+    def put(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        if id(old) in self._new:
+            self._new[id(old)] = new
+
+
+def _materialise(module: nn.Module, device: torch.device, tied: _Tied) -> bool:
     """Give a module memory for its own tensors, tied ones once; tells whether any is new."""
     is_new = False
     for tensors in (module._parameters, module._buffers):
         for name, old in tensors.items():
-            if old is None:
+            if old is None or old.device.type != "meta":
                 continue
-            if id(old) not in made:
+            new = tied.get(old)
+            if new is None:
                 new = torch.empty_like(old, device=device)
-                is_param = isinstance(old, nn.Parameter)
-                made[id(old)] = nn.Parameter(new, old.requires_grad) if is_param else new
+                new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                tied.put(old, new)
                 is_new = True
-            tensors[name] = made[id(old)]  # type: ignore[assignment]
+            tensors[name] = new  # type: ignore[assignment]
     return is_new
 
 

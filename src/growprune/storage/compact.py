@@ -5,7 +5,8 @@ state, moving averages, all-reduce and checkpoints shrink by themselves. The den
 computes, in the dtype it computes in: `Linear` and convolutions make it for the forward pass, forget it, and make it
 again for the backward pass, where the dense gradient of one layer at a time is gathered to the live values. Any other
 module sees the dense weight, with gradients, when it reads its attribute; there autograd keeps it until the backward
-pass. A weight that is all alive is a plain dense parameter of a plain layer.
+pass. A weight that is all alive is a plain dense parameter; its layer forgets, and makes again, the copy that autocast
+would keep.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Compact:
         self._shape = self.parameter.shape
         self._group = _group_of(pattern, self._module, self._shape)
         _check_holdable(model, name)
+        set_layout(self._module, self._local, None)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -100,7 +102,7 @@ class Compact:
     @property
     def _layout(self) -> Layout | None:
         """None while everything lives. It belongs to the module, so that a copy of the model takes it along."""
-        return layouts_of(self._module).get(self._local)
+        return layouts_of(self._module)[self._local]
 
     def mask(self) -> Tensor:
         if self._layout is None:
@@ -153,23 +155,21 @@ class Compact:
         set_layout(self._module, self._local, layout)
 
 
-def layouts_of(module: nn.Module) -> dict[str, Layout]:
-    """The layouts of a module's compact parameters, by their local names."""
+def layouts_of(module: nn.Module) -> dict[str, Layout | None]:
+    """The layouts of a module's compact parameters, by their local names; None for one that is all alive."""
     found = module.__dict__.get("_compact_layouts", {})
     assert isinstance(found, dict)
     return found
 
 
 def set_layout(module: nn.Module, local: str, layout: Layout | None) -> None:
-    """Make a parameter of a module compact, or plain again; its class, and what its state_dict does, follow."""
-    layouts = {name: held for name, held in layouts_of(module).items() if name != local}
-    if layout is not None:
-        layouts[local] = layout
+    """Say how a parameter of a module is held; the module's class, and what its state_dict does, follow."""
+    layouts = {**layouts_of(module), local: layout}
     module.__dict__["_compact_layouts"] = layouts
-    module.__dict__[DENSE_SHAPES] = {name: tuple(held.shape) for name, held in layouts.items()}
+    module.__dict__[DENSE_SHAPES] = {name: tuple(held.shape) for name, held in layouts.items() if held is not None}
     plain: type[nn.Module] = getattr(type(module), "_plain_class", type(module))
     # mypy takes a class for one of its instances here, and finds no __hash__
-    module.__class__ = compact_class(plain, tuple(sorted(layouts))) if layouts else plain  # type: ignore[arg-type]
+    module.__class__ = compact_class(plain, tuple(sorted(layouts)))  # type: ignore[arg-type]
     _hook_state_dict(module)
 
 
@@ -190,6 +190,8 @@ def _dense_attribute(name: str) -> property:
     def dense(module: nn.Module) -> Tensor:
         layout, values = layouts_of(module)[name], module._parameters[name]
         assert values is not None
+        if layout is None:
+            return values
         return Expand.apply(values, layout)  # type: ignore[no-any-return,no-untyped-call]
 
     return property(dense)
@@ -219,7 +221,7 @@ def _give_dense(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
     """Whoever asks for the state gets plain dense tensors."""
     del metadata
     for name, layout in layouts_of(module).items():
-        if prefix + name in state:
+        if layout is not None and prefix + name in state:
             state[prefix + name] = layout.expand(state[prefix + name].detach())
 
 
@@ -228,7 +230,7 @@ def _take_dense(module: nn.Module, state: dict[str, Any], prefix: str, *rest: An
     del rest
     for name, layout in layouts_of(module).items():
         tensor = state.get(prefix + name)
-        if tensor is not None and tensor.shape == layout.shape:
+        if layout is not None and tensor is not None and tensor.shape == layout.shape:
             state[prefix + name] = layout.to(tensor.device).compress(tensor)
 
 

@@ -28,6 +28,14 @@ def _operands(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor | No
     return x.to(dtype), values, None if bias is None else bias.to(dtype), layout
 
 
+def _dense(values: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype) if layout is None else layout.expand(values, dtype)
+
+
+def _live(dense: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
+    return dense.to(dtype) if layout is None else layout.compress(dense, dtype)
+
+
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """`nn.Linear.forward`."""
     x, values, bias, layout = _operands(module, x)
@@ -40,18 +48,18 @@ class CompactLinear(torch.autograd.Function):
         ctx.save_for_backward(x, values)
         ctx.layout = layout
         # no graph is made here, but torch multiplies otherwise, to other bits, if no operand wants a gradient
-        return F.linear(x, layout.expand(values, x.dtype).requires_grad_(), bias)
+        return F.linear(x, _dense(values, layout, x.dtype).requires_grad_(), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, values = ctx.saved_tensors
         needs_x, needs_values, needs_bias, _ = ctx.needs_input_grad
         rows = gradients[0].reshape(-1, gradients[0].shape[-1])  # (N, out)
-        grad_x = (rows @ ctx.layout.expand(values, x.dtype)).view(x.shape) if needs_x else None
+        grad_x = (rows @ _dense(values, ctx.layout, x.dtype)).view(x.shape) if needs_x else None
         grad_values = None
         if needs_values:
             grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])  # (out, in)
-            grad_values = ctx.layout.compress(grad_weight, values.dtype)
+            grad_values = _live(grad_weight, ctx.layout, values.dtype)
         return grad_x, grad_values, rows.sum(0) if needs_bias else None, None
 
 
@@ -87,7 +95,7 @@ def transposed_convolution(module: Any, x: Tensor, output_size: list[int] | None
 
 
 def _convolve(x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, shape: tuple[Any, ...]) -> Tensor:
-    is_batch = x.dim() == len(layout.shape)
+    is_batch = x.dim() == len(shape[0]) + 2
     y = CompactConvolution.apply(x if is_batch else x[None], values, bias, layout, shape)  # type: ignore[no-untyped-call]
     return y if is_batch else y[0]  # type: ignore[no-any-return]
 
@@ -100,17 +108,17 @@ class CompactConvolution(torch.autograd.Function):
         ctx.save_for_backward(x, values)
         ctx.layout, ctx.shape = layout, shape
         ctx.bias_size = None if bias is None else [bias.numel()]
-        return torch.convolution(x, layout.expand(values, x.dtype), bias, *shape)
+        return torch.convolution(x, _dense(values, layout, x.dtype), bias, *shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, values = ctx.saved_tensors
-        dense = ctx.layout.expand(values, x.dtype)
+        dense = _dense(values, ctx.layout, x.dtype)
         needs = list(ctx.needs_input_grad[:3])
         grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
             gradients[0], x, dense, ctx.bias_size, *ctx.shape, needs
         )
-        grad_values = ctx.layout.compress(grad_weight, values.dtype) if needs[1] else None
+        grad_values = _live(grad_weight, ctx.layout, values.dtype) if needs[1] else None
         return grad_x, grad_values, grad_bias, None, None
 
 
