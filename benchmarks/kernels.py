@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from growprune.storage.kernels import block_offsets, compress, compress_add_, expand, pack
+from growprune.storage.kernels import block_offsets, compress, expand, pack
 
 Job = tuple[str, Callable[[], object]]
 
@@ -42,7 +42,6 @@ def jobs(n: int, sparsity: float, group: int, device: str, compute: torch.dtype)
         ("    masked_scatter", lambda: masked_scatter(values, mask, compute)),
         ("    boolean indexing", lambda: index_put(values, mask, compute)),
         ("compress", lambda: compress(gradient, bits, offsets, nnz, dtype=single, group=group)),
-        ("compress_add_", lambda: compress_add_(values, gradient, bits, offsets, group=group)),
         ("    masked_select", lambda: gradient.masked_select(mask).float()),
         ("    boolean indexing", lambda: gradient[mask].float()),
     ]

@@ -17,6 +17,7 @@ def cyclic_gap(S: Parts, *, sparsity: float, steps: int, epochs: int, finetune: 
         finetune: T', the epochs trained at the end with all parts sparse.
     """
     check_counts(1, steps=steps)
+    check_counts(0, epochs=epochs, finetune=finetune)
     yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM))
     for step in range(steps):
         i, j = step % len(S), (step - 1) % len(S)

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
-from growprune.plan import Parts, Phase, method, prune
+from growprune.plan import Parts, Phase, check_counts, method, prune
 
 
 @method
 def one_shot(S: Parts, *, sparsity: float, epochs: int, finetune: int) -> Iterator[Phase]:
     """Train dense for `epochs`, prune the smallest magnitudes once, fine-tune for `finetune` epochs."""
+    check_counts(0, epochs=epochs, finetune=finetune)
     yield Phase(epochs=epochs)
     yield Phase(prune(S.whole, to=sparsity), epochs=finetune)

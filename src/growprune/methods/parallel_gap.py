@@ -17,6 +17,7 @@ def parallel_gap(S: Parts, *, sparsity: float, steps: int, epochs: int, finetune
         finetune: T', the epochs trained at the end with all parts sparse.
     """
     check_counts(1, steps=steps)
+    check_counts(0, epochs=epochs, finetune=finetune)
     yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM))
     for _ in range(steps):
         yield Fork(*(Branch(Phase(grow(P), epochs=epochs), brings=P) for P in S))

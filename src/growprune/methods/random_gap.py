@@ -18,6 +18,7 @@ def random_gap(
         seed: decides the draws; the same seed draws the same sets.
     """
     check_counts(1, steps=steps)
+    check_counts(0, epochs=epochs, finetune=finetune)
     check_counts(2, kappa=kappa)
     if kappa > len(S):
         raise ValueError(f"kappa is {kappa}, but the partition has {len(S)} parts to draw from: give at most that")

@@ -107,17 +107,6 @@ def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, *, dtype: t
     return values
 
 
-def compress_add_(values: Tensor, dense: Tensor, bits: Tensor, offsets: Tensor, *, group: int = 1) -> Tensor:
-    """Add the live elements of a dense tensor to `values`, each cast to its dtype first.
-
-    >>> bits = pack(torch.tensor([False, True, True]))
-    >>> compress_add_(torch.tensor([1.0, 2.0]), torch.tensor([4.0, 5.0, 6.0]), bits, block_offsets(bits)[0])
-    tensor([6., 8.])
-    """
-    # in two steps: adding in the kernel reads `values` in small pieces, 0.16 ms where compress alone takes 0.06
-    return values.add_(compress(dense, bits, offsets, values.numel(), dtype=values.dtype, group=group))
-
-
 def _expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
     if triton := _triton_kernels(values.device.type):
         return triton.expand(values, bits, offsets, n, dtype, group)  # type: ignore[no-any-return]

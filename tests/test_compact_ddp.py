@@ -1,0 +1,94 @@
+"""Data parallelism moves what lives, and nothing else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from growprune.partition import Partition
+from growprune.plan import By
+from growprune.sparse import SparseModel
+
+
+def make(storage: str) -> tuple[SparseModel, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 16, 64), nn.Linear(64, 8))
+    sparse = SparseModel(model, sparsity=0.9, storage=storage, seed=1)
+    sparse.prune(by=By.RANDOM)
+    sparse.grow(Partition.contiguous(model, 3)[2])
+    return sparse, model
+
+
+def train(sparse: SparseModel, forward: nn.Module, x: torch.Tensor) -> None:
+    optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1, momentum=0.9))
+    for _ in range(3):
+        optimizer.zero_grad()
+        forward(x).square().mean().backward()
+        optimizer.step()
+
+
+def counting(moved, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations, and not as text
+    moved.append(bucket.buffer().numel() * bucket.buffer().element_size())
+    averaged = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(averaged, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def replica(rank: int, port: int, storage: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    sparse, model = make(storage)
+    ddp = DistributedDataParallel(model)
+    moved: list[int] = []
+    ddp.register_comm_hook(moved, counting)
+    train(sparse, ddp, batch()[rank::2])
+    results.put((rank, sum(moved) / 3, {name: tensor.numpy() for name, tensor in model.state_dict().items()}))
+    dist.destroy_process_group()
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(2))
+
+
+def on_two_processes(storage: str) -> list[Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["growprune.sparse", "torch._dynamo"])
+    results = context.Queue()
+    processes = [context.Process(target=replica, args=(rank, port, storage, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = sorted((results.get(timeout=60) for _ in processes), key=lambda result: result[0])
+    for process in processes:
+        process.join()
+    return found
+
+
+def test_a_step_moves_the_dense_part_and_the_live_values_and_ends_where_one_process_ends() -> None:
+    sparse, model = make("compact")
+    alive = sum(parameter.numel() for parameter in model.parameters())
+    assert alive < 0.6 * (sparse.num_prunable + 16 + 64 + 8)
+    train(sparse, model, batch())
+    for _, moved, state in on_two_processes("compact"):
+        assert moved == 4 * alive  # no bits, no offsets, no zeros
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(torch.from_numpy(state[name]), tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_masked_replicas_stay_masked() -> None:
+    sparse, model = make("masked")
+    train(sparse, model, batch())
+    for _, _, state in on_two_processes("masked"):
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(torch.from_numpy(state[name]), tensor, rtol=1e-5, atol=1e-6)
+        for name, mask in sparse.masks.items():
+            assert (torch.from_numpy(state[name])[~mask] == 0).all()
