@@ -75,7 +75,7 @@ def show_comparison(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> N
             name,
             _spread(accuracy),
             f"{total['alive']:,}",
-            f"{total['flops_sparse']:,}",
+            f"{total['flops_sparse'] / 1e6:.2f} M",
             f"{results[0]['file_bytes']:,}",
             f"{statistics.mean(result['seconds'] for result in results):.1f}",
         )
