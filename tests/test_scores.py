@@ -108,11 +108,10 @@ def test_blocks_are_ranked_by_their_sums_and_die_together() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("pattern", ["free", "1x2", "2:4"])
-def test_nan_and_infinity_are_an_error_that_names_the_weight(dtype: torch.dtype, bad: float, pattern: str) -> None:
+def test_nan_and_infinity_are_an_error_that_names_the_weight(dtype: torch.dtype, bad: float) -> None:
     values = torch.tensor([[1.0, 2.0, bad, 3.0]], dtype=dtype)
     with pytest.raises(ValueError, match=r"^w holds NaN or infinity"):
-        keys_of(prune(PART, to=0.5), values, torch.ones_like(values, dtype=torch.bool), pattern)
+        check_finite(values, Weight("w", "w", (1, 4)))
 
 
 def test_a_nan_as_cuda_writes_it_is_told_too() -> None:

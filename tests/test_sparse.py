@@ -520,3 +520,15 @@ def test_the_model_keeps_its_names_and_its_class() -> None:
     fresh.load_state_dict(model.state_dict())
     x = torch.randn(3, 4)
     assert torch.equal(fresh(x), model(x))
+
+
+def test_an_edit_that_cannot_be_done_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sparse = SparseModel(model, sparsity=0.5)
+    with torch.no_grad():
+        model[1].weight[2, 1] = float("nan")
+    before = model[0].weight.clone()
+    with pytest.raises(ValueError, match=r"^1\.weight holds NaN or infinity"):
+        sparse.prune()
+    assert torch.equal(model[0].weight, before)
+    assert sparse.num_alive == 32

@@ -60,8 +60,6 @@ def edit_keys(
         dtype: the widest float among the weights ranked together, whose keys must be comparable.
     """
     wide = dtype == torch.float64
-    if edit.by is By.MAGNITUDE:
-        check_finite(values(), weight)
 
     def chunks() -> Iterator[Tensor]:
         start = 0

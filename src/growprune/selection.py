@@ -137,7 +137,9 @@ def _count_digits(sources: Sequence[KeyChunks], prefix: int, shift: int, width: 
 
 def _histogram(digits: Tensor, size: int, *, are_all_digits: bool) -> Tensor:
     """How many digits have each value from 0 to size - 1; others are not counted."""
-    if digits.is_cuda:  # without waiting for the device, as bincount would; what lies above goes into a bin of its own
+    # histc does not wait for the device, as bincount does; but torch refuses it where only deterministic code may run.
+    # What lies above goes into a bin of its own.
+    if digits.is_cuda and not torch.are_deterministic_algorithms_enabled():
         return torch.histc(digits, bins=size + 1, min=0, max=size + 1)[:size]
     if not are_all_digits:
         digits = digits[(digits >= 0).logical_and_(digits < size)]

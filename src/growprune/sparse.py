@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from growprune.allocation import Pool, Scope, parse_allocation
 from growprune.layers import Weight, prunable_weights
 from growprune.patterns import Pattern, count_groups, parse_pattern, write_groups
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Step, Stretch, check_sparsity, walk
-from growprune.scores import edit_keys, salt_of
+from growprune.scores import check_finite, edit_keys, salt_of
 from growprune.selection import choose, key_bits
 from growprune.snapshot import Snapshot, pack, unpack
 from growprune.storage import Held, parse_storage
@@ -124,7 +125,10 @@ class SparseModel:
 
     def _apply(self, edit: Edit) -> None:
         if edit.to > 0:
-            for pool in self.pools(edit):
+            pools = self.pools(edit)
+            for pool in pools:  # an edit that cannot be done changes nothing
+                self._check(pool, edit)
+            for pool in pools:
                 self.fill(pool, edit)
         elif edit.action is Action.GROW:
             for name in dict.fromkeys(w.parameter for w in self.weights_of(edit.part)):
@@ -132,16 +136,24 @@ class SparseModel:
                 with self._state_following(held):
                     held.keep(torch.ones_like(held.mask()))
 
-    def fill(self, pool: Pool, edit: Edit) -> None:
-        """Do what an edit does to one of its pools: let the best `pool.kept` groups of it live."""
-        alive = sum(count_groups(self.pattern, w.of(self._held[w.parameter].mask()), w) for w in pool.weights)
-        if pool.kept == alive:
-            return
-        if (pool.kept > alive) is (edit.action is Action.PRUNE):
+    def _check(self, pool: Pool, edit: Edit) -> None:
+        """Raise if an edit cannot reach its count, or would rank what is not a number."""
+        alive = self._alive_groups(pool)
+        if pool.kept != alive and (pool.kept > alive) is (edit.action is Action.PRUNE):
             raise ValueError(
                 f"cannot {edit.action.value} to sparsity {edit.to}: that is {pool.kept} alive, but {alive} are alive "
                 f"in {_names(pool.weights)}; {'grow' if edit.action is Action.PRUNE else 'prune'} first"
             )
+        for weight in pool.weights if edit.by is By.MAGNITUDE else ():
+            check_finite(weight.of(self._held[weight.parameter].weight()), weight)
+
+    def _alive_groups(self, pool: Pool) -> int:
+        return sum(count_groups(self.pattern, w.of(self._held[w.parameter].mask()), w) for w in pool.weights)
+
+    def fill(self, pool: Pool, edit: Edit) -> None:
+        """Do what an edit does to one of its pools: let the best `pool.kept` groups of it live."""
+        if pool.kept == self._alive_groups(pool):
+            return
         dtypes = {self._held[w.parameter].parameter.dtype for w in pool.weights}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         sources = [self._keys(edit, w, dtype) for w in pool.weights]
@@ -223,12 +235,18 @@ class SparseModel:
                 optimizer.state[new] = _reshaped(dense[optimizer], held.shape, held.from_dense)
 
     def mask_copy(self, copy: nn.Module) -> None:
-        """Make another copy of the model (a moving average, a deepcopy) exactly as sparse as this one."""
-        parameters = dict(copy.named_parameters())
+        """Make another copy of the model (a moving average, a deepcopy) exactly as sparse as this one.
+
+        A compact copy is as sparse as the model was when it was made; after an edit, make it anew.
+        """
+        parameters = dict((copy.module if isinstance(copy, AveragedModel) else copy).named_parameters())
         with torch.no_grad():
             for name, held in self._held.items():
                 target = parameters[name]
-                target.copy_(torch.where(held.mask().to(target.device), target, 0))
+                if target.shape == held.shape:
+                    target.copy_(torch.where(held.mask().to(target.device), target, 0))
+                elif target.shape != held.parameter.shape:
+                    raise ValueError(f"{name} of the copy is compact with another mask: make it anew after an edit")
 
     # Plans
 

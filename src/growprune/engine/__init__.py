@@ -49,13 +49,14 @@ def resume(
     """
     folder = RunFolder(Path(out))
     _compare(folder, recipe)
-    folder.write_recipe(recipe, origin if origin is not None else folder.read_origin())
     if extend:
         recipe = _extend(folder, recipe, extend)
     elif folder.result.exists():
         result = json.loads(folder.result.read_text())
         assert isinstance(result, dict)
         return result
+    else:
+        folder.write_recipe(recipe, folder.read_origin() if origin is None else origin)
     run = Run(recipe, folder, on_event=on_event, should_stop=should_stop)
     folder.write_plan(run.plan)
 

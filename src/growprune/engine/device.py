@@ -24,6 +24,15 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def move(value: Any, device: torch.device) -> Any:
+    """A tensor, or a tuple, list or dict of them, on another device."""
+    if isinstance(value, dict):
+        return {name: move(item, device) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(move(item, device) for item in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """What a result depends on beside its recipe."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()

@@ -106,7 +106,7 @@ class RunFolder:
 
     def kept(self) -> list[int]:
         """Checkpoints that stay whatever comes."""
-        return [int(self.search_end.read_text())] if self.search_end.exists() else []
+        return [json.loads(self.search_end.read_text())] if self.search_end.exists() else []
 
     def set_aside(self) -> Path:
         """Move the outcome of a finished run out of the way of one that goes on."""

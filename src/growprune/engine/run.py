@@ -21,7 +21,7 @@ import torch
 
 from growprune import file
 from growprune.engine import checkpoint
-from growprune.engine.device import choose_device, environment, peak_bytes, reset_peak
+from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
 from growprune.engine.folder import Event, RunFolder
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.rng import rng_state, seed_all, set_rng_state
@@ -164,8 +164,7 @@ class Run:
         }
         checkpoint.save(self.folder.checkpoints, self._number, state)
         self._tell("checkpoint", stretch, number=self._number)
-        if is_finished and stretch.index == self.last - 1:
-            self.folder.search_end.write_text(f"{self._number}\n")
+        self._note_search_end(state)
         checkpoint.remove_old(self.folder.checkpoints, [self._previous, self._number, *self.folder.kept()])
         self._previous = self._number
         self._checkpoint_due = time.monotonic() + self.recipe.checkpoint_seconds
@@ -178,9 +177,16 @@ class Run:
         self.history, self.best, self._best_model = state["history"], state["best"], state["best_model"]
         self._seconds = state["seconds"]
         self._resumed_after = state["stretch"] if state["is_finished"] else None
+        self._number = number
+        self._note_search_end(state)
         self._number, self._previous = max(checkpoint.numbers(self.folder.checkpoints)), number
         set_rng_state(state["rng"])
         self._note("resumed", number=number, step=self.history[-1]["step"] if self.history else 0)
+
+    def _note_search_end(self, state: dict[str, Any]) -> None:
+        """From the end of the stretch before the last, the search can be extended: that checkpoint stays."""
+        if state["is_finished"] and state["stretch"] == self.last - 1:
+            checkpoint.write_json(self.folder.search_end, self._number)
 
     # The end
 
@@ -195,7 +201,7 @@ class Run:
             "validation": self._evaluate(self.sparse, "validation"),
             "test": self._evaluate(self.sparse, "test"),
             "best": self._best_tested(),
-            "sparsity": report(self.sparse, self.task.example().to(self.device)).to_dict(),
+            "sparsity": report(self.sparse, move(self.task.example(), self.device)).to_dict(),
             "file_bytes": self.folder.model.stat().st_size,
             "peak_bytes": peak_bytes(self.device),
             "seconds": self._seconds,
