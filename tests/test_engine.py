@@ -13,6 +13,7 @@ import torch
 
 import growprune as gp
 from growprune import engine, methods
+from growprune.engine.mesh import Mesh
 from growprune.engine.optim import Optimizer
 from growprune.engine.recipe import Recipe
 from growprune.engine.training import Training
@@ -105,7 +106,7 @@ def test_checkpoints_at_other_times_change_nothing(tmp_path: Path) -> None:
 def learning_rates(recipe: Recipe) -> list[list[float]]:
     model = recipe.task.build_model()
     plan = recipe.plan(model)
-    training = Training(recipe, plan, recipe.sparse_model(model), torch.device("cpu"))
+    training = Training(recipe, plan, recipe.sparse_model(model), torch.device("cpu"), Mesh(plan, 1))
     rates = []
     for stretch in walk(plan):
         training.next_stretch()
@@ -138,7 +139,8 @@ def test_accumulating_batches_equals_larger_batches(tmp_path: Path) -> None:
     model, steps = task.build_model(), []
     for accumulate in (1, 2):
         recipe = replace(base, accumulate=accumulate)
-        training = Training(recipe, recipe.plan(model), recipe.sparse_model(model), torch.device("cpu"))
+        plan = recipe.plan(model)
+        training = Training(recipe, plan, recipe.sparse_model(model), torch.device("cpu"), Mesh(plan, 1))
         stretch = list(walk(training.plan))[1]
         steps.append(sum(1 for _ in training.train(stretch, lambda *event: None)))
     assert steps == [4, 2]

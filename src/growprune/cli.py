@@ -46,10 +46,10 @@ def one_line_errors(command: Callable[Parameters, Result]) -> Callable[Parameter
 
 
 def _is_for_users(error: Exception) -> bool:
-    from growprune.engine import TrainingDiverged
+    from growprune.engine import PeerFailed, TrainingDiverged
 
     # kinds of ValueError and RuntimeError that we do not raise ourselves are bugs
-    return type(error) is ValueError or isinstance(error, OSError | TrainingDiverged)
+    return type(error) is ValueError or isinstance(error, OSError | TrainingDiverged | PeerFailed)
 
 
 @app.command()
@@ -207,7 +207,11 @@ def _unused(path: Path) -> Path:
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    finally:
+        if "growprune.engine" in sys.modules:
+            sys.modules["growprune.engine"].leave()
 
 
 if __name__ == "__main__":

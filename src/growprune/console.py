@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +18,10 @@ from growprune import file
 from growprune.engine import Event, RunFolder
 from growprune.engine.cost import Estimate
 
-out = Console()
-err = Console(stderr=True)
+is_first = os.environ.get("RANK", "0") == "0"
+"""Under torchrun, the first process speaks for all."""
+out = Console(quiet=not is_first)
+err = Console(stderr=True, quiet=not is_first)
 
 
 @contextmanager

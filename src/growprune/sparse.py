@@ -269,33 +269,49 @@ class SparseModel:
         for stretch in self.stretches(plan):
             yield stretch.phase
 
-    def stretches(self, plan: Plan | Sequence[Step]) -> Iterator[Stretch]:
-        """Like `follow`, with the number of each phase, step and branch."""
+    def stretches(
+        self,
+        plan: Plan | Sequence[Step],
+        *,
+        takes: Callable[[int], bool] = lambda branch: True,
+        combine: Callable[[Snapshot, list[tuple[str, ...]], Snapshot], Snapshot] = lambda brought, parts, like: brought,
+    ) -> Iterator[Stretch]:
+        """Like `follow`, with the number of each phase, step and branch.
+
+        Args:
+            takes: which branches of a fork are trained here; the others are trained elsewhere.
+            combine: given the parts brought here, by branch the names each brings, and a copy of the model as it was
+                when the fork began, returns the parts of all branches.
+        """
+        parts: list[tuple[str, ...]] = []
         for stretch in walk(plan):
+            parts = [] if stretch.branch in (None, 0) else parts
+            parts += [stretch.brings.tensors] if stretch.brings is not None else []
             if stretch.index < self._position:
                 continue
+            is_mine = stretch.branch is None or takes(stretch.branch)
             if stretch.index > self._position:
-                self._enter(stretch)
-            yield stretch
-            if stretch.brings is not None:
-                self._bring_back(stretch)
+                self._enter(stretch, is_mine=is_mine)
+            if is_mine:
+                yield stretch
+            if stretch.brings is not None and is_mine:
+                self._brought |= self.snapshot(stretch.brings)
+            if stretch.is_last_branch:  # every tensor comes from the branch that brings it
+                assert self._base is not None
+                self.restore(combine(self._brought, parts, self._base))
+                self._base, self._brought = None, {}
 
-    def _enter(self, stretch: Stretch) -> None:
+    def _enter(self, stretch: Stretch, *, is_mine: bool) -> None:
         if stretch.branch == 0:
             self._base, self._brought = self.snapshot(), {}
-        elif stretch.branch is not None:
+        elif stretch.branch is not None and is_mine:
             assert self._base is not None
             self.restore(self._base)
         self._position = stretch.index
-        self.apply(*stretch.phase.edits)
-
-    def _bring_back(self, stretch: Stretch) -> None:
-        """At the end of a branch, keep its part; after the last, every tensor comes from the branch that brings it."""
-        assert stretch.brings is not None
-        self._brought |= self.snapshot(stretch.brings)
-        if stretch.is_last_branch:
-            self.restore(self._brought)
-            self._base, self._brought = None, {}
+        if is_mine:
+            self.apply(*stretch.phase.edits)
+        else:  # so that later edits draw the same random numbers wherever the branch was trained
+            self._num_edits += len(stretch.phase.edits)
 
     def snapshot(self, part: Part | None = None, *, device: torch.device | str | None = None) -> Snapshot:
         """A copy of the tensors and masks of a part, or of the whole model; of sparse weights, what lives.

@@ -7,14 +7,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from growprune.engine import checkpoint
+from growprune.engine.device import environment
 from growprune.engine.folder import Event, RunFolder
+from growprune.engine.mesh import PeerFailed, digest, is_restarted, join, leave, wait_for_all
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.run import Interrupted, Run
 from growprune.engine.training import TrainingDiverged
 from growprune.plan import walk
 
-__all__ = ["Event", "Interrupted", "Recipe", "Run", "RunFolder", "TrainingDiverged", "resume", "train"]
+__all__ = [
+    "Event",
+    "Interrupted",
+    "PeerFailed",
+    "Recipe",
+    "Run",
+    "RunFolder",
+    "TrainingDiverged",
+    "leave",
+    "resume",
+    "train",
+]
 
 
 def train(
@@ -26,12 +41,26 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Carry a recipe out in a new folder, and return what `result.json` holds."""
-    folder = RunFolder(Path(out))
+    folder = RunFolder(Path(out), join(recipe.timeout_seconds))
+    if is_restarted() and folder.recipe.exists():
+        return resume(recipe, out, origin=origin, on_event=on_event, should_stop=should_stop)
     folder.check_free(recipe)
     run = Run(recipe, folder, on_event=on_event, should_stop=should_stop)  # one that cannot run leaves no folder
-    folder.create(recipe, origin or {})
-    folder.write_plan(run.plan)
+    run.mesh.barrier("starting")
+    if run.mesh.is_first:
+        folder.create(recipe, origin or {})
+        folder.write_plan(run.plan)
+    _meet(run)
     return run.execute()
+
+
+def _meet(run: Run) -> None:
+    """Make sure that all processes of a run do the same, before they do it."""
+    run.mesh.barrier("starting")
+    batch = next(run.task.batches(seed=0, start=0, device=torch.device("cpu")), None) if run.mesh.world > 1 else None
+    texts = {"recipe": json.dumps(describe(run.recipe)), "version": json.dumps(environment(run.device))}
+    texts |= {"data": digest(batch), "view of the run folder, which all must share,": run.folder.recipe_text()}
+    run.mesh.agree(texts, "starting")
 
 
 def resume(
@@ -47,30 +76,26 @@ def resume(
 
     The recipe must be the one the run was started with, but for what has no influence on results (`MAY_CHANGE`).
     """
-    folder = RunFolder(Path(out))
+    folder = RunFolder(Path(out), join(recipe.timeout_seconds))
     _compare(folder, recipe)
     if extend:
         recipe = _extend(folder, recipe, extend)
+        wait_for_all()
     elif folder.result.exists():
-        result = json.loads(folder.result.read_text())
-        assert isinstance(result, dict)
-        return result
-    else:
-        folder.write_recipe(recipe, folder.read_origin() if origin is None else origin)
+        return folder.read_result()
     run = Run(recipe, folder, on_event=on_event, should_stop=should_stop)
-    folder.write_plan(run.plan)
-
-    def warn(message: str) -> None:
-        on_event({"event": "warning", "message": message})
-        folder.append({"event": "warning", "message": message})
-
-    found = checkpoint.load_newest(folder.checkpoints, warn)
+    run.mesh.barrier("resuming")
+    if run.mesh.is_first:
+        folder.write_recipe(recipe, folder.read_origin() if origin is None or extend else origin)
+        folder.write_plan(run.plan)
+    _meet(run)
+    found = checkpoint.load_newest(folder.checkpoints, run.warn)
     if found is not None:
         run.restore(*found)
     return run.execute()
 
 
-MAY_CHANGE = {"storage", "checkpoint_seconds", "claim"}
+MAY_CHANGE = {"storage", "checkpoint_seconds", "claim", "replicas", "timeout_seconds"}
 """Fields of a recipe that may be other when a run is resumed."""
 
 
@@ -99,8 +124,10 @@ def _extend(folder: RunFolder, recipe: Recipe, steps: int) -> Recipe:
     done = state["stretch"] + 1
     if old[:done] != new[:done]:
         raise ValueError(f"{folder.path} cannot be extended: with more steps, its method would have begun otherwise")
-    origin = folder.read_origin()
-    folder.set_aside()
-    checkpoint.remove_old(folder.checkpoints, number)
-    folder.write_recipe(longer, {**origin, "extended": origin.get("extended", 0) + steps})
+    wait_for_all()  # until here every process looks; from here the first one changes what they looked at
+    if folder.rank == 0:
+        origin = folder.read_origin()
+        folder.set_aside()
+        checkpoint.remove_old(folder.checkpoints, number)
+        folder.write_recipe(longer, {**origin, "extended": origin.get("extended", 0) + steps})
     return longer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ Event = dict[str, Any]
 @dataclass(frozen=True)
 class RunFolder:
     path: Path
+    rank: int = 0
+    """Which of the processes of the run this is; the first keeps the log of the run."""
 
     @property
     def recipe(self) -> Path:
@@ -29,7 +32,7 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        return self.path / "log.jsonl"
+        return self.path / (f"log-{self.rank}.jsonl" if self.rank else "log.jsonl")
 
     @property
     def checkpoints(self) -> Path:
@@ -39,6 +42,16 @@ class RunFolder:
     def search_end(self) -> Path:
         """Holds the number of the checkpoint at the end of the search, from which the search can be extended."""
         return self.checkpoints / "search_end"
+
+    def branch(self, step: int, branch: int) -> Path:
+        """Checkpoints of one branch of a fork, by the processes that train it."""
+        return self.checkpoints / "branches" / f"{step}-{branch}"
+
+    def remove_branches(self, before: int) -> None:
+        """Remove the checkpoints of forks before a step of the plan."""
+        for path in (self.checkpoints / "branches").glob("*"):
+            if int(path.name.partition("-")[0]) < before:
+                shutil.rmtree(path, ignore_errors=True)
 
     @property
     def best(self) -> Path:
@@ -85,9 +98,17 @@ class RunFolder:
             raise ValueError(f"{self.path} holds no run: {self.recipe.name} is not one of ours")
         return content
 
+    def recipe_text(self) -> str:
+        return self.recipe.read_text() if self.recipe.exists() else "nothing"
+
     def read_origin(self) -> dict[str, Any]:
         """How to find the recipe again."""
         return {name: value for name, value in self.read_recipe().items() if name != "recipe"}
+
+    def read_result(self) -> dict[str, Any]:
+        result = json.loads(self.result.read_text())
+        assert isinstance(result, dict)
+        return result
 
     def write_plan(self, plan: Plan) -> None:
         parts = {part.name: part.tensors for part in plan.partition}

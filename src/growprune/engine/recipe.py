@@ -49,6 +49,10 @@ class Recipe:
     """After each step, evaluate what the model would be if pruned now, on validation data, and keep the best."""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    replicas: int = 0
+    """Under torchrun: how many processes share each batch. 0: one for each branch of a fork; all without forks."""
+    timeout_seconds: float = 600.0
+    """Under torchrun: how long to wait for another process."""
     checkpoint_seconds: float = 60.0
     """The time between checkpoints; there is one after every stretch of training too. No influence on results."""
     claim: str = ""

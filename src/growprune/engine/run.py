@@ -13,6 +13,8 @@ A run can be killed at any moment; it resumes to the bits it would have reached.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +25,13 @@ from growprune import file
 from growprune.engine import checkpoint
 from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
 from growprune.engine.folder import Event, RunFolder
+from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.rng import rng_state, seed_all, set_rng_state
 from growprune.engine.training import Training
 from growprune.plan import Stretch, walk
 from growprune.report import report
-from growprune.snapshot import Snapshot
+from growprune.snapshot import Snapshot, pack
 from growprune.sparse import SparseModel
 
 
@@ -60,7 +63,8 @@ class Run:
         model = self.task.build_model().to(self.device)
         self.plan = recipe.plan(model)
         self.sparse = recipe.sparse_model(model)
-        self.training = Training(recipe, self.plan, self.sparse, self.device)
+        self.mesh = Mesh(self.plan, recipe.replicas)
+        self.training = Training(recipe, self.plan, self.sparse, self.device, self.mesh)
         self.last = sum(1 for _ in walk(self.plan)) - 1
         self.history: list[dict[str, Any]] = []
         self.best: dict[str, Any] = {}
@@ -76,9 +80,11 @@ class Run:
     def execute(self) -> dict[str, Any]:
         """Carry the plan out, from where the run stands to its end, and return the result."""
         reset_peak(self.device)
-        for stretch in self.sparse.stretches(self.plan):
-            if stretch.index == self._resumed_after:
+        for stretch in self.sparse.stretches(self.plan, takes=self.mesh.takes, combine=self._combine):
+            if stretch.index == self._resumed_after or (stretch.branch is not None and self._restore_branch(stretch)):
                 continue
+            if stretch.branch is None:
+                self._agree_on_masks(stretch)
             alive = self.sparse.num_alive
             self._tell("phase", stretch, edits=str(stretch.phase), epochs=stretch.phase.epochs, alive=alive)
             for _ in self.training.train(stretch, self._after_epoch):
@@ -89,7 +95,7 @@ class Run:
     # Between iterations
 
     def _after_iteration(self, stretch: Stretch) -> None:
-        if self._should_stop():
+        if self.mesh.any(self._should_stop()):
             self._save(stretch)
             self._tell("interrupted", stretch)
             raise Interrupted
@@ -119,11 +125,20 @@ class Run:
             candidate.prune()
             row["candidate"] = self._evaluate(candidate, "validation")
             self._consider(candidate, stretch, row["candidate"], None)
-        self.history.append(row)
+        self._add_row(stretch, row)
         self._tell("stretch", stretch, **{k: v for k, v in row.items() if k in ("validation", "candidate", "alive")})
         self.training.next_stretch()
         if stretch.phase.epochs or stretch.index == self.last - 1:
             self._save(stretch, is_finished=True)
+
+    def _add_row(self, stretch: Stretch, row: dict[str, Any]) -> None:
+        """Note what came of a stretch; of a branch, where all processes find it when it is combined."""
+        if stretch.branch is None:
+            self.history.append(row)
+        elif self.mesh.leads_group:
+            folder = self.folder.branch(stretch.step, stretch.branch)
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.write_json(folder / "row.json", row)
 
     def _is_candidate(self, stretch: Stretch) -> bool:
         """Whether the model, pruned now, is one that the plan could have ended with."""
@@ -136,7 +151,8 @@ class Run:
         if not self.best or score > self.best["validation"][self.task.metric]:
             self.best = {"validation": metrics, "step": stretch.step, "epoch": epoch}
             self._best_model = sparse.snapshot(device="cpu")
-            file.save(sparse, self.folder.best)
+            if self.mesh.is_first:
+                file.save(sparse, self.folder.best)
 
     @torch.no_grad()
     def _evaluate(self, sparse: SparseModel, split: Any) -> dict[str, float]:
@@ -147,27 +163,65 @@ class Run:
     # Checkpoints
 
     def _save(self, stretch: Stretch, *, is_finished: bool = False) -> None:
+        """Write a checkpoint: of the run by the first process, of a branch by the first of those that train it."""
         self.training.check_finite(stretch)  # what diverged must not replace a good checkpoint
         self._clock()
-        self._number += 1
         state = {
             "model": self.sparse.snapshot(device="cpu"),
-            "sparse": self.sparse.state_dict(),
             "training": self.training.state_dict(),
             "rng": rng_state(),
-            "history": self.history,
-            "best": self.best,
-            "best_model": self._best_model,
             "seconds": self._seconds,
             "stretch": stretch.index,
             "is_finished": is_finished,
         }
+        if stretch.branch is None and self.mesh.is_first:
+            self._save_run(stretch, state)
+        elif stretch.branch is not None and self.mesh.leads_group:
+            self._save_branch(stretch, state)
+        self._checkpoint_due = time.monotonic() + self.recipe.checkpoint_seconds
+
+    def _save_run(self, stretch: Stretch, state: dict[str, Any]) -> None:
+        state |= {"sparse": self.sparse.state_dict(), "history": self.history}
+        state |= {"best": self.best, "best_model": self._best_model}
+        self._number += 1
         checkpoint.save(self.folder.checkpoints, self._number, state)
         self._tell("checkpoint", stretch, number=self._number)
         self._note_search_end(state)
         checkpoint.remove_old(self.folder.checkpoints, [self._previous, self._number, *self.folder.kept()])
+        self.folder.remove_branches(before=stretch.step)
         self._previous = self._number
-        self._checkpoint_due = time.monotonic() + self.recipe.checkpoint_seconds
+
+    def _save_branch(self, stretch: Stretch, state: dict[str, Any]) -> None:
+        assert stretch.branch is not None
+        folder = self.folder.branch(stretch.step, stretch.branch)
+        number = max(checkpoint.numbers(folder), default=0) + 1
+        checkpoint.save(folder, number, state)
+        self._tell("checkpoint", stretch, number=number)
+        checkpoint.remove_old(folder, [number - 1, number])
+
+    def _restore_branch(self, stretch: Stretch) -> bool:
+        """Go on with a branch where its newest checkpoint stands, if there is one; tells whether it is finished."""
+        assert stretch.branch is not None
+        found = checkpoint.load_newest(self.folder.branch(stretch.step, stretch.branch), self.warn)
+        if found is None:
+            return False
+        number, state = found
+        self.sparse.restore(state["model"])
+        self.training.load_state_dict(state["training"])
+        set_rng_state(state["rng"])
+        self._tell("resumed", stretch, number=number)
+        return bool(state["is_finished"])
+
+    def _combine(self, brought: Snapshot, parts: list[tuple[str, ...]], like: Snapshot) -> Snapshot:
+        """At the end of a fork, bring its parts together, and what was noted of its branches."""
+        step = next(s.step for s in walk(self.plan) if s.index == self.sparse.position)
+        self.mesh.barrier(f"waiting for the branches of step {step}")
+        before = self.mesh.bytes_received
+        combined = self.mesh.combine(brought, parts, like)
+        rows = [self.folder.branch(step, branch) / "row.json" for branch in range(len(parts))]
+        self.history += [json.loads(row.read_text()) for row in rows]
+        self._note("combined", step=step, bytes_received=self.mesh.bytes_received - before)
+        return combined
 
     def restore(self, number: int, state: dict[str, Any]) -> None:
         """Go back to exactly where a checkpoint was written."""
@@ -192,6 +246,9 @@ class Run:
 
     def _finish(self) -> dict[str, Any]:
         self._clock()
+        if not self.mesh.is_first:
+            self.mesh.barrier("waiting for the result")
+            return self.folder.read_result()
         file.save(self.sparse, self.folder.model)
         result = {
             "recipe": describe(self.recipe),
@@ -208,6 +265,7 @@ class Run:
         }
         checkpoint.write_json(self.folder.result, result)
         self._note("finished", test=result["test"], seconds=self._seconds)
+        self.mesh.barrier("waiting for the result")
         return result
 
     def _best_tested(self) -> dict[str, Any] | None:
@@ -220,6 +278,16 @@ class Run:
         return {**self.best, "test": self._evaluate(best, "test")}
 
     # Telling
+
+    def warn(self, message: str) -> None:
+        self._note("warning", message=message)
+
+    def _agree_on_masks(self, stretch: Stretch) -> None:
+        """Every process prunes by itself; that they prune alike is not left to hope."""
+        if self.mesh.world > 1:
+            packed = {name: pack(mask).cpu().numpy().tobytes() for name, mask in self.sparse.masks.items()}
+            digests = {f"mask of {name}": hashlib.sha256(bits).hexdigest() for name, bits in packed.items()}
+            self.mesh.agree(digests, f"step {stretch.step}")
 
     def _tell(self, event: str, stretch: Stretch, **details: Any) -> None:
         place = {"stretch": stretch.index, "last": self.last, "step": stretch.step, "branch": stretch.branch}

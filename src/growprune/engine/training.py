@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from growprune.engine.mesh import Mesh, split
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
 from growprune.plan import Plan, Stretch, walk
@@ -39,8 +41,9 @@ class Cursor:
 class Training:
     """Trains a sparse model through the stretches of a plan, one iteration at a time."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, sparse: SparseModel, device: torch.device) -> None:
-        self.recipe, self.plan, self.sparse, self.device = recipe, plan, sparse, device
+    def __init__(self, recipe: Recipe, plan: Plan, sparse: SparseModel, device: torch.device, mesh: Mesh) -> None:
+        self.recipe, self.plan, self.sparse, self.device, self.mesh = recipe, plan, sparse, device, mesh
+        self._forward: nn.Module | None = None
         self.cursor = Cursor()
         self.optimizer: torch.optim.Optimizer | None = None
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -67,6 +70,7 @@ class Training:
     def next_stretch(self) -> None:
         """Put the cursor at the start of the stretch to come."""
         self.cursor = Cursor()
+        self._forward = None  # edits may give layers new parameters, which a wrapper would not know
         if self.recipe.restart:
             self.optimizer = None  # before the edits, which would take its state along
 
@@ -92,19 +96,29 @@ class Training:
     def _iterate(self, batches: list[Any], stretch: Stretch) -> None:
         optimizer, model = self.optimizer, self.sparse.model
         assert optimizer is not None
+        forward = self._wrapped()
         for parameters in optimizer.param_groups:
             parameters["lr"] = self._lr(stretch)
         model.train()
         for batch in batches:
+            mine, share = split(batch, self.mesh.replica, self.mesh.replicas)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
-                loss = self.recipe.task.loss(model, batch) / len(batches)
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._loss_sum += loss.detach().double()
+                loss = self.recipe.task.loss(forward, mine) / len(batches) * share
+            (loss * self.mesh.replicas).backward()  # type: ignore[no-untyped-call]  # which replicas average
+            self._loss_sum += self.mesh.sum_over_replicas(loss.detach().double())
         if self.recipe.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self._count(len(batches), stretch)
+
+    def _wrapped(self) -> nn.Module:
+        """The model, or what keeps the gradients of its replicas the same."""
+        if self.mesh.data_group is None:
+            return self.sparse.model
+        if self._forward is None:
+            self._forward = DistributedDataParallel(self.sparse.model, process_group=self.mesh.data_group)
+        return self._forward
 
     def _count(self, num_batches: int, stretch: Stretch) -> None:
         cursor = self.cursor

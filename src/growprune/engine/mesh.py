@@ -1,0 +1,235 @@
+"""Processes on two axes: mask groups, which take the branches of a fork, and data replicas inside each group.
+
+Ranks count through the replicas first: with 2 groups of 3 replicas, ranks 0-2 are group 0. One process is a mesh of one
+group with one replica, and runs the same code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from growprune.plan import Fork, Plan
+from growprune.snapshot import Snapshot
+
+
+class PeerFailed(RuntimeError):
+    """Another process did not come to where this one waits for it, or came with something else."""
+
+
+class Mesh:
+    """Where this process stands among the others.
+
+    Args:
+        replicas: how many processes train each branch together; 0 for as many as the plan can use that way.
+    """
+
+    def __init__(self, plan: Plan, replicas: int) -> None:
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        branches = max((len(step.branches) for step in plan if isinstance(step, Fork)), default=1)
+        self.replicas = replicas or (self.world if branches == 1 else 1)
+        _check_shape(self.world, self.replicas, branches)
+        self.groups = self.world // self.replicas
+        self.group, self.replica = divmod(self.rank, self.replicas)
+        self.bytes_received = 0
+        self._data = self._axis([[g * self.replicas + r for r in range(self.replicas)] for g in range(self.groups)])
+        self._mask = self._axis([[g * self.replicas + r for g in range(self.groups)] for r in range(self.replicas)])
+
+    def _axis(self, lines: Sequence[Sequence[int]]) -> Any:
+        """The process group of the line this rank is on; every rank has to make them all."""
+        made = [dist.new_group(list(line)) if len(line) > 1 else None for line in lines]
+        return next(group for group, line in zip(made, lines, strict=True) if self.rank in line)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes what all share."""
+        return self.rank == 0
+
+    @property
+    def leads_group(self) -> bool:
+        """Whether this process writes what its group alone knows."""
+        return self.replica == 0
+
+    @property
+    def data_group(self) -> Any:
+        """The process group of this branch's replicas; None if there is one only."""
+        return self._data
+
+    def takes(self, branch: int) -> bool:
+        """Whether this process' group trains a branch; with fewer groups than branches, they go in waves."""
+        return branch % self.groups == self.group
+
+    def barrier(self, where: str) -> None:
+        """Wait until every process is here; one that does not come is named."""
+        if self.world > 1:
+            with self._waiting(where):
+                if dist.get_backend() == "gloo":
+                    dist.monitored_barrier(wait_all_ranks=True)
+                else:
+                    dist.barrier()
+
+    def agree(self, what: dict[str, str], where: str) -> None:
+        """Raise on every process if they differ in any of these texts, naming the process and what differs."""
+        if self.world == 1:
+            return
+        mine = torch.tensor([_number(text) for text in what.values()], dtype=torch.int64, device=self._device())
+        all_of_them = [torch.empty_like(mine) for _ in range(self.world)]
+        with self._waiting(where):
+            dist.all_gather(all_of_them, mine)
+        for rank, theirs in enumerate(all_of_them):
+            for name, here, there in zip(what, all_of_them[0].tolist(), theirs.tolist(), strict=True):
+                if here != there:
+                    raise PeerFailed(f"{where}: rank {rank} has another {name} than rank 0: all must have the same")
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up on any replica of this group."""
+        if self._data is None:
+            return flag
+        return bool(self.sum_over_replicas(torch.tensor(float(flag), device=self._device())))
+
+    def sum_over_replicas(self, value: Tensor) -> Tensor:
+        if self._data is not None:
+            value = value.clone()
+            with self._waiting("adding up over replicas"):
+                dist.all_reduce(value, group=self._data)
+        return value
+
+    def combine(self, brought: Snapshot, parts: Sequence[Sequence[str]], like: Snapshot) -> Snapshot:
+        """Every part of a fork, each from the group that trained its branch.
+
+        Args:
+            brought: the tensors of the parts that this process' group brings.
+            parts: by branch, the names of the tensors it brings.
+            like: any copy of all of them, for shapes and dtypes.
+        """
+        if self.groups == 1:
+            return brought
+        combined = dict(brought)
+        for branch, names in enumerate(parts):
+            source = branch % self.groups * self.replicas + self.replica
+            with self._waiting(f"combining branch {branch}"):
+                combined |= self._broadcast(combined, names, like, source)
+        return combined
+
+    def _broadcast(self, have: Snapshot, names: Sequence[str], like: Snapshot, source: int) -> Snapshot:
+        is_mine = source == self.rank
+        device = self._device()
+        counts = torch.tensor([have[n][0].numel() if is_mine else 0 for n in names], device=device)
+        dist.broadcast(counts, source, group=self._mask)
+        received: Snapshot = {}
+        for name, count in zip(names, counts.tolist(), strict=True):
+            values, mask = have[name] if is_mine else _room_for(like[name], count)
+            for tensor in (values, mask):
+                if tensor is not None:
+                    moved = tensor.to(device)
+                    dist.broadcast(moved, source, group=self._mask)
+                    tensor.copy_(moved)
+                    self.bytes_received += 0 if is_mine else tensor.numel() * tensor.element_size()
+            received[name] = values, mask
+        return received
+
+    @contextlib.contextmanager
+    def _waiting(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # what torch.distributed raises when a peer is late, or gone
+            if isinstance(error, PeerFailed):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            raise PeerFailed(f"rank {self.rank} of {self.world} gave up while {where}: {reason}") from error
+
+    def _device(self) -> torch.device:
+        is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+def join(timeout_seconds: float) -> int:
+    """Join the processes that torchrun started, if it did, and return the rank of this one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        is_cuda = torch.cuda.is_available()
+        if is_cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if is_cuda else "gloo", timeout=timedelta(seconds=timeout_seconds))
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def is_restarted() -> bool:
+    """Whether torchrun has started these processes again after one of them failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def leave() -> None:
+    """Part from the other processes, at the end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def split(batch: Any, index: int, count: int) -> tuple[Any, float]:
+    """A replica's share of a batch, and what share it is: every count-th example, from number `index` on.
+
+    A replica for which no example is left gets one of another, which counts nothing.
+    """
+    if count == 1:
+        return batch, 1.0
+    total = _num_examples(batch)
+    size = len(range(index, total, count))
+    taken = slice(index, None, count) if size else slice(0, 1)
+    return _sliced(batch, taken), size / total
+
+
+def _sliced(batch: Any, taken: slice) -> Any:
+    if isinstance(batch, dict):
+        return {name: _sliced(item, taken) for name, item in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(_sliced(item, taken) for item in batch)
+    return batch[taken] if isinstance(batch, Tensor) else batch
+
+
+def _num_examples(batch: Any) -> int:
+    if isinstance(batch, Tensor):
+        return len(batch)
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+    return next((count for count in map(_num_examples, items) if count), 0)
+
+
+def _room_for(like: tuple[Tensor, Tensor | None], count: int) -> tuple[Tensor, Tensor | None]:
+    values, mask = like
+    if mask is None:
+        return torch.empty_like(values), None
+    return torch.empty(count, dtype=values.dtype, device=values.device), torch.empty_like(mask)
+
+
+def digest(batch: Any) -> str:
+    """A text that is equal for equal batches."""
+    if isinstance(batch, Tensor):
+        return hashlib.sha256(batch.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    items = batch.items() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else None
+    return repr(batch) if items is None else repr([digest(item) for item in items])
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+def _check_shape(world: int, replicas: int, branches: int) -> None:
+    if world % replicas:
+        raise ValueError(f"{world} processes cannot be groups of {replicas} replicas: start a multiple of {replicas}")
+    if world // replicas > branches:
+        raise ValueError(
+            f"{world} processes with {replicas} replicas each are {world // replicas} groups, but the plan has only "
+            f"{branches} branches: start at most {branches * replicas}, or set replicas={-(-world // branches)}"
+        )
