@@ -76,9 +76,11 @@ def test_train_resume_extend_and_inspect(tmp_path: Path) -> None:
 
 def test_a_recipe_can_be_a_function_in_a_file_and_is_found_again_from_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from dataclasses import replace\n"
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass, replace\n"
         "from growprune.recipes import digits\n"
-        "def recipe():\n    return replace(digits.tiny(), sparsity=0.5)\n"
+        "@dataclass(frozen=True)\nclass Mine(digits.Digits):\n    shade: float = 0.5\n"
+        "def recipe():\n    return replace(digits.tiny(), task=Mine(width=4), sparsity=0.5)\n"
     )
     done = growprune("train", "mine.py:recipe", "--out", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

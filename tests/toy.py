@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,16 +20,17 @@ from growprune.engine.recipe import Recipe
 class NoisyNet(nn.Module):
     """Draws from all three global generators in its forward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
         self.fc1 = nn.Linear(6, 16)
         self.norm = nn.BatchNorm1d(16)
         self.fc2 = nn.Linear(16, 16)
+        self.more = nn.Sequential(*(nn.Linear(16, 16) for _ in range(depth - 3)))
         self.drop = nn.Dropout(0.3)
         self.head = nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.fc2(torch.relu(self.norm(self.fc1(x))))
+        x = self.more(self.fc2(torch.relu(self.norm(self.fc1(x)))))
         if self.training:
             x = x + 1e-3 * random.random() + 1e-3 * float(np.random.rand())  # noqa: NPY002
         return self.head(self.drop(torch.relu(x)))
@@ -40,11 +42,19 @@ class Toy:
     batch_size: int = 16
     poison: int = -1
     """The number of a batch whose loss is NaN."""
+    depth: int = 3
+    """How many layers the model has."""
+    is_plain: bool = False
+    """A model that draws no random numbers and keeps no statistics, so that replicas can equal one process."""
+    pause: float = 0.0
+    """Seconds to wait for each batch."""
 
     metric = "accuracy"
 
     def build_model(self) -> nn.Module:
-        return NoisyNet()
+        if self.is_plain:
+            return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+        return NoisyNet(self.depth)
 
     def example(self) -> Tensor:
         return torch.zeros(1, 6)
@@ -57,6 +67,7 @@ class Toy:
         order = torch.from_numpy(np.random.default_rng(seed).permutation(self.num_examples))
         for number, indices in enumerate(torch.split(order, self.batch_size)):
             if number >= start:
+                time.sleep(self.pause)
                 yield number, x[indices].to(device), y[indices].to(device)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -96,3 +107,13 @@ def parallel() -> Recipe:
 
 def continuing(recipe: Recipe) -> Recipe:
     return replace(recipe, restart=False, optimizer=Optimizer("adamw", lr=0.01))
+
+
+def plain() -> Recipe:
+    return replace(cyclic(), task=Toy(is_plain=True), kappa=3)
+
+
+def slow_parallel() -> Recipe:
+    """Long enough to be killed many times, with a checkpoint after every iteration."""
+    task = Toy(num_examples=96, pause=0.01)
+    return replace(parallel(), task=task, options={"steps": 3, "epochs": 2, "finetune": 2}, checkpoint_seconds=0.0)

@@ -12,7 +12,7 @@ import torch
 from growprune.engine import checkpoint
 from growprune.engine.device import environment
 from growprune.engine.folder import Event, RunFolder
-from growprune.engine.mesh import PeerFailed, digest, is_restarted, join, leave, wait_for_all
+from growprune.engine.mesh import PeerFailed, digest, join, leave, may_be_restarted, wait_for_all
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.run import Interrupted, Run
 from growprune.engine.training import TrainingDiverged
@@ -42,7 +42,7 @@ def train(
 ) -> dict[str, Any]:
     """Carry a recipe out in a new folder, and return what `result.json` holds."""
     folder = RunFolder(Path(out), join(recipe.timeout_seconds))
-    if is_restarted() and folder.recipe.exists():
+    if may_be_restarted() and folder.recipe.exists():
         return resume(recipe, out, origin=origin, on_event=on_event, should_stop=should_stop)
     folder.check_free(recipe)
     run = Run(recipe, folder, on_event=on_event, should_stop=should_stop)  # one that cannot run leaves no folder

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from growprune.plan import Fork, Plan
 from growprune.snapshot import Snapshot
@@ -30,9 +34,11 @@ class Mesh:
 
     Args:
         replicas: how many processes train each branch together; 0 for as many as the plan can use that way.
+        timeout_seconds: how long to wait for another process.
     """
 
-    def __init__(self, plan: Plan, replicas: int) -> None:
+    def __init__(self, plan: Plan, replicas: int, timeout_seconds: float = 600.0) -> None:
+        self._timeout = timedelta(seconds=timeout_seconds)
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         branches = max((len(step.branches) for step in plan if isinstance(step, Fork)), default=1)
@@ -46,7 +52,7 @@ class Mesh:
 
     def _axis(self, lines: Sequence[Sequence[int]]) -> Any:
         """The process group of the line this rank is on; every rank has to make them all."""
-        made = [dist.new_group(list(line)) if len(line) > 1 else None for line in lines]
+        made = [dist.new_group(list(line), timeout=self._timeout) if len(line) > 1 else None for line in lines]
         return next(group for group, line in zip(made, lines, strict=True) if self.rank in line)
 
     @property
@@ -71,9 +77,9 @@ class Mesh:
     def barrier(self, where: str) -> None:
         """Wait until every process is here; one that does not come is named."""
         if self.world > 1:
-            with self._waiting(where):
+            with self.waiting(where):
                 if dist.get_backend() == "gloo":
-                    dist.monitored_barrier(wait_all_ranks=True)
+                    dist.monitored_barrier(timeout=self._timeout, wait_all_ranks=True)
                 else:
                     dist.barrier()
 
@@ -83,7 +89,7 @@ class Mesh:
             return
         mine = torch.tensor([_number(text) for text in what.values()], dtype=torch.int64, device=self._device())
         all_of_them = [torch.empty_like(mine) for _ in range(self.world)]
-        with self._waiting(where):
+        with self.waiting(where):
             dist.all_gather(all_of_them, mine)
         for rank, theirs in enumerate(all_of_them):
             for name, here, there in zip(what, all_of_them[0].tolist(), theirs.tolist(), strict=True):
@@ -99,7 +105,7 @@ class Mesh:
     def sum_over_replicas(self, value: Tensor) -> Tensor:
         if self._data is not None:
             value = value.clone()
-            with self._waiting("adding up over replicas"):
+            with self.waiting("adding up over replicas"):
                 dist.all_reduce(value, group=self._data)
         return value
 
@@ -116,7 +122,7 @@ class Mesh:
         combined = dict(brought)
         for branch, names in enumerate(parts):
             source = branch % self.groups * self.replicas + self.replica
-            with self._waiting(f"combining branch {branch}"):
+            with self.waiting(f"combining branch {branch}"):
                 combined |= self._broadcast(combined, names, like, source)
         return combined
 
@@ -138,11 +144,12 @@ class Mesh:
         return received
 
     @contextlib.contextmanager
-    def _waiting(self, where: str) -> Iterator[None]:
+    def waiting(self, where: str) -> Iterator[None]:
+        """Around what waits for other processes: if they do not come, says who waited, and where."""
         try:
             yield
         except RuntimeError as error:  # what torch.distributed raises when a peer is late, or gone
-            if isinstance(error, PeerFailed):
+            if isinstance(error, PeerFailed) or self.world == 1:
                 raise
             reason = " ".join(str(error).split())[:300]
             raise PeerFailed(f"rank {self.rank} of {self.world} gave up while {where}: {reason}") from error
@@ -158,13 +165,41 @@ def join(timeout_seconds: float) -> int:
         is_cuda = torch.cuda.is_available()
         if is_cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if is_cuda else "gloo", timeout=timedelta(seconds=timeout_seconds))
+        wait = timedelta(seconds=timeout_seconds)
+        store, rank, world = next(rendezvous("env://", timeout=wait))
+        fresh = PrefixStore(_meeting_name(store, rank, world, timeout_seconds), store)
+        dist.init_process_group("nccl" if is_cuda else "gloo", store=fresh, rank=rank, world_size=world, timeout=wait)
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def is_restarted() -> bool:
-    """Whether torchrun has started these processes again after one of them failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def _meeting_name(store: Any, rank: int, world: int, timeout_seconds: float) -> str:
+    """A name that the processes of this start agree on, and no earlier start had.
+
+    torchrun keeps one store while it starts processes again, and what dead ones wrote there would be taken for the
+    living: so every process asks under a name of its own, and the first answers until all have heard it.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_seconds
+    if rank > 0:
+        store.set(f"asks/{rank}", mine)
+        name: str = store.get(f"answer/{mine}").decode()
+        store.set(f"heard/{name}/{rank}", "yes")
+        return name
+    waiting = set(range(1, world))
+    while waiting and time.monotonic() < deadline:
+        for other in sorted(waiting):
+            if store.check([f"asks/{other}"]):
+                store.set(f"answer/{store.get(f'asks/{other}').decode()}", mine)
+            if store.check([f"heard/{mine}/{other}"]):
+                waiting.remove(other)
+        time.sleep(0.01)
+    if waiting:
+        raise PeerFailed(f"rank 0 gave up while starting: rank {min(waiting)} did not come in {timeout_seconds:g} s")
+    return mine
+
+
+def may_be_restarted() -> bool:
+    """Whether torchrun started this process, which it does again after a fault: a run that is there is then ours."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def wait_for_all() -> None:

@@ -63,7 +63,7 @@ class Run:
         model = self.task.build_model().to(self.device)
         self.plan = recipe.plan(model)
         self.sparse = recipe.sparse_model(model)
-        self.mesh = Mesh(self.plan, recipe.replicas)
+        self.mesh = Mesh(self.plan, recipe.replicas, recipe.timeout_seconds)
         self.training = Training(recipe, self.plan, self.sparse, self.device, self.mesh)
         self.last = sum(1 for _ in walk(self.plan)) - 1
         self.history: list[dict[str, Any]] = []

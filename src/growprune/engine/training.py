@@ -104,7 +104,8 @@ class Training:
             mine, share = split(batch, self.mesh.replica, self.mesh.replicas)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
                 loss = self.recipe.task.loss(forward, mine) / len(batches) * share
-            (loss * self.mesh.replicas).backward()  # type: ignore[no-untyped-call]  # which replicas average
+            with self.mesh.waiting("adding up gradients over replicas"):
+                (loss * self.mesh.replicas).backward()  # type: ignore[no-untyped-call]  # which replicas average
             self._loss_sum += self.mesh.sum_over_replicas(loss.detach().double())
         if self.recipe.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)

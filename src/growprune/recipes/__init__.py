@@ -6,6 +6,7 @@ Names read `task/method-sparsity[-variant]`.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,10 +40,11 @@ def find(source: str) -> Recipe:
 def _load_function(path: Path, function: str) -> Callable[[], object]:
     if not path.is_file():
         raise ValueError(f"there is no recipe file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"recipe_file_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where a dataclass defined in the file looks its own types up
     spec.loader.exec_module(module)
     if not callable(found := getattr(module, function, None)):
         raise ValueError(f"{path} has no function {function!r}")

@@ -1,0 +1,240 @@
+"""Several processes: the same bits for any number of mask groups, replicas that add up, faults that cost nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import growprune as gp
+from growprune import engine
+from growprune.engine.mesh import Mesh, split
+from growprune.engine.recipe import Recipe
+from toy import Toy, continuing, parallel, plain
+
+HERE = Path(__file__).parent
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def member(rank: int, world: int, port: int, recipe: Recipe, folder: Path, errors: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    try:
+        start = engine.resume if (folder / "recipe.json").exists() else engine.train
+        start(recipe, folder)
+    except (ValueError, engine.PeerFailed, engine.TrainingDiverged) as error:
+        errors.put(f"rank {rank}: {error}")
+    finally:
+        engine.leave()
+
+
+def run_on(world: int, recipe: Recipe, folder: Path, *, last: Recipe | None = None) -> list[str]:
+    """Carry a recipe out on some processes, and return what they complained of; `last` is what the last one gets."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["growprune.engine", "toy", "torch._dynamo"])
+    errors, port = context.Queue(), free_port()
+    recipes = [recipe] * (world - 1) + [last or recipe]
+    processes = [
+        context.Process(target=member, args=(rank, world, port, recipes[rank], folder, errors)) for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    return [errors.get() for _ in range(errors.qsize())]
+
+
+def model_bytes(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("recipe", [parallel(), continuing(parallel())], ids=["restart", "continue"])
+def test_any_number_of_processes_gives_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    recipe = replace(recipe, task=Toy(depth=4), kappa=4)
+    engine.train(recipe, tmp_path / "1")
+    result = json.loads((tmp_path / "1" / "result.json").read_text())
+    for world in (2, 3, 4):
+        assert run_on(world, recipe, tmp_path / str(world)) == []
+        assert model_bytes(tmp_path / str(world)) == model_bytes(tmp_path / "1")
+        found = json.loads((tmp_path / str(world) / "result.json").read_text())
+        assert found["phases"] == result["phases"]
+        assert found["best"] == result["best"]
+
+
+def test_each_part_is_sent_once_a_round_and_no_more(tmp_path: Path) -> None:
+    recipe = replace(parallel(), task=Toy(depth=4), kappa=4)
+    assert run_on(2, recipe, tmp_path / "run") == []
+    model = recipe.task.build_model()
+    names = {part.name: part.tensors for part in recipe.partition(model)}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    weights = {w.parameter for w in recipe.sparse_model(model).weights}
+    for rank, log in enumerate(("log.jsonl", "log-1.jsonl")):
+        events = [json.loads(line) for line in (tmp_path / "run" / log).read_text().splitlines()]
+        received = [event["bytes_received"] for event in events if event["event"] == "combined"]
+        others = [name for part in ("S1", "S3") if rank == 0 for name in names[part]]
+        others += [name for part in ("S0", "S2") if rank == 1 for name in names[part]]
+        values = sum(tensors[n].numel() * tensors[n].element_size() for n in others)
+        masks = sum(-(-tensors[n].numel() // 8) for n in others if n in weights)
+        assert received == [values + masks] * 2
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_two_replicas_equal_one_process_with_the_same_global_batch(storage: str, tmp_path: Path) -> None:
+    recipe = replace(plain(), storage=storage, accumulate=2, clip=1.0)
+    engine.train(recipe, tmp_path / "one")
+    assert run_on(2, recipe, tmp_path / "two") == []
+    one, two = (gp.read(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-6)
+        assert torch.equal(two[name] == 0, one[name] == 0)
+
+
+def test_branches_may_have_replicas_too(tmp_path: Path) -> None:
+    recipe = replace(plain(), method=gp.methods.parallel_gap, options={"steps": 1, "epochs": 1, "finetune": 1}, kappa=2)
+    engine.train(recipe, tmp_path / "one")
+    assert run_on(4, replace(recipe, replicas=2), tmp_path / "four") == []
+    one, four = (gp.read(tmp_path / name / "model.safetensors") for name in ("one", "four"))
+    for name in one:
+        torch.testing.assert_close(four[name], one[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_may_be_resumed_on_another_number_of_processes(tmp_path: Path) -> None:
+    recipe = replace(parallel(), task=Toy(depth=4), kappa=4)
+    engine.train(recipe, tmp_path / "undisturbed")
+    countdown = iter([False] * 11)  # into the third branch of the first fork
+    with pytest.raises(engine.Interrupted):
+        engine.train(recipe, tmp_path / "run", should_stop=lambda: next(countdown, True))
+    assert len(list((tmp_path / "run" / "checkpoints" / "branches").iterdir())) == 3
+    assert run_on(3, recipe, tmp_path / "run") == []
+    assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "undisturbed")
+
+
+def test_what_differs_between_processes_is_named_before_anything_is_trained(tmp_path: Path) -> None:
+    recipe = replace(parallel(), timeout_seconds=20.0)
+    errors = run_on(2, recipe, tmp_path / "recipes", last=replace(recipe, clip=1.0))
+    assert len(errors) == 2
+    assert all("starting: rank 1 has another recipe than rank 0" in error for error in errors)
+    errors = run_on(2, recipe, tmp_path / "kinds", last=replace(recipe, task=Toy(num_examples=51)))
+    assert all("starting: rank 1 has another" in error for error in errors)
+
+
+def test_more_groups_than_branches_and_odd_replicas_are_refused_with_a_remedy() -> None:
+    model = Toy().build_model()
+    alone = Mesh(parallel().plan(model), 0)
+    assert (alone.groups, alone.replicas, alone.is_first, alone.takes(2)) == (1, 1, True, True)
+    from growprune.engine.mesh import _check_shape
+
+    with pytest.raises(ValueError, match=r"8 processes .* 8 groups, but the plan has only 3 branches.*replicas=3"):
+        _check_shape(8, 1, 3)
+    with pytest.raises(ValueError, match="5 processes cannot be groups of 2 replicas: start a multiple of 2"):
+        _check_shape(5, 2, 3)
+
+
+def test_a_batch_is_shared_among_replicas_without_loss() -> None:
+    batch = (7, torch.arange(5), {"y": torch.arange(10).view(5, 2)})
+    shares = [split(batch, index, 3) for index in range(3)]
+    assert [share for _, share in shares] == [2 / 5, 2 / 5, 1 / 5]
+    assert [part[1].tolist() for part, _ in shares] == [[0, 3], [1, 4], [2]]
+    assert shares[1][0][2]["y"].tolist() == [[2, 3], [8, 9]]
+    assert split(torch.arange(2), 2, 3) == (torch.arange(1), 0.0)
+
+
+def torchrun(*arguments: str, folder: Path, recipe: str) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", *arguments]
+    return [*command, "-m", "growprune", "train", f"{HERE / 'toy.py'}:{recipe}", "--out", str(folder)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+
+
+def workers_of(folder: Path) -> list[int]:
+    """The processes that train in a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:  # it ended just now
+            continue
+        if b"growprune" in words and str(folder).encode() in words and b"torch.distributed.run" not in words:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def progress_of(folder: Path) -> int:
+    return sum(log.read_bytes().count(b"\n") for log in folder.glob("log*.jsonl"))
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes in /proc")
+def test_a_run_whose_workers_are_killed_twenty_times_ends_with_the_undisturbed_bits(tmp_path: Path) -> None:
+    from toy import slow_parallel
+
+    engine.train(slow_parallel(), tmp_path / "undisturbed")
+    folder, chance = tmp_path / "killed", random.Random(0)
+    command = torchrun(
+        "--standalone", "--nproc-per-node", "2", "--max-restarts", "100", folder=folder, recipe="slow_parallel"
+    )
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+    try:
+        for kill in range(20):
+            goal, deadline = progress_of(folder) + chance.randrange(1, 6), time.monotonic() + 60
+            while progress_of(folder) < goal and time.monotonic() < deadline:
+                assert process.poll() is None, f"it ended after {kill} kills"
+                time.sleep(0.005)
+            victims = workers_of(folder)
+            if victims:
+                os.kill(chance.choice(victims), signal.SIGKILL)
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert model_bytes(folder) == model_bytes(tmp_path / "undisturbed")
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes in /proc")
+def test_a_machine_that_is_lost_for_good_is_not_waited_for(tmp_path: Path) -> None:
+    from toy import slow_parallel
+
+    engine.train(slow_parallel(), tmp_path / "undisturbed")
+    folder, port = tmp_path / "run", free_port()
+    meeting = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"]
+    meeting += ["--rdzv-id", "test", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "last_call_timeout=2"]
+    command = torchrun(*meeting, folder=folder, recipe="slow_parallel")
+    machines = [subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True)]
+    time.sleep(1)  # the first one keeps the meeting place
+    machines.append(subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True))
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "log-1.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.killpg(machines[1].pid, signal.SIGKILL)
+        # when all is done, torchrun itself still waits some minutes for the lost machine's leave; the run does not
+        while not (folder / "result.json").exists() and time.monotonic() < deadline + 60:
+            time.sleep(0.05)
+    finally:
+        for machine in machines:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(machine.pid, signal.SIGKILL)
+            machine.wait()
+    assert model_bytes(folder) == model_bytes(tmp_path / "undisturbed")
