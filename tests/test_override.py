@@ -50,7 +50,7 @@ def test_another_method_keeps_the_options_it_shares() -> None:
         ({"precision": "fp8"}, "wants one of fp32, bf16"),
         ({"clip": "big"}, "wants a number or null"),
         ({"keep_dense": "head"}, "wants a list"),
-        ({"task.depth": "3"}, "there is no 'depth'; known are num_examples"),
+        ({"task.colour": "3"}, "there is no 'colour'; known are num_examples"),
         ({"task": "digits"}, "name a field of it, such as task.num_examples"),
         ({"sparsity.x": "3"}, "sparsity has no fields inside"),
         ({"options.rounds": "3"}, "cyclic_gap takes options.sparsity, options.steps"),
