@@ -99,9 +99,13 @@ def test_each_part_is_sent_once_a_round_and_no_more(tmp_path: Path) -> None:
         assert received == [values + masks] * 2
 
 
+@pytest.mark.parametrize("num_examples", [51, 49], ids=["last batch of 3", "last batch of 1"])
 @pytest.mark.parametrize("storage", ["masked", "compact"])
-def test_two_replicas_equal_one_process_with_the_same_global_batch(storage: str, tmp_path: Path) -> None:
-    recipe = replace(plain(), storage=storage, accumulate=2, clip=1.0)
+def test_two_replicas_equal_one_process_with_the_same_global_batch(
+    storage: str, num_examples: int, tmp_path: Path
+) -> None:
+    task = Toy(is_plain=True, num_examples=num_examples)  # replicas get uneven shares, or none
+    recipe = replace(plain(), task=task, storage=storage, accumulate=2, clip=1.0)
     engine.train(recipe, tmp_path / "one")
     assert run_on(2, recipe, tmp_path / "two") == []
     one, two = (gp.read(tmp_path / name / "model.safetensors") for name in ("one", "two"))

@@ -6,6 +6,7 @@ live. Uniform and ERK make a pool of every weight; global makes one pool of all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -85,7 +86,7 @@ def erk_counts(
     [92, 918]
     """
     total = num_kept(sparsity, sum(sizes))
-    raw = [sum(shape) / _product(shape) for shape in shapes]
+    raw = [sum(shape) / math.prod(shape) for shape in shapes]
     most = sizes if most is None else most
     full: set[int] = set()
     while True:  # a layer that would need more groups than can live is full; solve again for the others
@@ -109,10 +110,3 @@ def round_to_total(exact: Sequence[float], sizes: Sequence[int], total: int) -> 
             break
         counts[i] += counts[i] < sizes[i]
     return counts
-
-
-def _product(shape: Sequence[int]) -> int:
-    result = 1
-    for length in shape:
-        result *= length
-    return result

@@ -9,6 +9,7 @@ Standard library only: models are read by their attributes, so that partitions a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -35,10 +36,7 @@ class Weight:
 
     @property
     def numel(self) -> int:
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        return math.prod(self.shape)
 
     def of(self, tensor: Any) -> Any:
         """This weight's share of a tensor shaped like the parameter, as a view."""

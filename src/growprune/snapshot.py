@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -30,7 +31,4 @@ def unpack(packed: Tensor, shape: Sequence[int], device: torch.device | None = N
     """
     packed = packed.to(device) if device is not None else packed
     bits = (packed[:, None] >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1
-    size = 1
-    for length in shape:
-        size *= length
-    return bits.reshape(-1)[:size].bool().view(tuple(shape))
+    return bits.reshape(-1)[: math.prod(shape)].bool().view(tuple(shape))
