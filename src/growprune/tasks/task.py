@@ -12,7 +12,11 @@ Split = Literal["validation", "test"]
 
 
 class Task(Protocol):
-    """A frozen dataclass of settings with these methods. Its fields can be set from the command line."""
+    """A frozen dataclass of settings with these methods. Its fields can be set from the command line.
+
+    A task that reads files has a field `data`, the folder given with `--data`. Building the model and its example needs
+    no data, and works on the meta device.
+    """
 
     @property
     def metric(self) -> str:
@@ -28,10 +32,15 @@ class Task(Protocol):
         """How many batches an epoch has."""
 
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Any]:
-        """The batches of an epoch from number `start` on; which they are depends on the seed alone."""
+        """The batches of an epoch from number `start` on; which they are depends on the seed alone.
+
+        A batch is a tensor, or a tuple, list or dict of tensors whose first axis counts the examples: replicas take
+        every n-th example of each. What is drawn for batch i, such as its augmentation, is drawn from (seed, i), so
+        that an epoch can be entered anywhere.
+        """
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean loss of a batch."""
+        """The loss of a batch, as a mean over its examples, so that the losses of its shares add up to it."""
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
         """Metrics of a model in eval mode on data it was not trained on."""

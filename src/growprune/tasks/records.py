@@ -1,0 +1,54 @@
+"""What every task does with data it finds on a disk: say what is missing, and skip what cannot be read, up to a limit."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+
+class BadRecords:
+    """Names and skips records that cannot be used; raises when they are more than `limit`.
+
+    Args:
+        source: where the records are, for the message.
+        num_records: how many there are in all; 1 % of them may be bad, and ten always.
+    """
+
+    def __init__(self, source: Path | str, num_records: int) -> None:
+        self.source = source
+        self.limit = max(10, num_records // 100)
+        self.count = 0
+
+    def skip(self, name: str, why: object) -> None:
+        """Leave a record out, with a warning that names it."""
+        self.count += 1
+        if self.count > self.limit:
+            raise ValueError(
+                f"{self.source}: {name}: {why}; that is bad record number {self.count}, and more than {self.limit} are "
+                f"not skipped: repair or remove them"
+            )
+        warnings.warn(f"{self.source}: skipped {name}: {why} ({self.count} so far)", stacklevel=2)
+
+
+def find(root: str, relative: str, *, layout: str) -> Path:
+    """The path of something that a data folder must have.
+
+    Args:
+        root: the data folder, as the user gave it with `--data`.
+        relative: what must be there, inside of it.
+        layout: what the folder should look like, for the message.
+    """
+    if not root:
+        raise ValueError(f"say where the data is with --data DIR; expected is {layout}")
+    if not Path(root).exists():
+        raise ValueError(f"there is no {root}; expected is {layout}")
+    path = Path(root) / relative
+    if not path.exists():
+        raise ValueError(f"{root} has no {relative}; expected is {layout}")
+    return path
+
+
+def check_split(num_examples: int, source: Path | str, split: str) -> None:
+    """Refuse a split without examples."""
+    if not num_examples:
+        raise ValueError(f"{source}: the {split} split has no examples")
