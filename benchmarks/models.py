@@ -8,13 +8,21 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 
+class Norm(nn.LayerNorm):
+    """A LayerNorm in the dtype of its input, as training in bf16 has it; autocast would take it to float32 and back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
 class Block(nn.Module):
     """A pre-norm Transformer block: 12 d^2 weights."""
 
     def __init__(self, d: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.norm1, self.norm2 = Norm(d), Norm(d)
         self.q, self.k, self.v, self.o = (nn.Linear(d, d, bias=False) for _ in range(4))
         self.up, self.down = nn.Linear(d, 4 * d, bias=False), nn.Linear(4 * d, d, bias=False)
 
@@ -33,11 +41,12 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, d)
         self.blocks = nn.ModuleList(Block(d, num_heads) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(d)
+        self.norm = Norm(d)
         self.head = nn.Linear(d, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        kind = tokens.device.type
+        x = self.embed(tokens).to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return self.head(self.norm(x))

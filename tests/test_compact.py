@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
 import growprune as gp
@@ -244,6 +245,28 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
     compact.model.zero_grad()
     activation_checkpoint(compact.model, x, use_reentrant=False).sum().backward()
     assert all(torch.equal(gradient, expected[name]) for name, gradient in live_gradients(compact).items())
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_checkpointed, expected", [(False, 2 + 3), (True, 2 + 1 + 3)])
+def test_no_product_is_computed_that_nobody_needs(is_checkpointed: bool, expected: int) -> None:
+    """Two forward, three backward (the data wants no gradient); of two computed again, nobody needs the second."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    SparseModel(model, sparsity=0.5, storage="compact").prune()
+    x = torch.randn(4, 8)
+    with Products() as products:
+        y = activation_checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+        y.sum().backward()
+    assert products.count == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does that itself

@@ -58,8 +58,10 @@ class Layout:
     def expand(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The dense tensor."""
         here = self.to(values.device)
-        flat = kernels.expand(
-            values, here.bits, here.offsets, self.shape.numel(), dtype=dtype or values.dtype, group=self.group
+        # the operator itself, here and below: a layout made its own bits and offsets, and checking them takes as long
+        # as starting a kernel does
+        flat: Tensor = torch.ops.growprune.expand(
+            values, here.bits, here.offsets, self.shape.numel(), dtype or values.dtype, self.group
         )
         return self._unfold(flat)
 
@@ -67,9 +69,10 @@ class Layout:
         """The live values of a dense tensor."""
         here = self.to(dense.device)
         flat = (dense.movedim(1, -1) if self.is_folded else dense).reshape(-1)
-        return kernels.compress(
-            flat, here.bits, here.offsets, self.num_alive, dtype=dtype or dense.dtype, group=self.group
+        values: Tensor = torch.ops.growprune.compress(
+            flat, here.bits, here.offsets, self.num_alive, dtype or dense.dtype, self.group
         )
+        return values
 
     def _unfold(self, flat: Tensor) -> Tensor:
         if not self.is_folded:

@@ -1,7 +1,7 @@
 """How layers compute with a compact weight: the dense one is made for the forward pass, and again for the backward.
 
 The backward formulas are those of autograd, operation by operation, so that on a CPU compact and masked storage give
-the same bits.
+the same bits. What they need is saved by `Hold`, before the layer computes.
 """
 
 from __future__ import annotations
@@ -36,31 +36,70 @@ def _live(dense: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
     return dense.to(dtype) if layout is None else layout.compress(dense, dtype)
 
 
+class Hold(torch.autograd.Function):
+    """Saves input and values for the backward pass of a layer that is still to compute; gives the input.
+
+    What a function saves is saved when its forward is over. Activation checkpointing ends a recomputation as soon as
+    the last tensor it needs is saved: a layer that saved its own would be multiplied through once more for nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
+        ctx.save_for_backward(x, values)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _hold(x: Tensor, values: Tensor) -> tuple[Tensor, Any]:
+    """The input, and who holds what the backward pass needs; None for the layer itself."""
+    if torch.compiler.is_compiling():  # which decides by itself what is kept, and what is computed again
+        return x, None
+    held: Tensor = Hold.apply(x, values)  # type: ignore[no-untyped-call]
+    return held, held.grad_fn
+
+
+def _save(ctx: Any, x: Tensor, values: Tensor, holder: Any) -> None:
+    ctx.holder = holder
+    if holder is None:
+        ctx.save_for_backward(x, values)
+
+
+def _saved(ctx: Any) -> tuple[Tensor, Tensor, bool]:
+    """What was saved, and whether the input wants a gradient."""
+    holder = ctx if ctx.holder is None else ctx.holder
+    x, values = holder.saved_tensors
+    return x, values, holder.needs_input_grad[0]
+
+
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """`nn.Linear.forward`."""
     x, values, bias, layout = _operands(module, x)
-    return CompactLinear.apply(x, values, bias, layout)  # type: ignore[no-any-return,no-untyped-call]
+    x, holder = _hold(x, values)
+    return CompactLinear.apply(x, values, bias, layout, holder)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class CompactLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layout: Any) -> Tensor:
-        ctx.save_for_backward(x, values)
+    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, holder: Any) -> Tensor:
+        _save(ctx, x, values, holder)
         ctx.layout = layout
         # no graph is made here, but torch multiplies otherwise, to other bits, if no operand wants a gradient
         return F.linear(x, _dense(values, layout, x.dtype).requires_grad_(), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, values = ctx.saved_tensors
-        needs_x, needs_values, needs_bias, _ = ctx.needs_input_grad
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, values, needs_x = _saved(ctx)
+        _, needs_values, needs_bias, _, _ = ctx.needs_input_grad
         rows = gradients[0].reshape(-1, gradients[0].shape[-1])  # (N, out)
         grad_x = (rows @ _dense(values, ctx.layout, x.dtype)).view(x.shape) if needs_x else None
         grad_values = None
         if needs_values:
             grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])  # (out, in)
             grad_values = _live(grad_weight, ctx.layout, values.dtype)
-        return grad_x, grad_values, rows.sum(0) if needs_bias else None, None
+        return grad_x, grad_values, rows.sum(0) if needs_bias else None, None, None
 
 
 def convolution(module: Any, x: Tensor) -> Tensor:
@@ -96,30 +135,31 @@ def transposed_convolution(module: Any, x: Tensor, output_size: list[int] | None
 
 def _convolve(x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, shape: tuple[Any, ...]) -> Tensor:
     is_batch = x.dim() == len(shape[0]) + 2
-    y = CompactConvolution.apply(x if is_batch else x[None], values, bias, layout, shape)  # type: ignore[no-untyped-call]
+    x, holder = _hold(x if is_batch else x[None], values)
+    y = CompactConvolution.apply(x, values, bias, layout, shape, holder)  # type: ignore[no-untyped-call]
     return y if is_batch else y[0]  # type: ignore[no-any-return]
 
 
 class CompactConvolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, shape: tuple[Any, ...]
+        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, shape: tuple[Any, ...], holder: Any
     ) -> Tensor:
-        ctx.save_for_backward(x, values)
+        _save(ctx, x, values, holder)
         ctx.layout, ctx.shape = layout, shape
         ctx.bias_size = None if bias is None else [bias.numel()]
         return torch.convolution(x, _dense(values, layout, x.dtype), bias, *shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, values = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, values, needs_x = _saved(ctx)
         dense = _dense(values, ctx.layout, x.dtype)
-        needs = list(ctx.needs_input_grad[:3])
+        needs = [needs_x, *ctx.needs_input_grad[1:3]]
         grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
             gradients[0], x, dense, ctx.bias_size, *ctx.shape, needs
         )
         grad_values = _live(grad_weight, ctx.layout, values.dtype) if needs[1] else None
-        return grad_x, grad_values, grad_bias, None, None
+        return grad_x, grad_values, grad_bias, None, None, None
 
 
 FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {

@@ -1,4 +1,4 @@
-"""What every task does with data it finds on a disk: say what is missing, and skip what cannot be read, up to a limit."""
+"""What tasks do with data on a disk: say what is missing, and skip what cannot be read, up to a limit."""
 
 from __future__ import annotations
 
