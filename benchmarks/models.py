@@ -48,7 +48,7 @@ class LanguageModel(nn.Module):
         kind = tokens.device.type
         x = self.embed(tokens).to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)  # there is no dropout
         return self.head(self.norm(x))
 
 

@@ -46,6 +46,9 @@ class Layout:
         offsets, num_groups = kernels.block_offsets(bits)
         return cls(mask.shape, bits, offsets, num_groups * group, group, is_folded)
 
+    def __post_init__(self) -> None:
+        self._numel = self.shape.numel()
+
     def to(self, device: torch.device) -> Layout:
         """Follow the values to another device."""
         if self.bits.device != device:
@@ -61,7 +64,7 @@ class Layout:
         # the operator itself, here and below: a layout made its own bits and offsets, and checking them takes as long
         # as starting a kernel does
         flat: Tensor = torch.ops.growprune.expand(
-            values, here.bits, here.offsets, self.shape.numel(), dtype or values.dtype, self.group
+            values, here.bits, here.offsets, self._numel, dtype or values.dtype, self.group
         )
         return self._unfold(flat)
 

@@ -95,11 +95,15 @@ class CompactLinear(torch.autograd.Function):
         _, needs_values, needs_bias, _, _ = ctx.needs_input_grad
         rows = gradients[0].reshape(-1, gradients[0].shape[-1])  # (N, out)
         grad_x = (rows @ _dense(values, ctx.layout, x.dtype)).view(x.shape) if needs_x else None
-        grad_values = None
-        if needs_values:
-            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])  # (out, in)
-            grad_values = _live(grad_weight, ctx.layout, values.dtype)
+        grad_values = _linear_gradient(rows, x, ctx.layout, values.dtype) if needs_values else None
         return grad_x, grad_values, rows.sum(0) if needs_bias else None, None, None
+
+
+def _linear_gradient(rows: Tensor, x: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
+    columns = x.reshape(-1, x.shape[-1])  # (N, in)
+    if layout is None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and dtype is torch.float32:
+        return torch.mm(rows.t(), columns, out_dtype=dtype)  # without a rounded copy on the way
+    return _live(rows.t() @ columns, layout, dtype)  # (out, in), or what lives of it
 
 
 def convolution(module: Any, x: Tensor) -> Tensor:

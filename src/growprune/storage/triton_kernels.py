@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_NOTHING = contextlib.nullcontext()
+
 
 def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
     # up to a multiple of 16, or eight stores of a thread are not one, and it takes three times as long
@@ -39,13 +41,10 @@ def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torc
 
 
 def _launch(kernel, values, bits, offsets, dense, group, *, num_warps):
-    assert values.is_contiguous() and bits.is_contiguous() and offsets.is_contiguous()
     width, num_bits = _tile(group)
     grid = (bits.numel() * 8 // num_bits, -(-group // width))
-    sizes = {"GROUP": group, "WIDTH": width, "BITS": num_bits, "num_warps": num_warps}
-    is_current = values.device.index == torch.cuda.current_device()
-    with contextlib.nullcontext() if is_current else torch.cuda.device(values.device):
-        kernel[grid](values, bits, offsets, dense, dense.numel(), **sizes)
+    with _NOTHING if values.device.index == torch.cuda.current_device() else torch.cuda.device(values.device):
+        kernel[grid](values, bits, offsets, dense, dense.numel(), group, width, num_bits, num_warps=num_warps)
 
 
 @functools.cache
