@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import torch
 
 import growprune as gp
 from growprune import engine
+from growprune.engine.folder import OtherLogs, RunFolder
 from growprune.engine.mesh import Mesh, split
 from growprune.engine.recipe import Recipe
 from toy import Toy, continuing, parallel, plain
@@ -112,6 +114,88 @@ def test_two_replicas_equal_one_process_with_the_same_global_batch(
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-6)
         assert torch.equal(two[name] == 0, one[name] == 0)
+
+
+def test_batchnorm_sees_the_examples_of_all_replicas(tmp_path: Path) -> None:
+    task = Toy(is_normed=True, num_examples=51)  # the last batch leaves one replica a single example
+    recipe = replace(plain(), task=task, kappa=2)
+    one = engine.train(recipe, tmp_path / "one")
+    assert run_on(2, recipe, tmp_path / "two") == []
+    two = json.loads((tmp_path / "two" / "result.json").read_text())
+    weights = [gp.read(tmp_path / name / "model.safetensors") for name in ("one", "two")]
+    assert {"1.running_mean", "1.running_var", "1.num_batches_tracked"} <= set(weights[0])
+    for name in weights[0]:
+        torch.testing.assert_close(weights[1][name], weights[0][name], rtol=1e-5, atol=1e-5)
+    assert two["test"]["accuracy"] == one["test"]["accuracy"]
+
+
+def test_replicas_may_compute_in_bfloat16(tmp_path: Path) -> None:
+    recipe = replace(plain(), precision="bf16")
+    engine.train(recipe, tmp_path / "one")
+    assert run_on(2, recipe, tmp_path / "two") == []
+    one, two = (gp.read(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name in one:
+        assert float((two[name] - one[name]).norm() / (1e-6 + one[name].norm())) < 0.2  # whose sums are rounded
+
+
+@pytest.mark.parametrize(
+    "recipe, waits",
+    [
+        (replace(plain(), task=Toy(is_plain=True, pause=0.05)), r"gave up in step \d \(.*\), while (adding|comparing)"),
+        (replace(parallel(), task=Toy(pause=0.05)), r"gave up in step \d.*, while waiting for the branches of step 1"),
+    ],
+    ids=["replica", "branch"],
+)
+def test_a_process_that_hangs_is_given_up_and_named(recipe: Recipe, waits: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["growprune.engine", "toy", "torch._dynamo"])
+    errors, port, recipe = context.Queue(), free_port(), replace(recipe, timeout_seconds=5.0)
+    arguments = [(rank, 2, port, recipe, tmp_path / "run", errors) for rank in range(2)]
+    processes = [context.Process(target=member, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "log-1.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(processes[1].pid or 0, signal.SIGSTOP)
+    try:
+        said = errors.get(timeout=60)
+    finally:
+        os.kill(processes[1].pid or 0, signal.SIGKILL)
+        processes[0].kill()  # leaving the others politely would wait for them
+    assert re.search(waits, said), said
+    assert said.startswith("rank 0: rank 0 of 2")
+
+
+def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1]), "RANK": "0"}
+        command = [sys.executable, "-m", "growprune", "train", "digits/tiny", "--out", str(tmp_path / "run")]
+        done = subprocess.run(
+            command, env={**os.environ, **environment, "WORLD_SIZE": "2"}, capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 2
+    said = [line for line in done.stderr.splitlines() if line.startswith("growprune:")]
+    assert len(said) == 1
+    assert "cannot meet at 127.0.0.1" in said[0]
+    assert "choose a free port" in said[0]
+
+
+def test_the_first_process_sees_how_far_the_others_are(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    RunFolder(tmp_path, 2).append({"event": "epoch", "branch": 1, "epoch": 1})
+    others = OtherLogs(folder, [1, 2])
+    RunFolder(tmp_path, 1).append({"event": "epoch", "branch": 0, "epoch": 4})
+    RunFolder(tmp_path, 2).append({"event": "epoch", "branch": 1, "epoch": 2})
+    with RunFolder(tmp_path, 2).log.open("a") as log:
+        log.write('{"event": "ep')  # being written
+    assert [(event["rank"], event["epoch"]) for event in others.news()] == [(1, 4), (2, 2)]
+    with RunFolder(tmp_path, 2).log.open("a") as log:
+        log.write('och", "epoch": 3}\n')
+    assert [(event["rank"], event["epoch"]) for event in others.news()] == [(2, 3)]
+    assert list(others.news()) == []
 
 
 def test_branches_may_have_replicas_too(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -164,7 +165,7 @@ def test_when_a_host_is_unplugged_mid_round_all_end_and_say_where(
     assert None not in codes, said
     assert 0 not in codes, said
     for rank, text in enumerate(said):  # where the rendezvous is lost, torchrun may notice first, and end its process
-        gave_up = f"growprune: rank {rank} of 3 gave up while waiting for the branches of step 3"
-        assert gave_up in text or (rank > 0 and "RendezvousConnectionError" in text), text
+        gave_up = rf"growprune: rank {rank} of 3 gave up in .* while waiting for the branches of step 3"
+        assert re.search(gave_up, text) or (rank > 0 and "RendezvousConnectionError" in text), text
     assert missed in said[0]
     assert not (tmp_path / "run" / "result.json").exists()

@@ -46,12 +46,17 @@ class Toy:
     """How many layers the model has."""
     is_plain: bool = False
     """A model that draws no random numbers and keeps no statistics, so that replicas can equal one process."""
+    is_normed: bool = False
+    """A plain model, but for BatchNorm."""
     pause: float = 0.0
     """Seconds to wait for each batch."""
 
     metric = "accuracy"
 
     def build_model(self) -> nn.Module:
+        if self.is_normed:
+            # smooth: a channel without live weights is constant, and its normalised zeros are where ReLU has its kink
+            return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
         if self.is_plain:
             return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
         return NoisyNet(self.depth)

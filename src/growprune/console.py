@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from growprune import file
@@ -33,9 +33,12 @@ def progress(title: str = "") -> Iterator[Callable[[Event], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as bars:
         whole, phase = bars.add_task(title, total=None), bars.add_task("", total=None)
+        others: dict[int, TaskID] = {}
 
         def listen(event: Event) -> None:
-            if event["event"] == "phase":
+            if "rank" in event:
+                _show_other(bars, others, event)
+            elif event["event"] == "phase":
                 bars.update(whole, completed=event["stretch"], total=event["last"] + 1)
                 bars.reset(
                     phase,
@@ -50,6 +53,18 @@ def progress(title: str = "") -> Iterator[Callable[[Event], None]]:
         yield listen
 
 
+def _show_other(bars: Progress, others: dict[int, TaskID], event: Event) -> None:
+    """A bar for the branch that another process trains."""
+    rank = event["rank"]
+    if rank not in others:
+        others[rank] = bars.add_task("", total=None)
+    if event["event"] == "phase":
+        description = f"branch {event['branch']} (rank {rank}): {event['edits']}"
+        bars.reset(others[rank], description=description, total=event["epochs"] or 1)
+    elif event["event"] == "epoch":
+        bars.update(others[rank], completed=event["epoch"])
+
+
 def _show_line(title: str, event: Event) -> None:
     match event:
         case {"event": "phase"}:
@@ -62,7 +77,8 @@ def _show_line(title: str, event: Event) -> None:
             say = f"resumed from checkpoint {event['number']}"
         case _:
             return
-    err.print(f"{title}: {say}" if title else say, markup=False, highlight=False, soft_wrap=True)
+    who = [title, f"rank {event['rank']}, branch {event['branch']}" if "rank" in event else ""]
+    err.print(": ".join(filter(None, [*who, say])), markup=False, highlight=False, soft_wrap=True)
 
 
 def show_comparison(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from growprune.engine import checkpoint
-from growprune.engine.device import environment
+from growprune.engine.device import choose_device, environment
 from growprune.engine.folder import Event, RunFolder
 from growprune.engine.mesh import PeerFailed, digest, join, leave, may_be_restarted, wait_for_all
 from growprune.engine.recipe import Recipe, describe
@@ -41,7 +41,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Carry a recipe out in a new folder, and return what `result.json` holds."""
-    folder = RunFolder(Path(out), join(recipe.timeout_seconds))
+    folder = RunFolder(Path(out), join(choose_device(recipe.device), recipe.timeout_seconds))
     if may_be_restarted() and folder.recipe.exists():
         return resume(recipe, out, origin=origin, on_event=on_event, should_stop=should_stop)
     folder.check_free(recipe)
@@ -76,7 +76,7 @@ def resume(
 
     The recipe must be the one the run was started with, but for what has no influence on results (`MAY_CHANGE`).
     """
-    folder = RunFolder(Path(out), join(recipe.timeout_seconds))
+    folder = RunFolder(Path(out), join(choose_device(recipe.device), recipe.timeout_seconds))
     _compare(folder, recipe)
     if extend:
         recipe = _extend(folder, recipe, extend)
@@ -95,7 +95,7 @@ def resume(
     return run.execute()
 
 
-MAY_CHANGE = {"storage", "checkpoint_seconds", "claim", "replicas", "timeout_seconds"}
+MAY_CHANGE = {"storage", "checkpoint_seconds", "claim", "replicas", "timeout_seconds", "sync_batchnorm"}
 """Fields of a recipe that may be other when a run is resumed."""
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,27 @@ class RunFolder:
             if path.exists():
                 path.rename(target / path.name)
         return target
+
+
+class OtherLogs:
+    """What other processes of a run have logged since one last looked."""
+
+    def __init__(self, folder: RunFolder, ranks: Iterable[int]) -> None:
+        logs = {rank: RunFolder(folder.path, rank).log for rank in ranks}
+        self._read = {rank: (log, log.stat().st_size if log.exists() else 0) for rank, log in logs.items()}
+
+    def news(self) -> Iterator[Event]:
+        """Their new events, each with the rank that logged it."""
+        for rank, (log, start) in self._read.items():
+            new = b""
+            with contextlib.suppress(FileNotFoundError), log.open("rb") as lines:  # it has nothing to say yet
+                lines.seek(start)
+                new = lines.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            self._read[rank] = log, start + len(whole)
+            for line in whole.splitlines():
+                with contextlib.suppress(ValueError):  # a line that a kill cut short
+                    yield {**json.loads(line), "rank": rank}
 
 
 def _describe_step(step: Phase | Fork) -> dict[str, Any]:

@@ -47,6 +47,8 @@ class Mesh:
         self.groups = self.world // self.replicas
         self.group, self.replica = divmod(self.rank, self.replicas)
         self.bytes_received = 0
+        self.phase = "starting"
+        """What the run is at, for whoever has to be told that it hangs there."""
         self._data = self._axis([[g * self.replicas + r for r in range(self.replicas)] for g in range(self.groups)])
         self._mask = self._axis([[g * self.replicas + r for g in range(self.groups)] for r in range(self.replicas)])
 
@@ -89,7 +91,7 @@ class Mesh:
             return
         mine = torch.tensor([_number(text) for text in what.values()], dtype=torch.int64, device=self._device())
         all_of_them = [torch.empty_like(mine) for _ in range(self.world)]
-        with self.waiting(where):
+        with self.waiting("comparing with the others"):
             dist.all_gather(all_of_them, mine)
         for rank, theirs in enumerate(all_of_them):
             for name, here, there in zip(what, all_of_them[0].tolist(), theirs.tolist(), strict=True):
@@ -148,28 +150,44 @@ class Mesh:
         """Around what waits for other processes: if they do not come, says who waited, and where."""
         try:
             yield
-        except RuntimeError as error:  # what torch.distributed raises when a peer is late, or gone
-            if isinstance(error, PeerFailed) or self.world == 1:
+        except RuntimeError as error:
+            if isinstance(error, PeerFailed) or not _is_about_peers(error):
                 raise
-            reason = " ".join(str(error).split())[:300]
-            raise PeerFailed(f"rank {self.rank} of {self.world} gave up while {where}: {reason}") from error
+            who = f"rank {self.rank} of {self.world} gave up in {self.phase}"
+            raise PeerFailed(f"{who}, while {where}: {_reason(error)}") from error
 
     def _device(self) -> torch.device:
         is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
-def join(timeout_seconds: float) -> int:
+def join(device: torch.device, timeout_seconds: float) -> int:
     """Join the processes that torchrun started, if it did, and return the rank of this one."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        is_cuda = torch.cuda.is_available()
-        if is_cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         wait = timedelta(seconds=timeout_seconds)
-        store, rank, world = next(rendezvous("env://", timeout=wait))
+        backend = _take_a_gpu() if device.type == "cuda" else "gloo"
+        store, rank, world = _meet(wait)
         fresh = PrefixStore(_meeting_name(store, rank, world, timeout_seconds), store)
-        dist.init_process_group("nccl" if is_cuda else "gloo", store=fresh, rank=rank, world_size=world, timeout=wait)
+        dist.init_process_group(backend, store=fresh, rank=rank, world_size=world, timeout=wait)
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _take_a_gpu() -> str:
+    """Choose this process' GPU, and how to talk: NCCL, unless processes share GPUs, which it does not do."""
+    gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    return "nccl" if processes <= gpus else "gloo"
+
+
+def _meet(wait: timedelta) -> tuple[Any, int, int]:
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=wait))
+    except (dist.DistError, dist.DistNetworkError, dist.DistStoreError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise PeerFailed(
+            f"cannot meet at {where} ({_reason(error)}): choose a free port of a machine that all others reach"
+        ) from error
+    return store, rank, world
 
 
 def _meeting_name(store: Any, rank: int, world: int, timeout_seconds: float) -> str:
@@ -195,6 +213,16 @@ def _meeting_name(store: Any, rank: int, world: int, timeout_seconds: float) -> 
     if waiting:
         raise PeerFailed(f"rank 0 gave up while starting: rank {min(waiting)} did not come in {timeout_seconds:g} s")
     return mine
+
+
+def _is_about_peers(error: RuntimeError) -> bool:
+    """Whether torch.distributed raised it because a peer is late, or gone; gloo has no kind of error of its own."""
+    words = ("gloo", "NCCL", "ProcessGroup", "monitoredBarrier")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def may_be_restarted() -> bool:

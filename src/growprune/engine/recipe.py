@@ -51,6 +51,8 @@ class Recipe:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     replicas: int = 0
     """Under torchrun: how many processes share each batch. 0: one for each branch of a fork; all without forks."""
+    sync_batchnorm: bool = True
+    """Whether BatchNorm sees the examples of all replicas, as in one process, or only its own, which is faster."""
     timeout_seconds: float = 600.0
     """Under torchrun: how long to wait for another process."""
     checkpoint_seconds: float = 60.0

@@ -24,7 +24,7 @@ import torch
 from growprune import file
 from growprune.engine import checkpoint
 from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
-from growprune.engine.folder import Event, RunFolder
+from growprune.engine.folder import Event, OtherLogs, RunFolder
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.rng import rng_state, seed_all, set_rng_state
@@ -73,7 +73,9 @@ class Run:
         self._since = time.monotonic()
         self._checkpoint_due = self._since + recipe.checkpoint_seconds
         self._validation: dict[str, float] = {}
-        self._show_due = 0.0
+        self._show_due = self._look_due = 0.0
+        heads = range(self.mesh.replicas, self.mesh.world, self.mesh.replicas) if self.mesh.is_first else ()
+        self._others = OtherLogs(folder, heads)
         self._number = self._previous = 0
         self._resumed_after: int | None = None
 
@@ -83,6 +85,8 @@ class Run:
         for stretch in self.sparse.stretches(self.plan, takes=self.mesh.takes, combine=self._combine):
             if stretch.index == self._resumed_after or (stretch.branch is not None and self._restore_branch(stretch)):
                 continue
+            branch = "" if stretch.branch is None else f", branch {stretch.branch}"
+            self.mesh.phase = f"step {stretch.step}{branch} ({stretch.phase})"
             if stretch.branch is None:
                 self._agree_on_masks(stretch)
             alive = self.sparse.num_alive
@@ -107,6 +111,15 @@ class Run:
             cursor = self.training.cursor
             batches = {"batch": cursor.batch, "batches": self.task.num_batches()}
             self._on_event({"event": "iteration", "epoch": cursor.epoch + 1, "epochs": stretch.phase.epochs, **batches})
+        if now >= self._look_due:
+            self._look_due = now + 1.0
+            self._show_others()
+
+    def _show_others(self) -> None:
+        """Show how far the other branches of a fork are; the first process speaks for all."""
+        for event in self._others.news():
+            if event.get("branch") is not None:
+                self._on_event(event)
 
     def _after_epoch(self, stretch: Stretch, loss: float, lr: float) -> None:
         self._validation = validation = self._evaluate(self.sparse, "validation")
@@ -216,6 +229,7 @@ class Run:
         """At the end of a fork, bring its parts together, and what was noted of its branches."""
         step = next(s.step for s in walk(self.plan) if s.index == self.sparse.position)
         self.mesh.barrier(f"waiting for the branches of step {step}")
+        self._show_others()
         before = self.mesh.bytes_received
         combined = self.mesh.combine(brought, parts, like)
         rows = [self.folder.branch(step, branch) / "row.json" for branch in range(len(parts))]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from growprune.engine import batchnorm
 from growprune.engine.mesh import Mesh, split
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
@@ -66,11 +67,11 @@ class Training:
             self.cursor = Cursor(epoch=self.cursor.epoch + 1, iteration=self.cursor.iteration)
             self._loss_sum.zero_()
         self._was_branch = stretch.branch is not None
+        self._unwrap()
 
     def next_stretch(self) -> None:
         """Put the cursor at the start of the stretch to come."""
         self.cursor = Cursor()
-        self._forward = None  # edits may give layers new parameters, which a wrapper would not know
         if self.recipe.restart:
             self.optimizer = None  # before the edits, which would take its state along
 
@@ -102,9 +103,9 @@ class Training:
         model.train()
         for batch in batches:
             mine, share = split(batch, self.mesh.replica, self.mesh.replicas)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
-                loss = self.recipe.task.loss(forward, mine) / len(batches) * share
             with self.mesh.waiting("adding up gradients over replicas"):
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+                    loss = self.recipe.task.loss(forward, mine) / len(batches) * share
                 (loss * self.mesh.replicas).backward()  # type: ignore[no-untyped-call]  # which replicas average
             self._loss_sum += self.mesh.sum_over_replicas(loss.detach().double())
         if self.recipe.clip is not None:
@@ -118,8 +119,16 @@ class Training:
         if self.mesh.data_group is None:
             return self.sparse.model
         if self._forward is None:
-            self._forward = DistributedDataParallel(self.sparse.model, process_group=self.mesh.data_group)
+            if self.recipe.sync_batchnorm:
+                batchnorm.synchronise(self.sparse.model, self.mesh.data_group)
+            with self.mesh.waiting("comparing the models of replicas"):
+                self._forward = DistributedDataParallel(self.sparse.model, process_group=self.mesh.data_group)
         return self._forward
+
+    def _unwrap(self) -> None:
+        """Before edits, which may give layers new parameters, and copies, which cannot take a process group along."""
+        self._forward = None
+        batchnorm.part(self.sparse.model)
 
     def _count(self, num_batches: int, stretch: Stretch) -> None:
         cursor = self.cursor
