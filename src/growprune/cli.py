@@ -28,6 +28,7 @@ Settings = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Change a field, such as sparsity=0.8 or options.steps=4."),
 ]
+Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Where the task's data is: a folder, or a file.")]
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -84,10 +85,18 @@ def list_(
     from growprune.recipes import RECIPES
     from growprune.tasks import TASKS
 
-    kinds: dict[str, Any] = {"methods": METHODS, "tasks": TASKS, "recipes": RECIPES}
+    kinds = {
+        "methods": {name: _summary(method) for name, method in METHODS.items()},
+        "tasks": {name: _summary(task) for name, task in TASKS.items()},
+        "recipes": {name: build().claim or _summary(build) for name, build in RECIPES.items()},
+    }
     if what and what not in kinds:
         raise ValueError(f"there is no list of {what!r}; known are {', '.join(kinds)}")
     console.show_lists({what: kinds[what]} if what else kinds)
+
+
+def _summary(thing: object) -> str:
+    return (thing.__doc__ or "").strip().split("\n")[0]
 
 
 @app.command()
@@ -99,7 +108,8 @@ def plan(recipe: RecipeName, settings: Settings = []) -> None:  # noqa: B006  ty
     from growprune.engine.override import override, parse_settings
     from growprune.recipes import find
 
-    console.show_plan(estimate(override(find(recipe), parse_settings(settings))))
+    chosen = override(find(recipe), parse_settings(settings))
+    console.show_plan(estimate(chosen), chosen.claim)
 
 
 @app.command()
@@ -107,6 +117,7 @@ def plan(recipe: RecipeName, settings: Settings = []) -> None:  # noqa: B006  ty
 def train(
     recipe: RecipeName,
     out: Annotated[Path, typer.Option(help="The folder of the run; must be new or empty.")],
+    data: Data = "",
     settings: Settings = [],  # noqa: B006  typer copies defaults
 ) -> None:
     """Carry a recipe out in a new folder."""
@@ -114,7 +125,7 @@ def train(
     from growprune.engine.override import parse_settings
 
     with _stopping() as should_stop:
-        console.show_result(_train(recipe, parse_settings(settings), out, should_stop), out)
+        console.show_result(_train(recipe, parse_settings(settings) | _place(data), out, should_stop), out)
 
 
 @app.command()
@@ -122,6 +133,7 @@ def train(
 def resume(
     folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
     extend: Annotated[int, typer.Option(min=0, help="Search this many steps more after a finished run.")] = 0,
+    data: Data = "",
     settings: Settings = [],  # noqa: B006  typer copies defaults
 ) -> None:
     """Go on with a run exactly where it stood."""
@@ -132,7 +144,7 @@ def resume(
     origin = engine.RunFolder(folder).read_origin()
     if "source" not in origin:
         raise ValueError(f"{folder} was started from Python: resume it with growprune.resume(recipe, folder)")
-    origin["settings"] |= parse_settings(settings)
+    origin["settings"] |= parse_settings(settings) | _place(data)
     recipe = override(find(origin["source"]), origin["settings"])
     if origin.get("extended"):
         recipe = recipe.extended(origin["extended"])
@@ -150,6 +162,11 @@ def inspect(
     from growprune import console
 
     console.show_run(path) if path.is_dir() else console.show_file(path)
+
+
+def _place(data: str) -> dict[str, str]:
+    """The setting that `--data` stands for; absolute, so that a run can be resumed from any folder."""
+    return {"task.data": str(Path(data).resolve())} if data else {}
 
 
 def _train(source: str, settings: dict[str, str], out: Path, should_stop: StopFlag) -> dict[str, Any]:

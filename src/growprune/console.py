@@ -70,7 +70,8 @@ def _show_line(title: str, event: Event) -> None:
         case {"event": "phase"}:
             say = f"step {event['step']}: {event['edits']}; {event['alive']:,} alive, {event['epochs']} epochs"
         case {"event": "epoch"}:
-            say = f"epoch {event['epoch']}: loss {event['loss']:.4f}, {_metrics(event['validation'])} (validation)"
+            validation = f", {_metrics(event['validation'])} (validation)" if "validation" in event else ""
+            say = f"epoch {event['epoch']}: loss {event['loss']:.4f}{validation}"
         case {"event": "warning"}:
             say = f"warning: {event['message']}"
         case {"event": "resumed"}:
@@ -104,15 +105,20 @@ def show_comparison(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> N
     out.print(f"C-GaP minus dense, same total epochs: {_spread(gaps, sign='+')} points. Runs are in {folder}.")
 
 
-def show_lists(kinds: Mapping[str, Mapping[str, Any]]) -> None:
+def show_lists(kinds: Mapping[str, Mapping[str, str]]) -> None:
+    """By kind, names and what they are."""
     for kind, things in kinds.items():
         table = Table(title=kind, title_justify="left", show_header=False, box=None, padding=(0, 2))
-        for name, thing in things.items():
-            table.add_row(name, (thing.__doc__ or "").strip().split("\n")[0])
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for name, text in things.items():
+            table.add_row(name, text)
         out.print(table)
 
 
-def show_plan(estimate: Estimate) -> None:
+def show_plan(estimate: Estimate, claim: str = "") -> None:
+    if claim:
+        out.print(claim, markup=False, highlight=False)
     about = "" if estimate.is_exact else "~"
     table = Table(title=f"{estimate.plan.method.__name__}, {len(estimate.plan.partition)} parts")
     for name in ("step", "branch", "edits", "epochs", "density", "FLOPs/example", "training FLOPs/example"):

@@ -58,7 +58,8 @@ def _meet(run: Run) -> None:
     """Make sure that all processes of a run do the same, before they do it."""
     run.mesh.barrier("starting")
     batch = next(run.task.batches(seed=0, start=0, device=torch.device("cpu")), None) if run.mesh.world > 1 else None
-    texts = {"recipe": json.dumps(describe(run.recipe)), "version": json.dumps(environment(run.device))}
+    recipe = _with_task_fields(describe(run.recipe)) | {"task.data": None}  # which may lie elsewhere on each machine
+    texts = {"recipe": json.dumps(recipe), "version": json.dumps(environment(run.device))}
     texts |= {"data": digest(batch), "view of the run folder, which all must share,": run.folder.recipe_text()}
     run.mesh.agree(texts, "starting")
 
@@ -95,19 +96,25 @@ def resume(
     return run.execute()
 
 
-MAY_CHANGE = {"storage", "checkpoint_seconds", "claim", "replicas", "timeout_seconds", "sync_batchnorm"}
+MAY_CHANGE = {"task.data", "storage", "checkpoint_seconds", "claim", "replicas", "timeout_seconds", "sync_batchnorm"}
 """Fields of a recipe that may be other when a run is resumed."""
 
 
 def _compare(folder: RunFolder, recipe: Recipe) -> None:
-    stored = folder.read_recipe()["recipe"]
-    given = json.loads(json.dumps(describe(recipe)))
+    stored = _with_task_fields(folder.read_recipe()["recipe"])
+    given = _with_task_fields(json.loads(json.dumps(describe(recipe))))
     for name in {**given, **stored}.keys() - MAY_CHANGE:
         if stored.get(name) != given.get(name):
             raise ValueError(
                 f"{folder.path} was started with {name}={stored.get(name)!r}, but the recipe now says "
                 f"{given.get(name)!r}: put it back, or start a new run"
             )
+
+
+def _with_task_fields(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A described recipe, its task's fields beside its own."""
+    task = recipe.pop("task")
+    return recipe | {f"task.{name}": value for name, value in task.items()}
 
 
 def _extend(folder: RunFolder, recipe: Recipe, steps: int) -> Recipe:

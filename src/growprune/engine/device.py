@@ -6,7 +6,7 @@ import os
 import platform
 import resource
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -37,12 +37,19 @@ def environment(device: torch.device) -> dict[str, Any]:
     """What a result depends on beside its recipe."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
-        "growprune": version("growprune"),
+        "growprune": _version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": f"{device.type} ({name})",
         "threads": torch.get_num_threads(),
     }
+
+
+def _version() -> str:
+    try:
+        return version("growprune")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def reset_peak(device: torch.device) -> None:

@@ -76,14 +76,20 @@ class Curve:
     shape: Literal["cosine", "step", "inverse_sqrt", "constant"] = "cosine"
     warmup_epochs: float = 0.0
     """Linear from (nearly) zero to the peak."""
+    warmup_iterations: int = 0
+    """The same in iterations; counts instead of epochs if it is not 0."""
     milestones: tuple[float, ...] = ()
     """step: the shares of the stretch after which the rate drops."""
+    every_epochs: float = 0.0
+    """step: drop each time so many epochs are over; counts instead of milestones if it is not 0."""
     gamma: float = 0.1
-    """step: what the rate is multiplied by at each milestone."""
+    """step: what the rate is multiplied by at each drop."""
+    floor: float = 0.0
+    """step: the least factor."""
 
     def factor(self, iteration: int, *, total: int, per_epoch: int) -> float:
         """The factor for an iteration, counted from 0, of `total`, with `per_epoch` of them an epoch."""
-        warmup = round(self.warmup_epochs * per_epoch)
+        warmup = self.warmup_iterations or round(self.warmup_epochs * per_epoch)
         # 1) linear warm-up; its first iteration already moves
         if iteration < warmup:
             return (iteration + 1) / warmup
@@ -92,8 +98,13 @@ class Curve:
             return 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / max(1, total - warmup)))
         # 3) steps down
         if self.shape == "step":
-            return self.gamma ** sum(iteration >= milestone * total for milestone in self.milestones)
+            return max(self.floor, self.gamma ** self._num_drops(iteration, total, per_epoch))
         # 4) the inverse square root of the iteration, 1 where the warm-up ends
         if self.shape == "inverse_sqrt":
             return math.sqrt(max(1, warmup) / (iteration + 1))
         return 1.0
+
+    def _num_drops(self, iteration: int, total: int, per_epoch: int) -> int:
+        if self.every_epochs:
+            return int(iteration / (self.every_epochs * per_epoch))
+        return sum(iteration >= milestone * total for milestone in self.milestones)

@@ -45,6 +45,8 @@ class Recipe:
     accumulate: int = 1
     """Batches to an iteration."""
     precision: Literal["fp32", "bf16"] = "fp32"
+    evaluate_every: int = 1
+    """Validate after each so many epochs of a stretch, and after its last."""
     candidates: bool = True
     """After each step, evaluate what the model would be if pruned now, on validation data, and keep the best."""
     seed: int = 0
@@ -61,7 +63,7 @@ class Recipe:
     """What the recipe is expected to reach, and where."""
 
     def __post_init__(self) -> None:
-        check_counts(1, accumulate=self.accumulate)
+        check_counts(1, accumulate=self.accumulate, evaluate_every=self.evaluate_every)
         known = inspect.signature(self.method).parameters
         for name in self.options:
             if name not in known:

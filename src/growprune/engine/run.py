@@ -122,8 +122,11 @@ class Run:
                 self._on_event(event)
 
     def _after_epoch(self, stretch: Stretch, loss: float, lr: float) -> None:
-        self._validation = validation = self._evaluate(self.sparse, "validation")
         epoch = self.training.cursor.epoch + 1
+        if epoch % self.recipe.evaluate_every and epoch < stretch.phase.epochs:
+            self._tell("epoch", stretch, epoch=epoch, loss=loss, lr=lr)
+            return
+        self._validation = validation = self._evaluate(self.sparse, "validation")
         self._tell("epoch", stretch, epoch=epoch, loss=loss, lr=lr, validation=validation)
         if stretch.index == self.last:
             self._consider(self.sparse, stretch, validation, epoch)

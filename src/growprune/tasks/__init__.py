@@ -5,9 +5,19 @@ A task knows nothing of sparsity, methods or the engine.
 
 from collections.abc import Callable
 
+from growprune.tasks.classification import Classification
+from growprune.tasks.detection import Detection
 from growprune.tasks.digits import Digits
+from growprune.tasks.segmentation import PartSegmentation
 from growprune.tasks.task import Split, Task
+from growprune.tasks.translation import Translation
 
-TASKS: dict[str, Callable[..., Task]] = {"digits": Digits}
+TASKS: dict[str, Callable[..., Task]] = {
+    "digits": Digits,
+    "classification": Classification,
+    "detection": Detection,
+    "segmentation": PartSegmentation,
+    "translation": Translation,
+}
 
-__all__ = ["TASKS", "Digits", "Split", "Task"]
+__all__ = ["TASKS", "Classification", "Detection", "Digits", "PartSegmentation", "Split", "Task", "Translation"]

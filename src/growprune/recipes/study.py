@@ -1,0 +1,77 @@
+"""A study: one task on one data set. The rows of the paper's tables are recipes made from it.
+
+dense        the reference
+cyclic       C-GaP, K steps of T epochs and T' of fine-tuning
+parallel     P-GaP, rounds in which each part is grown on a machine of its own; the epochs of all machines count
+random       C-GaP that grows random layers instead of fixed parts
+one_shot     train dense, prune, fine-tune: the paper's prune-from-dense, done the simplest way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from growprune import methods
+from growprune.engine.recipe import Recipe
+
+Parts = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Study:
+    """The lengths are the paper's letters where the paper has one."""
+
+    dense: Recipe
+    parts: Parts
+    """The kappa parts of C-GaP and P-GaP."""
+    steps: int
+    """K of C-GaP."""
+    rounds: int
+    """K of P-GaP."""
+    epochs: int
+    """T, of each step."""
+    finetune: int
+    """T', at the end."""
+    keep_dense: tuple[str, ...] = ()
+    """What a uniform sparsity leaves out."""
+
+    def cyclic(self, sparsity: float, **changes: Any) -> Recipe:
+        options = {"steps": self.steps, "epochs": self.epochs, "finetune": self.finetune}
+        return self._sparse(methods.cyclic_gap, sparsity, options, changes)
+
+    def parallel(self, sparsity: float, **changes: Any) -> Recipe:
+        options = {"steps": self.rounds, "epochs": self.epochs, "finetune": self.finetune}
+        return self._sparse(methods.parallel_gap, sparsity, options, changes)
+
+    def random(self, sparsity: float, **changes: Any) -> Recipe:
+        options = {"steps": self.steps, "epochs": self.epochs, "finetune": self.finetune}
+        return self._sparse(methods.random_gap, sparsity, options, {"parts": (), **changes})
+
+    def one_shot(self, sparsity: float, **changes: Any) -> Recipe:
+        options = {"epochs": self.dense.options["epochs"], "finetune": self.finetune}
+        return self._sparse(methods.one_shot, sparsity, options, {"parts": (), "kappa": 1, **changes})
+
+    def _sparse(self, method: Any, sparsity: float, options: Mapping[str, int], changes: Mapping[str, Any]) -> Recipe:
+        # a ranking over the whole model leaves it to the weights which layers stay dense
+        keep_dense = () if changes.get("allocation") == "global" else self.keep_dense
+        settings = {"parts": self.parts, "kappa": len(self.parts), "keep_dense": keep_dense, **changes}
+        return replace(self.dense, method=method, sparsity=sparsity, options=options, **settings)
+
+
+Row = tuple[str, Callable[[Study], Recipe]]
+"""What the paper says of a row of its tables, and how to make it from a study."""
+
+
+def recipes(name: str, study: Study, rows: Mapping[str, Row], note: str = "") -> dict[str, Callable[[], Recipe]]:
+    """Every row for a study, by its full name.
+
+    Args:
+        note: what to say of each, instead of what the paper says of its own.
+    """
+
+    def bound(claim: str, make: Callable[[Study], Recipe]) -> Callable[[], Recipe]:
+        return lambda: replace(make(study), claim=note or claim)
+
+    return {f"{name}/{row}": bound(*what) for row, what in rows.items()}

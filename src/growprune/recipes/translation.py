@@ -1,0 +1,135 @@
+"""Translation (Table 4, and ablations): the big Transformer on WMT14 En-De, a small one on Multi30k."""
+
+from dataclasses import replace
+
+from growprune import methods
+from growprune.engine.optim import Curve, Optimizer
+from growprune.engine.recipe import Recipe
+from growprune.recipes.study import Parts, Row, Study, recipes
+from growprune.tasks.translation import Translation
+
+
+def cut(encoder: tuple[int, ...], decoder: tuple[int, ...]) -> Parts:
+    """Parts of so many layers each, encoder first; the embedding goes with the first, the last norms with the last.
+
+    >>> cut((2,), (1, 1))[1]
+    ('decoder.layers.0',)
+    """
+    parts: list[tuple[str, ...]] = []
+    for stack, lengths in (("encoder", encoder), ("decoder", decoder)):
+        ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+        names = [
+            [f"{stack}.layers.{n}" for n in range(end - length, end)] for end, length in zip(ends, lengths, strict=True)
+        ]
+        names[-1].append(f"{stack}.norm")
+        parts += map(tuple, names)
+    parts[0] = ("embedding", *parts[0])
+    return tuple(parts)
+
+
+SMALL = Translation(
+    vocab_size=8000,
+    d_model=256,
+    ffn=1024,
+    heads=4,
+    encoder_layers=3,
+    decoder_layers=6,
+    dropout=0.3,
+    max_tokens=4096,
+    max_length=128,
+)
+
+
+def wmt14() -> Study:
+    """The big Transformer, batches of 40,960 tokens, here eight of 5,120; BLEU without regard to case."""
+    dense = Recipe(
+        task=Translation(d_model=1024, ffn=4096, heads=16, lowercase=True),
+        method=methods.dense,
+        options={"epochs": 40},
+        optimizer=Optimizer("adam", lr=8.46e-4, betas=(0.9, 0.997), eps=1e-9),
+        curve=Curve("inverse_sqrt", warmup_iterations=4000),
+        accumulate=8,
+        precision="bf16",
+    )
+    return Study(dense, cut((6,), (3, 3)), steps=30, rounds=10, epochs=10, finetune=40)
+
+
+def multi30k() -> Study:
+    """A small Transformer on descriptions of images."""
+    dense = replace(
+        wmt14().dense,
+        task=SMALL,
+        options={"epochs": 30},
+        optimizer=Optimizer("adam", lr=2e-3, betas=(0.9, 0.98), eps=1e-9),
+        curve=Curve("inverse_sqrt", warmup_iterations=1000),
+        accumulate=1,
+        evaluate_every=5,
+    )
+    return replace(wmt14(), dense=dense, parts=cut((3,), (3, 3)), steps=6, rounds=2, epochs=5, finetune=30)
+
+
+def tiny() -> Study:
+    """Layers of 16 channels: seconds on a CPU."""
+    task = replace(SMALL, vocab_size=320, d_model=16, ffn=32, heads=2, max_tokens=256, max_length=32, beam=2)
+    dense = replace(multi30k().dense, task=task, options={"epochs": 1}, precision="fp32", device="cpu")
+    return replace(multi30k(), dense=dense, steps=2, rounds=1, epochs=1, finetune=1)
+
+
+def kappa6(study: Study) -> Parts:
+    """Three parts of the encoder and three of the decoder, as the paper's code has them."""
+    task = study.dense.task
+    assert isinstance(task, Translation)
+    return cut((task.encoder_layers // 3,) * 3, (task.decoder_layers // 3,) * 3)
+
+
+ROWS: dict[str, Row] = {
+    "dense": ("Table 4, dense: uncased BLEU 27.6 after 40 epochs (8 GPUs)", lambda s: s.dense),
+    "one-shot-80-uniform": ("Table 4, prune-from-dense 80 %: BLEU 27.1 after 80 epochs", lambda s: s.one_shot(0.8)),
+    "one-shot-90-uniform": ("Table 4, prune-from-dense 90 %: BLEU 25.7 after 80 epochs", lambda s: s.one_shot(0.9)),
+    "cyclic-80-uniform": ("Table 4, C-GaP 80 %, kappa = 3: BLEU 27.6 after up to 340 epochs", lambda s: s.cyclic(0.8)),
+    "cyclic-90-uniform": ("Table 4, C-GaP 90 %, kappa = 3: BLEU 27.7 after up to 340 epochs", lambda s: s.cyclic(0.9)),
+    "cyclic-80-uniform-kappa6": (
+        "Table 4, C-GaP 80 %, kappa = 6: BLEU 27.6 after up to 340 epochs",
+        lambda s: s.cyclic(0.8, parts=kappa6(s), kappa=6),
+    ),
+    "cyclic-90-uniform-kappa6": (
+        "Table 4, C-GaP 90 %, kappa = 6: BLEU 27.1 after up to 340 epochs",
+        lambda s: s.cyclic(0.9, parts=kappa6(s), kappa=6),
+    ),
+    "parallel-80-uniform": (
+        "Table 4, P-GaP 80 %, kappa = 3: BLEU 27.9 after up to 340 epochs on 3 machines",
+        lambda s: s.parallel(0.8),
+    ),
+    "parallel-90-uniform": (
+        "Table 4, P-GaP 90 %, kappa = 3: BLEU 27.3 after up to 340 epochs on 3 machines",
+        lambda s: s.parallel(0.9),
+    ),
+    "parallel-80-uniform-kappa6": (
+        "Table 4, P-GaP 80 %, kappa = 6: BLEU 27.7 on 6 machines",
+        lambda s: s.parallel(0.8, parts=kappa6(s), kappa=6),
+    ),
+    "parallel-90-uniform-kappa6": (
+        "Table 4, P-GaP 90 %, kappa = 6: BLEU 26.9 on 6 machines",
+        lambda s: s.parallel(0.9, parts=kappa6(s), kappa=6),
+    ),
+    "cyclic-90-uniform-kappa1": (
+        "Ablation of the number of parts, kappa = 1: BLEU 26.8",
+        lambda s: s.cyclic(0.9, parts=(), kappa=1),
+    ),
+    "random-90-uniform": ("Ablation of the partition, random: BLEU 27.0", lambda s: s.random(0.9)),
+    "random-90-global": (
+        "Ablation of the partition, random, non-uniform: BLEU 26.9",
+        lambda s: s.random(0.9, allocation="global"),
+    ),
+    "one-shot-80-uniform-1x8": (
+        "Ablation of blocks, prune-from-dense 1 x 8: BLEU 26.1",
+        lambda s: s.one_shot(0.8, pattern="1x8"),
+    ),
+    "cyclic-80-uniform-1x8": ("Ablation of blocks, C-GaP 1 x 8: BLEU 27.2", lambda s: s.cyclic(0.8, pattern="1x8")),
+}
+
+RECIPES = (
+    recipes("translation-wmt14", wmt14(), ROWS)
+    | recipes("translation-multi30k", multi30k(), ROWS, "On multi30k/; measured in docs/results.md")
+    | recipes("translation-tiny", tiny(), ROWS, "Seconds on a CPU, to see that it runs")
+)

@@ -1,0 +1,197 @@
+"""Image classification: ResNet-50 on ImageNet, ResNet-18 on small images, or any class folders of one's own.
+
+Data is a folder `DIR/train/<class>/*.jpg`, `DIR/val/<class>/*.jpg` (jpg, jpeg or png), or one packed file `FILE.npz`
+(see sources.py). As is the custom with ImageNet, `val` is what is tested on; to validate, some are taken from `train`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growprune.tasks.classification import augment, images, sources
+from growprune.tasks.classification.resnet import KINDS, Name, ResNet, Stem
+from growprune.tasks.classification.sources import Array
+from growprune.tasks.records import check_split
+from growprune.tasks.task import Split
+
+Batch = tuple[Tensor, ...]
+"""Images and labels; with mixup also the labels of what is mixed in, and the share each image has in the mixture."""
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Classify images. The settings one begins with are those of ResNet-50 on ImageNet."""
+
+    data: str = ""
+    """A folder with train/<class>/ and val/<class>/, or a packed .npz."""
+    model: Name = "resnet50"
+    stem: Stem = "imagenet"
+    """How the model begins: "imagenet" for large images, "cifar" for those of 32 x 32 pixels or so."""
+    width: int = 64
+    """Channels of the first convolution; the others have multiples of it."""
+    num_classes: int = 1000
+    image_size: int = 224
+    batch_size: int = 256
+    crop: Literal["resized", "padded"] = "resized"
+    """"resized": train on random parts of images, evaluate their centres. "padded": images of `image_size` already,
+    which are shifted by up to 4 pixels to train on, and evaluated whole."""
+    min_scale: float = 0.08
+    """The smallest part of an image that a resized crop takes."""
+    mixup: float = 0.0
+    """The alpha of mixup; 0 for none."""
+    label_smoothing: float = 0.1
+    num_validation: int = 10_000
+    """How many training images are set aside to validate."""
+    in_memory: bool = False
+    """Decode all images once and keep them on the device: for small images, all of one size."""
+    workers: int = 8
+    """Processes that decode images, at most one for each core; 0 for none but the one that trains."""
+    channels_last: bool = True
+    """Hand images over with their channels innermost in memory, as tensor cores like them."""
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    """Of each channel, on a scale from 0 to 1."""
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+
+    metric = "top1"
+
+    def __post_init__(self) -> None:
+        for name, known in (("model", tuple(KINDS)), ("stem", ("imagenet", "cifar")), ("crop", ("resized", "padded"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(known)}")
+        # A single image has no statistics to normalise with.
+        for name, least in {"width": 1, "num_classes": 2, "image_size": 1, "batch_size": 2, "workers": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least {least}")
+        if not 0 < self.min_scale <= 1:
+            raise ValueError(f"min_scale is {self.min_scale}, but must be above 0 and at most 1")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing is {self.label_smoothing}, but must be from 0 to below 1")
+        if self.mixup < 0:
+            raise ValueError(f"mixup is {self.mixup}, but must be 0 (none) or more")
+        if min(self.std) <= 0:
+            raise ValueError(f"std is {self.std}, but must be above 0")
+
+    def build_model(self) -> nn.Module:
+        return ResNet(self.model, stem=self.stem, width=self.width, num_classes=self.num_classes)
+
+    def example(self) -> Tensor:
+        return torch.zeros(1, 3, self.image_size, self.image_size)
+
+    def num_batches(self) -> int:
+        full, rest = divmod(len(self._indices("train")), self.batch_size)
+        return full + (rest > 1)  # a last batch of one image has no statistics to normalise with, and is left out
+
+    def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Batch]:
+        train = self._indices("train")
+        order = train[np.random.default_rng(seed).permutation(len(train))]
+        groups = self._groups(order)[start : self.num_batches()]
+        if not groups:  # an epoch can be entered at its end
+            return
+        pairs = self._held(groups, seed, start, device) if self.in_memory else self._streamed(groups, seed, device)
+        for number, (pixels, labels) in enumerate(pairs, start):
+            if len(pixels) < 2:
+                raise ValueError(f"{self.data}: of batch {number}, fewer than two images can be read: remove the bad")
+            yield self._augmented(pixels, labels, seed, number)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        pixels, labels, *mixture = batch
+        logits = model(pixels).float()
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing, reduction="none")
+        if mixture:
+            other_labels, share = mixture
+            other = F.cross_entropy(logits, other_labels, label_smoothing=self.label_smoothing, reduction="none")
+            loss = share * loss + (1 - share) * other
+        return loss.mean()
+
+    def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
+        groups = self._groups(self._indices(split))
+        pairs = self._held(groups, None, 0, device) if self.in_memory else self._streamed(groups, None, device)
+        sums, count = torch.zeros(3, dtype=torch.float64, device=device), 0
+        for pixels, labels in pairs:
+            inputs = self._inputs(augment.normalised(pixels, self.mean, self.std))
+            sums += score(model(inputs).float(), labels)
+            count += len(labels)
+        check_split(count, self.data, split)
+        top1, top5, loss = (sums / count).tolist()
+        return {"top1": 100 * top1, "top5": 100 * top5, "loss": loss}
+
+    def _indices(self, split: str) -> Array:
+        if self.in_memory:
+            return images.readable(self.data, self.num_classes, self.num_validation, self.workers)[split]
+        return sources.splits(self.data, self.num_classes, self.num_validation)[split]
+
+    def _groups(self, indices: Array) -> list[Array]:
+        return [indices[i : i + self.batch_size] for i in range(0, len(indices), self.batch_size)]
+
+    # Pixels (B, H, W, 3), cropped to image_size, and labels: at random with a seed, the centre without.
+
+    def _streamed(self, groups: list[Array], seed: int | None, device: torch.device) -> Iterator[Batch]:
+        source = sources.load(self.data, self.num_classes)
+        account = sources.skipped(self.data, self.num_classes)
+        reader = images.Reader(source, (self.image_size, self.image_size), self._boxes_to_read(seed))
+        labels = torch.from_numpy(source.labels).to(device)
+        for pixels, indices in images.read(reader, groups, account, workers=self.workers, device=device):
+            yield pixels, labels[indices]
+
+    def _boxes_to_read(self, seed: int | None) -> images.Boxes | None:
+        if self.crop == "padded":
+            return None
+        if seed is None:
+            return images.centre_box
+        return partial(images.random_box, seed=seed, min_scale=self.min_scale)
+
+    def _held(self, groups: list[Array], seed: int | None, start: int, device: torch.device) -> Iterator[Batch]:
+        decoded = images.decode_to(self.data, self.num_classes, self.workers, device)
+        height, width = decoded.pixels.shape[1:3]
+        if self.crop == "padded" and (height, width) != (self.image_size, self.image_size):
+            raise ValueError(f"crop is 'padded', and {self.data} has images of {width} x {height}: set task.image_size")
+        order = torch.from_numpy(np.concatenate(groups)).to(device)  # at once, as each copy makes a GPU wait
+        for number, indices in enumerate(torch.split(order, self.batch_size), start):
+            pixels = decoded.pixels[indices]
+            if self.crop == "resized":
+                pixels = augment.resampled(pixels, self._boxes_to_cut(pixels, seed, number), self.image_size)
+            yield pixels, decoded.labels[indices]
+
+    def _boxes_to_cut(self, pixels: Tensor, seed: int | None, number: int) -> Tensor:
+        count, height, width, _ = pixels.shape
+        if seed is None:
+            return torch.tensor([images.centre_box(0, width, height)], device=pixels.device).expand(count, 4)
+        random = augment.generator(pixels.device, seed, number, 1)
+        numbers = torch.rand(count, augment.NUM_TRIES + 1, 2, generator=random, device=pixels.device)
+        return augment.draw_boxes(numbers, width, height, self.min_scale)
+
+    # What is done to them
+
+    def _augmented(self, pixels: Tensor, labels: Tensor, seed: int, number: int) -> Batch:
+        device, count = pixels.device, len(pixels)
+        random = augment.generator(device, seed, number)
+        pixels = augment.flipped(pixels, torch.rand(count, generator=random, device=device) < 0.5)
+        if self.crop == "padded":
+            end = 2 * augment.PADDING + 1
+            pixels = augment.shifted(pixels, torch.randint(end, (count, 2), generator=random, device=device))
+        values = augment.normalised(pixels, self.mean, self.std)
+        if not self.mixup:
+            return self._inputs(values), labels
+        share = float(np.random.default_rng((seed, number)).beta(self.mixup, self.mixup))
+        values = augment.mixed(values, share)
+        return self._inputs(values), labels, labels.roll(1), torch.full((count,), share, device=device)
+
+    def _inputs(self, values: Tensor) -> Tensor:
+        inputs = values.permute(0, 3, 1, 2)  # (B, 3, H, W)
+        return inputs if self.channels_last else inputs.contiguous()
+
+
+def score(logits: Tensor, labels: Tensor) -> Tensor:
+    """How many labels are the first guess, how many among the first five, and the sum of the losses."""
+    guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    is_right = guesses == labels[:, None]
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    return torch.stack([is_right[:, 0].sum().double(), is_right.sum().double(), loss.double()])

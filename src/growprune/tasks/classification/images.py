@@ -1,0 +1,176 @@
+"""Reading images: decoded as they are needed by worker processes, or all at once and then kept on the device."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from growprune.tasks.classification.augment import NUM_TRIES, draw_boxes, generator
+from growprune.tasks.classification.sources import Array, Skipped, Source, load, skipped, splits
+from growprune.tasks.records import check_split
+
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom in pixels."""
+Boxes = Callable[[int, int, int], Box]
+"""The box to take of an image, by its number, width and height."""
+
+CENTRE = 224 / 256
+"""The share of the shorter side that is evaluated."""
+
+
+def centre_box(index: int, width: int, height: int) -> Box:
+    """What is left if the shorter side is brought to 256 pixels, and 224 x 224 are cut from the middle."""
+    del index
+    side = CENTRE * min(width, height)
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def random_box(index: int, width: int, height: int, *, seed: int, min_scale: float) -> Box:
+    """The box of a random resized crop, which depends on the seed and the image's number."""
+    numbers = torch.rand(1, NUM_TRIES + 1, 2, generator=generator("cpu", seed, index))
+    left, top, right, bottom = draw_boxes(numbers, width, height, min_scale)[0].tolist()
+    return left, top, min(right, width), min(bottom, height)  # which rounding may have passed
+
+
+@dataclass(frozen=True, eq=False)
+class Reader(Dataset[tuple[int, "Array | str"]]):
+    """Decodes one image at a time: its number and pixels (H, W, 3), or why it cannot be read."""
+
+    source: Source
+    size: tuple[int, int]
+    """Width and height of all images that come out."""
+    boxes: Boxes | None
+    """What to take of each; None for all of it, which must have the size already."""
+
+    def __getitem__(self, index: int) -> tuple[int, Array | str]:
+        pillow = _pillow()
+        try:
+            with self.source.open(index) as file:
+                return index, self._decode(pillow, file, index)
+        except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
+            return index, str(error) or type(error).__name__
+
+    def _decode(self, pillow: Any, file: IO[bytes], index: int) -> Array:
+        with pillow.open(file) as image:
+            width, height = image.size
+            if self.boxes is None:
+                _check_size(image.size, self.size)
+                return np.array(image.convert("RGB"))
+            left, top, right, bottom = self.boxes(index, width, height)
+            across, down = self.size[0] / (right - left), self.size[1] / (bottom - top)
+            # A JPEG can be decoded at a half, a quarter or an eighth, which saves most of the time if that is enough.
+            image.draft("RGB", (math.ceil(width * across), math.ceil(height * down)))
+            x, y = image.size[0] / width, image.size[1] / height
+            box = left * x, top * y, min(right * x, image.size[0]), min(bottom * y, image.size[1])
+            return np.array(image.convert("RGB").resize(self.size, pillow.Resampling.BILINEAR, box=box))
+
+
+def _check_size(found: tuple[int, int], expected: tuple[int, int]) -> None:
+    if found != expected:
+        given, wanted = (f"{width} x {height}" for width, height in (found, expected))
+        raise ValueError(
+            f"it is {given}, not {wanted}; for images of several sizes set task.in_memory=false and task.crop=resized"
+        )
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ValueError("images are read with Pillow: pip install 'growprune[classification]'") from error
+    return Image
+
+
+def read(
+    reader: Reader, groups: Sequence[Array], skipped: Skipped, *, workers: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Decode groups of images, in order: their pixels (B, H, W, 3) and numbers, less those that cannot be read."""
+    loader = DataLoader(
+        reader,
+        batch_sampler=[group.tolist() for group in groups],
+        num_workers=min(workers, _num_cores()),
+        collate_fn=_collate,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # else it draws from the global one, and resuming within an epoch would show
+    )
+    for pixels, indices, bad in loader:
+        for index, why in bad:
+            skipped.add(index, why)
+        yield pixels.to(device, non_blocking=True), indices.to(device, non_blocking=True)
+
+
+def _num_cores() -> int:
+    """Those this process may use; more workers than that are slower, and torch warns of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _collate(items: list[tuple[int, Array | str]]) -> tuple[Tensor, Tensor, list[tuple[int, str]]]:
+    good = [(index, pixels) for index, pixels in items if not isinstance(pixels, str)]
+    bad = [(index, why) for index, why in items if isinstance(why, str)]
+    pixels = np.stack([pixels for _, pixels in good]) if good else np.empty((0, 0, 0, 3), dtype=np.uint8)
+    return torch.from_numpy(pixels), torch.tensor([index for index, _ in good], dtype=torch.int64), bad
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """All images of a source, in memory."""
+
+    pixels: Tensor
+    """(N, H, W, 3); what could not be read is black, and not to be used."""
+    labels: Tensor
+    is_good: Array
+    """Which could be read."""
+
+
+@functools.cache
+def decode_all(data: str, num_classes: int, workers: int) -> Decoded:
+    """Decode images of one size, once in a process."""
+    source, account = load(data, num_classes), skipped(data, num_classes)
+    width, height = size = _first_size(source)
+    count, cpu = len(source.labels), torch.device("cpu")
+    pixels = torch.zeros(count, height, width, 3, dtype=torch.uint8)
+    is_good = np.zeros(count, dtype=bool)
+    groups = np.array_split(np.arange(count), -(-count // 500))
+    for some, indices in read(Reader(source, size, None), groups, account, workers=workers, device=cpu):
+        pixels[indices] = some
+        is_good[indices.numpy()] = True
+    return Decoded(pixels, torch.from_numpy(source.labels), is_good)
+
+
+@functools.cache
+def readable(data: str, num_classes: int, num_validation: int, workers: int) -> dict[str, Array]:
+    """The images of each split, less those that cannot be read, which are known once all are decoded."""
+    is_good = decode_all(data, num_classes, workers).is_good
+    found = {name: indices[is_good[indices]] for name, indices in splits(data, num_classes, num_validation).items()}
+    for name, indices in found.items():
+        check_split(len(indices), data, name)
+    return found
+
+
+@functools.cache
+def decode_to(data: str, num_classes: int, workers: int, device: torch.device) -> Decoded:
+    """The same on a device, where they stay."""
+    decoded = decode_all(data, num_classes, workers)
+    return Decoded(decoded.pixels.to(device), decoded.labels.to(device), decoded.is_good)
+
+
+def _first_size(source: Source) -> tuple[int, int]:
+    """The size of the first image that can be opened."""
+    pillow = _pillow()
+    for index in range(len(source.labels)):
+        try:
+            with source.open(index) as file, pillow.open(file) as image:
+                return image.size  # type: ignore[no-any-return]
+        except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError):
+            continue  # it is named when it is decoded
+    raise ValueError(f"{source.where}: none of {len(source.labels)} images can be read")

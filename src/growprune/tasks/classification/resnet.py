@@ -1,0 +1,114 @@
+"""Residual networks (He et al., 2015): ResNet-18 and ResNet-50 v1.5, for large images and for small ones."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+Name = Literal["resnet18", "resnet50"]
+Stem = Literal["imagenet", "cifar"]
+
+
+class BasicBlock(nn.Module):
+    """Two 3 x 3 convolutions and a shortcut."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = _convolution(inputs, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = _convolution(width, width, 3), nn.BatchNorm2d(width)
+        self.relu = nn.ReLU()
+        self.downsample = _shortcut(inputs, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        return self.relu(self.bn2(self.conv2(y)) + self.downsample(x))  # type: ignore[no-any-return]
+
+
+class Bottleneck(nn.Module):
+    """1 x 1, 3 x 3 and 1 x 1 convolutions and a shortcut. The 3 x 3 has the stride: that is what makes it v1.5."""
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = self.expansion * width
+        self.conv1, self.bn1 = _convolution(inputs, width, 1), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = _convolution(width, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = _convolution(width, outputs, 1), nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU()
+        self.downsample = _shortcut(inputs, outputs, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.relu(self.bn2(self.conv2(y)))
+        return self.relu(self.bn3(self.conv3(y)) + self.downsample(x))  # type: ignore[no-any-return]
+
+
+KINDS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
+    "resnet18": (BasicBlock, (2, 2, 2, 2)),
+    "resnet50": (Bottleneck, (3, 4, 6, 3)),
+}
+"""By name: the block, and how many of them each stage has."""
+
+
+class ResNet(nn.Module):
+    """A stem, four stages that each double the width, the mean over positions, and a linear layer.
+
+    Args:
+        stem: "imagenet" halves the image twice before the first stage, "cifar" keeps its size.
+        width: channels of the stem.
+
+    >>> sum(p.numel() for p in ResNet("resnet18", stem="cifar", num_classes=10).parameters())
+    11173962
+    """
+
+    def __init__(self, name: Name, *, stem: Stem = "imagenet", width: int = 64, num_classes: int = 1000) -> None:
+        super().__init__()
+        block, depths = KINDS[name]
+        is_small = stem == "cifar"
+        self.conv1 = _convolution(3, width, 3) if is_small else _convolution(3, width, 7, stride=2)
+        self.bn1, self.relu = nn.BatchNorm2d(width), nn.ReLU()
+        self.maxpool = nn.Identity() if is_small else nn.MaxPool2d(3, stride=2, padding=1)
+        outputs = [block.expansion * (width << stage) for stage in range(4)]
+        self.layer1 = _stage(block, width, width, depths[0], stride=1)
+        self.layer2 = _stage(block, outputs[0], 2 * width, depths[1], stride=2)
+        self.layer3 = _stage(block, outputs[1], 4 * width, depths[2], stride=2)
+        self.layer4 = _stage(block, outputs[2], 8 * width, depths[3], stride=2)
+        self.fc = nn.Linear(outputs[3], num_classes)
+        self.apply(initialise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))  # (B, C, H, W)
+        return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def initialise(module: nn.Module) -> None:
+    """Initialise one module: convolutions by He's rule over their inputs, all others as torch does.
+
+    The last norm of a block begins with ones like any other: the recipe the paper follows does not begin with zeros.
+    """
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
+    elif isinstance(module, nn.BatchNorm2d | nn.Linear):
+        module.reset_parameters()
+
+
+def _stage(
+    block: type[BasicBlock] | type[Bottleneck], inputs: int, width: int, depth: int, stride: int
+) -> nn.Sequential:
+    first = block(inputs, width, stride)
+    return nn.Sequential(first, *(block(block.expansion * width, width, 1) for _ in range(depth - 1)))
+
+
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
+    if stride == 1 and inputs == outputs:
+        return nn.Identity()
+    return nn.Sequential(_convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+
+
+def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)

@@ -1,0 +1,192 @@
+"""Where images come from: class folders, or many JPEG files packed into one. Nothing is decoded here."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from growprune.tasks.records import BadRecords, check_split, find
+
+LAYOUT = "DIR/train/<class>/*.jpg and DIR/val/<class>/*.jpg (jpg, jpeg or png), or a FILE.npz of packed JPEGs"
+SUFFIXES = (".jpg", ".jpeg", ".png")
+PACKED = ("data", "offsets", "labels", "split", "classes")
+"""What a packed file holds: all files one after another, where each begins and the last ends, the class of each,
+0 for training and 1 for test, and the names of the classes."""
+
+Array = npt.NDArray[Any]
+
+
+class Source(Protocol):
+    """Encoded images, numbered from 0."""
+
+    @property
+    def where(self) -> str: ...
+    @property
+    def labels(self) -> Array: ...
+    @property
+    def is_test(self) -> Array: ...
+
+    def name(self, index: int) -> str:
+        """What an image is called in messages."""
+
+    def open(self, index: int) -> IO[bytes]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Folder:
+    """Images in class folders."""
+
+    where: str
+    paths: list[str]
+    labels: Array
+    is_test: Array
+
+    def name(self, index: int) -> str:
+        return self.paths[index]
+
+    def open(self, index: int) -> IO[bytes]:
+        return Path(self.where, self.paths[index]).open("rb")
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Images in one file, which is held in memory as it is."""
+
+    where: str
+    data: Array
+    offsets: Array
+    labels: Array
+    is_test: Array
+
+    def name(self, index: int) -> str:
+        return f"image {index}"
+
+    def open(self, index: int) -> IO[bytes]:
+        return io.BytesIO(self.data[self.offsets[index] : self.offsets[index + 1]].tobytes())
+
+
+@functools.cache
+def load(data: str, num_classes: int) -> Source:
+    """List the images of a data folder or packed file, and check what can be checked without decoding."""
+    source = _read_packed(data, num_classes) if data.endswith(".npz") else _read_folder(data, num_classes)
+    wrong = np.unique(source.labels[(source.labels < 0) | (source.labels >= num_classes)]).tolist()
+    if wrong:
+        shown = ", ".join(map(str, wrong[:5])) + (", ..." if len(wrong) > 5 else "")
+        raise ValueError(
+            f"{data} has labels {shown}, but the labels of {num_classes} classes are 0 to {num_classes - 1}"
+        )
+    check_split(int((~source.is_test).sum()), data, "train")
+    check_split(int(source.is_test.sum()), data, "test")
+    return source
+
+
+@functools.cache
+def splits(data: str, num_classes: int, num_validation: int) -> dict[str, Array]:
+    """The images of each split. Those for validation are drawn from the training images, the same ones each time."""
+    source = load(data, num_classes)
+    train = np.flatnonzero(~source.is_test)
+    if not 0 < num_validation < len(train) - 1:
+        raise ValueError(
+            f"num_validation is {num_validation}, but {data} has {len(train)} training images, of which at least one "
+            f"is to validate with and two are to train on"
+        )
+    is_validation = np.zeros(len(train), dtype=bool)
+    is_validation[np.random.default_rng(0).permutation(len(train))[:num_validation]] = True
+    return {
+        "train": train[~is_validation],
+        "validation": train[is_validation],
+        "test": np.flatnonzero(source.is_test),
+    }
+
+
+class Skipped:
+    """Images that could not be read; each counts once, however many epochs meet it."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._records = BadRecords(source.where, len(source.labels))
+        self._seen: set[int] = set()
+
+    def add(self, index: int, why: str) -> None:
+        if index not in self._seen:
+            self._seen.add(index)
+            self._records.skip(self._source.name(index), why)
+
+
+@functools.cache
+def skipped(data: str, num_classes: int) -> Skipped:
+    """The one account of a source's bad images."""
+    return Skipped(load(data, num_classes))
+
+
+def _read_folder(data: str, num_classes: int) -> Folder:
+    train, test = (find(data, name, layout=LAYOUT) for name in ("train", "val"))
+    classes = _class_folders(train)
+    _check_classes(f"{data}: train", len(classes), num_classes)
+    if foreign := set(_class_folders(test)) - set(classes):
+        raise ValueError(f"{data}: val has the class {min(foreign)!r}, which train has not; remove it, or add it there")
+    paths, labels, is_test = [], [], []
+    for split in (train, test):
+        for label, name in enumerate(classes):
+            found = [f"{split.name}/{name}/{file}" for file in _image_files(split / name)]
+            paths += found
+            labels += [label] * len(found)
+            is_test += [split is test] * len(found)
+    return Folder(data, paths, np.array(labels, dtype=np.int64), np.array(is_test, dtype=bool))
+
+
+def _class_folders(split: Path) -> list[str]:
+    with os.scandir(split) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir())
+
+
+def _image_files(folder: Path) -> list[str]:
+    """Sorted, because the order of a listing is the disk's; a class that val does not have is no folder there."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES))
+
+
+def _read_packed(data: str, num_classes: int) -> Packed:
+    path = find(data, "", layout=LAYOUT)
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in PACKED}
+    except KeyError as error:
+        raise ValueError(f"{data} has no array {error.args[0]}; a packed file has {', '.join(PACKED)}") from error
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:  # TypeError: a single array
+        raise ValueError(f"{data} cannot be read ({error}); expected is an .npz with {', '.join(PACKED)}") from error
+    _check_packed(data, found)
+    _check_classes(data, len(found["classes"]), num_classes)
+    labels, is_test = found["labels"].astype(np.int64), found["split"] == 1
+    return Packed(data, found["data"], found["offsets"].astype(np.int64), labels, is_test)
+
+
+def _check_packed(data: str, found: dict[str, Array]) -> None:
+    for name, array in found.items():
+        if array.ndim != 1:
+            raise ValueError(f"{data}: {name} has {array.ndim} axes, but must have one")
+    offsets, count = found["offsets"], len(found["labels"])
+    if len(offsets) != count + 1 or len(found["split"]) != count:
+        raise ValueError(
+            f"{data} has {count} labels, {len(found['split'])} splits and {len(offsets)} offsets, but there must be as "
+            f"many splits as labels, and one offset more"
+        )
+    if offsets[0] < 0 or offsets[-1] > len(found["data"]) or (np.diff(offsets.astype(np.int64)) < 0).any():
+        raise ValueError(f"{data}: offsets must rise, and not beyond the {len(found['data'])} bytes of data")
+    if wrong := sorted(set(found["split"].tolist()) - {0, 1}):
+        raise ValueError(f"{data}: split has {wrong[0]}, but must be 0 (train) or 1 (test)")
+
+
+def _check_classes(where: str, found: int, num_classes: int) -> None:
+    if found != num_classes:
+        raise ValueError(f"{where} has {found} classes, but num_classes is {num_classes}: set task.num_classes={found}")

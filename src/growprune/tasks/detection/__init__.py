@@ -1,0 +1,137 @@
+"""Object detection: SSD300 on data in the format of COCO."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from growprune.tasks.classification.resnet import Name
+from growprune.tasks.detection import augment
+from growprune.tasks.detection.anchors import IMAGE_SIZE, default_boxes
+from growprune.tasks.detection.boxes import Detections, detect
+from growprune.tasks.detection.coco import Scene
+from growprune.tasks.detection.images import Album, Pictures, album
+from growprune.tasks.detection.loss import multibox_loss
+from growprune.tasks.detection.score import coco_numbers
+from growprune.tasks.detection.ssd import SSD
+from growprune.tasks.task import Split
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""Images, (B, 3, 300, 300); corners of their objects in shares of the image, (B, M, 4); labels, (B, M), 0 for none."""
+
+
+@dataclass(frozen=True)
+class Detection:
+    """Find objects in images."""
+
+    data: str = ""
+    """The folder; see coco.py for what is in it."""
+    num_classes: int = 80
+    """Categories of the data, without the background."""
+    depth: Name = "resnet50"
+    """The backbone."""
+    width: int = 64
+    """Channels of the first convolution; all others go with it."""
+    batch_size: int = 32
+    """At most; the images of an epoch are dealt out evenly."""
+    num_validation: int = 2000
+    """Training images to validate on, where the data has no labelled test split and `val` is the test split."""
+    zoom_out: float = 1.0
+    """Half of the training images are laid on a canvas whose sides are up to so many times theirs: 1 for none."""
+    jitter: float = 1.0
+    """How strongly colours vary in training; 0 for not at all."""
+    workers: int = 4
+    """Processes that decode images, where these are too many to be held in memory."""
+
+    metric = "map"
+
+    def __post_init__(self) -> None:
+        least = {"num_classes": 1, "width": 1, "batch_size": 2, "zoom_out": 1, "jitter": 0, "workers": 0}
+        for name, limit in least.items():
+            if getattr(self, name) < limit:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {limit} or more")
+
+    def build_model(self) -> nn.Module:
+        return SSD(self.depth, width=self.width, num_classes=self.num_classes)
+
+    def example(self) -> Tensor:
+        return torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE)
+
+    def num_batches(self) -> int:
+        number = len(self._album("train").scenes)
+        # A batch of one image could not be normalised where the feature map has one cell.
+        return max(1, min(-(-number // self.batch_size), number // 2))
+
+    def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Batch]:
+        train = self._album("train")
+        order = np.random.default_rng(seed).permutation(len(train.scenes))
+        batches = np.array_split(order, self.num_batches())
+        all_boxes, all_labels = train.targets
+        for number, (pixels, sizes, good) in enumerate(train.pictures(batches[start:], device), start=start):
+            indices = torch.from_numpy(batches[number])
+            labels = all_labels[indices].where(good.unsqueeze(1), 0)
+            most = max(1, int((labels > 0).sum(1).max()))
+            generator = np.random.default_rng((seed, number))
+            yield self._augment(generator, pixels, sizes, all_boxes[indices, :most], labels[:, :most])
+
+    def _augment(
+        self, generator: np.random.Generator, pixels: Tensor, sizes: Tensor, boxes: Tensor, labels: Tensor
+    ) -> Batch:
+        views = augment.draw_views(generator, boxes, labels, zoom_out=self.zoom_out)
+        mirrored = torch.from_numpy(generator.random(len(boxes)) < 0.5)
+        colours = augment.draw_colours(generator, len(boxes), strength=self.jitter)
+        boxes, labels = augment.crop_boxes(boxes, labels, views, mirrored)
+        views, mirrored, colours, boxes, labels = (
+            tensor.to(pixels.device, non_blocking=True) for tensor in (views, mirrored, colours, boxes, labels)
+        )
+        images = augment.show(pixels, sizes, views, mirrored)
+        return augment.normalise(augment.colour(images, colours)), boxes, labels
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        images, boxes, labels = batch
+        offsets, logits = model(images)
+        return multibox_loss(offsets, logits, boxes, labels, default_boxes(images.device))
+
+    def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
+        """The twelve numbers of COCO, in percent."""
+        held_out = self._album(split)
+        indices = np.arange(len(held_out.scenes))
+        batches = np.array_split(indices, -(-len(indices) // self.batch_size))
+        scenes: list[Scene] = []
+        found: list[npt.NDArray[np.float64]] = []
+        for batch, pictures in zip(batches, held_out.pictures(batches, device), strict=True):
+            seen = [held_out.scenes[index] for index in batch]
+            readable = pictures.good.tolist()
+            found += itertools.compress(_in_pixels(_find(model, pictures), seen), readable)
+            scenes += itertools.compress(seen, readable)
+        return coco_numbers(scenes, found, num_classes=self.num_classes)
+
+    def _album(self, split: str) -> Album:
+        options = {"num_classes": self.num_classes, "num_validation": self.num_validation, "workers": self.workers}
+        return album(self.data, split, **options)
+
+
+def _find(model: nn.Module, pictures: Pictures) -> Detections:
+    device = pictures.pixels.device
+    whole = torch.tensor((0.0, 0.0, 1.0, 1.0), device=device).expand(len(pictures.pixels), -1)
+    mirrored = torch.zeros(len(whole), dtype=torch.bool, device=device)
+    images = augment.normalise(augment.show(pictures.pixels, pictures.sizes, whole, mirrored))
+    offsets, logits = model(images)
+    return detect(offsets, logits, default_boxes(device))
+
+
+def _in_pixels(seen: Detections, scenes: Sequence[Scene]) -> list[npt.NDArray[np.float64]]:
+    """The detections of each scene as (x, y, width, height, score, label)."""
+    boxes, scores, labels = (tensor.double().cpu().numpy() for tensor in seen)
+    tables = []
+    for scene, corners, score, label in zip(scenes, boxes, scores, labels, strict=True):
+        kept = corners[score > 0] * (scene.width, scene.height, scene.width, scene.height)
+        sides = kept[:, 2:] - kept[:, :2]
+        tables.append(np.column_stack((kept[:, :2], sides, score[score > 0], label[score > 0])))
+    return tables

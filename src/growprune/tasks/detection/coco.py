@@ -1,0 +1,213 @@
+"""Reading annotations in the format of COCO, and cutting them into splits."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from growprune.tasks.records import BadRecords, check_split, find
+
+LAYOUT = (
+    "DIR/annotations/{train,val}.json, and test.json if there is a labelled test split, with the images in "
+    "DIR/{train,val,test}/; or COCO 2017 as it is: DIR/annotations/instances_{train,val}2017.json and "
+    "DIR/{train,val}2017/"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """An image and what is annotated in it."""
+
+    image_id: int
+    path: Path
+    width: int
+    height: int
+    boxes: npt.NDArray[np.float64]
+    """x, y, width, height in pixels, as the file has them, (n, 4)."""
+    labels: npt.NDArray[np.int64]
+    """From 1, in the order of the category ids, (n)."""
+    areas: npt.NDArray[np.float64]
+    crowds: npt.NDArray[np.bool_]
+    """True for a region of many objects: nothing to train on, and neither right nor wrong to find."""
+
+
+@functools.cache
+def load(data: str, *, num_classes: int, num_validation: int) -> dict[str, tuple[Scene, ...]]:
+    """The splits train, validation and test.
+
+    A data set with a labelled test split has all three. Otherwise, as with COCO, `val` is the test split and
+    `num_validation` images of `train` are the validation split, the same ones for every run.
+    """
+    names = ("train", "val", "test")
+    if (Path(data) / "annotations/instances_train2017.json").exists():
+        files = {name: (f"annotations/instances_{name}2017.json", f"{name}2017") for name in names}
+    else:
+        files = {name: (f"annotations/{name}.json", name) for name in names}
+    if not (Path(data) / files["test"][0]).exists():
+        del files["test"]
+    splits: dict[str, tuple[Scene, ...]] = {}
+    ids: list[int] = []
+    for name, (file, folder) in files.items():
+        source = find(data, file, layout=LAYOUT)
+        categories, splits[name] = read(source, find(data, folder, layout=LAYOUT))
+        check_split(len(splits[name]), source, name)
+        ids = ids or categories
+        if len(ids) != num_classes:
+            raise ValueError(f"{source} has {len(ids)} categories, not {num_classes}: set num_classes to {len(ids)}")
+        if categories != ids:
+            raise ValueError(
+                f"{source} has the category ids {categories}, and the training split {ids}: make them alike"
+            )
+    if "test" in splits:
+        return {"train": splits["train"], "validation": splits["val"], "test": splits["test"]}
+    train, validation = _draw(splits["train"], num_validation, data)
+    return {"train": train, "validation": validation, "test": splits["val"]}
+
+
+def _draw(scenes: tuple[Scene, ...], number: int, data: str) -> tuple[tuple[Scene, ...], tuple[Scene, ...]]:
+    if not 0 < number < len(scenes):
+        raise ValueError(
+            f"{data} has no labelled test split, so {number} of its {len(scenes)} training images would be the "
+            f"validation split: set num_validation between 1 and {len(scenes) - 1}"
+        )
+    drawn = set(np.random.default_rng(0).permutation(len(scenes))[:number].tolist())
+    train = tuple(scene for index, scene in enumerate(scenes) if index not in drawn)
+    return train, tuple(scenes[index] for index in sorted(drawn))
+
+
+def read(source: Path, folder: Path) -> tuple[list[int], tuple[Scene, ...]]:
+    """The category ids and the scenes of an annotation file, whose images are in `folder`."""
+    content = _parse(source)
+    labels = _labels(content["categories"], source)
+    bad = BadRecords(source, len(content["images"]) + len(content["annotations"]))
+    images = _images(content["images"], bad)
+    rows: dict[int, list[tuple[float, ...]]] = {identity: [] for identity in images}
+    for number, record in enumerate(content["annotations"]):
+        try:
+            rows[_image_of(record, images)].append(_row(record, images, labels))
+        except ValueError as error:
+            bad.skip(_name("annotation", number, record), error)
+    return list(labels), tuple(_scene(image, folder, rows[identity]) for identity, image in images.items())
+
+
+def _parse(source: Path) -> dict[str, list[Any]]:
+    try:
+        content: Any = json.loads(source.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{source} is no JSON: {error.msg} in line {error.lineno}, column {error.colno} (character {error.pos}); "
+            f"copy or make it again"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is no JSON: byte {error.start} is not UTF-8; copy or make it again") from error
+    names = ("images", "annotations", "categories")
+    for name in names:
+        if not isinstance(content, dict) or not isinstance(content.get(name), list):
+            raise ValueError(f"{source} has no list {name!r}; a COCO file has images, annotations and categories")
+    return {name: content[name] for name in names}
+
+
+def _labels(categories: list[Any], source: Path) -> dict[int, int]:
+    """Category ids, which may have gaps, to labels without: 1, 2, 3, ..."""
+    try:
+        ids = [_whole(category, "id") for category in categories]
+    except ValueError as error:
+        raise ValueError(f"{source}: a category has no id: {error}") from error
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"{source}: two categories have the same id; give each its own")
+    return {identity: label for label, identity in enumerate(sorted(ids), start=1)}
+
+
+def _images(records: list[Any], bad: BadRecords) -> dict[int, dict[str, Any]]:
+    images: dict[int, dict[str, Any]] = {}
+    for number, record in enumerate(records):
+        try:
+            identity = _whole(record, "id")
+            if identity in images:
+                raise ValueError(f"the image {images[identity]['file_name']} has the same id")
+            if min(_whole(record, "width"), _whole(record, "height")) < 1:
+                raise ValueError(f"its size is {record['width']} x {record['height']} pixels")
+            if not isinstance(record.get("file_name"), str):
+                raise ValueError(f"file_name is {record.get('file_name')!r}, not a name")
+            images[identity] = record
+        except ValueError as error:
+            bad.skip(_name("image", number, record), error)
+    return images
+
+
+def _image_of(record: Any, images: dict[int, dict[str, Any]]) -> int:
+    identity = _whole(record, "image_id")
+    if identity not in images:
+        raise ValueError(f"there is no image with the id {identity}")
+    return identity
+
+
+def _row(record: Any, images: dict[int, dict[str, Any]], labels: dict[int, int]) -> tuple[float, ...]:
+    """x, y, width, height, label, area, crowd of an annotation."""
+    image, category = images[record["image_id"]], _whole(record, "category_id")
+    if category not in labels:
+        raise ValueError(f"there is no category with the id {category}")
+    box = record.get("bbox")
+    if not isinstance(box, list) or len(box) != 4 or not all(_is_number(value) for value in box):
+        raise ValueError(f"bbox is {box!r}, not four numbers x, y, width, height")
+    x, y, width, height = box
+    if width <= 0 or height <= 0:
+        raise ValueError(f"its box {box} has no size")
+    if x >= image["width"] or y >= image["height"] or x + width <= 0 or y + height <= 0:
+        raise ValueError(f"its box {box} is outside of the image of {image['width']} x {image['height']} pixels")
+    area = record.get("area", width * height)
+    return (*box, labels[category], area if _is_number(area) else width * height, bool(record.get("iscrowd", 0)))
+
+
+def _scene(image: dict[str, Any], folder: Path, rows: list[tuple[float, ...]]) -> Scene:
+    table = np.asarray(rows, dtype=np.float64).reshape(-1, 7)
+    return Scene(
+        image_id=image["id"],
+        path=folder / image["file_name"],
+        width=image["width"],
+        height=image["height"],
+        boxes=table[:, :4],
+        labels=table[:, 4].astype(np.int64),
+        areas=table[:, 5],
+        crowds=table[:, 6] > 0,
+    )
+
+
+def targets(scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
+    """What to find in each scene, crowds left out: corners in shares of the image, (N, M, 4), and labels, (N, M)."""
+    wanted = [~scene.crowds for scene in scenes]
+    most = max(1, max((int(want.sum()) for want in wanted), default=0))
+    boxes, labels = torch.zeros(len(scenes), most, 4), torch.zeros(len(scenes), most, dtype=torch.int64)
+    for index, (scene, want) in enumerate(zip(scenes, wanted, strict=True)):
+        x, y, width, height = scene.boxes[want].T
+        shares = np.stack(
+            (x / scene.width, y / scene.height, (x + width) / scene.width, (y + height) / scene.height), 1
+        )
+        boxes[index, : len(x)] = torch.from_numpy(shares.clip(0, 1))
+        labels[index, : len(x)] = torch.from_numpy(scene.labels[want])
+    return boxes, labels
+
+
+def _whole(record: Any, field: str) -> int:
+    value = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{field} is {value!r}, not a whole number")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9
+
+
+def _name(kind: str, number: int, record: Any) -> str:
+    identity = record.get("id", "none") if isinstance(record, dict) else "none"
+    return f"{kind} number {number} (id {identity})"

@@ -1,0 +1,175 @@
+"""Pictures from a disk: decoded once and held, or, if they are too many, read when they are needed."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from growprune.tasks.detection.coco import Scene, load, targets
+from growprune.tasks.records import BadRecords, check_split
+
+MAX_HELD_BYTES = 10**9
+"""A split whose pictures take less, side by side, is held in memory, on the device that uses it."""
+LONGEST_SIDE = 640
+"""Larger pictures are made smaller as they are read: COCO has none, and the model sees 300 pixels of them."""
+
+
+Indices = npt.NDArray[np.int64]
+
+
+class Pictures(NamedTuple):
+    """Some pictures in one tensor, each in its upper left corner."""
+
+    pixels: Tensor
+    """uint8, (B, 3, H, W)"""
+    sizes: Tensor
+    """Height and width of each, (B, 2)."""
+    good: Tensor
+    """False where a picture could not be read, (B), on the CPU."""
+
+
+class Album:
+    """A split: its scenes, and a way to their pictures."""
+
+    def __init__(self, scenes: Sequence[Scene]) -> None:
+        self.scenes = scenes
+
+    @functools.cached_property
+    def targets(self) -> tuple[Tensor, Tensor]:
+        return targets(self.scenes)
+
+    def pictures(self, batches: Sequence[Indices], device: torch.device) -> Iterator[Pictures]:
+        """The pictures of each batch of scenes, given by their positions."""
+        raise NotImplementedError
+
+
+@functools.cache
+def album(data: str, split: str, *, num_classes: int, num_validation: int, workers: int) -> Album:
+    """The album of a split; pictures that cannot be read are named, and left out."""
+    scenes = load(data, num_classes=num_classes, num_validation=num_validation)[split]
+    bad = BadRecords(scenes[0].path.parent, len(scenes))
+    shown = [_shown(scene.width, scene.height) for scene in scenes]
+    widest, highest = (max(sides) for sides in zip(*shown, strict=True))
+    if 3 * widest * highest * len(scenes) >= MAX_HELD_BYTES:
+        return Streamed(scenes, workers, bad)
+    held = _hold(scenes, bad)
+    check_split(len(held.scenes), scenes[0].path.parent, split)
+    return held
+
+
+class Held(Album):
+    """All pictures of a split, decoded."""
+
+    def __init__(self, scenes: Sequence[Scene], pictures: Pictures) -> None:
+        super().__init__(scenes)
+        self._on = {torch.device("cpu"): pictures}
+
+    def pictures(self, batches: Sequence[Indices], device: torch.device) -> Iterator[Pictures]:
+        if device not in self._on:
+            pixels, sizes, good = self._on[torch.device("cpu")]
+            self._on[device] = Pictures(pixels.to(device), sizes.to(device), good)
+        pixels, sizes, good = self._on[device]
+        for batch in batches:
+            here = torch.from_numpy(batch)
+            there = here.to(device, non_blocking=True)
+            yield Pictures(pixels[there], sizes[there], good[here])
+
+
+def _hold(scenes: Sequence[Scene], bad: BadRecords) -> Held:
+    kept, decoded = [], []
+    for scene in scenes:
+        picture = decode(scene)
+        if isinstance(picture, str):
+            bad.skip(scene.path.name, picture)
+        else:
+            kept.append(scene)
+            decoded.append(picture)
+    return Held(kept, _lay_out(decoded))
+
+
+class Streamed(Album):
+    """Pictures that are read when they are needed, by `workers` processes."""
+
+    def __init__(self, scenes: Sequence[Scene], workers: int, bad: BadRecords) -> None:
+        super().__init__(scenes)
+        self.workers, self.bad = workers, bad
+
+    def pictures(self, batches: Sequence[Indices], device: torch.device) -> Iterator[Pictures]:
+        loader = DataLoader(
+            _Decoder(self.scenes),
+            batch_sampler=[batch.tolist() for batch in batches],
+            num_workers=min(self.workers, os.cpu_count() or 1),
+            collate_fn=_collate,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # the global one would be moved on each time an epoch is entered
+        )
+        for (pixels, sizes, good), errors in loader:
+            for name, error in errors:
+                self.bad.skip(name, error)
+            yield Pictures(pixels.to(device, non_blocking=True), sizes.to(device, non_blocking=True), good)
+
+
+class _Decoder(Dataset[tuple[str, Tensor | str]]):
+    def __init__(self, scenes: Sequence[Scene]) -> None:
+        self.scenes = scenes
+
+    def __getitem__(self, index: int) -> tuple[str, Tensor | str]:
+        return self.scenes[index].path.name, decode(self.scenes[index])
+
+
+def _collate(items: list[tuple[str, Tensor | str]]) -> tuple[Pictures, list[tuple[str, str]]]:
+    errors = [(name, item) for name, item in items if isinstance(item, str)]
+    blank = torch.zeros(3, 1, 1, dtype=torch.uint8)
+    pixels, sizes, _ = _lay_out([blank if isinstance(item, str) else item for _, item in items])
+    good = torch.tensor([not isinstance(item, str) for _, item in items])
+    return Pictures(pixels, sizes, good), errors
+
+
+def _lay_out(pictures: Sequence[Tensor]) -> Pictures:
+    sizes = torch.tensor([picture.shape[1:] for picture in pictures]).view(-1, 2)
+    highest, widest = sizes.amax(0).tolist() if len(pictures) else (0, 0)
+    pixels = torch.zeros(len(pictures), 3, highest, widest, dtype=torch.uint8)
+    for index, picture in enumerate(pictures):
+        pixels[index, :, : picture.shape[1], : picture.shape[2]] = picture
+    return Pictures(pixels, sizes, torch.ones(len(pictures), dtype=torch.bool))
+
+
+def decode(scene: Scene) -> Tensor | str:
+    """A picture as (3, height, width), or why there is none."""
+    image_module = _pillow()
+    try:
+        with image_module.open(scene.path) as image:
+            if image.size != (scene.width, scene.height):
+                said = f"{scene.width} x {scene.height}"
+                return f"it has {image.size[0]} x {image.size[1]} pixels, and its annotation says {said}"
+            image.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))  # lets JPEG skip detail that would be thrown away
+            pixels = image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
+        return f"it cannot be decoded ({error})" if Path(scene.path).exists() else "there is no such file"
+    size = _shown(scene.width, scene.height)
+    if pixels.size != size:
+        pixels = pixels.resize(size, image_module.Resampling.BILINEAR)
+    return torch.from_numpy(np.array(pixels)).permute(2, 0, 1)
+
+
+def _shown(width: int, height: int) -> tuple[int, int]:
+    """Width and height of a picture as it is held."""
+    scale = min(1.0, LONGEST_SIDE / max(width, height))
+    return max(1, round(width * scale)), max(1, round(height * scale))
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ValueError("pictures are read with Pillow: pip install 'growprune[detection]'") from error
+    return Image

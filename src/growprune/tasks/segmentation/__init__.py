@@ -1,0 +1,105 @@
+"""Part segmentation of 3D shapes: every point of a ShapeNet object is told which part it belongs to, by PointNet++."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growprune.tasks.segmentation import shapenet
+from growprune.tasks.segmentation.categories import NUM_CATEGORIES, NUM_PARTS
+from growprune.tasks.segmentation.miou import mean_ious, predict, shape_ious
+from growprune.tasks.segmentation.pointnet2 import NUM_CENTRES, PointNet2, scaled
+from growprune.tasks.segmentation.sampling import Batch, draw, evaluation_set, mixed, shapes_on
+from growprune.tasks.task import Split
+
+
+@dataclass(frozen=True)
+class PartSegmentation:
+    """Find the parts of ShapeNet's objects: 50 parts of 16 categories, which the model is told."""
+
+    data: str = ""
+    """The folder of the benchmark with normals, its parent, or a zip file of it; see shapenet.py."""
+    num_points: int = 2048
+    """How many points of a shape the model sees; drawn anew each epoch, the same each time in evaluation."""
+    use_normals: bool = True
+    batch_size: int = 32
+    width: float = 1.0
+    """Scales the numbers of channels."""
+    detail: float = 1.0
+    """Scales the numbers of centres (512, then 128) and of their neighbours (32 to 128)."""
+    dropout: float = 0.5
+    scale: tuple[float, float] = (0.8, 1.25)
+    """A shape is trained on at a random size between these."""
+    shift: float = 0.1
+    """And moved by up to this along each axis."""
+    votes: int = 1
+    """In evaluation, how many times a shape is looked at, each with other centres; the logits are added."""
+
+    metric = "instance_miou"
+
+    def __post_init__(self) -> None:
+        for name in ("num_points", "batch_size", "width", "detail", "votes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be above 0")
+        if self.num_points < (centres := scaled(NUM_CENTRES[0], self.detail)):
+            raise ValueError(f"num_points is {self.num_points}, but the model picks {centres} of them: lower detail")
+
+    def build_model(self) -> nn.Module:
+        return PointNet2(
+            inputs=6 if self.use_normals else 3,
+            num_categories=NUM_CATEGORIES,
+            num_parts=NUM_PARTS,
+            width=self.width,
+            detail=self.detail,
+            dropout=self.dropout,
+        )
+
+    def example(self) -> tuple[Tensor, Tensor]:
+        return torch.zeros(1, self.num_points, 6 if self.use_normals else 3), torch.zeros(1, dtype=torch.long)
+
+    def num_batches(self) -> int:
+        return -(-len(shapenet.shapes_of(self.data, "train")) // self.batch_size)
+
+    def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Batch]:
+        shapes = shapes_on(self.data, "train", device)
+        order = torch.from_numpy(np.random.default_rng(seed).permutation(len(shapes.counts)))
+        for number, indices in list(enumerate(torch.split(order, self.batch_size)))[start:]:
+            generator = torch.Generator(device).manual_seed(mixed(seed, number))
+            points, categories, labels = draw(shapes, indices.to(device), self.num_points, generator)
+            yield self._augment(self._seen(points), generator), categories, labels
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        points, categories, labels = batch
+        logits = model(points, categories).float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # with points flat it is deterministic on CUDA
+
+    def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
+        whole = evaluation_set(self.data, split, self.num_points, device)
+        ious, accuracies = [], []
+        for points, categories, labels in zip(*(torch.split(t, self.batch_size) for t in whole), strict=True):
+            predicted = predict(self._logits(model, self._seen(points), categories), categories)
+            ious.append(shape_ious(predicted, labels, categories))
+            accuracies.append((predicted == labels).double().mean(1))
+        instance, by_class = mean_ious(torch.cat(ious), whole[1])
+        accuracy = float(torch.cat(accuracies).mean())
+        return {"instance_miou": 100 * instance, "class_miou": 100 * by_class, "accuracy": 100 * accuracy}
+
+    def _logits(self, model: nn.Module, points: Tensor, categories: Tensor) -> Tensor:
+        """Added up over the votes, each of which starts choosing centres at another point."""
+        shifts = [vote * self.num_points // self.votes for vote in range(self.votes)]
+        votes = [model(points.roll(-n, 1), categories).float().roll(n, 1) for n in shifts]
+        return torch.stack(votes).sum(0)
+
+    def _seen(self, points: Tensor) -> Tensor:
+        return points if self.use_normals else points[..., :3]
+
+    def _augment(self, points: Tensor, generator: torch.Generator) -> Tensor:
+        draws = torch.rand(len(points), 1, 4, generator=generator, device=points.device)
+        low, high = self.scale
+        xyz = points[..., :3] * (low + (high - low) * draws[..., :1]) + self.shift * (2 * draws[..., 1:] - 1)
+        return torch.cat([xyz, points[..., 3:]], 2)

@@ -1,0 +1,155 @@
+"""PointNet++ for part segmentation with multi-scale grouping (Qi et al., NeurIPS 2017), as wide as its common port.
+
+Features travel as rows, (B, points, channels). A group is gathered as rows too and seen as an image in channels-last
+order, groups x neighbours, so that the shared layers, 1x1 convolutions, need no copy of it. Convolutions before a norm
+have no bias, which the norm would only take off again; the port has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from growprune.tasks.segmentation.points import ball_query, farthest_points, interpolate, rows, squared_distances
+
+
+class Scale(NamedTuple):
+    """One of the sizes of neighbourhoods at which a set abstraction looks."""
+
+    radius: float
+    num_neighbours: int
+    widths: tuple[int, ...]
+
+
+SA1 = (Scale(0.1, 32, (32, 32, 64)), Scale(0.2, 64, (64, 64, 128)), Scale(0.4, 128, (64, 96, 128)))
+SA2 = (Scale(0.4, 64, (128, 128, 256)), Scale(0.8, 128, (128, 196, 256)))
+NUM_CENTRES = (512, 128)
+
+
+class PointNet2(nn.Module):
+    """Takes points (B, N, inputs), xyz first, and categories (B,); gives logits of parts, (B, N, num_parts).
+
+    Args:
+        width: scales all numbers of channels.
+        detail: scales the numbers of centres and of neighbours.
+    """
+
+    def __init__(
+        self, *, inputs: int, num_categories: int, num_parts: int, width: float, detail: float, dropout: float
+    ) -> None:
+        super().__init__()
+        self.num_categories = num_categories
+
+        def wide(*channels: int) -> tuple[int, ...]:
+            return tuple(scaled(channel, width) for channel in channels)
+
+        def scales(full: Sequence[Scale]) -> list[Scale]:
+            return [Scale(s.radius, scaled(s.num_neighbours, detail), wide(*s.widths)) for s in full]
+
+        self.sa1 = SetAbstraction(inputs, scaled(NUM_CENTRES[0], detail), scales(SA1))
+        self.sa2 = SetAbstraction(self.sa1.outputs, scaled(NUM_CENTRES[1], detail), scales(SA2))
+        self.sa3 = GlobalAbstraction(self.sa2.outputs, wide(256, 512, 1024))
+        self.fp3 = FeaturePropagation(self.sa2.outputs + self.sa3.outputs, wide(256, 256))
+        self.fp2 = FeaturePropagation(self.sa1.outputs + self.fp3.outputs, wide(256, 128))
+        self.fp1 = FeaturePropagation(num_categories + 3 + inputs + self.fp2.outputs, wide(128, 128))
+        (hidden,) = wide(128)
+        self.conv1 = nn.Conv1d(self.fp1.outputs, hidden, 1, bias=False)
+        self.bn1 = nn.BatchNorm1d(hidden)
+        self.drop1 = nn.Dropout(dropout)
+        self.conv2 = nn.Conv1d(hidden, num_parts, 1)
+        self.apply(_initialise)
+
+    def forward(self, points: Tensor, categories: Tensor) -> Tensor:
+        xyz = points[..., :3].contiguous()
+        xyz1, features1 = self.sa1(xyz, points)
+        xyz2, features2 = self.sa2(xyz1, features1)
+        xyz3, features3 = self.sa3(xyz2, features2)
+        features2 = self.fp3(xyz2, xyz3, features2, features3)
+        features1 = self.fp2(xyz1, xyz2, features1, features2)
+        skip = torch.cat([self._one_hot(categories, points), xyz, points], 2)
+        features = self.fp1(xyz, xyz1, skip.to(features1.dtype), features1)
+        hidden = torch.relu(self.bn1(self.conv1(features.transpose(1, 2))))
+        return self.conv2(self.drop1(hidden)).transpose(1, 2)  # type: ignore[no-any-return]  # (B, N, num_parts)
+
+    def _one_hot(self, categories: Tensor, points: Tensor) -> Tensor:
+        known = torch.arange(self.num_categories, device=categories.device)
+        return (categories[:, None, None] == known).to(points.dtype).expand(-1, points.shape[1], -1)
+
+
+class SetAbstraction(nn.Module):
+    """Chooses centres, and gives each features of its neighbourhoods at several scales."""
+
+    def __init__(self, inputs: int, num_centres: int, scales: Sequence[Scale]) -> None:
+        super().__init__()
+        self.num_centres = num_centres
+        self.scales = tuple((scale.radius, scale.num_neighbours) for scale in scales)
+        self.branches = nn.ModuleList(shared_layers(inputs + 3, scale.widths, dims=2) for scale in scales)
+        self.outputs = sum(scale.widths[-1] for scale in scales)
+
+    def forward(self, xyz: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            centres = rows(xyz, farthest_points(xyz, self.num_centres))  # (B, S, 3)
+            distances = squared_distances(centres, xyz)  # (B, S, N)
+            groups = [ball_query(distances, radius, num_neighbours) for radius, num_neighbours in self.scales]
+        pooled = []
+        for group, branch in zip(groups, self.branches, strict=True):
+            image = group_rows(xyz, features, centres, group).permute(0, 3, 1, 2)  # (B, C, S, K)
+            pooled.append(branch(image).max(3).values)
+        return centres, torch.cat(pooled, 1).transpose(1, 2)  # (B, S, C')
+
+
+class GlobalAbstraction(nn.Module):
+    """Gives the whole cloud one vector of features, at the origin."""
+
+    def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = shared_layers(3 + inputs, widths, dims=1)
+        self.outputs = widths[-1]
+
+    def forward(self, xyz: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.cat([xyz.to(features.dtype), features], 2)
+        pooled = self.layers(both.transpose(1, 2)).max(2).values  # (B, C')
+        return torch.zeros_like(xyz[:, :1]), pooled.unsqueeze(1)
+
+
+class FeaturePropagation(nn.Module):
+    """Carries features from a coarser set of points back to a finer one, next to those the finer one had."""
+
+    def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = shared_layers(inputs, widths, dims=1)
+        self.outputs = widths[-1]
+
+    def forward(self, xyz: Tensor, coarse: Tensor, skip: Tensor, features: Tensor) -> Tensor:
+        both = torch.cat([skip, interpolate(xyz, coarse, features)], 2)
+        return self.layers(both.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]  # (B, N, C')
+
+
+def group_rows(xyz: Tensor, features: Tensor, centres: Tensor, group: Tensor) -> Tensor:
+    """What a neighbourhood is: the features of each neighbour, then its place as seen from the centre."""
+    offsets = rows(xyz, group) - centres.unsqueeze(2)
+    return torch.cat([rows(features, group), offsets.to(features.dtype)], 3)  # (B, S, K, C + 3)
+
+
+def shared_layers(inputs: int, widths: Sequence[int], *, dims: int) -> nn.Sequential:
+    """Layers that see every point alike, as 1x1 convolutions over one or two axes of points."""
+    convolution, norm = (nn.Conv1d, nn.BatchNorm1d) if dims == 1 else (nn.Conv2d, nn.BatchNorm2d)
+    layers: list[nn.Module] = []
+    for width in widths:
+        layers += [convolution(inputs, width, 1, bias=False), norm(width), nn.ReLU(inplace=True)]
+        inputs = width
+    return nn.Sequential(*layers)
+
+
+def scaled(number: int, by: float) -> int:
+    return max(1, round(number * by))
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        nn.init.xavier_normal_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

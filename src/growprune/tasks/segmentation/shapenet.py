@@ -1,0 +1,221 @@
+"""Reading the ShapeNet part benchmark in its text layout, from a folder or straight from a zip file of it.
+
+synsetoffset2category.txt                                 a line for each category: its name, a tab, its synset
+<synset>/<id>.txt                                         a line for each point: x y z nx ny nz label
+train_test_split/shuffled_{train,val,test}_file_list.json ["shape_data/<synset>/<id>", ...]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from growprune.tasks.records import BadRecords, check_split, find
+from growprune.tasks.segmentation import cache
+from growprune.tasks.segmentation.categories import SYNSETS, parts_by_category
+
+NAME = "shapenetcore_partanno_segmentation_benchmark_v0_normal"
+INDEX = "synsetoffset2category.txt"
+LAYOUT = f"the folder {NAME} with {INDEX}, <synset>/<id>.txt and train_test_split/, or its parent, or a zip file of it"
+SPLITS = {"train": "train", "validation": "val", "test": "test"}
+COLUMNS = ("x", "y", "z", "nx", "ny", "nz", "label")
+VERSION = "1"
+"""Of what is cached; changes when reading does."""
+
+Reader = Callable[[str], bytes]
+UNREADABLE = (OSError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)
+"""What a file can raise that is not there, may not be read, or is damaged in its zip file."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The shapes of a split, their points one after another."""
+
+    points: NDArray[np.float32]
+    """(points of all shapes, 6): xyz, moved and scaled into the unit sphere shape by shape, and normals."""
+    labels: NDArray[np.uint8]
+    counts: NDArray[np.int64]
+    """How many points each shape has."""
+    categories: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+
+FIELDS = tuple(field.name for field in fields(Shapes))
+
+
+def shapes_of(data: str, split: str) -> Shapes:
+    """The shapes of a split, of which there is at least one."""
+    shapes = load(data)[split]
+    check_split(len(shapes), data, split)
+    return shapes
+
+
+@functools.cache
+def load(data: str) -> dict[str, Shapes]:
+    """The three splits; read once, and from the cache if the files are those of the last time."""
+    source = _locate(data)
+    if arrays := cache.load(source, VERSION):
+        return {split: Shapes(*(arrays[f"{split}.{k}"] for k in FIELDS)) for split in SPLITS}  # type: ignore[arg-type]
+    with _opened(source) as read:
+        shapes, num_bad = _read_all(data, read)
+    if not num_bad:  # what is bad is to be told every time
+        cache.save(source, VERSION, {f"{split}.{k}": getattr(shapes[split], k) for split in SPLITS for k in FIELDS})
+    return shapes
+
+
+def _locate(data: str) -> Path:
+    """The benchmark's own folder, or the zip file."""
+    source = find(data, ".", layout=LAYOUT)
+    return source / NAME if (source / NAME / INDEX).is_file() else source
+
+
+@contextlib.contextmanager
+def _opened(source: Path) -> Iterator[Reader]:
+    """A function that reads a file of the benchmark."""
+    if source.is_dir():
+        yield lambda relative: (source / relative).read_bytes()
+        return
+    try:
+        archive = zipfile.ZipFile(source)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise ValueError(f"{source} is no folder and no whole zip file ({error}); expected is {LAYOUT}") from error
+    with archive:
+        names = set(archive.namelist())
+        top = f"{NAME}/" if f"{NAME}/{INDEX}" in names else ""
+
+        def read(relative: str) -> bytes:
+            if top + relative not in names:
+                raise FileNotFoundError(relative)
+            return archive.read(top + relative)
+
+        yield read
+
+
+def _read_all(data: str, read: Reader) -> tuple[dict[str, Shapes], int]:
+    present = _read_index(data, read)
+    lists = {
+        split: _read_list(data, f"train_test_split/shuffled_{SPLITS[split]}_file_list.json", read) for split in SPLITS
+    }
+    bad = BadRecords(data, sum(map(len, lists.values())))
+    shapes = {}
+    for split, entries in lists.items():
+        read_shapes = []
+        for entry in entries:
+            try:
+                read_shapes.append(_read_shape(entry, present, read))
+            except ValueError as error:
+                bad.skip(entry, error)
+        shapes[split] = _together(read_shapes)
+    return shapes, bad.count
+
+
+def _read_index(data: str, read: Reader) -> set[str]:
+    """The synsets of the categories that are there."""
+    present = set()
+    for number, line in enumerate(_required(data, INDEX, read).splitlines(), 1):
+        if not line.strip():
+            continue
+        synset = line.split()[-1]
+        if synset not in SYNSETS:
+            raise ValueError(f"{data}: {INDEX} line {number} has {line!r}, which names none of {', '.join(SYNSETS)}")
+        present.add(synset)
+    return present
+
+
+def _read_list(data: str, relative: str, read: Reader) -> list[str]:
+    try:
+        entries = json.loads(_required(data, relative, read))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{data}: {relative} is no JSON ({error}); expected is a list of shapes") from error
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise ValueError(f"{data}: {relative} must be a list like ['shape_data/<synset>/<id>', ...]")
+    return entries
+
+
+def _required(data: str, relative: str, read: Reader) -> str:
+    try:
+        return read(relative).decode("utf-8", "replace")
+    except FileNotFoundError as error:
+        raise ValueError(f"{data} has no {relative}; expected is {LAYOUT}") from error
+    except UNREADABLE as error:
+        raise ValueError(f"{data}: {relative} cannot be read ({error}): get the file again") from error
+
+
+def _read_shape(entry: str, present: set[str], read: Reader) -> tuple[NDArray[np.float32], int]:
+    """The lines of a shape's file as a matrix, and its category."""
+    synset, _, name = entry.removeprefix("shape_data/").partition("/")
+    if "/" in name:
+        raise ValueError("expected is shape_data/<synset>/<id>")
+    if synset not in present:
+        raise ValueError(f"its category {synset!r} is not in {INDEX}")
+    try:
+        text = read(f"{synset}/{name}.txt").decode("latin-1")  # reads anything; what is no number is found later
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no {synset}/{name}.txt") from error
+    except UNREADABLE as error:
+        raise ValueError(f"{synset}/{name}.txt cannot be read ({error})") from error
+    category = list(SYNSETS).index(synset)
+    return _checked(_parse(text), category), category
+
+
+def _parse(text: str) -> NDArray[np.float32]:
+    lines = text.splitlines()
+    if not text.strip():
+        raise ValueError("the shape has no points")
+    try:
+        matrix = np.loadtxt(lines, dtype=np.float32, comments=None, ndmin=2)
+        if matrix.shape[1] == len(COLUMNS):
+            return matrix
+    except ValueError:
+        pass
+    raise ValueError(_first_bad(lines))
+
+
+def _first_bad(lines: list[str]) -> str:
+    """What is wrong with the first line that is no point."""
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if words and len(words) != len(COLUMNS):
+            return f"line {number} has {len(words)} columns, not the {len(COLUMNS)} of {' '.join(COLUMNS)}"
+        for word in words:
+            try:
+                np.float32(word)
+            except ValueError:
+                return f"line {number} has {word!r}, which is no number"
+    return "it cannot be read as numbers"
+
+
+def _checked(matrix: NDArray[np.float32], category: int) -> NDArray[np.float32]:
+    parts = parts_by_category()[category]
+    rows = ~np.isfinite(matrix).all(1)
+    if rows.any():
+        raise ValueError(f"point {rows.argmax() + 1} has a value that is not finite")
+    rows = ~np.isin(matrix[:, 6], parts)
+    if rows.any():
+        name = list(SYNSETS.values())[category][0]
+        raise ValueError(
+            f"point {rows.argmax() + 1} has label {matrix[rows.argmax(), 6]:g}; "
+            f"a shape of category {name} has {parts.start} to {parts.stop - 1}"
+        )
+    return matrix
+
+
+def _together(shapes: list[tuple[NDArray[np.float32], int]]) -> Shapes:
+    everything = np.concatenate([np.empty((0, len(COLUMNS)), np.float32), *(matrix for matrix, _ in shapes)])
+    counts = np.array([len(matrix) for matrix, _ in shapes], np.int64)
+    points, labels = everything[:, :6].copy(), everything[:, 6].astype(np.uint8)
+    for xyz in np.split(points[:, :3], counts.cumsum()[:-1]) if shapes else ():
+        xyz -= xyz.mean(0)  # in place, in `points`
+        xyz /= np.linalg.norm(xyz, axis=1).max() or 1
+    return Shapes(points, labels, counts, np.array([category for _, category in shapes], np.int64))

@@ -1,0 +1,129 @@
+"""Byte-pair encoding: text cut into pieces that are learned from the training text of both languages together.
+
+Learning is deterministic, and what was learned is kept in `growprune/` of the user's cache folder, under a name made of
+the text it was learned from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import itertools
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from growprune.tasks.translation.transformer import BOS, EOS, PAD, UNK
+
+MISSING = "translation needs sentencepiece: pip install 'growprune[translation]'"
+DIGEST_BYTES = 32
+CHUNK = 10_000
+
+
+class Pieces:
+    """Text to numbers and back.
+
+    Args:
+        model: a sentencepiece model.
+    """
+
+    def __init__(self, model: bytes) -> None:
+        self._processor = _sentencepiece().SentencePieceProcessor(model_proto=model)
+
+    def __len__(self) -> int:
+        return int(self._processor.vocab_size())
+
+    def encode(self, lines: list[str], *, is_target: bool) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """All sentences one after the other, and how long each is; all are ended by EOS, and targets begin with BOS."""
+        tokens, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
+        for first in range(0, len(lines), CHUNK):  # lists of numbers are large, so there are never many
+            rows = self._processor.encode(lines[first : first + CHUNK], add_bos=is_target, add_eos=True)
+            lengths.append(np.array([len(row) for row in rows], np.int64))
+            tokens.append(np.fromiter(itertools.chain.from_iterable(rows), np.int32, count=int(lengths[-1].sum())))
+        return np.concatenate(tokens), np.concatenate(lengths)
+
+    def decode(self, rows: list[list[int]]) -> list[str]:
+        """Plain text; padding is left out."""
+        return list(self._processor.decode([[token for token in row if token != PAD] for row in rows]))
+
+
+def learn(lines: Iterable[str], vocab_size: int) -> bytes:
+    """A sentencepiece model of at most `vocab_size` pieces; characters without a piece are written as bytes.
+
+    The same lines always give the same bytes.
+    """
+    model = io.BytesIO()
+    try:
+        _sentencepiece().SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,  # little text may not have as many
+            byte_fallback=True,
+            character_coverage=0.9999,
+            normalization_rule_name="identity",  # what is compared with references should be written like them
+            pad_id=PAD,
+            bos_id=BOS,
+            eos_id=EOS,
+            unk_id=UNK,
+            num_threads=1,  # several would not always give the same
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"sentencepiece cannot learn {vocab_size} pieces: {error}; try a larger vocab_size") from error
+    return model.getvalue()
+
+
+def learn_once(read: Callable[[], Iterable[str]], vocab_size: int, files: tuple[Path, ...]) -> bytes:
+    """What `learn` gives for the lines of these files, from the cache if it is there, without reading them."""
+    key = hashlib.sha256(f"bpe 1 {vocab_size}".encode())
+    for file in files:
+        with file.open("rb") as opened:
+            key.update(hashlib.file_digest(opened, "sha256").digest())
+    cached = _cache_folder() / f"bpe-{key.hexdigest()[:32]}"
+    model = _read_cached(cached)
+    if model is None:
+        model = learn(read(), vocab_size)
+        _write_cached(cached, model)
+    return model
+
+
+def _cache_folder() -> Path:
+    given = os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path("~/.cache").expanduser()) / "growprune"
+
+
+def _read_cached(path: Path) -> bytes | None:
+    """A cached file, unless it is absent or damaged; it begins with the digest of what follows."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, model = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+    return model if hashlib.sha256(model).digest() == digest else None
+
+
+def _write_cached(path: Path, model: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with contextlib.suppress(OSError):  # without a cache it is learned again, that is all
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_bytes(hashlib.sha256(model).digest() + model)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _sentencepiece() -> Any:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise ValueError(MISSING) from error
+    return sentencepiece

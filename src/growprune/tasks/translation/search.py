@@ -1,0 +1,103 @@
+"""Beam search, on the device and for many sentences at a time.
+
+It follows fairseq's rules, which the numbers to compare with were made by. Of the 2 K best ways to go on, those among
+the first K that end are finished, and the best K that do not end go on. A sentence is done when it has K finished
+hypotheses. The best is the one with the highest log-probability per token, (sum of log p) / length ** length_penalty,
+where the length counts the end token. With K = 1 this is greedy search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from growprune.tasks.translation.transformer import BOS, EOS, PAD, UNK, Decoding, Transformer
+
+LONGER = 50
+"""How many tokens a translation may have more than its source."""
+CHECK_EVERY = 8
+"""Steps between looks whether all sentences are done, for which the host has to wait for the device."""
+
+
+@torch.no_grad()
+def beam_search(
+    model: Transformer, source: Tensor, *, beam: int, length_penalty: float, max_length: int, num_pieces: int
+) -> Tensor:
+    """Translate sentences (B, S), each ended by EOS, to tokens (B, T) without the ends, padded.
+
+    Args:
+        max_length: the most tokens of a translation, which also has no more than its source and 50.
+        num_pieces: tokens from this number on stand for nothing and are not used.
+    """
+    limits = (source != PAD).sum(1).add(LONGER - 1).clamp(max=max_length)  # EOS is no part of the length
+    max_steps = min(source.shape[1] + LONGER - 1, max_length) + 1  # known without waiting for the device
+    decoding = Decoding(model, source, beam=beam, max_steps=max_steps)
+    tokens = torch.arange(model.embedding.num_embeddings, device=source.device)
+    is_no_end = tokens != EOS
+    is_no_text = (tokens <= UNK) & is_no_end | (tokens >= num_pieces)
+    beams = _Beams.start(len(source), beam, max_steps, source.device)
+    for step in range(max_steps):
+        log_p = decoding.next(beams.newest).float().log_softmax(2)
+        is_out = is_no_text | (is_no_end & (step >= limits)[:, None, None])
+        candidates = _candidates(beams.scores, log_p.masked_fill(is_out, -torch.inf))
+        beams.finish(*candidates, step=step, length_penalty=length_penalty)
+        origin = beams.advance(*candidates, step=step)
+        if beam > 1:
+            decoding.reorder(origin)
+        if step % CHECK_EVERY == CHECK_EVERY - 1 and bool(beams.is_done().all()):
+            break
+    return beams.best
+
+
+def _candidates(scores: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The best 2 K ways to go on, best first: their scores, the hypotheses they continue, and their tokens (B, 2 K)."""
+    beam, vocab_size = log_p.shape[1:]
+    best, places = (scores[:, :, None] + log_p).flatten(1).topk(2 * beam)
+    return best, places // vocab_size, places % vocab_size
+
+
+@dataclass
+class _Beams:
+    """The hypotheses of each sentence, and the best finished one."""
+
+    scores: Tensor  # (B, K)
+    tokens: Tensor  # (B, K, T)
+    newest: Tensor  # (B, K)
+    best: Tensor  # (B, T)
+    best_scores: Tensor  # (B,)
+    num_finished: Tensor  # (B,)
+
+    @classmethod
+    def start(cls, batch: int, beam: int, max_steps: int, device: torch.device) -> _Beams:
+        scores = torch.full((batch, beam), -torch.inf, device=device)
+        scores[:, 0] = 0.0  # the others would only repeat the first
+        tokens = torch.full((batch, beam, max_steps), PAD, device=device)
+        newest = torch.full((batch, beam), BOS, device=device)
+        worst = torch.full((batch,), -torch.inf, device=device)
+        return cls(scores, tokens, newest, tokens[:, 0].clone(), worst, torch.zeros_like(worst))
+
+    def is_done(self) -> Tensor:
+        return self.num_finished >= self.scores.shape[1]
+
+    def finish(self, scores: Tensor, origin: Tensor, tokens: Tensor, *, step: int, length_penalty: float) -> None:
+        """Note which candidates among the first K end, and whether one is the best so far."""
+        beam = self.scores.shape[1]
+        ends = (tokens == EOS) & scores.isfinite() & ~self.is_done()[:, None]
+        finished = torch.where(ends, scores / (step + 1) ** length_penalty, -torch.inf)[:, :beam]
+        score, which = finished.max(1)
+        hypothesis = self.tokens[torch.arange(len(which), device=which.device), origin.gather(1, which[:, None])[:, 0]]
+        is_better = score > self.best_scores
+        self.best = torch.where(is_better[:, None], hypothesis, self.best)
+        self.best_scores = torch.where(is_better, score, self.best_scores)
+        self.num_finished = self.num_finished + ends[:, :beam].sum(1)
+
+    def advance(self, scores: Tensor, origin: Tensor, tokens: Tensor, *, step: int) -> Tensor:
+        """Go on with the best K candidates that do not end; returns the hypotheses they continue (B, K)."""
+        beam = self.scores.shape[1]
+        self.scores, chosen = scores.masked_fill(tokens == EOS, -torch.inf).topk(beam)
+        origin, self.newest = origin.gather(1, chosen), tokens.gather(1, chosen)
+        self.tokens = self.tokens.gather(1, origin[:, :, None].expand_as(self.tokens))
+        self.tokens[:, :, step] = self.newest
+        return origin

@@ -1,0 +1,225 @@
+"""The Transformer (Vaswani et al., 2017), pre-norm, with one matrix for both embeddings and the output.
+
+Every product with a weight is a layer of its own (q, k, v and out are apart), so that each can become sparse; the
+shared matrix is an embedding and stays dense.
+
+Shapes: B sentences, S source tokens, T target tokens, K hypotheses, C channels in H heads of D, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+PAD, BOS, EOS, UNK = range(4)
+"""The numbers of the tokens that stand for no text."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes and dropout rates of a Transformer."""
+
+    vocab_size: int
+    d_model: int
+    ffn: int
+    heads: int
+    encoder_layers: int
+    decoder_layers: int
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    relu_dropout: float = 0.0
+
+
+class Transformer(nn.Module):
+    """Encoder and decoder. For translating token by token see `Decoding`."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
+        self.encoder = Stack(shape.d_model, (EncoderLayer(shape) for _ in range(shape.encoder_layers)))
+        self.decoder = Stack(shape.d_model, (DecoderLayer(shape) for _ in range(shape.decoder_layers)))
+        self.dropout = nn.Dropout(shape.dropout)
+        nn.init.normal_(self.embedding.weight, std=shape.d_model**-0.5)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """The logits (B, T, V) of what follows each target token; source (B, S) and target (B, T) end in padding."""
+        memory, mask = self.encode(source)
+        x = self.embed(target)
+        for layer in self.decoder_layers:
+            x = layer(x, *layer.cross_attention.keys_values(memory), mask)
+        return self.logits(x)
+
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        return cast("list[DecoderLayer]", list(self.decoder.layers))
+
+    def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """What the encoder makes of a source (B, S, C), and which of its tokens are no padding (B, 1, 1, S)."""
+        mask = (source != PAD)[:, None, None, :]
+        x = self.embed(source)
+        for layer in self.encoder.layers:
+            x = layer(x, mask)
+        return self.encoder.norm(x), mask
+
+    def embed(self, tokens: Tensor, *, positions: Tensor | None = None) -> Tensor:
+        """Tokens at the positions given, or one after the other from the first on."""
+        x = self.embedding(tokens)
+        if positions is None:
+            positions = sinusoids(tokens.shape[1], x.shape[2], tokens.device)
+        return self.dropout(x * math.sqrt(x.shape[2]) + positions)  # type: ignore[no-any-return]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, V)"""
+        return F.linear(self.decoder.norm(x), self.embedding.weight)
+
+
+class Stack(nn.Module):
+    """Layers, and the norm that pre-norm layers need after the last."""
+
+    def __init__(self, d_model: int, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.norm = nn.LayerNorm(d_model)
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then feed-forward; each has its norm before it and is added to what came in."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.self_attention_norm = nn.LayerNorm(shape.d_model)
+        self.self_attention = Attention(shape)
+        self.ffn_norm = nn.LayerNorm(shape.d_model)
+        self.fc1 = linear(shape.d_model, shape.ffn)
+        self.fc2 = linear(shape.ffn, shape.d_model)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.relu_dropout = nn.Dropout(shape.relu_dropout)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.self_attention_norm(x)
+        x = x + self.dropout(self.self_attention(y, *self.self_attention.keys_values(y), mask=mask))
+        y = self.relu_dropout(F.relu(self.fc1(self.ffn_norm(x))))
+        return x + self.dropout(self.fc2(y))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention to what precedes, attention to the source, then feed-forward."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.self_attention_norm = nn.LayerNorm(shape.d_model)
+        self.self_attention = Attention(shape)
+        self.cross_attention_norm = nn.LayerNorm(shape.d_model)
+        self.cross_attention = Attention(shape)
+        self.ffn_norm = nn.LayerNorm(shape.d_model)
+        self.fc1 = linear(shape.d_model, shape.ffn)
+        self.fc2 = linear(shape.ffn, shape.d_model)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.relu_dropout = nn.Dropout(shape.relu_dropout)
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Whole targets (B, T, C); keys and values are those of the source for this layer."""
+        y = self.self_attention_norm(x)
+        # Padding stands at the end, where only padding looks back on it: being causal is mask enough.
+        y = self.self_attention(y, *self.self_attention.keys_values(y), is_causal=True)
+        return self.after_self_attention(x + self.dropout(y), keys, values, mask)
+
+    def after_self_attention(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """The rest of the layer, in which no target token sees another."""
+        x = x + self.dropout(self.cross_attention(self.cross_attention_norm(x), keys, values, mask=mask))
+        y = self.relu_dropout(F.relu(self.fc1(self.ffn_norm(x))))
+        return x + self.dropout(self.fc2(y))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Multi-head attention. Keys and values are made apart from it, because decoding keeps them."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.attention_dropout = shape.attention_dropout
+        # As if q, k and v were one matrix of three times the outputs, like in fairseq.
+        self.q, self.k, self.v = (linear(shape.d_model, shape.d_model, gain=2**-0.5) for _ in range(3))
+        self.out = linear(shape.d_model, shape.d_model)
+
+    def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, S, C) -> twice (B, H, S, D)"""
+        return self._split(self.k(memory)), self._split(self.v(memory))
+
+    def forward(
+        self, x: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """What each of x (B, T, C) finds; the mask is True where it may look."""
+        dropout = self.attention_dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(
+            self._split(self.q(x)), keys, values, attn_mask=mask, dropout_p=dropout, is_causal=is_causal
+        )
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+class Decoding:
+    """Continues K hypotheses of each of B sentences token by token, and keeps what it will need again.
+
+    Args:
+        source: (B, S).
+        beam: K, the number of hypotheses.
+        max_steps: how many tokens a hypothesis can get.
+    """
+
+    def __init__(self, model: Transformer, source: Tensor, *, beam: int, max_steps: int) -> None:
+        self.model, self.position = model, 0
+        memory, self._mask = model.encode(source)
+        self._sources = [layer.cross_attention.keys_values(memory) for layer in model.decoder_layers]
+        self._positions = sinusoids(max_steps, memory.shape[2], memory.device)
+        keys = self._sources[0][0]
+        rows = len(source) * beam
+        # Keys and values of each layer: (layers, 2, B * K, H, max_steps, D)
+        self._past = keys.new_empty(len(self._sources), 2, rows, keys.shape[1], max_steps, keys.shape[3])
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """The logits (B, K, V) of what follows the newest token (B, K) of each hypothesis."""
+        x = self.model.embed(tokens, positions=self._positions[self.position])
+        for layer, past, source in zip(self.model.decoder_layers, self._past, self._sources, strict=True):
+            y = layer.self_attention_norm(x).flatten(0, 1).unsqueeze(1)  # (B * K, 1, C)
+            for kept, new in zip(past, layer.self_attention.keys_values(y), strict=True):
+                kept[:, :, self.position] = new[:, :, 0]
+            y = layer.self_attention(y, *past[:, :, :, : self.position + 1])
+            # The hypotheses of a sentence look at its source like the tokens of a target, so one copy of it will do.
+            x = layer.after_self_attention(x + y.view_as(x), *source, self._mask)
+        self.position += 1
+        return self.model.logits(x)
+
+    def reorder(self, origin: Tensor) -> None:
+        """Make hypothesis (b, k) go on from what hypothesis (b, origin[b, k]) was."""
+        batch, beam = origin.shape
+        rows = origin + beam * torch.arange(batch, device=origin.device)[:, None]
+        past = self._past[..., : self.position, :]
+        past.copy_(past[:, :, rows.flatten()])
+
+
+def linear(inputs: int, outputs: int, *, gain: float = 1.0) -> nn.Linear:
+    """A linear layer that starts as fairseq's do."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.xavier_uniform_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def sinusoids(length: int, channels: int, device: torch.device) -> Tensor:
+    """The first positions (length, channels): sines in the first half of the channels, cosines in the second.
+
+    Wavelengths go from 2 pi to 10,000 * 2 pi, as in tensor2tensor and fairseq.
+    """
+    half = channels // 2
+    exponents = torch.arange(half, device=device) / max(1, half - 1)
+    angles = torch.arange(length, device=device)[:, None] * torch.exp(-math.log(10_000) * exponents)
+    return torch.cat([angles.sin(), angles.cos()], dim=1)

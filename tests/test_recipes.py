@@ -1,0 +1,140 @@
+"""Recipes: every row of the paper is there and says what it expects; every tiny one runs, resumes and ends as stated."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import growprune as gp
+from growprune import engine
+from growprune.engine.cost import estimate
+from growprune.engine.recipe import Recipe
+from growprune.recipes import RECIPES, find
+from small_data import MAKERS
+
+PAPER = [name for name in RECIPES if re.match(r"\w+-(imagenet|coco|shapenet|wmt14)/", name)]
+TINY = [name for name in RECIPES if re.match(r"\w+-tiny/", name)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield {task: str(make(tmp_path_factory.mktemp(task))) for task, make in MAKERS.items()}
+
+
+def with_data(name: str, data: dict[str, str]) -> Recipe:
+    recipe = find(name)
+    return replace(recipe, task=replace(recipe.task, data=data[name.partition("-")[0]]))
+
+
+@pytest.mark.parametrize(
+    "name, epochs",
+    {
+        "classification-imagenet/dense": 250,
+        "classification-imagenet/cyclic-80-uniform": 990,
+        "classification-imagenet/cyclic-90-global": 990,
+        "classification-imagenet/cyclic-90-uniform-kappa1": 990,
+        "classification-imagenet/random-90-global": 990,
+        "classification-imagenet/parallel-90-uniform": 1110,
+        "detection-coco/cyclic-90-uniform": 1345,
+        "segmentation-shapenet/cyclic-90-uniform": 1250,
+        "segmentation-shapenet/parallel-90-uniform": 1250,
+        "translation-wmt14/one-shot-80-uniform": 80,
+        "translation-wmt14/cyclic-90-uniform-kappa6": 340,
+        "translation-wmt14/parallel-80-uniform": 340,
+    }.items(),
+)
+def test_epochs_are_counted_as_the_paper_does(name: str, epochs: int) -> None:
+    assert estimate(find(name)).epochs == epochs
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_row_of_the_paper_says_what_it_expects_and_is_what_its_name_says(name: str) -> None:
+    recipe = find(name)
+    assert re.search(r"Table|Ablation|paper does not have", recipe.claim)
+    row = name.partition("/")[2]
+    if row == "dense":
+        assert recipe.sparsity == 0
+        return
+    method, sparsity, allocation, *_ = row.replace("one-shot", "one_shot").split("-")
+    assert recipe.method.__name__ == (method if method == "one_shot" else f"{method}_gap")
+    assert (recipe.sparsity, recipe.allocation) == (int(sparsity) / 100, allocation)
+    assert recipe.pattern == ("1x8" if row.endswith("1x8") else "free")
+    if found := re.search(r"kappa(\d)", row):
+        assert recipe.kappa == int(found[1])
+
+
+@pytest.mark.parametrize(
+    "name, sizes",
+    {
+        # 3 x 3 and 1 x 1 convolutions of each stage, and nothing else: what is kept dense is in no count
+        "classification-imagenet/cyclic-80-uniform": (212_992, 1_212_416, 7_077_888, 14_942_208),
+        "classification-imagenet/cyclic-80-global": (222_400, 1_212_416, 7_077_888, 16_990_208),
+        # an encoder layer has 12 d^2 weights, a decoder layer 16 d^2
+        "translation-wmt14/cyclic-90-uniform": (75_497_472, 50_331_648, 50_331_648),
+        "translation-wmt14/cyclic-90-uniform-kappa6": (*[25_165_824] * 3, *[33_554_432] * 3),
+        "translation-wmt14/cyclic-90-uniform-kappa1": (176_160_768,),
+    }.items(),
+)
+def test_parts_are_the_papers(name: str, sizes: tuple[int, ...]) -> None:
+    recipe = find(name)
+    with torch.device("meta"):
+        model = recipe.task.build_model()
+    sparse = recipe.sparse_model(model)
+    assert tuple(sum(w.numel for w in sparse.weights_of(part)) for part in recipe.partition(model)) == sizes
+
+
+@pytest.mark.parametrize("sparsity, flops", [(80, 1_827_782_116), (90, 1_033_958_816)])
+def test_resnet50_has_the_flops_of_its_live_weights(sparsity: int, flops: int) -> None:
+    found = estimate(find(f"classification-imagenet/cyclic-{sparsity}-uniform"))
+    assert found.dense_flops == 8_178_368_512
+    assert found.costs[-1].forward_flops == pytest.approx(flops, rel=1e-4)  # each layer keeps a whole number
+
+
+def test_small_and_tiny_have_every_row_of_the_paper() -> None:
+    rows: dict[str, dict[str, set[str]]] = {}
+    for name in RECIPES:
+        study, _, row = name.partition("/")
+        task, _, dataset = study.partition("-")
+        rows.setdefault(task, {}).setdefault(dataset, set()).add(row)
+    for task in MAKERS:
+        assert len(rows[task]) == 3
+        assert len({frozenset(of_one) for of_one in rows[task].values()}) == 1
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_recipe_runs_resumes_exactly_and_ends_at_its_sparsity(
+    name: str, data: dict[str, str], tmp_path: Path
+) -> None:
+    recipe = with_data(name, data)
+    result = engine.train(recipe, tmp_path / "whole")
+    iterations = sum(row["epochs"] for row in result["phases"]) * recipe.task.num_batches()
+    countdown = iter([False] * (iterations // 2))
+    with pytest.raises(engine.Interrupted):
+        engine.train(recipe, tmp_path / "cut", should_stop=lambda: next(countdown, True))
+    again = engine.resume(recipe, tmp_path / "cut")
+    assert (tmp_path / "cut/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+    assert again["test"] == result["test"]
+    totals = result["sparsity"]["totals"]
+    in_file = gp.manifest(tmp_path / "whole/model.safetensors")["totals"]
+    assert (in_file["prunable_nnz"], in_file["prunable"]) == (totals["alive"], totals["prunable"])
+    assert totals["alive"] / totals["prunable"] == pytest.approx(1 - recipe.sparsity, abs=0.02)
+
+
+def test_data_may_have_moved_when_a_run_is_resumed(data: dict[str, str], tmp_path: Path) -> None:
+    recipe = with_data("translation-tiny/cyclic-80-uniform", data)
+    countdown = iter([False] * 2)
+    with pytest.raises(engine.Interrupted):
+        engine.train(recipe, tmp_path / "run", should_stop=lambda: next(countdown, True))
+    moved = Path(data["translation"]).rename(tmp_path / "moved")
+    result = engine.resume(replace(recipe, task=replace(recipe.task, data=str(moved))), tmp_path / "run")
+    moved.rename(data["translation"])
+    assert json.loads((tmp_path / "run/recipe.json").read_text())["recipe"]["task"]["data"] == str(moved)
+    assert result["sparsity"]["totals"]["alive"] > 0
