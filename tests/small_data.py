@@ -72,7 +72,10 @@ def segmentation(path: Path) -> Path:
 
 def translation(path: Path) -> Path:
     """Parallel files: numbers in two languages."""
-    english, german = "one two three four five six seven".split(), "eins zwei drei vier fünf sechs sieben".split()
+    english, german = (
+        ["one", "two", "three", "four", "five", "six", "seven"],
+        ["eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben"],
+    )
     random = np.random.default_rng(0)
     for split, count in {"train": 60, "val": 4, "test": 4}.items():
         lines = [random.integers(0, 7, random.integers(2, 8)) for _ in range(count)]

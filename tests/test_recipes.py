@@ -1,4 +1,4 @@
-"""Recipes: every row of the paper is there and says what it expects; every tiny one runs, resumes and ends as stated."""
+"""Recipes: every row of the paper is there and says what it expects; every tiny one runs, resumes, ends as stated."""
 
 from __future__ import annotations
 
