@@ -57,30 +57,26 @@ def segmentation(path: Path) -> Path:
     (root / "train_test_split").mkdir(parents=True)
     (root / "03797390").mkdir()
     (root / "synsetoffset2category.txt").write_text("Mug\t03797390\n")
-    random, number = np.random.default_rng(0), 0
-    for split, count in {"train": 8, "val": 2, "test": 2}.items():
+    random = np.random.default_rng(0)
+    for split, numbers in {"train": range(8), "val": range(8, 10), "test": range(10, 12)}.items():
         names = []
-        for number in range(number, number + count):
+        for number in numbers:
             points = random.normal(size=(80, 6))
             rows = np.column_stack([points, 36 + (points[:, 1] > 0)])
             np.savetxt(root / "03797390" / f"s{number}.txt", rows, fmt=["%.6f"] * 6 + ["%d"])
             names.append(f"shape_data/03797390/s{number}")
-        number += 1
         (root / "train_test_split" / f"shuffled_{split}_file_list.json").write_text(json.dumps(names))
     return path
 
 
 def translation(path: Path) -> Path:
     """Parallel files: numbers in two languages."""
-    english, german = (
-        ["one", "two", "three", "four", "five", "six", "seven"],
-        ["eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben"],
-    )
+    words = {"en": "one two three four five six seven", "de": "eins zwei drei vier fünf sechs sieben"}
     random = np.random.default_rng(0)
     for split, count in {"train": 60, "val": 4, "test": 4}.items():
         lines = [random.integers(0, 7, random.integers(2, 8)) for _ in range(count)]
-        for language, words in (("en", english), ("de", german)):
-            text = "\n".join(" ".join(words[i] for i in line) for line in lines)
+        for language, known in words.items():
+            text = "\n".join(" ".join(known.split()[i] for i in line) for line in lines)
             (path / f"{split}.{language}").write_text(text + "\n", encoding="utf-8")
     return path
 

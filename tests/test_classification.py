@@ -799,6 +799,7 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], why: 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # is a prototype feature, as torch says each time
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
 def test_on_a_gpu_an_epoch_is_the_same_each_time_and_does_not_wait(data: str, settings: dict[str, Any]) -> None:
     task, device = small(data, **settings), torch.device("cuda")

@@ -34,6 +34,8 @@ class Study:
     """T, of each step."""
     finetune: int
     """T', at the end."""
+    pretrain: int
+    """Epochs of dense training before prune-from-dense prunes."""
     keep_dense: tuple[str, ...] = ()
     """What a uniform sparsity leaves out."""
 
@@ -50,7 +52,7 @@ class Study:
         return self._sparse(methods.random_gap, sparsity, options, {"parts": (), **changes})
 
     def one_shot(self, sparsity: float, **changes: Any) -> Recipe:
-        options = {"epochs": self.dense.options["epochs"], "finetune": self.finetune}
+        options = {"epochs": self.pretrain, "finetune": self.finetune}
         return self._sparse(methods.one_shot, sparsity, options, {"parts": (), "kappa": 1, **changes})
 
     def _sparse(self, method: Any, sparsity: float, options: Mapping[str, int], changes: Mapping[str, Any]) -> Recipe:
