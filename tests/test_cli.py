@@ -106,7 +106,7 @@ def test_a_signal_saves_says_how_to_resume_and_exits_with_its_code(number: int, 
 
 def test_bad_input_gives_one_line_and_exit_code_2(tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "run")]
-    assert "there is no recipe 'digits/best'; known are digits/dense" in refused("plan", "digits/best")
+    assert "there is no recipe 'digits/best'; close are: digits/dense" in refused("plan", "digits/best")
     assert "there is no recipe file nowhere.py" in refused("train", "nowhere.py:recipe", *out)
     assert "there is no 'sparsty'" in refused("train", "digits/tiny", *out, "--set", "sparsty=1")
     assert "sparsity is 1.5" in refused("train", "digits/tiny", *out, "--set", "sparsity=1.5")

@@ -16,8 +16,10 @@ from growprune import engine
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.recipes import RECIPES, find
+from growprune.tasks.segmentation.shapenet import NAME
 from small_data import MAKERS
 
+EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 PAPER = [name for name in RECIPES if re.match(r"\w+-(imagenet|coco|shapenet|wmt14)/", name)]
 TINY = [name for name in RECIPES if re.match(r"\w+-tiny/", name)]
 
@@ -138,3 +140,44 @@ def test_data_may_have_moved_when_a_run_is_resumed(data: dict[str, str], tmp_pat
     moved.rename(data["translation"])
     assert json.loads((tmp_path / "run/recipe.json").read_text())["recipe"]["task"]["data"] == str(moved)
     assert result["sparsity"]["totals"]["alive"] > 0
+
+
+@pytest.mark.parametrize("task", MAKERS)
+@pytest.mark.parametrize("place, says", [("", "say where the data is with --data"), ("nowhere", "there is no nowhere")])
+def test_data_that_is_not_there_is_said_before_a_run_has_a_folder(
+    task: str, place: str, says: str, tmp_path: Path
+) -> None:
+    recipe = find(f"{task}-tiny/dense")
+    with pytest.raises(ValueError, match=f"{says}.*; expected is"):
+        engine.train(replace(recipe, task=replace(recipe.task, data=place)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "task, file",
+    {
+        "detection": "annotations/val.json",
+        "segmentation": f"{NAME}/train_test_split/shuffled_test_file_list.json",
+        "translation": "test.de",
+    }.items(),
+)
+def test_a_split_that_is_missing_is_said_at_the_start_not_the_end(task: str, file: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    root = MAKERS[task](tmp_path / "data")
+    (root / file).unlink()
+    recipe = find(f"{task}-tiny/dense")
+    with pytest.raises(ValueError, match=Path(file).name):
+        engine.train(replace(recipe, task=replace(recipe.task, data=str(root))), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_page_of_results_shows_the_results_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    import table
+
+    text = table.PAGE.read_text()
+    assert text == table.page(text), "run python experiments/table.py --write"
+    for path in EXPERIMENTS.glob("*/*/seed*/result.json"):
+        study, row = path.parts[-4:-2]
+        assert f"`{study}/{row}`" in text
+        assert "/" not in json.loads(path.read_text())["recipe"]["task"]["data"]

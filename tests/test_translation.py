@@ -679,8 +679,8 @@ def test_lowercase_bleu_is_uncased_and_the_signature_says_so(tmp_path: Path, mon
     with torch.no_grad():
         assert cased.evaluate(model, "test", device=CPU)["bleu"] < 99
         assert uncased.evaluate(model, "test", device=CPU)["bleu"] == pytest.approx(100)
-    assert "case:mixed" in cased.bleu_signature()
-    assert "case:lc|eff:no|tok:13a|smooth:exp|version:" in uncased.bleu_signature()
+    assert "case:mixed" in cased.signature
+    assert "case:lc|eff:no|tok:13a|smooth:exp|version:" in uncased.signature
 
 
 def test_bf16_autocast_trains_and_translates(data: Path) -> None:

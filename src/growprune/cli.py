@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -249,7 +250,16 @@ def _unused(path: Path) -> Path:
     return next(candidate for candidate in candidates if not candidate.exists())
 
 
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Without the place in our code, which is of no use to who reads it."""
+    del category, filename, lineno, line
+    return f"growprune: warning: {message}\n"
+
+
 def main() -> None:
+    warnings.formatwarning = _format_warning
     try:
         app()
     finally:

@@ -32,10 +32,9 @@ def sparse_init(
     sparsity: float,
     device: torch.device | str = "cpu",
     initialise: Callable[[nn.Module], None] = reset,
-    storage: str = "compact",
     **settings: Any,
 ) -> SparseModel:
-    """Build a randomly masked model, layer by layer: no more than one layer is ever dense.
+    """Build a randomly masked model in compact storage, layer by layer: no more than one layer is ever dense.
 
     What comes out is what `build()` and a random prune give: every layer has its own initialisation, and the masks are
     those a plan begins with.
@@ -50,7 +49,7 @@ def sparse_init(
     """
     with torch.device("meta"):
         model = build()
-    sparse = SparseModel(model, sparsity=sparsity, storage=storage, **settings)
+    sparse = SparseModel(model, sparsity=sparsity, storage="compact", **settings)
     edit = prune(Part("all", tuple(dict.fromkeys(w.parameter for w in sparse.weights))), to=sparsity, by=By.RANDOM)
     pools = {pool.weights[0].name: pool for shared in sparse.pools(edit) for pool in _one_each(shared, sparse)}
     made = _Tied(model)

@@ -59,6 +59,7 @@ class Run:
         self._on_event, self._should_stop = on_event, should_stop
         self.device = choose_device(recipe.device)
         self.task = recipe.task
+        self.num_batches = self.task.num_batches()  # first, because it looks at the data, and data may be missing
         seed_all(recipe.seed, "model")
         model = self.task.build_model().to(self.device)
         self.plan = recipe.plan(model)
@@ -109,7 +110,7 @@ class Run:
         if now >= self._show_due:  # shown, not logged
             self._show_due = now + 0.2
             cursor = self.training.cursor
-            batches = {"batch": cursor.batch, "batches": self.task.num_batches()}
+            batches = {"batch": cursor.batch, "batches": self.num_batches}
             self._on_event({"event": "iteration", "epoch": cursor.epoch + 1, "epochs": stretch.phase.epochs, **batches})
         if now >= self._look_due:
             self._look_due = now + 1.0
@@ -164,7 +165,7 @@ class Run:
     def _consider(self, sparse: SparseModel, stretch: Stretch, metrics: dict[str, float], epoch: int | None) -> None:
         """Keep the best sparse model by validation data."""
         score = metrics[self.task.metric]
-        if not self.best or score > self.best["validation"][self.task.metric]:
+        if not self.best or score >= self.best["validation"][self.task.metric]:  # of equals, the one trained longer
             self.best = {"validation": metrics, "step": stretch.step, "epoch": epoch}
             self._best_model = sparse.snapshot(device="cpu")
             if self.mesh.is_first:
@@ -272,6 +273,7 @@ class Run:
             "seed": self.recipe.seed,
             "environment": environment(self.device),
             "phases": self.history,
+            "signature": getattr(self.task, "signature", ""),
             "validation": self._evaluate(self.sparse, "validation"),
             "test": self._evaluate(self.sparse, "test"),
             "best": self._best_tested(),

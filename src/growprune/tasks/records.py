@@ -9,6 +9,8 @@ from pathlib import Path
 class BadRecords:
     """Names and skips records that cannot be used; raises when they are more than `limit`.
 
+    The first ten are named one by one, after that each tenth, hundredth and so on.
+
     Args:
         source: where the records are, for the message.
         num_records: how many there are in all; 1 % of them may be bad, and ten always.
@@ -27,7 +29,8 @@ class BadRecords:
                 f"{self.source}: {name}: {why}; that is bad record number {self.count}, and more than {self.limit} are "
                 f"not skipped: repair or remove them"
             )
-        warnings.warn(f"{self.source}: skipped {name}: {why} ({self.count} so far)", stacklevel=2)
+        if self.count % 10 ** (len(str(self.count - 1)) - 1) == 0:
+            warnings.warn(f"{self.source}: skipped {name}: {why} ({self.count} so far)", stacklevel=2)
 
 
 def find(root: str, relative: str, *, layout: str) -> Path:

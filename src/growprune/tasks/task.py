@@ -15,7 +15,8 @@ class Task(Protocol):
     """A frozen dataclass of settings with these methods. Its fields can be set from the command line.
 
     A task that reads files has a field `data`, the folder given with `--data`. Building the model and its example needs
-    no data, and works on the meta device.
+    no data, and works on the meta device. A task whose metric can be counted in several ways has a `signature`, a text
+    that says which it was and goes to `result.json`.
     """
 
     @property

@@ -23,7 +23,7 @@ class Translation:
 
     The sizes are those of the base Transformer; the big one has d_model 1024, ffn 4096 and 16 heads.
 
-    `evaluate` gives `bleu` (sacreBLEU on plain text; `bleu_signature` says how it was counted), `loss` (per target
+    `evaluate` gives `bleu` (sacreBLEU on plain text; `signature` says how it was counted), `loss` (per target
     token, without smoothing) and `perplexity`. Validation translates greedily, to be quick; test uses the beam. No line
     of either is left out.
     """
@@ -105,8 +105,9 @@ class Translation:
         score = self._bleu().corpus_score(translations, [references]).score
         return {"bleu": score, "loss": float(loss), "perplexity": float(loss.exp())}
 
-    def bleu_signature(self) -> str:
-        """How BLEU is counted, in sacreBLEU's words, to be told with every score."""
+    @property
+    def signature(self) -> str:
+        """How BLEU is counted, in sacreBLEU's words; goes to result.json."""
         bleu = self._bleu()
         bleu.corpus_score([""], [[""]])  # it has none before it has seen references
         return str(bleu.get_signature())

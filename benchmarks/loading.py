@@ -1,0 +1,103 @@
+"""How fast each task makes its batches, against how fast it trains on them.
+
+    python benchmarks/loading.py --data DIR     # holds cifar10.npz, multi30k/, bccd/, shapenet_part_subset.zip
+
+The loader is not the bottleneck where "loading" is far below 1: what it takes of the time that a training step takes.
+Streamed: the same images decoded anew for every batch, as those of ImageNet are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from growprune.recipes import find
+from growprune.recipes.classification import SMALL
+
+DATA = {
+    "classification-cifar10/dense": "cifar10.npz",
+    "translation-multi30k/dense": "multi30k",
+    "segmentation-subset/dense": "shapenet_part_subset.zip",
+    "detection-bccd/dense": "bccd",
+}
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def batches(task: Any, device: torch.device) -> Iterator[Any]:
+    """Without end."""
+    for seed in range(10**6):
+        yield from task.batches(seed=seed, start=0, device=device)
+
+
+def examples_in(batch: Any) -> int:
+    return len(batch[0])
+
+
+def loading(task: Any, device: torch.device, count: int) -> tuple[float, float]:
+    """(seconds a batch, examples a second) of making batches alone."""
+    made = batches(task, device)
+    next(made)  # reads the data
+    wait()
+    start = time.perf_counter()
+    examples = sum(examples_in(next(made)) for _ in range(count))
+    wait()
+    seconds = time.perf_counter() - start
+    return seconds / count, examples / seconds
+
+
+def training(recipe: Any, device: torch.device, count: int) -> tuple[float, float]:
+    """(seconds a batch, examples a second) of training on one batch again and again."""
+    model = recipe.task.build_model().to(device)
+    optimizer = recipe.optimizer.build(model)
+    batch = next(recipe.task.batches(seed=0, start=0, device=device))
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
+            loss = recipe.task.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    wait()
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    wait()
+    seconds = (time.perf_counter() - start) / count
+    return seconds, examples_in(batch) / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--batches", type=int, default=50)
+    parser.add_argument("--only", default="", help="names that contain this")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    recipes = {name: (find(name), file) for name, file in DATA.items()}
+    streamed = replace(find("classification-cifar10/dense"), task=replace(SMALL, in_memory=False))
+    recipes["classification-cifar10/dense, streamed"] = streamed, "cifar10.npz"
+    print("| | loading: ms a batch | examples/s | training: ms a batch | examples/s | loading / training |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for name, (recipe, file) in recipes.items():
+        if args.only in name:
+            recipe = replace(recipe, task=replace(recipe.task, data=str(args.data / file)))
+            made = loading(recipe.task, device, args.batches)
+            trained = training(recipe, device, args.batches)
+            cells = [f"{1000 * made[0]:.2f}", f"{made[1]:,.0f}", f"{1000 * trained[0]:.2f}", f"{trained[1]:,.0f}"]
+            print(f"| {name} | " + " | ".join([*cells, f"{made[0] / trained[0]:.3f}"]) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
