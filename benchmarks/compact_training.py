@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import LanguageModel, resnet50
+from models import LanguageModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import growprune as gp
 from growprune.plan import By, Part
+from growprune.tasks.classification.resnet import ResNet
 
 GIB = 2**30
 
@@ -198,7 +199,7 @@ def resnet(args: argparse.Namespace) -> dict[str, Any]:
     y = torch.randint(1000, (batch,), device=device())
 
     def build() -> nn.Module:
-        return resnet50()
+        return ResNet("resnet50")
 
     def loss(model: nn.Module) -> Tensor:
         with autocast():
@@ -212,7 +213,7 @@ def resnet(args: argparse.Namespace) -> dict[str, Any]:
         storages=args.storages,
         is_compiled=False,
         is_captured=False,
-        keep_dense=["0", "22"],
+        keep_dense=["conv1", "fc"],
     )
 
 

@@ -50,32 +50,3 @@ class LanguageModel(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)  # there is no dropout
         return self.head(self.norm(x))
-
-
-class Bottleneck(nn.Module):
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv3, self.bn3 = nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)
-        self.down: nn.Module = nn.Identity()
-        if stride > 1 or inputs != 4 * width:
-            self.down = nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.bn1(self.conv1(x)))
-        y = torch.relu(self.bn2(self.conv2(y)))
-        return torch.relu(self.bn3(self.conv3(y)) + self.down(x))
-
-
-def resnet50() -> nn.Sequential:
-    """ResNet-50 v1.5."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
-    layers.append(nn.MaxPool2d(3, 2, 1))
-    inputs = 64
-    for stage, depth in enumerate((3, 4, 6, 3)):
-        for block in range(depth):
-            width = 64 << stage
-            layers.append(Bottleneck(inputs, width, 2 if block == 0 and stage > 0 else 1))
-            inputs = 4 * width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))

@@ -54,7 +54,9 @@ def with_data(name: str, data: dict[str, str]) -> Recipe:
     }.items(),
 )
 def test_epochs_are_counted_as_the_paper_does(name: str, epochs: int) -> None:
-    assert estimate(find(name)).epochs == epochs
+    recipe = find(name)
+    assert estimate(recipe).epochs == epochs
+    assert f"; {epochs} epochs; machines of 8 V100" in recipe.claim
 
 
 @pytest.mark.parametrize("name", PAPER)

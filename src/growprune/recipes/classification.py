@@ -61,31 +61,31 @@ def tiny() -> Study:
 
 
 ROWS: dict[str, Row] = {
-    "dense": ("Table 1, dense: top-1 78.2 after 250 epochs (8 GPUs, batch 2048)", lambda s: s.dense),
+    "dense": ("Table 1, dense: top-1 78.2", lambda s: s.dense),
     "one-shot-80-uniform": (
-        "Table 1, prune-from-dense: top-1 77.1, there by ADMM in 750 epochs; here pruned once, in 400",
+        "Table 1, prune-from-dense: top-1 77.1, there by ADMM; here pruned once",
         lambda s: s.one_shot(0.8),
     ),
     "one-shot-90-uniform": (
-        "Table 1, prune-from-dense: top-1 75.8, there by ADMM in 1250 epochs; here pruned once, in 400",
+        "Table 1, prune-from-dense: top-1 75.8, there by ADMM; here pruned once",
         lambda s: s.one_shot(0.9),
     ),
-    "cyclic-80-uniform": ("Table 1, C-GaP uniform 80 %: top-1 77.9 after 990 epochs", lambda s: s.cyclic(0.8)),
-    "cyclic-90-uniform": ("Table 1, C-GaP uniform 90 %: top-1 76.3 after 990 epochs", lambda s: s.cyclic(0.9)),
+    "cyclic-80-uniform": ("Table 1, C-GaP uniform 80 %: top-1 77.9", lambda s: s.cyclic(0.8)),
+    "cyclic-90-uniform": ("Table 1, C-GaP uniform 90 %: top-1 76.3", lambda s: s.cyclic(0.9)),
     "parallel-80-uniform": (
-        "Table 1, P-GaP uniform 80 %: top-1 77.5 after 1110 epochs on 4 machines",
+        "Table 1, P-GaP uniform 80 %: top-1 77.5",
         lambda s: s.parallel(0.8),
     ),
     "parallel-90-uniform": (
-        "Table 1, P-GaP uniform 90 %: top-1 76.1 after 1110 epochs on 4 machines",
+        "Table 1, P-GaP uniform 90 %: top-1 76.1",
         lambda s: s.parallel(0.9),
     ),
     "cyclic-80-global": (
-        "Table 1, C-GaP non-uniform 80 %: top-1 78.1 after 990 epochs",
+        "Table 1, C-GaP non-uniform 80 %: top-1 78.1",
         lambda s: s.cyclic(0.8, allocation="global"),
     ),
     "cyclic-90-global": (
-        "Table 1, C-GaP non-uniform 90 %: top-1 77.9 after 990 epochs",
+        "Table 1, C-GaP non-uniform 90 %: top-1 77.9",
         lambda s: s.cyclic(0.9, allocation="global"),
     ),
     "cyclic-90-uniform-kappa1": (
@@ -93,15 +93,15 @@ ROWS: dict[str, Row] = {
         lambda s: s.cyclic(0.9, parts=(), kappa=1),
     ),
     "random-90-global": (
-        "Ablation of the partition, random: top-1 77.8 after 990 epochs",
+        "Ablation of the partition, random: top-1 77.8",
         lambda s: s.random(0.9, allocation="global"),
     ),
     "cyclic-80-uniform-sparse-fc": (
-        "Ablation of the last layer, sparse: top-1 77.8 after 990 epochs",
+        "Ablation of the last layer, sparse: top-1 77.8",
         lambda s: s.cyclic(0.8, keep_dense=("conv1",)),
     ),
     "cyclic-90-uniform-sparse-fc": (
-        "Ablation of the last layer, sparse: top-1 76.4 after 990 epochs",
+        "Ablation of the last layer, sparse: top-1 76.4",
         lambda s: s.cyclic(0.9, keep_dense=("conv1",)),
     ),
 }

@@ -66,6 +66,9 @@ Row = tuple[str, Callable[[Study], Recipe]]
 """What the paper says of a row of its tables, and how to make it from a study."""
 
 
+PAPERS_HARDWARE = "machines of 8 V100"
+
+
 def recipes(name: str, study: Study, rows: Mapping[str, Row], note: str = "") -> dict[str, Callable[[], Recipe]]:
     """Every row for a study, by its full name.
 
@@ -74,6 +77,18 @@ def recipes(name: str, study: Study, rows: Mapping[str, Row], note: str = "") ->
     """
 
     def bound(claim: str, make: Callable[[Study], Recipe]) -> Callable[[], Recipe]:
-        return lambda: replace(make(study), claim=note or claim)
+        def build() -> Recipe:
+            recipe = make(study)
+            says = note or f"{claim}; {total_epochs(recipe)} epochs; {PAPERS_HARDWARE}"
+            return replace(recipe, claim=says)
+
+        return build
 
     return {f"{name}/{row}": bound(*what) for row, what in rows.items()}
+
+
+def total_epochs(recipe: Recipe) -> int:
+    """Of all steps, and of all machines, as the paper counts them."""
+    machines = recipe.kappa if recipe.method is methods.parallel_gap else 1
+    options = recipe.options
+    return int(options.get("steps", 1) * machines * options["epochs"] + options.get("finetune", 0))
