@@ -10,8 +10,8 @@ the barrier and the broadcasts. Waiting for a slower process is not meeting, but
 
 Modelled, for n machines on links of B bytes a second in each direction, W prunable weights of 4 bytes, kappa = n:
 
-    a part, as the branch that grew it brings it    W / n * (4 + 1/8) bytes: dense values, and a packed mask
-    P-GaP, received by each machine in a round      (n - 1) / n * W * (4 + 1/8) bytes
+    a part, as the branch that grew it brings it    W / n * (4 * density + 1/8) bytes: live values, and a packed mask
+    P-GaP, received by each machine in a round      (n - 1) / n * W * (4 * density + 1/8) bytes
     per-step data parallelism, in each step         2 * (n - 1) / n * 4 * G bytes, by a ring all-reduce
     G, gradients that are there                     W if masked; W * (1 / n + (1 - 1 / n) * density) if compact
     share of a round that is communication          c / (c + t): c = bytes / B, t = seconds of training
@@ -97,7 +97,7 @@ def time_round(logs: Sequence[Sequence[dict[str, Any]]], step: int) -> dict[str,
 def predict(model: Model, machines: int, gigabits: float) -> dict[str, Any]:
     """The formulas of this file's docstring."""
     others, speed = (machines - 1) / machines, gigabits * 1e9 / 8
-    meeting_bytes = others * model.weights * (4 + 1 / 8)
+    meeting_bytes = others * model.weights * (4 * DENSITY + 1 / 8)
     alive = 1 / machines + others * DENSITY if model.is_compact else 1.0
     step_bytes = 2 * others * 4 * model.weights * alive
     meeting, training = meeting_bytes / speed, model.steps * model.seconds

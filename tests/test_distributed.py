@@ -96,9 +96,21 @@ def test_each_part_is_sent_once_a_round_and_no_more(tmp_path: Path) -> None:
         received = [event["bytes_received"] for event in events if event["event"] == "combined"]
         others = [name for part in ("S1", "S3") if rank == 0 for name in names[part]]
         others += [name for part in ("S0", "S2") if rank == 1 for name in names[part]]
-        values = sum(tensors[n].numel() * tensors[n].element_size() for n in others)
-        masks = sum(-(-tensors[n].numel() // 8) for n in others if n in weights)
-        assert received == [values + masks] * 2
+        # of weights, what lives at 80 % and a bit for each; the branch has pruned what it brings
+        alive = sum(round(0.2 * tensors[n].numel()) * 4 + -(-tensors[n].numel() // 8) for n in others if n in weights)
+        rest = sum(tensors[n].numel() * tensors[n].element_size() for n in others if n not in weights)
+        assert received == [alive + rest] * 2
+
+
+def test_with_one_ranking_over_the_model_parts_are_sent_dense_and_pruned_together(tmp_path: Path) -> None:
+    recipe = replace(parallel(), task=Toy(depth=4), kappa=4, allocation="global")
+    engine.train(recipe, tmp_path / "one")
+    assert run_on(2, recipe, tmp_path / "two") == []
+    assert model_bytes(tmp_path / "two") == model_bytes(tmp_path / "one")
+    events = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
+    tensors = dict(recipe.task.build_model().named_parameters())
+    dense = sum(tensor.numel() * 4 for name, tensor in tensors.items() if name.startswith(("fc2", "head")))
+    assert all(event["bytes_received"] >= dense for event in events if event["event"] == "combined")
 
 
 @pytest.mark.parametrize("num_examples", [51, 49], ids=["last batch of 3", "last batch of 1"])

@@ -17,7 +17,7 @@ from growprune.methods import cyclic_gap, one_shot, parallel_gap, random_gap
 from growprune.partition import Partition
 from growprune.patterns import count_groups
 from growprune.plan import Branch, By, Fork, Phase, Plan, Step, grow, prune, walk
-from growprune.snapshot import pack, unpack
+from growprune.snapshot import Snapshot, pack, unpack
 from growprune.sparse import SparseModel
 
 STEPS = 3
@@ -418,3 +418,26 @@ def test_a_mask_of_any_layout_is_packed_row_by_row() -> None:
     assert pack(mask).tolist() == [0b011001]
     assert pack(mask.T.contiguous().T).tolist() == [0b011001]
     assert torch.equal(unpack(pack(mask), (2, 3)), mask)
+
+
+@pytest.mark.parametrize("allocation, brought", [("uniform", 4 * 40), ("global", 4 * 400)])
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_part_is_pruned_before_it_is_brought_unless_it_is_ranked_with_the_others(
+    storage: str, allocation: str, brought: int
+) -> None:
+    model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(4)))
+    sparse = SparseModel(model, sparsity=0.9, storage=storage, allocation=allocation)
+    plan = parallel_gap(Partition.contiguous(model, 4), sparsity=0.9, steps=2, epochs=1, finetune=1)
+    counts = []
+
+    def combine(parts: Snapshot, names: list[tuple[str, ...]], like: Snapshot) -> Snapshot:
+        counts.append(sum(values.numel() for values, mask in parts.values() if mask is not None))
+        return parts
+
+    for _ in sparse.stretches(plan, combine=combine):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)  # as training would
+        sparse.enforce()
+    assert counts == [brought] * 2
+    assert sparse.num_alive == 4 * 40

@@ -284,7 +284,8 @@ class SparseModel:
                 when the fork began, returns the parts of all branches.
         """
         parts: list[tuple[str, ...]] = []
-        for stretch in walk(plan):
+        listed = list(walk(plan))
+        for stretch in listed:
             parts = [] if stretch.branch in (None, 0) else parts
             parts += [stretch.brings.tensors] if stretch.brings is not None else []
             if stretch.index < self._position:
@@ -295,11 +296,27 @@ class SparseModel:
             if is_mine:
                 yield stretch
             if stretch.brings is not None and is_mine:
+                self._prune_early(stretch.brings, listed[stretch.index + 1 :])
                 self._brought |= self.snapshot(stretch.brings)
             if stretch.is_last_branch:  # every tensor comes from the branch that brings it
                 assert self._base is not None
                 self.restore(combine(self._brought, parts, self._base))
                 self._base, self._brought = None, {}
+
+    def _prune_early(self, part: Part, to_come: Sequence[Stretch]) -> None:
+        """Prune a part where it was trained, as the plan will once all are combined, if it does not look at the others.
+
+        The result is the same, but no more than one part is ever dense, and only what lives has to be sent.
+        """
+        after = next((stretch.phase.edits for stretch in to_come if stretch.branch is None), ())
+        if any(edit.action is not Action.PRUNE or edit.by is not By.MAGNITUDE for edit in after):
+            return
+        for edit in after:
+            for pool in self.pools(edit) if edit.to > 0 else []:
+                if {weight.parameter for weight in pool.weights} <= set(part.tensors):
+                    self._check(pool, edit)
+                    self.fill(pool, edit)
+        self.enforce()
 
     def _enter(self, stretch: Stretch, *, is_mine: bool) -> None:
         if stretch.branch == 0:
