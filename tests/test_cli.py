@@ -117,6 +117,7 @@ def test_bad_input_gives_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert "nothing to prune" in refused("train", "digits/tiny", *out, "--set", 'keep_dense=["*"]')
     assert "method is 'magic'" in refused("plan", "digits/tiny", "--set", "method=magic")
     assert "there is no list of 'people'" in refused("list", "people")
+    assert "none of the recipes has 'mars' in its name" in refused("list", "recipes", "mars")
     assert "holds no run" in refused("resume", str(tmp_path / "nothing"))
     assert "nothing.safetensors" in refused("inspect", str(tmp_path / "nothing.safetensors"))
     (tmp_path / "file").write_text("in the way")

@@ -13,7 +13,7 @@ import pytest
 import growprune
 
 SOURCE = Path(growprune.__file__).parent
-CORE = "plan layers partition selection patterns scores allocation snapshot storage sparse"
+CORE = "plan layers partition selection patterns scores allocation snapshot storage optimizers sparse"
 
 MAY_IMPORT = {
     # what a method may say: standard library only
@@ -29,7 +29,8 @@ MAY_IMPORT = {
     # where they live
     "snapshot": "",
     "storage": "layers selection patterns snapshot",
-    "sparse": "plan layers selection patterns scores allocation snapshot storage",
+    "optimizers": "storage",
+    "sparse": "plan layers selection patterns scores allocation snapshot storage optimizers",
     "init": "plan allocation sparse",
     # what reads sparse models
     "atomic": "",

@@ -185,7 +185,7 @@ def test_the_model_may_be_dropped_with_its_optimizer() -> None:
     sparse = make()
     sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))  # and nobody keeps it
     sparse.prune()
-    assert len(sparse._optimizers) == 0
+    assert len(sparse._optimizers.attached) == 0
 
 
 def total_norm(model: nn.Module) -> Tensor:

@@ -79,6 +79,7 @@ def demo(
 @one_line_errors
 def list_(
     what: Annotated[str, typer.Argument(help="methods, tasks or recipes; all by default.")] = "",
+    containing: Annotated[str, typer.Argument(help="Only names with this text in them.")] = "",
 ) -> None:
     """List methods, tasks and recipes."""
     from growprune import console
@@ -93,7 +94,11 @@ def list_(
     }
     if what and what not in kinds:
         raise ValueError(f"there is no list of {what!r}; known are {', '.join(kinds)}")
-    console.show_lists({what: kinds[what]} if what else kinds)
+    chosen = {what: kinds[what]} if what else kinds
+    found = {kind: {n: text for n, text in things.items() if containing in n} for kind, things in chosen.items()}
+    if not any(found.values()):
+        raise ValueError(f"none of the {what} has {containing!r} in its name")
+    console.show_lists(found)
 
 
 def _summary(thing: object) -> str:

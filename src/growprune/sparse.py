@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from growprune.allocation import Pool, Scope, parse_allocation
 from growprune.layers import Weight, prunable_weights
+from growprune.optimizers import Optimizers
 from growprune.patterns import Pattern, count_groups, parse_pattern, write_groups
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Step, Stretch, check_sparsity, walk
 from growprune.scores import check_finite, edit_keys, salt_of
@@ -44,7 +44,7 @@ class SparseModel:
         keep_dense: names or globs of modules or parameters that are never pruned.
         also: names or globs of parameters to prune that are not the weight of a known kind of layer.
         seed: decides every random mask.
-        storage: how sparse weights are held: "masked".
+        storage: how sparse weights are held: "masked" (dense, with a mask) or "compact" (live values only).
 
     Everything is alive at first; the edits of a plan, or `prune`, make it sparse.
 
@@ -82,7 +82,7 @@ class SparseModel:
             self.pattern.check(weight, sparsity)
         names = dict.fromkeys(weight.parameter for weight in self.weights)
         self._held: dict[str, Held] = {name: parse_storage(storage)(model, name, self.pattern) for name in names}
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._optimizers = Optimizers(self._held, storage)
         self._num_edits = 0
         self._position = -1
         self._base: Snapshot | None = None
@@ -133,7 +133,7 @@ class SparseModel:
         elif edit.action is Action.GROW:
             for name in dict.fromkeys(w.parameter for w in self.weights_of(edit.part)):
                 held = self._held[name]
-                with self._state_following(held):
+                with self._optimizers.following(held):
                     held.keep(torch.ones_like(held.mask()))
 
     def _check(self, pool: Pool, edit: Edit) -> None:
@@ -161,7 +161,7 @@ class SparseModel:
             held = self._held[weight.parameter]
             mask = held.mask()
             write_groups(self.pattern, weight.of(mask), weight, chosen)
-            with self._state_following(held):
+            with self._optimizers.following(held):
                 held.keep(mask)
         self._warn_of_dead_layers(pool)
 
@@ -193,46 +193,13 @@ class SparseModel:
         Works with any optimizer: state shaped like its parameter is masked, other state is left alone.
         Returns the optimizer, so that it can be made and attached in one line.
         """
-        for held in self._held.values():
-            held.hook_gradients()
-        if optimizer not in self._optimizers:
-            optimizer.register_step_post_hook(self._after_step)
-            self._optimizers.add(optimizer)
+        self._optimizers.attach(optimizer)
         self.enforce()
         return optimizer
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        del args, kwargs
-        self._enforce((optimizer,))
-
     def enforce(self) -> None:
         """Make weights, and the state of attached optimizers, exactly zero off the masks."""
-        self._enforce(tuple(self._optimizers))
-
-    def _enforce(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        listed = []
-        for held in self._held.values():
-            parameter = held.parameter
-            states = [o.state[parameter] for o in optimizers if parameter in o.state]
-            tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
-            listed.append((held, [parameter, *(t for t in tensors if t.shape == parameter.shape)]))
-        parse_storage(self.storage).enforce(listed)
-
-    @contextmanager
-    def _state_following(self, held: Held) -> Iterator[None]:
-        """While a mask changes: if that makes a new parameter, attached optimizers go on with it and with its state."""
-        old = held.parameter
-        dense = {o: _reshaped(o.state[old], old.shape, held.to_dense) for o in self._optimizers if old in o.state}
-        yield
-        new = held.parameter
-        if new is old:
-            return
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [new if p is old else p for p in group["params"]]
-            if optimizer in dense:
-                del optimizer.state[old]
-                optimizer.state[new] = _reshaped(dense[optimizer], held.shape, held.from_dense)
+        self._optimizers.enforce()
 
     def mask_copy(self, copy: nn.Module) -> None:
         """Make another copy of the model (a moving average, a deepcopy) exactly as sparse as this one.
@@ -358,13 +325,14 @@ class SparseModel:
                     tensors[name].copy_(values)
             else:
                 held = self._held[name]
-                with self._state_following(held):
+                with self._optimizers.following(held):
                     held.load(values, unpack(mask, held.shape, held.parameter.device))
         self.enforce()
 
     def twin(self) -> SparseModel:
         """An independent copy of the model and its masks, attached to no optimizer."""
-        without: dict[int, Any] = {id(self._optimizers): weakref.WeakSet(), id(self._base): None, id(self._brought): {}}
+        attached = self._optimizers.attached
+        without: dict[int, Any] = {id(attached): weakref.WeakSet(), id(self._base): None, id(self._brought): {}}
         return copy.deepcopy(self, without)
 
     # State
@@ -385,7 +353,7 @@ class SparseModel:
         if unknown:
             raise ValueError(f"the state's masks and the model's prunable weights differ in {sorted(unknown)}")
         for name, held in self._held.items():
-            with self._state_following(held):
+            with self._optimizers.following(held):
                 held.keep(unpack(state["masks"][name], held.shape, held.parameter.device))
         self._num_edits, self._position = state["num_edits"], state["position"]
         self._base, self._brought = state["base"], dict(state["brought"])
@@ -393,25 +361,11 @@ class SparseModel:
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only what lives."""
-        return self._converted(optimizer, optimizer.state_dict(), is_live=False)
+        return self._optimizers.live_state(optimizer)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Take back what `optimizer_state` gave, whatever storage it was taken from."""
-        optimizer.load_state_dict(self._converted(optimizer, state, is_live=True))
-
-    def _converted(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, is_live: bool) -> dict[str, Any]:
-        held_of = {id(held.parameter): held for held in self._held.values()}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        converted = {}
-        for index, entries in state["state"].items():
-            held = held_of.get(id(parameters[index]))
-            if held is None:
-                converted[index] = entries
-            elif is_live:
-                converted[index] = _reshaped(entries, (int(torch.count_nonzero(held.mask())),), held.from_live)
-            else:
-                converted[index] = _reshaped(entries, held.parameter.shape, held.to_live)
-        return {**state, "state": converted}
+        self._optimizers.load_live_state(optimizer, state)
 
     # What is alive
 
@@ -449,14 +403,6 @@ class SparseModel:
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _reshaped(entries: dict[str, Any], shape: Sequence[int], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Optimizer state of one parameter, with the tensors of a shape converted."""
-    return {
-        name: convert(entry) if isinstance(entry, Tensor) and entry.shape == torch.Size(shape) else entry
-        for name, entry in entries.items()
-    }
 
 
 def _names(weights: Sequence[Weight]) -> str:

@@ -1,0 +1,100 @@
+"""The optimizers that train a sparse model: what is pruned stays zero in their state, which follows each edit."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from growprune.storage import Held, parse_storage
+
+
+class Optimizers:
+    """Those attached to a model, as long as someone else holds them.
+
+    Args:
+        held: the model's prunable parameters by name.
+        storage: how they are held.
+    """
+
+    def __init__(self, held: Mapping[str, Held], storage: str) -> None:
+        self._held, self._storage = held, storage
+        self.attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def attach(self, optimizer: Optimizer) -> None:
+        for held in self._held.values():
+            held.hook_gradients()
+        if optimizer not in self.attached:
+            optimizer.register_step_post_hook(self._after_step)
+            self.attached.add(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        self._enforce((optimizer,))
+
+    def enforce(self) -> None:
+        """Make weights, and state that is shaped like its parameter, exactly zero off the masks."""
+        self._enforce(tuple(self.attached))
+
+    def _enforce(self, optimizers: Iterable[Optimizer]) -> None:
+        listed = []
+        for held in self._held.values():
+            parameter = held.parameter
+            states = [o.state[parameter] for o in optimizers if parameter in o.state]
+            tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+            listed.append((held, [parameter, *(t for t in tensors if t.shape == parameter.shape)]))
+        parse_storage(self._storage).enforce(listed)
+
+    @contextmanager
+    def following(self, held: Held) -> Iterator[None]:
+        """While a mask changes: if that makes a new parameter, optimizers go on with it and with its state."""
+        old = held.parameter
+        dense = {o: _reshaped(o.state[old], old.shape, held.to_dense) for o in self.attached if old in o.state}
+        yield
+        new = held.parameter
+        if new is old:
+            return
+        for optimizer in self.attached:
+            for group in optimizer.param_groups:
+                group["params"] = [new if p is old else p for p in group["params"]]
+            if optimizer in dense:
+                del optimizer.state[old]
+                optimizer.state[new] = _reshaped(dense[optimizer], held.shape, held.from_dense)
+
+    def live_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only what lives."""
+        return self._converted(optimizer, optimizer.state_dict(), lambda held: (held.parameter.shape, held.to_live))
+
+    def load_live_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take back what `live_state` gave, whatever storage it was taken from."""
+        optimizer.load_state_dict(
+            self._converted(optimizer, state, lambda held: ((int(torch.count_nonzero(held.mask())),), held.from_live))
+        )
+
+    def _converted(
+        self,
+        optimizer: Optimizer,
+        state: dict[str, Any],
+        how: Callable[[Held], tuple[Sequence[int], Callable[[Tensor], Tensor]]],
+    ) -> dict[str, Any]:
+        """State whose tensors of a certain shape are converted, parameter by parameter."""
+        held_of = {id(held.parameter): held for held in self._held.values()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        converted = {}
+        for index, entries in state["state"].items():
+            held = held_of.get(id(parameters[index]))
+            converted[index] = entries if held is None else _reshaped(entries, *how(held))
+        return {**state, "state": converted}
+
+
+def _reshaped(entries: dict[str, Any], shape: Sequence[int], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The state of one parameter, with the tensors of a shape converted."""
+    return {
+        name: convert(entry) if isinstance(entry, Tensor) and entry.shape == torch.Size(shape) else entry
+        for name, entry in entries.items()
+    }
