@@ -19,7 +19,7 @@ from growprune.flops import count_flops
 from growprune.init import sparse_init
 from growprune.layers import prunable_weights
 from growprune.sparse import SparseModel
-from growprune.tasks.classification import Classification, augment, images, score, sources
+from growprune.tasks.classification import UNREADABLE, Classification, augment, images, score, sources
 from growprune.tasks.classification.resnet import BasicBlock, Bottleneck, ResNet, initialise
 
 Image = pytest.importorskip("PIL.Image")
@@ -277,9 +277,9 @@ def test_mixing_takes_the_rest_from_the_image_before() -> None:
 class Fixed(nn.Module):
     """Answers with logits given beforehand."""
 
-    def __init__(self, logits: list[list[float]]) -> None:
+    def __init__(self, logits: Any) -> None:
         super().__init__()
-        self.logits = torch.tensor(logits)
+        self.logits = torch.as_tensor(logits)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits[: len(x)]
@@ -633,16 +633,18 @@ def test_a_corrupt_image_in_memory_is_named_once_and_left_out(
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["folder", "packed"])
-def test_a_corrupt_image_that_is_streamed_is_dropped_from_its_batch(
+def test_a_corrupt_image_that_is_streamed_has_no_label(
     tmp_path: Path, files: list[tuple[bytes, int, bool]], kind: str, workers: int
 ) -> None:
     bad = next(i for i in range(39) if i not in sources_validation(files))
     data, names = bad_images(tmp_path, files, kind, bad)
     task = small(data, in_memory=False, workers=workers, batch_size=11)
     with pytest.warns(UserWarning, match="1 so far") as caught:
-        sizes = [len(labels) for _, labels in task.batches(seed=0, start=0, device=CPU)]
+        batches = list(task.batches(seed=0, start=0, device=CPU))
     assert names[bad] in str(caught[0].message)
+    sizes = [int((labels != UNREADABLE).sum()) for _, labels in batches]
     assert sorted(sizes) == [10, 11, 11]
+    assert all(len(pixels) == 11 for pixels, _ in batches)  # it keeps its place, and counts nothing
     assert len(list(task.batches(seed=1, start=0, device=CPU))) == 3  # the next epoch neither warns nor counts again
 
 
@@ -661,14 +663,39 @@ def test_too_many_corrupt_images_are_an_error(
         list(small(data, in_memory=in_memory, batch_size=32).batches(seed=0, start=0, device=CPU))
 
 
-@pytest.mark.filterwarnings("ignore:.*skipped:UserWarning")
-def test_a_streamed_batch_without_readable_images_is_an_error(
-    tmp_path: Path, files: list[tuple[bytes, int, bool]]
+@pytest.mark.parametrize("mixup", [0.0, 0.4])
+def test_images_without_a_label_count_nothing(mixup: float) -> None:
+    task = Classification(model="resnet18", stem="cifar", width=4, num_classes=3, mixup=mixup)
+    logits = torch.randn(4, 3)
+    labels = torch.tensor([0, UNREADABLE, 2, 1])
+    batch = (torch.zeros(4, 3, 8, 8), labels, *((labels.roll(1), torch.full((4,), 0.3)) if mixup else ()))
+    each = F.cross_entropy(logits, labels.clamp(min=0), label_smoothing=0.1, reduction="none")
+    other = F.cross_entropy(logits, labels.roll(1).clamp(min=0), label_smoothing=0.1, reduction="none")
+    each[1], other[2] = 0, 0
+    expected = (0.3 * each + 0.7 * other).mean() if mixup else each.mean()
+    torch.testing.assert_close(task.loss(Fixed(logits), batch), expected)
+
+
+@pytest.mark.parametrize("mixup", [0.0, 0.4])
+def test_a_replica_has_its_own_images_right_and_reads_no_more(
+    data: str, mixup: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = [f for f in files if not f[2]][:9] + [f for f in files if f[2]]
-    data, _ = bad_images(tmp_path, files, "packed", *range(9))
-    with pytest.raises(ValueError, match="of batch 0, fewer than two images can be read"):
-        list(small(data, in_memory=False, num_validation=1).batches(seed=0, start=0, device=CPU))
+    task = small(data, in_memory=False, mixup=mixup, batch_size=11)
+    whole = list(task.batches(seed=3, start=0, device=CPU))
+    decode, read = images.Reader._decode, []
+
+    def counting(reader: images.Reader, pillow: Any, file: Any, index: int) -> Any:
+        read.append(index)
+        return decode(reader, pillow, file, index)
+
+    monkeypatch.setattr(images.Reader, "_decode", counting)
+    for replica in range(3):
+        read.clear()
+        part = list(task.for_replica(replica, 3).batches(seed=3, start=0, device=CPU))
+        for ours, theirs in zip(part, whole, strict=True):
+            assert_same([tuple(t[replica::3] for t in ours)], [tuple(t[replica::3] for t in theirs)])
+        assert len(read) == len(set(read))
+        assert len(read) <= (24 if mixup else 12)  # of 33
 
 
 @pytest.mark.filterwarnings("ignore:.*skipped:UserWarning")

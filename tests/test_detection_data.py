@@ -241,6 +241,32 @@ def test_streamed_pictures_that_cannot_be_read_have_no_objects(tmp_path: Path, m
         assert task.evaluate(perfect, "validation", device=CPU)["map"] == pytest.approx(100)
 
 
+def test_a_streamed_picture_that_cannot_be_read_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "MAX_HELD_BYTES", 0)
+    task = task_for(write(tmp_path, THREE), batch_size=6, workers=0)
+    spoil(tmp_path / "train")
+    with pytest.warns(UserWarning) as caught:
+        for seed in range(5):
+            list(task.batches(seed=seed, start=0, device=CPU))
+    assert len(caught) == 3
+
+
+def test_a_replica_has_its_own_streamed_pictures_right_and_reads_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "MAX_HELD_BYTES", 0)
+    task = task_for(write(tmp_path, THREE), batch_size=6, workers=0)
+    whole = list(task.batches(seed=1, start=0, device=CPU))
+    decode, read = images.decode, []
+    monkeypatch.setattr(images, "decode", lambda scene: (read.append(scene.path), decode(scene))[1])
+    for replica in range(2):
+        read.clear()
+        part = list(task.for_replica(replica, 2).batches(seed=1, start=0, device=CPU))
+        for ours, theirs in zip(part, whole, strict=True):
+            assert all(torch.equal(a[replica::2], b[replica::2]) for a, b in zip(ours, theirs, strict=True))
+        assert len(read) == 3  # of six
+
+
 @pytest.mark.parametrize("package, source", [("pycocotools", "score"), ("PIL", "images")])
 def test_a_missing_package_says_what_to_install(
     package: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -75,6 +75,9 @@ class Toy:
                 time.sleep(self.pause)
                 yield number, x[indices].to(device), y[indices].to(device)
 
+    def for_replica(self, index: int, count: int) -> OneReplica:
+        return OneReplica(self, index, count)
+
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         number, x, y = batch
         loss = nn.functional.cross_entropy(model(x), y)
@@ -85,6 +88,20 @@ class Toy:
         logits = model(x)
         loss = nn.functional.cross_entropy(logits, y)
         return {"accuracy": 100 * float((logits.argmax(1) == y).float().mean()), "loss": float(loss)}
+
+
+@dataclass(frozen=True)
+class OneReplica:
+    """The batches of a replica: the examples of others are blank."""
+
+    task: Toy
+    index: int
+    count: int
+
+    def batches(self, **arguments: Any) -> Iterator[Any]:
+        for number, x, y in self.task.batches(**arguments):
+            mine = torch.arange(len(x)) % self.count == self.index
+            yield number, torch.where(mine[:, None], x, 0), torch.where(mine, y, 0)
 
 
 def _data(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,9 @@ class Training:
 
     def __init__(self, recipe: Recipe, plan: Plan, sparse: SparseModel, device: torch.device, mesh: Mesh) -> None:
         self.recipe, self.plan, self.sparse, self.device, self.mesh = recipe, plan, sparse, device, mesh
+        self._task: Any = recipe.task
+        if mesh.replicas > 1 and hasattr(recipe.task, "for_replica"):
+            self._task = recipe.task.for_replica(mesh.replica, mesh.replicas)
         self._forward: nn.Module | None = None
         self.cursor = Cursor()
         self.optimizer: torch.optim.Optimizer | None = None
@@ -90,7 +93,7 @@ class Training:
     def _iterations(self, stretch: Stretch) -> Iterator[list[Any]]:
         """The batches of the current epoch from where the cursor stands, `accumulate` at a time."""
         seed = salt_of(self.recipe.seed, "data", stretch.step, stretch.branch, self.cursor.epoch) >> 1
-        batches = self.recipe.task.batches(seed=seed, start=self.cursor.batch, device=self.device)
+        batches = self._task.batches(seed=seed, start=self.cursor.batch, device=self.device)
         while group := list(itertools.islice(batches, self.recipe.accumulate)):
             yield group
 

@@ -38,6 +38,10 @@ class Task(Protocol):
         A batch is a tensor, or a tuple, list or dict of tensors whose first axis counts the examples: replicas take
         every n-th example of each. What is drawn for batch i, such as its augmentation, is drawn from (seed, i), so
         that an epoch can be entered anywhere.
+
+        A task for which making an example is costly may have a method `for_replica(index, count)` that returns a task
+        whose batches have the same shapes and the same examples number index, index + count, ..., and blank ones in
+        the places of the others.
         """
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

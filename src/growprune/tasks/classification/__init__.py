@@ -6,6 +6,7 @@ Data is a folder `DIR/train/<class>/*.jpg`, `DIR/val/<class>/*.jpg` (jpg, jpeg o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,9 @@ from growprune.tasks.classification.resnet import KINDS, Name, ResNet, Stem
 from growprune.tasks.classification.sources import Array
 from growprune.tasks.records import check_split
 from growprune.tasks.task import Split
+
+UNREADABLE = -100
+"""The label of an image that cannot be read; its loss is 0."""
 
 Batch = tuple[Tensor, ...]
 """Images and labels; with mixup also the labels of what is mixed in, and the share each image has in the mixture."""
@@ -52,7 +56,7 @@ class Classification:
     """How many training images are set aside to validate."""
     in_memory: bool = False
     """Decode all images once and keep them on the device: for small images, all of one size."""
-    workers: int = 8
+    workers: int = 16
     """Processes that decode images, at most one for each core; 0 for none but the one that trains."""
     channels_last: bool = True
     """Hand images over with their channels innermost in memory, as tensor cores like them."""
@@ -61,6 +65,7 @@ class Classification:
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
 
     metric = "top1"
+    _replica = 0, 1
 
     def __post_init__(self) -> None:
         for name, known in (("model", tuple(KINDS)), ("stem", ("imagenet", "cifar")), ("crop", ("resized", "padded"))):
@@ -97,25 +102,35 @@ class Classification:
             return
         pairs = self._held(groups, seed, start, device) if self.in_memory else self._streamed(groups, seed, device)
         for number, (pixels, labels) in enumerate(pairs, start):
-            if len(pixels) < 2:
-                raise ValueError(f"{self.data}: of batch {number}, fewer than two images can be read: remove the bad")
             yield self._augmented(pixels, labels, seed, number)
+
+    def for_replica(self, index: int, count: int) -> Classification:
+        """The same task, but of images that are streamed, only what one of several replicas looks at is decoded."""
+        task = copy.copy(self)
+        object.__setattr__(task, "_replica", (index, count))  # not a setting: it changes no result
+        return task
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         pixels, labels, *mixture = batch
         logits = model(pixels).float()
-        loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing, reduction="none")
+        loss = self._losses(logits, labels)
         if mixture:
             other_labels, share = mixture
-            other = F.cross_entropy(logits, other_labels, label_smoothing=self.label_smoothing, reduction="none")
+            other = self._losses(logits, other_labels)
             loss = share * loss + (1 - share) * other
         return loss.mean()
+
+    def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        options = {"ignore_index": UNREADABLE, "label_smoothing": self.label_smoothing}
+        return F.cross_entropy(logits, labels, reduction="none", **options)  # type: ignore[arg-type]
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
         groups = self._groups(self._indices(split))
         pairs = self._held(groups, None, 0, device) if self.in_memory else self._streamed(groups, None, device)
         sums, count = torch.zeros(3, dtype=torch.float64, device=device), 0
         for pixels, labels in pairs:
+            is_good = labels != UNREADABLE
+            pixels, labels = pixels[is_good], labels[is_good]
             inputs = self._inputs(augment.normalised(pixels, self.mean, self.std))
             sums += score(model(inputs).float(), labels)
             count += len(labels)
@@ -137,9 +152,18 @@ class Classification:
         source = sources.load(self.data, self.num_classes)
         account = sources.skipped(self.data, self.num_classes)
         reader = images.Reader(source, (self.image_size, self.image_size), self._boxes_to_read(seed))
-        labels = torch.from_numpy(source.labels).to(device)
-        for pixels, indices in images.read(reader, groups, account, workers=self.workers, device=device):
-            yield pixels, labels[indices]
+        wanted = images.all_of if seed is None else self._looked_at
+        found = images.read(reader, groups, account, workers=self.workers, device=device, wanted=wanted)
+        for group, (pixels, is_good) in zip(groups, found, strict=True):
+            # kept in its batch, without a label, so that replicas that did not try to read it have the same batch
+            labels = torch.from_numpy(source.labels[group]).masked_fill(~is_good, UNREADABLE)
+            yield pixels, labels.to(device, non_blocking=True)
+
+    def _looked_at(self, count: int) -> Array:
+        """Which images of a batch this replica trains on; with mixup, also those before them, which are mixed in."""
+        index, replicas = self._replica
+        mine: Array = np.arange(count) % replicas == index
+        return mine | np.roll(mine, -1) if self.mixup else mine
 
     def _boxes_to_read(self, seed: int | None) -> images.Boxes | None:
         if self.crop == "padded":

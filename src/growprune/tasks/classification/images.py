@@ -43,8 +43,11 @@ def random_box(index: int, width: int, height: int, *, seed: int, min_scale: flo
 
 
 @dataclass(frozen=True, eq=False)
-class Reader(Dataset[tuple[int, "Array | str"]]):
-    """Decodes one image at a time: its number and pixels (H, W, 3), or why it cannot be read."""
+class Reader(Dataset[tuple[int, "Array | str | None"]]):
+    """Decodes one image at a time: its number and pixels (H, W, 3), or why it cannot be read.
+
+    Asked for (number, False), it decodes nothing: the image only keeps its place in a batch.
+    """
 
     source: Source
     size: tuple[int, int]
@@ -52,7 +55,10 @@ class Reader(Dataset[tuple[int, "Array | str"]]):
     boxes: Boxes | None
     """What to take of each; None for all of it, which must have the size already."""
 
-    def __getitem__(self, index: int) -> tuple[int, Array | str]:
+    def __getitem__(self, wanted: tuple[int, bool]) -> tuple[int, Array | str | None]:
+        index, is_wanted = wanted
+        if not is_wanted:
+            return index, None
         pillow = _pillow()
         try:
             with self.source.open(index) as file:
@@ -91,22 +97,38 @@ def _pillow() -> Any:
     return Image
 
 
+def all_of(count: int) -> Array:
+    return np.ones(count, dtype=bool)
+
+
 def read(
-    reader: Reader, groups: Sequence[Array], skipped: Skipped, *, workers: int, device: torch.device
+    reader: Reader,
+    groups: Sequence[Array],
+    skipped: Skipped,
+    *,
+    workers: int,
+    device: torch.device,
+    wanted: Callable[[int], Array] = all_of,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Decode groups of images, in order: their pixels (B, H, W, 3) and numbers, less those that cannot be read."""
+    """Decode groups of images, in order: their pixels (B, H, W, 3), and which could be read (B), on the CPU.
+
+    What could not be read, or is not wanted, is black.
+
+    Args:
+        wanted: which images of a group are, by its size.
+    """
     loader = DataLoader(
         reader,
-        batch_sampler=[group.tolist() for group in groups],
+        batch_sampler=[list(zip(group.tolist(), wanted(len(group)).tolist(), strict=True)) for group in groups],
         num_workers=min(workers, _num_cores()),
-        collate_fn=_collate,
+        collate_fn=functools.partial(_collate, size=reader.size),
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # else it draws from the global one, and resuming within an epoch would show
     )
-    for pixels, indices, bad in loader:
+    for pixels, is_good, bad in loader:
         for index, why in bad:
             skipped.add(index, why)
-        yield pixels.to(device, non_blocking=True), indices.to(device, non_blocking=True)
+        yield pixels.to(device, non_blocking=True), is_good
 
 
 def _num_cores() -> int:
@@ -114,11 +136,15 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _collate(items: list[tuple[int, Array | str]]) -> tuple[Tensor, Tensor, list[tuple[int, str]]]:
-    good = [(index, pixels) for index, pixels in items if not isinstance(pixels, str)]
+def _collate(
+    items: list[tuple[int, Array | str | None]], size: tuple[int, int]
+) -> tuple[Tensor, Tensor, list[tuple[int, str]]]:
+    pixels = torch.zeros(len(items), size[1], size[0], 3, dtype=torch.uint8)
+    for place, (_, image) in enumerate(items):
+        if isinstance(image, np.ndarray):
+            pixels[place] = torch.from_numpy(image)
     bad = [(index, why) for index, why in items if isinstance(why, str)]
-    pixels = np.stack([pixels for _, pixels in good]) if good else np.empty((0, 0, 0, 3), dtype=np.uint8)
-    return torch.from_numpy(pixels), torch.tensor([index for index, _ in good], dtype=torch.int64), bad
+    return pixels, torch.tensor([not isinstance(image, str) for _, image in items]), bad
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +167,9 @@ def decode_all(data: str, num_classes: int, workers: int) -> Decoded:
     pixels = torch.zeros(count, height, width, 3, dtype=torch.uint8)
     is_good = np.zeros(count, dtype=bool)
     groups = np.array_split(np.arange(count), -(-count // 500))
-    for some, indices in read(Reader(source, size, None), groups, account, workers=workers, device=cpu):
-        pixels[indices] = some
-        is_good[indices.numpy()] = True
+    found = read(Reader(source, size, None), groups, account, workers=workers, device=cpu)
+    for indices, (some, good) in zip(groups, found, strict=True):
+        pixels[indices], is_good[indices] = some, good.numpy()
     return Decoded(pixels, torch.from_numpy(source.labels), is_good)
 
 

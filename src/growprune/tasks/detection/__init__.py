@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Detection:
     """Processes that decode images, where these are too many to be held in memory."""
 
     metric = "map"
+    _replica = 0, 1
 
     def __post_init__(self) -> None:
         least = {"num_classes": 1, "width": 1, "batch_size": 2, "zoom_out": 1, "jitter": 0, "workers": 0}
@@ -73,12 +75,19 @@ class Detection:
         order = np.random.default_rng(seed).permutation(len(train.scenes))
         batches = np.array_split(order, self.num_batches())
         all_boxes, all_labels = train.targets
-        for number, (pixels, sizes, good) in enumerate(train.pictures(batches[start:], device), start=start):
+        found = train.pictures(batches[start:], device, self._replica)
+        for number, (pixels, sizes, good) in enumerate(found, start=start):
             indices = torch.from_numpy(batches[number])
             labels = all_labels[indices].where(good.unsqueeze(1), 0)
             most = max(1, int((labels > 0).sum(1).max()))
             generator = np.random.default_rng((seed, number))
             yield self._augment(generator, pixels, sizes, all_boxes[indices, :most], labels[:, :most])
+
+    def for_replica(self, index: int, count: int) -> Detection:
+        """The same task, but of pictures that are streamed, only what one of several replicas looks at is decoded."""
+        task = copy.copy(self)
+        object.__setattr__(task, "_replica", (index, count))  # not a setting: it changes no result
+        return task
 
     def _augment(
         self, generator: np.random.Generator, pixels: Tensor, sizes: Tensor, boxes: Tensor, labels: Tensor

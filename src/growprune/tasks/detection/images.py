@@ -47,8 +47,14 @@ class Album:
     def targets(self) -> tuple[Tensor, Tensor]:
         return targets(self.scenes)
 
-    def pictures(self, batches: Sequence[Indices], device: torch.device) -> Iterator[Pictures]:
-        """The pictures of each batch of scenes, given by their positions."""
+    def pictures(
+        self, batches: Sequence[Indices], device: torch.device, replica: tuple[int, int] = (0, 1)
+    ) -> Iterator[Pictures]:
+        """The pictures of each batch of scenes, given by their positions.
+
+        Args:
+            replica: its number and how many there are: the pictures that others look at need not be right.
+        """
         raise NotImplementedError
 
 
@@ -73,7 +79,10 @@ class Held(Album):
         super().__init__(scenes)
         self._on = {torch.device("cpu"): pictures}
 
-    def pictures(self, batches: Sequence[Indices], device: torch.device) -> Iterator[Pictures]:
+    def pictures(
+        self, batches: Sequence[Indices], device: torch.device, replica: tuple[int, int] = (0, 1)
+    ) -> Iterator[Pictures]:
+        del replica  # all are there
         if device not in self._on:
             pixels, sizes, good = self._on[torch.device("cpu")]
             self._on[device] = Pictures(pixels.to(device), sizes.to(device), good)
@@ -102,11 +111,15 @@ class Streamed(Album):
     def __init__(self, scenes: Sequence[Scene], workers: int, bad: BadRecords) -> None:
         super().__init__(scenes)
         self.workers, self.bad = workers, bad
+        self._named: set[str] = set()
 
-    def pictures(self, batches: Sequence[Indices], device: torch.device) -> Iterator[Pictures]:
+    def pictures(
+        self, batches: Sequence[Indices], device: torch.device, replica: tuple[int, int] = (0, 1)
+    ) -> Iterator[Pictures]:
+        index, count = replica
         loader = DataLoader(
             _Decoder(self.scenes),
-            batch_sampler=[batch.tolist() for batch in batches],
+            batch_sampler=[[(n, place % count == index) for place, n in enumerate(b.tolist())] for b in batches],
             num_workers=min(self.workers, os.cpu_count() or 1),
             collate_fn=_collate,
             pin_memory=device.type == "cuda",
@@ -114,22 +127,29 @@ class Streamed(Album):
         )
         for (pixels, sizes, good), errors in loader:
             for name, error in errors:
-                self.bad.skip(name, error)
+                if name not in self._named:  # each counts once, however many epochs meet it
+                    self._named.add(name)
+                    self.bad.skip(name, error)
             yield Pictures(pixels.to(device, non_blocking=True), sizes.to(device, non_blocking=True), good)
+
+
+BLANK = torch.zeros(3, 1, 1, dtype=torch.uint8)
+"""In the place of a picture that cannot be read, or is not looked at."""
 
 
 class _Decoder(Dataset[tuple[str, Tensor | str]]):
     def __init__(self, scenes: Sequence[Scene]) -> None:
         self.scenes = scenes
 
-    def __getitem__(self, index: int) -> tuple[str, Tensor | str]:
-        return self.scenes[index].path.name, decode(self.scenes[index])
+    def __getitem__(self, wanted: tuple[int, bool]) -> tuple[str, Tensor | str]:
+        index, is_wanted = wanted
+        scene = self.scenes[index]
+        return scene.path.name, decode(scene) if is_wanted else BLANK
 
 
 def _collate(items: list[tuple[str, Tensor | str]]) -> tuple[Pictures, list[tuple[str, str]]]:
     errors = [(name, item) for name, item in items if isinstance(item, str)]
-    blank = torch.zeros(3, 1, 1, dtype=torch.uint8)
-    pixels, sizes, _ = _lay_out([blank if isinstance(item, str) else item for _, item in items])
+    pixels, sizes, _ = _lay_out([BLANK if isinstance(item, str) else item for _, item in items])
     good = torch.tensor([not isinstance(item, str) for _, item in items])
     return Pictures(pixels, sizes, good), errors
 
