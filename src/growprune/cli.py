@@ -265,6 +265,8 @@ def _format_warning(
 
 def main() -> None:
     warnings.formatwarning = _format_warning
+    # what DDP says of the gradients of 1 x 1 convolutions; users can do nothing about it
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     try:
         app()
     finally:

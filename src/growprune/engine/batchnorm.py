@@ -40,7 +40,7 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
     if not norm.training:
         return super(type(norm), norm).forward(x)  # type: ignore[no-any-return]
     axes = [axis for axis in range(x.dim()) if axis != 1]
-    seen = x.float()
+    seen = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     count = torch.tensor(x.numel() / x.shape[1], device=x.device)
     dist.all_reduce(count, group=norm._group)
     mean = _sum(seen.sum(axes), norm._group) / count
