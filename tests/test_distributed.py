@@ -128,11 +128,14 @@ def test_two_replicas_equal_one_process_with_the_same_global_batch(
         assert torch.equal(two[name] == 0, one[name] == 0)
 
 
-def test_batchnorm_sees_the_examples_of_all_replicas(tmp_path: Path) -> None:
-    task = Toy(is_normed=True, num_examples=51)  # the last batch leaves one replica a single example
+@pytest.mark.parametrize("world, num_examples", [(2, 51), (3, 50)], ids=["one example left", "none left"])
+def test_batchnorm_sees_the_examples_of_all_replicas_and_no_others(
+    world: int, num_examples: int, tmp_path: Path
+) -> None:
+    task = Toy(is_normed=True, num_examples=num_examples)  # what the last batch leaves for the last replica
     recipe = replace(plain(), task=task, kappa=2)
     one = engine.train(recipe, tmp_path / "one")
-    assert run_on(2, recipe, tmp_path / "two") == []
+    assert run_on(world, recipe, tmp_path / "two") == []
     two = json.loads((tmp_path / "two" / "result.json").read_text())
     weights = [gp.read(tmp_path / name / "model.safetensors") for name in ("one", "two")]
     assert {"1.running_mean", "1.running_var", "1.num_batches_tracked"} <= set(weights[0])

@@ -6,6 +6,9 @@ torch's own SyncBatchNorm does this on GPUs only, and these run on CPUs too.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -31,6 +34,20 @@ def part(model: nn.Module) -> None:
             del module.__dict__["_group"]
 
 
+_weight = ContextVar("weight", default=1)
+"""What the examples of this replica count."""
+
+
+@contextmanager
+def counting(is_counted: bool) -> Iterator[None]:
+    """While a replica goes through a share of a batch: whether its examples are part of the batch."""
+    token = _weight.set(int(is_counted))
+    try:
+        yield
+    finally:
+        _weight.reset(token)
+
+
 @functools.cache
 def _synchronised(kind: type[_BatchNorm]) -> type[_BatchNorm]:
     return type(f"Synchronised{kind.__name__}", (kind,), {"forward": _forward})
@@ -41,13 +58,13 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
         return super(type(norm), norm).forward(x)  # type: ignore[no-any-return]
     axes = [axis for axis in range(x.dim()) if axis != 1]
     seen = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    count = torch.tensor(x.numel() / x.shape[1], device=x.device)
+    weight = _weight.get()
+    count = torch.tensor(weight * x.numel() / x.shape[1], device=x.device)
     dist.all_reduce(count, group=norm._group)
-    mean = _sum(seen.sum(axes), norm._group) / count
+    mean = _sum(weight * seen.sum(axes), norm._group) / count
     centred = seen - _along(mean, x)
-    variance = (
-        _sum(centred.square().sum(axes), norm._group) / count
-    )  # of the differences: a difference of squares cancels
+    # of the differences: a difference of squares cancels
+    variance = _sum(weight * centred.square().sum(axes), norm._group) / count
     if norm.track_running_stats:
         _follow(norm, mean.detach(), variance.detach() * count / (count - 1))
     y = centred * _along((variance + norm.eps).rsqrt(), x)

@@ -106,7 +106,7 @@ class Training:
         model.train()
         for batch in batches:
             mine, share = split(batch, self.mesh.replica, self.mesh.replicas)
-            with self.mesh.waiting("adding up gradients over replicas"):
+            with self.mesh.waiting("adding up gradients over replicas"), batchnorm.counting(share > 0):
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
                     loss = self.recipe.task.loss(forward, mine) / len(batches) * share
                 (loss * self.mesh.replicas).backward()  # type: ignore[no-untyped-call]  # which replicas average
