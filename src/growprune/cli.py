@@ -97,7 +97,7 @@ def list_(
     chosen = {what: kinds[what]} if what else kinds
     found = {kind: {n: text for n, text in things.items() if containing in n} for kind, things in chosen.items()}
     if not any(found.values()):
-        raise ValueError(f"none of the {what} has {containing!r} in its name")
+        raise ValueError(f"none of the {what or 'methods, tasks and recipes'} has {containing!r} in its name")
     console.show_lists(found)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,18 +34,18 @@ def part(model: nn.Module) -> None:
             del module.__dict__["_group"]
 
 
-_weight = ContextVar("weight", default=1)
-"""What the examples of this replica count."""
+_here = SimpleNamespace(weight=1)
+"""What the examples of this replica count. Not a context variable: autograd computes again in threads of its own."""
 
 
 @contextmanager
 def counting(is_counted: bool) -> Iterator[None]:
     """While a replica goes through a share of a batch: whether its examples are part of the batch."""
-    token = _weight.set(int(is_counted))
+    _here.weight = int(is_counted)
     try:
         yield
     finally:
-        _weight.reset(token)
+        _here.weight = 1
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
         return super(type(norm), norm).forward(x)  # type: ignore[no-any-return]
     axes = [axis for axis in range(x.dim()) if axis != 1]
     seen = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    weight = _weight.get()
+    weight = _here.weight
     count = torch.tensor(weight * x.numel() / x.shape[1], device=x.device)
     dist.all_reduce(count, group=norm._group)
     mean = _sum(weight * seen.sum(axes), norm._group) / count

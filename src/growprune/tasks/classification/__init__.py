@@ -6,7 +6,6 @@ Data is a folder `DIR/train/<class>/*.jpg`, `DIR/val/<class>/*.jpg` (jpg, jpeg o
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 from growprune.tasks.classification import augment, images, sources
 from growprune.tasks.classification.resnet import KINDS, Name, ResNet, Stem
 from growprune.tasks.classification.sources import Array
+from growprune.tasks.pictures import Shareable
 from growprune.tasks.records import check_split
 from growprune.tasks.task import Split
 
@@ -31,7 +31,7 @@ Batch = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Classification:
+class Classification(Shareable):
     """Classify images. The settings one begins with are those of ResNet-50 on ImageNet."""
 
     data: str = ""
@@ -65,7 +65,6 @@ class Classification:
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
 
     metric = "top1"
-    _replica = 0, 1
 
     def __post_init__(self) -> None:
         for name, known in (("model", tuple(KINDS)), ("stem", ("imagenet", "cifar")), ("crop", ("resized", "padded"))):
@@ -103,12 +102,6 @@ class Classification:
         pairs = self._held(groups, seed, start, device) if self.in_memory else self._streamed(groups, seed, device)
         for number, (pixels, labels) in enumerate(pairs, start):
             yield self._augmented(pixels, labels, seed, number)
-
-    def for_replica(self, index: int, count: int) -> Classification:
-        """The same task, but of images that are streamed, only what one of several replicas looks at is decoded."""
-        task = copy.copy(self)
-        object.__setattr__(task, "_replica", (index, count))  # not a setting: it changes no result
-        return task
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         pixels, labels, *mixture = batch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
@@ -12,10 +11,11 @@ from typing import IO, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from growprune.tasks.classification.augment import NUM_TRIES, draw_boxes, generator
 from growprune.tasks.classification.sources import Array, Skipped, Source, load, skipped, splits
+from growprune.tasks.pictures import decoding, pillow, unreadable
 from growprune.tasks.records import check_split
 
 Box = tuple[float, float, float, float]
@@ -59,15 +59,15 @@ class Reader(Dataset[tuple[int, "Array | str | None"]]):
         index, is_wanted = wanted
         if not is_wanted:
             return index, None
-        pillow = _pillow()
+        image_module = pillow("classification")
         try:
             with self.source.open(index) as file:
-                return index, self._decode(pillow, file, index)
-        except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
+                return index, self._decode(image_module, file, index)
+        except unreadable(image_module) as error:
             return index, str(error) or type(error).__name__
 
-    def _decode(self, pillow: Any, file: IO[bytes], index: int) -> Array:
-        with pillow.open(file) as image:
+    def _decode(self, image_module: Any, file: IO[bytes], index: int) -> Array:
+        with image_module.open(file) as image:
             width, height = image.size
             if self.boxes is None:
                 _check_size(image.size, self.size)
@@ -78,7 +78,7 @@ class Reader(Dataset[tuple[int, "Array | str | None"]]):
             image.draft("RGB", (math.ceil(width * across), math.ceil(height * down)))
             x, y = image.size[0] / width, image.size[1] / height
             box = left * x, top * y, min(right * x, image.size[0]), min(bottom * y, image.size[1])
-            return np.array(image.convert("RGB").resize(self.size, pillow.Resampling.BILINEAR, box=box))
+            return np.array(image.convert("RGB").resize(self.size, image_module.Resampling.BILINEAR, box=box))
 
 
 def _check_size(found: tuple[int, int], expected: tuple[int, int]) -> None:
@@ -87,14 +87,6 @@ def _check_size(found: tuple[int, int], expected: tuple[int, int]) -> None:
         raise ValueError(
             f"it is {given}, not {wanted}; for images of several sizes set task.in_memory=false and task.crop=resized"
         )
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ValueError("images are read with Pillow: pip install 'growprune[classification]'") from error
-    return Image
 
 
 def all_of(count: int) -> Array:
@@ -117,23 +109,12 @@ def read(
     Args:
         wanted: which images of a group are, by its size.
     """
-    loader = DataLoader(
-        reader,
-        batch_sampler=[list(zip(group.tolist(), wanted(len(group)).tolist(), strict=True)) for group in groups],
-        num_workers=min(workers, _num_cores()),
-        collate_fn=functools.partial(_collate, size=reader.size),
-        pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # else it draws from the global one, and resuming within an epoch would show
-    )
-    for pixels, is_good, bad in loader:
+    batches = [list(zip(group.tolist(), wanted(len(group)).tolist(), strict=True)) for group in groups]
+    collate = functools.partial(_collate, size=reader.size)
+    for pixels, is_good, bad in decoding(reader, batches, collate, workers=workers, device=device):
         for index, why in bad:
             skipped.add(index, why)
         yield pixels.to(device, non_blocking=True), is_good
-
-
-def _num_cores() -> int:
-    """Those this process may use; more workers than that are slower, and torch warns of them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _collate(
@@ -192,11 +173,11 @@ def decode_to(data: str, num_classes: int, workers: int, device: torch.device) -
 
 def _first_size(source: Source) -> tuple[int, int]:
     """The size of the first image that can be opened."""
-    pillow = _pillow()
+    image_module = pillow("classification")
     for index in range(len(source.labels)):
         try:
-            with source.open(index) as file, pillow.open(file) as image:
+            with source.open(index) as file, image_module.open(file) as image:
                 return image.size  # type: ignore[no-any-return]
-        except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError):
+        except unreadable(image_module):
             continue  # it is named when it is decoded
     raise ValueError(f"{source.where}: none of {len(source.labels)} images can be read")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from growprune.tasks.detection.images import Album, Pictures, album
 from growprune.tasks.detection.loss import multibox_loss
 from growprune.tasks.detection.score import coco_numbers
 from growprune.tasks.detection.ssd import SSD
+from growprune.tasks.pictures import Shareable
 from growprune.tasks.task import Split
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -28,7 +28,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Detection:
+class Detection(Shareable):
     """Find objects in images."""
 
     data: str = ""
@@ -51,7 +51,6 @@ class Detection:
     """Processes that decode images, where these are too many to be held in memory."""
 
     metric = "map"
-    _replica = 0, 1
 
     def __post_init__(self) -> None:
         least = {"num_classes": 1, "width": 1, "batch_size": 2, "zoom_out": 1, "jitter": 0, "workers": 0}
@@ -82,12 +81,6 @@ class Detection:
             most = max(1, int((labels > 0).sum(1).max()))
             generator = np.random.default_rng((seed, number))
             yield self._augment(generator, pixels, sizes, all_boxes[indices, :most], labels[:, :most])
-
-    def for_replica(self, index: int, count: int) -> Detection:
-        """The same task, but of pictures that are streamed, only what one of several replicas looks at is decoded."""
-        task = copy.copy(self)
-        object.__setattr__(task, "_replica", (index, count))  # not a setting: it changes no result
-        return task
 
     def _augment(
         self, generator: np.random.Generator, pixels: Tensor, sizes: Tensor, boxes: Tensor, labels: Tensor

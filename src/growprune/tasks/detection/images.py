@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from growprune.tasks.detection.coco import Scene, load, targets
+from growprune.tasks.pictures import decoding, pillow, unreadable
 from growprune.tasks.records import BadRecords, check_split
 
 MAX_HELD_BYTES = 10**9
@@ -37,7 +38,7 @@ class Pictures(NamedTuple):
     """False where a picture could not be read, (B), on the CPU."""
 
 
-class Album:
+class Album(ABC):
     """A split: its scenes, and a way to their pictures."""
 
     def __init__(self, scenes: Sequence[Scene]) -> None:
@@ -47,6 +48,7 @@ class Album:
     def targets(self) -> tuple[Tensor, Tensor]:
         return targets(self.scenes)
 
+    @abstractmethod
     def pictures(
         self, batches: Sequence[Indices], device: torch.device, replica: tuple[int, int] = (0, 1)
     ) -> Iterator[Pictures]:
@@ -55,7 +57,6 @@ class Album:
         Args:
             replica: its number and how many there are: the pictures that others look at need not be right.
         """
-        raise NotImplementedError
 
 
 @functools.cache
@@ -117,14 +118,8 @@ class Streamed(Album):
         self, batches: Sequence[Indices], device: torch.device, replica: tuple[int, int] = (0, 1)
     ) -> Iterator[Pictures]:
         index, count = replica
-        loader = DataLoader(
-            _Decoder(self.scenes),
-            batch_sampler=[[(n, place % count == index) for place, n in enumerate(b.tolist())] for b in batches],
-            num_workers=min(self.workers, os.cpu_count() or 1),
-            collate_fn=_collate,
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # the global one would be moved on each time an epoch is entered
-        )
+        wanted = [[(n, place % count == index) for place, n in enumerate(batch.tolist())] for batch in batches]
+        loader = decoding(_Decoder(self.scenes), wanted, _collate, workers=self.workers, device=device)
         for (pixels, sizes, good), errors in loader:
             for name, error in errors:
                 if name not in self._named:  # each counts once, however many epochs meet it
@@ -165,7 +160,7 @@ def _lay_out(pictures: Sequence[Tensor]) -> Pictures:
 
 def decode(scene: Scene) -> Tensor | str:
     """A picture as (3, height, width), or why there is none."""
-    image_module = _pillow()
+    image_module = pillow("detection")
     try:
         with image_module.open(scene.path) as image:
             if image.size != (scene.width, scene.height):
@@ -173,7 +168,7 @@ def decode(scene: Scene) -> Tensor | str:
                 return f"it has {image.size[0]} x {image.size[1]} pixels, and its annotation says {said}"
             image.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))  # lets JPEG skip detail that would be thrown away
             pixels = image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
+    except unreadable(image_module) as error:
         return f"it cannot be decoded ({error})" if Path(scene.path).exists() else "there is no such file"
     size = _shown(scene.width, scene.height)
     if pixels.size != size:
@@ -185,11 +180,3 @@ def _shown(width: int, height: int) -> tuple[int, int]:
     """Width and height of a picture as it is held."""
     scale = min(1.0, LONGEST_SIDE / max(width, height))
     return max(1, round(width * scale)), max(1, round(height * scale))
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ValueError("pictures are read with Pillow: pip install 'growprune[detection]'") from error
-    return Image

@@ -1,0 +1,61 @@
+"""What tasks on images share: Pillow, processes that decode, and replicas that each decode their own."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class Shareable:
+    """A task whose streamed images are decoded only by the replica that looks at them."""
+
+    _replica = 0, 1
+
+    def for_replica(self, index: int, count: int) -> Self:
+        """The same task for replica `index` of `count`; see `Task.batches`."""
+        task = copy.copy(self)
+        object.__setattr__(task, "_replica", (index, count))  # not a setting of the dataclass: it changes no result
+        return task
+
+
+def pillow(extra: str) -> Any:
+    """Pillow's Image module; `extra` is what of growprune to install for it."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ValueError(f"images are read with Pillow: pip install 'growprune[{extra}]'") from error
+    return Image
+
+
+def unreadable(image_module: Any) -> tuple[type[Exception], ...]:
+    """What Pillow raises for a file that is no image, or a broken one."""
+    return OSError, ValueError, SyntaxError, image_module.DecompressionBombError
+
+
+def decoding(
+    dataset: Dataset[Any],
+    batches: Sequence[Sequence[tuple[int, bool]]],
+    collate: Callable[[list[Any]], Any],
+    *,
+    workers: int,
+    device: torch.device,
+) -> DataLoader[Any]:
+    """A loader whose processes decode batches in order; a dataset is asked for (number, whether it is wanted)."""
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,  # type: ignore[arg-type]  # torch says lists, and takes any sequence
+        num_workers=min(workers, _num_cores()),
+        collate_fn=collate,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # else it draws from the global one, and resuming within an epoch would show
+    )
+
+
+def _num_cores() -> int:
+    """Those this process may use; more workers than that are slower, and torch warns of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
