@@ -6,17 +6,17 @@ the file counts for nothing. A cache that cannot be read or written is as good a
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
-import secrets
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from growprune.tasks import cache
 
 log = logging.getLogger(__name__)
 
@@ -36,27 +36,17 @@ def load(source: Path, version: str) -> Arrays | None:
 
 
 def save(source: Path, version: str, arrays: Arrays) -> None:
-    """Keep what was read from a source; whoever reads at the same time sees the old file or the new one."""
+    """Keep what was read from a source."""
     try:
-        file = _file(source)
-        temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("xb") as stream:
-                np.savez(stream, **{KEY: np.array(_key(source, version))}, **arrays)  # type: ignore[arg-type]
-            temporary.replace(file)
-        finally:
-            with contextlib.suppress(OSError):  # it is gone if all went well
-                temporary.unlink()
+        keyed: Any = {KEY: np.array(_key(source, version)), **arrays}
+        cache.write(_file(source), lambda stream: np.savez(stream, **keyed))
     except (OSError, RuntimeError) as error:
         log.info("what was read from %s is not cached: %s", source, error)
 
 
 def _file(source: Path) -> Path:
-    given = os.environ.get("XDG_CACHE_HOME")
-    folder = Path(given) if given else Path.home() / ".cache"  # a RuntimeError where there is no home
     name = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]
-    return folder / "growprune" / f"{source.name}-{name}.npz"
+    return cache.folder() / f"{source.name}-{name}.npz"
 
 
 def _key(source: Path, version: str) -> str:

@@ -10,8 +10,6 @@ import contextlib
 import hashlib
 import io
 import itertools
-import os
-import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from growprune.tasks import cache
 from growprune.tasks.translation.transformer import BOS, EOS, PAD, UNK
 
 MISSING = "translation needs sentencepiece: pip install 'growprune[translation]'"
@@ -87,38 +86,24 @@ def learn_once(read: Callable[[], Iterable[str]], vocab_size: int, files: tuple[
     for file in files:
         with file.open("rb") as opened:
             key.update(hashlib.file_digest(opened, "sha256").digest())
-    cached = _cache_folder() / f"bpe-{key.hexdigest()[:32]}"
-    model = _read_cached(cached)
+    name = f"bpe-{key.hexdigest()[:32]}"
+    model = _read_cached(name)
     if model is None:
         model = learn(read(), vocab_size)
-        _write_cached(cached, model)
+        with contextlib.suppress(OSError, RuntimeError):  # without a cache it is learned again, that is all
+            content = hashlib.sha256(model).digest() + model
+            cache.write(cache.folder() / name, lambda stream: stream.write(content))
     return model
 
 
-def _cache_folder() -> Path:
-    given = os.environ.get("XDG_CACHE_HOME")
-    return (Path(given) if given else Path("~/.cache").expanduser()) / "growprune"
-
-
-def _read_cached(path: Path) -> bytes | None:
+def _read_cached(name: str) -> bytes | None:
     """A cached file, unless it is absent or damaged; it begins with the digest of what follows."""
     try:
-        content = path.read_bytes()
-    except OSError:
+        content = (cache.folder() / name).read_bytes()
+    except (OSError, RuntimeError):
         return None
     digest, model = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
     return model if hashlib.sha256(model).digest() == digest else None
-
-
-def _write_cached(path: Path, model: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    with contextlib.suppress(OSError):  # without a cache it is learned again, that is all
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_bytes(hashlib.sha256(model).digest() + model)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def _sentencepiece() -> Any:
