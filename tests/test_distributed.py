@@ -23,8 +23,9 @@ import torch
 import growprune as gp
 from growprune import engine
 from growprune.engine.folder import OtherLogs, RunFolder
-from growprune.engine.mesh import Mesh, split
+from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
+from growprune.engine.sharing import split
 from toy import Toy, continuing, parallel, plain
 
 HERE = Path(__file__).parent

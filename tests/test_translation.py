@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune import engine, methods
-from growprune.engine.mesh import split
 from growprune.engine.optim import Curve, Optimizer
 from growprune.engine.recipe import Recipe
+from growprune.engine.sharing import split
 from growprune.flops import count_flops
 from growprune.layers import prunable_weights
 from growprune.tasks import translation

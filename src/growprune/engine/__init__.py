@@ -12,9 +12,10 @@ import torch
 from growprune.engine import checkpoint
 from growprune.engine.device import choose_device, environment
 from growprune.engine.folder import Event, RunFolder
-from growprune.engine.mesh import PeerFailed, digest, join, leave, may_be_restarted, wait_for_all
+from growprune.engine.joining import PeerFailed, join, leave, may_be_restarted, wait_for_all
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.run import Interrupted, Run
+from growprune.engine.sharing import digest
 from growprune.engine.training import TrainingDiverged
 from growprune.plan import walk
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import time
-import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,15 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
+from growprune.engine.joining import PeerFailed, reason_of
 from growprune.plan import Fork, Plan
 from growprune.snapshot import Snapshot
-
-
-class PeerFailed(RuntimeError):
-    """Another process did not come to where this one waits for it, or came with something else."""
 
 
 class Mesh:
@@ -154,65 +146,11 @@ class Mesh:
             if isinstance(error, PeerFailed) or not _is_about_peers(error):
                 raise
             who = f"rank {self.rank} of {self.world} gave up in {self.phase}"
-            raise PeerFailed(f"{who}, while {where}: {_reason(error)}") from error
+            raise PeerFailed(f"{who}, while {where}: {reason_of(error)}") from error
 
     def _device(self) -> torch.device:
         is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
-
-
-def join(device: torch.device, timeout_seconds: float) -> int:
-    """Join the processes that torchrun started, if it did, and return the rank of this one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        wait = timedelta(seconds=timeout_seconds)
-        backend = _take_a_gpu() if device.type == "cuda" else "gloo"
-        store, rank, world = _meet(wait)
-        fresh = PrefixStore(_meeting_name(store, rank, world, timeout_seconds), store)
-        dist.init_process_group(backend, store=fresh, rank=rank, world_size=world, timeout=wait)
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _take_a_gpu() -> str:
-    """Choose this process' GPU, and how to talk: NCCL, unless processes share GPUs, which it does not do."""
-    gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-    return "nccl" if processes <= gpus else "gloo"
-
-
-def _meet(wait: timedelta) -> tuple[Any, int, int]:
-    try:
-        store, rank, world = next(rendezvous("env://", timeout=wait))
-    except (dist.DistError, dist.DistNetworkError, dist.DistStoreError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise PeerFailed(
-            f"cannot meet at {where} ({_reason(error)}): choose a free port of a machine that all others reach"
-        ) from error
-    return store, rank, world
-
-
-def _meeting_name(store: Any, rank: int, world: int, timeout_seconds: float) -> str:
-    """A name that the processes of this start agree on, and no earlier start had.
-
-    torchrun keeps one store while it starts processes again, and what dead ones wrote there would be taken for the
-    living: so every process asks under a name of its own, and the first answers until all have heard it.
-    """
-    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_seconds
-    if rank > 0:
-        store.set(f"asks/{rank}", mine)
-        name: str = store.get(f"answer/{mine}").decode()
-        store.set(f"heard/{name}/{rank}", "yes")
-        return name
-    waiting = set(range(1, world))
-    while waiting and time.monotonic() < deadline:
-        for other in sorted(waiting):
-            if store.check([f"asks/{other}"]):
-                store.set(f"answer/{store.get(f'asks/{other}').decode()}", mine)
-            if store.check([f"heard/{mine}/{other}"]):
-                waiting.remove(other)
-        time.sleep(0.01)
-    if waiting:
-        raise PeerFailed(f"rank 0 gave up while starting: rank {min(waiting)} did not come in {timeout_seconds:g} s")
-    return mine
 
 
 def _is_about_peers(error: RuntimeError) -> bool:
@@ -221,67 +159,11 @@ def _is_about_peers(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
-
-
-def may_be_restarted() -> bool:
-    """Whether torchrun started this process, which it does again after a fault: a run that is there is then ours."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def wait_for_all() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def leave() -> None:
-    """Part from the other processes, at the end."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def split(batch: Any, index: int, count: int) -> tuple[Any, float]:
-    """A replica's share of a batch, and what share it is: every count-th example, from number `index` on.
-
-    A replica for which no example is left gets one of another, which counts nothing.
-    """
-    if count == 1:
-        return batch, 1.0
-    total = _num_examples(batch)
-    size = len(range(index, total, count))
-    taken = slice(index, None, count) if size else slice(0, 1)
-    return _sliced(batch, taken), size / total
-
-
-def _sliced(batch: Any, taken: slice) -> Any:
-    if isinstance(batch, dict):
-        return {name: _sliced(item, taken) for name, item in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(_sliced(item, taken) for item in batch)
-    return batch[taken] if isinstance(batch, Tensor) else batch
-
-
-def _num_examples(batch: Any) -> int:
-    if isinstance(batch, Tensor):
-        return len(batch)
-    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return next((count for count in map(_num_examples, items) if count), 0)
-
-
 def _room_for(like: tuple[Tensor, Tensor | None], count: int) -> tuple[Tensor, Tensor | None]:
     values, mask = like
     if mask is None:
         return torch.empty_like(values), None
     return torch.empty(count, dtype=values.dtype, device=values.device), torch.empty_like(mask)
-
-
-def digest(batch: Any) -> str:
-    """A text that is equal for equal batches."""
-    if isinstance(batch, Tensor):
-        return hashlib.sha256(batch.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-    items = batch.items() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else None
-    return repr(batch) if items is None else repr([digest(item) for item in items])
 
 
 def _number(text: str) -> int:

@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from growprune.engine import batchnorm
-from growprune.engine.mesh import Mesh, split
+from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
+from growprune.engine.sharing import split
 from growprune.plan import Plan, Stretch, walk
 from growprune.scores import salt_of
 from growprune.sparse import SparseModel

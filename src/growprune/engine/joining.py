@@ -1,0 +1,94 @@
+"""How the processes that torchrun started find each other, and part again."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+
+class PeerFailed(RuntimeError):
+    """Another process did not come to where this one waits for it, or came with something else."""
+
+
+def join(device: torch.device, timeout_seconds: float) -> int:
+    """Join the processes that torchrun started, if it did, and return the rank of this one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        wait = timedelta(seconds=timeout_seconds)
+        backend = _take_a_gpu() if device.type == "cuda" else "gloo"
+        store, rank, world = _find_store(wait)
+        fresh = PrefixStore(_meeting_name(store, rank, world, timeout_seconds), store)
+        dist.init_process_group(backend, store=fresh, rank=rank, world_size=world, timeout=wait)
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _take_a_gpu() -> str:
+    """Choose this process' GPU, and how to talk: NCCL, unless processes share GPUs, which it does not do."""
+    gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    return "nccl" if processes <= gpus else "gloo"
+
+
+def _find_store(wait: timedelta) -> tuple[Any, int, int]:
+    """The store that all processes share, the rank of this one, and how many there are."""
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=wait))
+    except (dist.DistError, dist.DistNetworkError, dist.DistStoreError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise PeerFailed(
+            f"cannot meet at {where} ({reason_of(error)}): choose a free port of a machine that all others reach"
+        ) from error
+    return store, rank, world
+
+
+def _meeting_name(store: Any, rank: int, world: int, timeout_seconds: float) -> str:
+    """A name that the processes of this start agree on, and no earlier start had.
+
+    torchrun keeps one store while it starts processes again, and what dead ones wrote there would be taken for the
+    living: so every process asks under a name of its own, and the first answers until all have heard it.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_seconds
+    if rank > 0:
+        store.set(f"asks/{rank}", mine)
+        name: str = store.get(f"answer/{mine}").decode()
+        store.set(f"heard/{name}/{rank}", "yes")
+        return name
+    waiting = set(range(1, world))
+    while waiting and time.monotonic() < deadline:
+        for other in sorted(waiting):
+            if store.check([f"asks/{other}"]):
+                store.set(f"answer/{store.get(f'asks/{other}').decode()}", mine)
+            if store.check([f"heard/{mine}/{other}"]):
+                waiting.remove(other)
+        time.sleep(0.01)
+    if waiting:
+        raise PeerFailed(f"rank 0 gave up while starting: rank {min(waiting)} did not come in {timeout_seconds:g} s")
+    return mine
+
+
+def may_be_restarted() -> bool:
+    """Whether torchrun started this process, which it does again after a fault: a run that is there is then ours."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def leave() -> None:
+    """Part from the other processes, at the end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, in one line of bearable length."""
+    return " ".join(str(error).split())[:300]
