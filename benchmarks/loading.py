@@ -1,6 +1,7 @@
 """How fast each task makes its batches, against how fast it trains on them.
 
     python benchmarks/loading.py --data DIR     # holds cifar10.npz, multi30k/, bccd/, shapenet_part_subset.zip
+    python benchmarks/loading.py --images DIR --workers 0   # class folders, as of ImageNet: the loader alone
 
 The loader is not the bottleneck where "loading" is far below 1: what it takes of the time that a training step takes.
 Streamed: the same images decoded anew for every batch, as those of ImageNet are.
@@ -19,6 +20,7 @@ import torch
 
 from growprune.recipes import find
 from growprune.recipes.classification import SMALL
+from growprune.tasks.classification import Classification
 
 DATA = {
     "classification-cifar10/dense": "cifar10.npz",
@@ -80,11 +82,20 @@ def training(recipe: Any, device: torch.device, count: int) -> tuple[float, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", type=Path)
+    source.add_argument("--images", type=Path)
+    parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--batches", type=int, default=50)
     parser.add_argument("--only", default="", help="names that contain this")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.images:
+        classes = sum(path.is_dir() for path in (args.images / "train").iterdir())
+        task = Classification(str(args.images), num_classes=classes, num_validation=1, workers=args.workers)
+        task = replace(task, batch_size=32)
+        print(f"{loading(task, device, args.batches)[1]:,.0f} images/s with {args.workers} workers")
+        return
     recipes = {name: (find(name), file) for name, file in DATA.items()}
     streamed = replace(find("classification-cifar10/dense"), task=replace(SMALL, in_memory=False))
     recipes["classification-cifar10/dense, streamed"] = streamed, "cifar10.npz"
