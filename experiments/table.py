@@ -12,6 +12,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from run import VARIANTS
+
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "results.md"
 METRICS = {
@@ -35,6 +37,12 @@ def _place(row: str) -> int:
     return next(place for place, method in enumerate(ORDER) if row.startswith(method))
 
 
+def label(study: str, row: str) -> str:
+    """The recipe of a row, and what is set in it."""
+    recipe, settings = VARIANTS.get(study, {}).get(row, (row, {}))
+    return " ".join([f"`{study}/{recipe}`", *(f"`--set {key}={value}`" for key, value in settings.items())])
+
+
 def spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
@@ -48,7 +56,7 @@ def table(study: str) -> str:
     for row, of_seeds in found.items():
         totals = of_seeds[0]["sparsity"]["totals"]
         gaps = [r["test"][metrics[0]] - dense[r["seed"]] for r in of_seeds if r["seed"] in dense and row != "dense"]
-        cells = [f"`{study}/{row}`", str(len(of_seeds))]
+        cells = [label(study, row), str(len(of_seeds))]
         cells += [spread([result["test"][metric] for result in of_seeds]) for metric in metrics]
         cells.append(f"{statistics.mean(gaps):+.2f}" if gaps else "")
         cells.append(f"{totals['alive'] / totals['prunable']:.0%} of {totals['prunable'] / 1e6:.2f} M")

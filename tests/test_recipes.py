@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +119,23 @@ def test_a_tiny_recipe_runs_resumes_exactly_and_ends_at_its_sparsity(
     name: str, data: dict[str, str], tmp_path: Path
 ) -> None:
     recipe = with_data(name, data)
+    result = run_whole_and_cut(recipe, tmp_path)
+    totals = result["sparsity"]["totals"]
+    in_file = gp.manifest(tmp_path / "whole/model.safetensors")["totals"]
+    assert (in_file["prunable_nnz"], in_file["prunable"]) == (totals["alive"], totals["prunable"])
+    assert totals["alive"] / totals["prunable"] == pytest.approx(1 - recipe.sparsity, abs=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("task", MAKERS)
+def test_a_task_resumes_exactly_on_a_gpu_too(task: str, data: dict[str, str], tmp_path: Path) -> None:
+    recipe = with_data(f"{task}-tiny/cyclic-80-uniform", data)
+    run_whole_and_cut(replace(recipe, device="cuda", precision="bf16"), tmp_path)
+
+
+def run_whole_and_cut(recipe: Recipe, tmp_path: Path) -> dict[str, Any]:
+    """Run it once, and once broken off half-way and resumed; both must give the same bits. Returns the result."""
     result = engine.train(recipe, tmp_path / "whole")
     iterations = sum(row["epochs"] for row in result["phases"]) * recipe.task.num_batches()
     countdown = iter([False] * (iterations // 2))
@@ -126,10 +144,7 @@ def test_a_tiny_recipe_runs_resumes_exactly_and_ends_at_its_sparsity(
     again = engine.resume(recipe, tmp_path / "cut")
     assert (tmp_path / "cut/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
     assert again["test"] == result["test"]
-    totals = result["sparsity"]["totals"]
-    in_file = gp.manifest(tmp_path / "whole/model.safetensors")["totals"]
-    assert (in_file["prunable_nnz"], in_file["prunable"]) == (totals["alive"], totals["prunable"])
-    assert totals["alive"] / totals["prunable"] == pytest.approx(1 - recipe.sparsity, abs=0.02)
+    return result
 
 
 def test_data_may_have_moved_when_a_run_is_resumed(data: dict[str, str], tmp_path: Path) -> None:
@@ -181,5 +196,5 @@ def test_the_page_of_results_shows_the_results_that_are_here(monkeypatch: pytest
     assert text == table.page(text), "run python experiments/table.py --write"
     for path in EXPERIMENTS.glob("*/*/seed*/result.json"):
         study, row = path.parts[-4:-2]
-        assert f"`{study}/{row}`" in text
+        assert f"| {table.label(study, row)} |" in text
         assert "/" not in json.loads(path.read_text())["recipe"]["task"]["data"]
