@@ -13,7 +13,7 @@ import pytest
 import growprune
 
 SOURCE = Path(growprune.__file__).parent
-CORE = "plan layers partition selection patterns scores allocation snapshot storage optimizers sparse"
+CORE = "plan layers partition selection patterns scores allocation snapshot storage optimizers edits sparse"
 
 MAY_IMPORT = {
     # what a method may say: standard library only
@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "snapshot": "",
     "storage": "layers selection patterns snapshot",
     "optimizers": "storage",
-    "sparse": "plan layers selection patterns scores allocation snapshot storage optimizers",
+    "edits": "plan layers selection patterns scores allocation storage optimizers",
+    "sparse": "plan layers patterns allocation snapshot storage optimizers edits",
     "init": "plan allocation sparse",
     # what reads sparse models
     "atomic": "",

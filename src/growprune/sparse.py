@@ -7,7 +7,6 @@ walks a plan, and tells what is alive.
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from growprune.allocation import Pool, Scope, parse_allocation
+from growprune.allocation import Pool, Scope
+from growprune.edits import Editor
 from growprune.layers import Weight, prunable_weights
 from growprune.optimizers import Optimizers
-from growprune.patterns import Pattern, count_groups, parse_pattern, write_groups
+from growprune.patterns import Pattern, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Step, Stretch, check_sparsity, walk
-from growprune.scores import check_finite, edit_keys, salt_of
-from growprune.selection import choose, key_bits
 from growprune.snapshot import Snapshot, pack, unpack
 from growprune.storage import Held, parse_storage
 
@@ -77,13 +75,20 @@ class SparseModel:
         self.storage = storage
         self.keep_dense, self.also = tuple(keep_dense), tuple(also)
         self.weights = prunable_weights(model, keep_dense=keep_dense, also=also)
-        self._allocate = parse_allocation(allocation)
         for weight in self.weights:
             self.pattern.check(weight, sparsity)
         names = dict.fromkeys(weight.parameter for weight in self.weights)
         self._held: dict[str, Held] = {name: parse_storage(storage)(model, name, self.pattern) for name in names}
         self._optimizers = Optimizers(self._held, storage)
-        self._num_edits = 0
+        self._editor = Editor(
+            self.weights,
+            self._held,
+            self._optimizers,
+            pattern=self.pattern,
+            allocation=allocation,
+            scope=self.scope,
+            seed=seed,
+        )
         self._position = -1
         self._base: Snapshot | None = None
         self._brought: Snapshot = {}
@@ -102,88 +107,25 @@ class SparseModel:
         """Apply edits in order; optimizer state of attached optimizers follows."""
         self.enforce()  # someone may have written into dead weights, and what grows must start from zero
         for edit in edits:
-            self._apply(edit)
+            self._editor.apply(edit)
             self.enforce()  # after each: what is pruned and grown again in one phase must start from zero state too
             self.count_edit()
 
     def count_edit(self) -> None:
         """Note that an edit is done, so that the next one draws other random numbers."""
-        self._num_edits += 1
+        self._editor.num_edits += 1
 
     def weights_of(self, part: Part) -> tuple[Weight, ...]:
         """The prunable weights of a part; none, if it holds only norms or layers kept dense."""
-        names = set(part.tensors)
-        return tuple(w for w in self.weights if w.parameter in names)
+        return self._editor.weights_of(part)
 
     def pools(self, edit: Edit) -> list[Pool]:
         """How many groups an edit leaves alive, of which weights ranked together."""
-        part = self.weights_of(edit.part)
-        for weight in part:
-            self.pattern.check(weight, edit.to)
-        scope = self.scope if edit.action is Action.PRUNE else Scope.PART  # to grow a part leaves the others alone
-        return self._allocate(self.weights, part, edit.to, self.pattern, scope) if part else []
-
-    def _apply(self, edit: Edit) -> None:
-        if edit.to > 0:
-            pools = self.pools(edit)
-            for pool in pools:  # an edit that cannot be done changes nothing
-                self._check(pool, edit)
-            for pool in pools:
-                self.fill(pool, edit)
-        elif edit.action is Action.GROW:
-            for name in dict.fromkeys(w.parameter for w in self.weights_of(edit.part)):
-                held = self._held[name]
-                with self._optimizers.following(held):
-                    held.keep(torch.ones_like(held.mask()))
-
-    def _check(self, pool: Pool, edit: Edit) -> None:
-        """Raise if an edit cannot reach its count, or would rank what is not a number."""
-        alive = self._alive_groups(pool)
-        if pool.kept != alive and (pool.kept > alive) is (edit.action is Action.PRUNE):
-            raise ValueError(
-                f"cannot {edit.action.value} to sparsity {edit.to}: that is {pool.kept} alive, but {alive} are alive "
-                f"in {_names(pool.weights)}; {'grow' if edit.action is Action.PRUNE else 'prune'} first"
-            )
-        for weight in pool.weights if edit.by is By.MAGNITUDE else ():
-            check_finite(weight.of(self._held[weight.parameter].weight()), weight)
-
-    def _alive_groups(self, pool: Pool) -> int:
-        return sum(count_groups(self.pattern, w.of(self._held[w.parameter].mask()), w) for w in pool.weights)
+        return self._editor.pools(edit)
 
     def fill(self, pool: Pool, edit: Edit) -> None:
         """Do what an edit does to one of its pools: let the best `pool.kept` groups of it live."""
-        if pool.kept == self._alive_groups(pool):
-            return
-        dtypes = {self._held[w.parameter].parameter.dtype for w in pool.weights}
-        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        sources = [self._keys(edit, w, dtype) for w in pool.weights]
-        for weight, chosen in zip(pool.weights, choose(sources, pool.kept, bits=key_bits(dtype)), strict=True):
-            held = self._held[weight.parameter]
-            mask = held.mask()
-            write_groups(self.pattern, weight.of(mask), weight, chosen)
-            with self._optimizers.following(held):
-                held.keep(mask)
-        self._warn_of_dead_layers(pool)
-
-    def _keys(self, edit: Edit, weight: Weight, dtype: torch.dtype) -> Any:
-        held = self._held[weight.parameter]
-        return edit_keys(
-            edit,
-            weight,
-            self.pattern,
-            values=lambda: weight.of(held.weight()),
-            mask=lambda: weight.of(held.mask()),
-            salt=salt_of(self.seed, self._num_edits, weight.name),
-            dtype=dtype,
-        )
-
-    def _warn_of_dead_layers(self, pool: Pool) -> None:
-        dead = [w for w in pool.weights if not bool(w.of(self._held[w.parameter].mask()).any())]
-        if dead:
-            warnings.warn(
-                f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense",
-                stacklevel=5,
-            )
+        self._editor.fill(pool, edit)
 
     # Training
 
@@ -220,7 +162,7 @@ class SparseModel:
     @property
     def num_edits(self) -> int:
         """How many edits there were, which makes each random one draw its own numbers."""
-        return self._num_edits
+        return self._editor.num_edits
 
     @property
     def position(self) -> int:
@@ -279,10 +221,9 @@ class SparseModel:
         if any(edit.action is not Action.PRUNE or edit.by is not By.MAGNITUDE for edit in after):
             return
         for edit in after:
-            for pool in self.pools(edit) if edit.to > 0 else []:
-                if {weight.parameter for weight in pool.weights} <= set(part.tensors):
-                    self._check(pool, edit)
-                    self.fill(pool, edit)
+            pools = self.pools(edit) if edit.to > 0 else []
+            own = [pool for pool in pools if {weight.parameter for weight in pool.weights} <= set(part.tensors)]
+            self._editor.fill_all(own, edit)
         self.enforce()
 
     def _enter(self, stretch: Stretch, *, is_mine: bool) -> None:
@@ -295,7 +236,7 @@ class SparseModel:
         if is_mine:
             self.apply(*stretch.phase.edits)
         else:  # so that later edits draw the same random numbers wherever the branch was trained
-            self._num_edits += len(stretch.phase.edits)
+            self._editor.num_edits += len(stretch.phase.edits)
 
     def snapshot(self, part: Part | None = None, *, device: torch.device | str | None = None) -> Snapshot:
         """A copy of the tensors and masks of a part, or of the whole model; of sparse weights, what lives.
@@ -341,7 +282,7 @@ class SparseModel:
         """Masks and place in the plan: beside the model's and the optimizer's state, all that an exact resume needs."""
         return {
             "masks": {name: pack(held.mask()) for name, held in self._held.items()},
-            "num_edits": self._num_edits,
+            "num_edits": self._editor.num_edits,
             "position": self._position,
             "base": self._base,
             "brought": dict(self._brought),
@@ -355,7 +296,7 @@ class SparseModel:
         for name, held in self._held.items():
             with self._optimizers.following(held):
                 held.keep(unpack(state["masks"][name], held.shape, held.parameter.device))
-        self._num_edits, self._position = state["num_edits"], state["position"]
+        self._editor.num_edits, self._position = state["num_edits"], state["position"]
         self._base, self._brought = state["base"], dict(state["brought"])
         self.enforce()
 
@@ -403,7 +344,3 @@ class SparseModel:
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _names(weights: Sequence[Weight]) -> str:
-    return ", ".join(w.name for w in weights[:3]) + (f" and {len(weights) - 3} more" if len(weights) > 3 else "")

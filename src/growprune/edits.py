@@ -1,0 +1,126 @@
+"""Carrying out an edit: how many groups of which weights live after it, and which they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from growprune.allocation import Pool, Scope, parse_allocation
+from growprune.layers import Weight
+from growprune.optimizers import Optimizers
+from growprune.patterns import Pattern, count_groups, write_groups
+from growprune.plan import Action, By, Edit, Part
+from growprune.scores import check_finite, edit_keys, salt_of
+from growprune.selection import choose, key_bits
+from growprune.storage import Held
+
+
+class Editor:
+    """Changes masks, and takes the state of optimizers along.
+
+    Args:
+        weights: all that may be pruned.
+        held: their parameters by name.
+        optimizers: those that train them.
+        seed: decides every random choice, with the number of the edit.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        held: Mapping[str, Held],
+        optimizers: Optimizers,
+        *,
+        pattern: Pattern,
+        allocation: str,
+        scope: Scope,
+        seed: int,
+    ) -> None:
+        self.weights, self._held, self._optimizers = tuple(weights), held, optimizers
+        self._pattern, self._allocate, self._scope = pattern, parse_allocation(allocation), scope
+        self._seed = seed
+        self.num_edits = 0
+
+    def weights_of(self, part: Part) -> tuple[Weight, ...]:
+        names = set(part.tensors)
+        return tuple(w for w in self.weights if w.parameter in names)
+
+    def pools(self, edit: Edit) -> list[Pool]:
+        """How many groups an edit leaves alive, of which weights ranked together."""
+        part = self.weights_of(edit.part)
+        for weight in part:
+            self._pattern.check(weight, edit.to)
+        scope = self._scope if edit.action is Action.PRUNE else Scope.PART  # to grow a part leaves the others alone
+        return self._allocate(self.weights, part, edit.to, self._pattern, scope) if part else []
+
+    def apply(self, edit: Edit) -> None:
+        if edit.to > 0:
+            self.fill_all(self.pools(edit), edit)
+        elif edit.action is Action.GROW:
+            for name in dict.fromkeys(w.parameter for w in self.weights_of(edit.part)):
+                held = self._held[name]
+                with self._optimizers.following(held):
+                    held.keep(torch.ones_like(held.mask()))
+
+    def fill_all(self, pools: Sequence[Pool], edit: Edit) -> None:
+        """Do what an edit does to some of its pools; if one of them cannot be, nothing changes."""
+        for pool in pools:
+            self._check(pool, edit)
+        for pool in pools:
+            self.fill(pool, edit)
+
+    def _check(self, pool: Pool, edit: Edit) -> None:
+        """Raise if an edit cannot reach its count, or would rank what is not a number."""
+        alive = self._alive_groups(pool)
+        if pool.kept != alive and (pool.kept > alive) is (edit.action is Action.PRUNE):
+            raise ValueError(
+                f"cannot {edit.action.value} to sparsity {edit.to}: that is {pool.kept} alive, but {alive} are alive "
+                f"in {_names(pool.weights)}; {'grow' if edit.action is Action.PRUNE else 'prune'} first"
+            )
+        for weight in pool.weights if edit.by is By.MAGNITUDE else ():
+            check_finite(weight.of(self._held[weight.parameter].weight()), weight)
+
+    def _alive_groups(self, pool: Pool) -> int:
+        return sum(count_groups(self._pattern, w.of(self._held[w.parameter].mask()), w) for w in pool.weights)
+
+    def fill(self, pool: Pool, edit: Edit) -> None:
+        """Do what an edit does to one of its pools: let the best `pool.kept` groups of it live."""
+        if pool.kept == self._alive_groups(pool):
+            return
+        dtypes = {self._held[w.parameter].parameter.dtype for w in pool.weights}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        sources = [self._keys(edit, w, dtype) for w in pool.weights]
+        for weight, chosen in zip(pool.weights, choose(sources, pool.kept, bits=key_bits(dtype)), strict=True):
+            held = self._held[weight.parameter]
+            mask = held.mask()
+            write_groups(self._pattern, weight.of(mask), weight, chosen)
+            with self._optimizers.following(held):
+                held.keep(mask)
+        self._warn_of_dead_layers(pool)
+
+    def _keys(self, edit: Edit, weight: Weight, dtype: torch.dtype) -> Any:
+        held = self._held[weight.parameter]
+        return edit_keys(
+            edit,
+            weight,
+            self._pattern,
+            values=lambda: weight.of(held.weight()),
+            mask=lambda: weight.of(held.mask()),
+            salt=salt_of(self._seed, self.num_edits, weight.name),
+            dtype=dtype,
+        )
+
+    def _warn_of_dead_layers(self, pool: Pool) -> None:
+        dead = [w for w in pool.weights if not bool(w.of(self._held[w.parameter].mask()).any())]
+        if dead:
+            warnings.warn(
+                f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense",
+                stacklevel=7,
+            )
+
+
+def _names(weights: Sequence[Weight]) -> str:
+    return ", ".join(w.name for w in weights[:3]) + (f" and {len(weights) - 3} more" if len(weights) > 3 else "")
