@@ -23,7 +23,7 @@ from growprune import engine, methods
 from growprune.engine.recipe import Recipe
 from growprune.flops import count_flops
 from growprune.partition import Partition
-from growprune.tasks.segmentation import PartSegmentation, cache, points, sampling, shapenet
+from growprune.tasks.segmentation import PartSegmentation, points, sampling, shapenet
 from growprune.tasks.segmentation.categories import NUM_CATEGORIES, NUM_PARTS, SYNSETS, parts_by_category, parts_of
 from growprune.tasks.segmentation.miou import mean_ious, predict, shape_ious
 from growprune.tasks.segmentation.pointnet2 import PointNet2, Scale, SetAbstraction, group_rows
@@ -493,6 +493,8 @@ def test_a_sparse_run_lowers_the_loss(folder: Path, tmp_path: Path) -> None:
 
 # The cache
 
+together = shapenet._together
+
 
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts that are parsed from now on."""
@@ -545,10 +547,41 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     assert len(batches_of(small(data=str(folder)))) == 8
 
 
-def test_a_cache_of_another_version_is_not_read(folder: Path) -> None:
+def test_a_cache_of_another_version_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapenet.load(str(folder))
-    assert cache.load(folder, shapenet.VERSION) is not None
-    assert cache.load(folder, shapenet.VERSION + "0") is None
+    monkeypatch.setattr(shapenet, "VERSION", shapenet.VERSION + "0")
+    forget()
+    texts = parsed(monkeypatch)
+    shapenet.load(str(folder))
+    assert len(texts) == 26
+
+
+def test_files_behind_a_link_are_watched_and_the_way_to_them_does_not_matter(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / MUG).rename(tmp_path / "elsewhere")
+    (folder / MUG).symlink_to(tmp_path / "elsewhere")
+    (folder / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder.parent)
+    shapenet.load(str(folder))
+    texts = parsed(monkeypatch)
+    for other in (folder.parent, tmp_path / "link", shapenet.NAME):
+        forget()
+        shapenet.load(str(other))
+    assert texts == []
+    (tmp_path / "elsewhere/shape6.txt").write_text(GOOD * 9)
+    forget()
+    assert 9 in shapenet.load(str(folder))["train"].counts
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        shapenet, "_together", lambda shapes: [(folder / MUG / "shape6.txt").write_text(GOOD * 9), together(shapes)][1]
+    )
+    assert 9 not in shapenet.load(str(folder))["train"].counts
+    forget()
+    assert 9 in shapenet.load(str(folder))["train"].counts
 
 
 # Bad input
@@ -588,6 +621,7 @@ def test_a_zip_file_that_is_none_or_is_cut_off_is_refused(folder: Path, tmp_path
         ('["shape_data/02691156/sha', "is no JSON (Unterminated string"),
         ('{"a": 1}', "must be a list like"),
         ("[1, 2]", "must be a list like"),
+        ("[" * 100_000, "is no JSON (maximum recursion depth"),
     ],
 )
 def test_a_broken_list_is_refused(folder: Path, text: str, message: str) -> None:
@@ -606,9 +640,7 @@ def test_a_category_that_is_not_official_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 def test_a_split_without_shapes_is_refused(folder: Path, split: str) -> None:
     (folder / "train_test_split" / f"shuffled_{shapenet.SPLITS[split]}_file_list.json").write_text("[]")
-    task = small(data=str(folder))
-    with pytest.raises(ValueError, match=f"the {split} split has no examples"):
-        task.num_batches() if split == "train" else task.evaluate(Oracle(), split, device=CPU)  # type: ignore[arg-type]
+    assert f"the {split} split has no examples" in refusal(folder)
 
 
 GOOD = "0 0 0 0 0 1 36\n"
@@ -620,6 +652,7 @@ BAD_TEXTS = {
     "line 1 has 6 columns": "0 0 0 0 0 36\n" * 3,
     "line 2 has 'O.5', which is no number": GOOD + "0 O.5 0 0 0 1 36\n",
     "line 2 has '#', which is no number": GOOD + "# 0 0 0 0 1 36\n",
+    "line 2 has '1_0', which is no number": GOOD + "1_0 0 0 0 0 1 36\n",
     "point 3 has a value that is not finite": GOOD * 2 + "nan 0 0 0 0 1 36\n",
     "point 2 has label 38; a shape of category Mug has 36 to 37": GOOD + "0 0 0 0 0 1 38\n",
     "point 1 has label 36.5; ": "0 0 0 0 0 1 36.5\n",
@@ -647,7 +680,7 @@ def test_a_bad_shape_is_named_and_skipped(folder: Path, tmp_path: Path, message:
     ("entry", "message"),
     [
         ("shape_data/03001627/chair", "its category '03001627' is not in synsetoffset2category.txt"),
-        ("nonsense", "its category 'nonsense' is not in"),
+        ("nonsense", "expected is shape_data/<synset>/<id>"),
         (f"shape_data/{MUG}/../{BAG}/shape11", "expected is shape_data/<synset>/<id>"),
     ],
 )
@@ -670,9 +703,26 @@ def test_a_shape_damaged_inside_a_zip_file_is_named_and_skipped(folder: Path, tm
         assert len(shapenet.load(str(path))["train"]) == 14
 
 
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_no_shape_that_is_measured_on_is_skipped(folder: Path, split: str) -> None:
+    path = folder / "train_test_split" / f"shuffled_{split}_file_list.json"
+    path.write_text(json.dumps([f"shape_data/{MUG}/lost", *json.loads(path.read_text())]))
+    name = {"val": "validation", "test": "test"}[split]
+    expected = f"shape_data/{MUG}/lost: there is no {MUG}/lost.txt; no shape of the {name} split is skipped: repair it"
+    assert expected in refusal(folder)
+
+
+def test_shapes_of_any_size_are_brought_into_the_unit_sphere(folder: Path) -> None:
+    (folder / MUG / "shape6.txt").write_text("1e25 0 0 0 0 1 36\n3e25 0 0 0 0 1 37\n")
+    shapes = shapenet.load(str(folder))["train"]
+    place = shapes.counts.tolist().index(2)
+    start = int(shapes.counts[:place].sum())
+    assert shapes.points[start : start + 2, 0].tolist() == [-1, 1]
+
+
 def test_too_many_bad_shapes_are_an_error(folder: Path) -> None:
-    for path in sorted((folder / MUG).iterdir()) + sorted((folder / BAG).iterdir()):
-        path.write_text("")
+    path = folder / "train_test_split" / "shuffled_train_file_list.json"
+    path.write_text(json.dumps([f"shape_data/{MUG}/lost{n}" for n in range(11)] + json.loads(path.read_text())))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert "bad record number 11" in refusal(folder)

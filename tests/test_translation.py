@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,14 +20,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import growprune as gp
 from growprune import engine, methods
 from growprune.engine.optim import Curve, Optimizer
 from growprune.engine.recipe import Recipe
+from growprune.engine.rng import seed_all
 from growprune.engine.sharing import split
 from growprune.flops import count_flops
 from growprune.layers import prunable_weights
 from growprune.tasks import translation
-from growprune.tasks.translation import Translation, pieces, search, token_losses
+from growprune.tasks.translation import Translation, corpus, pieces, search, token_losses
 from growprune.tasks.translation.batching import Batches, Pairs, Sentences
 from growprune.tasks.translation.pieces import Pieces, learn
 from growprune.tasks.translation.search import beam_search
@@ -276,6 +278,47 @@ def test_the_loss_is_a_mean_over_tokens(data: Path) -> None:
         torch.testing.assert_close(task.loss(model, (source, target, scale)), expected)
 
 
+def test_accumulated_batches_count_by_their_tokens(data: Path, tmp_path: Path) -> None:
+    task = tiny(data)
+    batches = list(task.batches(seed=0, start=0, device=CPU))
+    numbers = [int((target[:, 1:] != PAD).sum()) for _, target, _ in batches]
+    assert len(set(numbers)) > 2
+    recipe = Recipe(task=task, method=methods.dense, options={"epochs": 1}, curve=Curve("constant"), device="cpu")
+    recipe = replace(recipe, optimizer=Optimizer("sgd", lr=1.0))
+    engine.train(replace(recipe, accumulate=len(batches)), tmp_path / "run")  # one step
+    seed_all(recipe.seed, "model")
+    model = cast(Transformer, task.build_model())
+    losses = [naive_losses(model(s, t[:, :-1]), t[:, 1:], 0.1).sum() for s, t, _ in batches]
+    (sum(losses) / sum(numbers)).backward()
+    found = gp.read(tmp_path / "run/model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found[name], (parameter - parameter.grad).detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_pieces_are_kept_with_a_run_and_must_be_the_same_when_it_is_resumed(data: Path, tmp_path: Path) -> None:
+    recipe = Recipe(task=tiny(data), method=methods.dense, options={"epochs": 2}, device="cpu")
+    countdown = iter([False] * 2)
+    with pytest.raises(engine.Interrupted):
+        engine.train(recipe, tmp_path / "run", should_stop=lambda: next(countdown, True))
+    kept = (tmp_path / "run/pieces.model").read_bytes()
+    assert Pieces(kept).decode([Pieces(kept).encode(["one two."], is_target=False)[0].tolist()]) == ["one two."]
+    before = (data / "train.en").read_bytes()
+    (data / "train.en").write_bytes(before.upper())
+    forget()
+    with pytest.raises(ValueError, match=r"pieces.model is not what the data gives now.*start a new run"):
+        engine.resume(recipe, tmp_path / "run")
+    (data / "train.en").write_bytes(before)
+    forget()
+    assert engine.resume(recipe, tmp_path / "run")["test"]
+
+
+def forget() -> None:
+    """Read the data again, as another process would."""
+    for function in (corpus.load_pieces, corpus.load_training, corpus._training_lines, corpus.load_split):
+        function.cache_clear()
+
+
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_the_losses_of_shares_add_up_to_that_of_the_batch(data: Path, replicas: int) -> None:
     task = tiny(data)
@@ -451,7 +494,7 @@ def greedy(model: Transformer, source: Tensor, max_length: int, num_pieces: int)
     found: list[int] = []
     while len(found) < max_length:
         logits = model(source[None], torch.tensor([[BOS, *found]]))[0, -1]
-        allowed = [EOS, *range(4, num_pieces)]
+        allowed = [*([EOS] if found else []), *range(4, num_pieces)]
         token = allowed[int(logits[allowed].argmax())]
         if token == EOS:
             break
@@ -500,8 +543,8 @@ def test_a_beam_as_wide_as_everything_finds_the_best_of_all(seed: int, length_pe
     shape = replace(SMALL, vocab_size=7, encoder_layers=1, decoder_layers=1)
     model, source = seeded(shape, seed, scale=1.5), sources(3, vocab_size=7)
     words, max_length = (4, 5, 6), 3
-    everything = [h for length in range(max_length + 1) for h in itertools.product(words, repeat=length)]
-    assert len(everything) == 1 + 3 + 9 + 27
+    everything = [h for length in range(1, max_length + 1) for h in itertools.product(words, repeat=length)]
+    assert len(everything) == 3 + 9 + 27
     found = beam_search(
         model, source, beam=len(everything), length_penalty=length_penalty, max_length=max_length, num_pieces=7
     )
@@ -519,8 +562,8 @@ def naive_beam(model: Transformer, source: Tensor, beam: int, max_length: int) -
         candidates = []
         for score, h in alive:
             log_p = model(source[None], torch.tensor([[BOS, *h]]))[0, -1].log_softmax(0)
-            allowed = [EOS] if len(h) == max_length else [EOS, *range(4, 7)]
-            candidates += [(score + float(log_p[token]), (*h, token)) for token in allowed]
+            ends, words = [EOS] if h else [], range(4, 7) if len(h) < max_length else ()
+            candidates += [(score + float(log_p[token]), (*h, token)) for token in (*ends, *words)]
         best = sorted(candidates, reverse=True)[: 2 * beam]
         finished += [(score / len(h), h[:-1]) for score, h in best[:beam] if h[-1] == EOS]
         alive = [(score, h) for score, h in best if h[-1] != EOS][:beam]
@@ -590,6 +633,16 @@ def test_translations_end_in_time_and_hold_only_pieces() -> None:
         found = rows(beam_search(model, sources(4), beam=beam, length_penalty=1.0, max_length=55, num_pieces=9))
         assert [len(row) for row in found] == [53, 55, 51, 55]
         assert {token for row in found for token in row} <= set(range(4, 9))
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_only_an_empty_sentence_has_an_empty_translation(beam: int) -> None:
+    model = seeded(SMALL, scale=0.1)
+    with torch.no_grad():  # a model that would rather say nothing
+        model.decoder.norm.bias.copy_(1e4 * model.embedding.weight[EOS])
+    source = torch.tensor([[4, EOS, PAD], [EOS, PAD, PAD], [4, 5, EOS]])
+    found = beam_search(model, source, beam=beam, length_penalty=1.0, max_length=9, num_pieces=11)
+    assert [len(row) for row in rows(found)] == [1, 0, 1]
 
 
 def test_a_broken_model_still_gives_an_answer() -> None:
@@ -743,6 +796,15 @@ def test_only_newlines_end_lines_and_the_last_may_lack_one(data: Path) -> None:
     assert sum(len(batch[0]) for batch in tiny(data, max_tokens=400).batches(seed=0, start=0, device=CPU)) == 60
 
 
+def test_a_byte_order_mark_is_no_text(data: Path) -> None:
+    plain = tiny(data).files()
+    for file in data.iterdir():
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    corpus.load_pieces.cache_clear()
+    assert tiny(data).files() == plain
+    assert corpus.read_whole(str(data), "test", "en", "de")[0][0] == sentences(1, 2)[0][0]
+
+
 def test_long_pairs_are_left_out_of_training_and_counted(data: Path) -> None:
     task = tiny(data, max_length=20, vocab_size=290)
     lengths = [0, 0]
@@ -783,10 +845,8 @@ def empty_both(name: str) -> Callable[[Path], object]:
 )
 def test_bad_data_is_refused(data: Path, damage: Callable[[Path], object], message: str) -> None:
     damage(data)
-    task = tiny(data)
     with pytest.raises(ValueError, match=message):
-        next(task.batches(seed=0, start=0, device=CPU))
-        task.evaluate(model_of(task), "test", device=CPU)
+        tiny(data).num_batches()
 
 
 def test_too_many_bad_pairs_are_refused(data: Path) -> None:
@@ -836,7 +896,17 @@ def test_a_missing_package_is_named_before_training(package: str, data: Path, mo
     task = tiny(data)
     task.build_model()
     with pytest.raises(ValueError, match=rf"needs {package}: pip install 'growprune\[translation\]'"):
-        next(task.batches(seed=0, start=0, device=CPU))
+        task.num_batches()
+
+
+def test_a_language_that_sacrebleu_needs_more_for_is_said_before_training(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "MeCab", None)
+    for ending in ("train", "val", "test"):
+        (data / f"{ending}.de").rename(data / f"{ending}.ja")
+    with pytest.raises(ValueError, match=r"BLEU for target='ja': .*[Jj]apanese"):
+        tiny(data, target="ja").num_batches()
 
 
 @pytest.mark.skipif(not MULTI30K.is_dir(), reason="needs Multi30k in ../shared/data")

@@ -51,6 +51,7 @@ def train(
     if run.mesh.is_first:
         folder.create(recipe, origin or {})
         folder.write_plan(run.plan)
+        folder.keep(run.files())
     _meet(run)
     return run.execute()
 
@@ -86,6 +87,7 @@ def resume(
     elif folder.result.exists():
         return folder.read_result()
     run = Run(recipe, folder, on_event=on_event, should_stop=should_stop)
+    folder.keep(run.files())
     run.mesh.barrier("resuming")
     if run.mesh.is_first:
         folder.write_recipe(recipe, folder.read_origin() if origin is None or extend else origin)

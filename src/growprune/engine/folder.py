@@ -6,11 +6,12 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from growprune import atomic
 from growprune.engine import checkpoint
 from growprune.engine.recipe import Recipe, describe
 from growprune.plan import Fork, Phase, Plan
@@ -99,6 +100,19 @@ class RunFolder:
         if not isinstance(content, dict) or "recipe" not in content:
             raise ValueError(f"{self.path} holds no run: {self.recipe.name} is not one of ours")
         return content
+
+    def keep(self, files: Mapping[str, bytes]) -> None:
+        """Keep what a task made of its data, by file name; what is there already must be the same."""
+        for name, content in files.items():
+            path = self.path / name
+            if path.exists() and path.read_bytes() != content:
+                raise ValueError(
+                    f"{path} is not what the data gives now: the data changed since the run began; put it back, or "
+                    f"start a new run"
+                )
+            if not path.exists() and self.rank == 0:
+                with atomic.replacing(path) as file:
+                    file.write(content)
 
     def recipe_text(self) -> str:
         return self.recipe.read_text() if self.recipe.exists() else "nothing"

@@ -80,6 +80,10 @@ class Run:
         self._number = self._previous = 0
         self._resumed_after: int | None = None
 
+    def files(self) -> dict[str, bytes]:
+        """What the task made of its data, without which its models are of no use."""
+        return self.task.files() if hasattr(self.task, "files") else {}
+
     def execute(self) -> dict[str, Any]:
         """Carry the plan out, from where the run stands to its end, and return the result."""
         reset_peak(self.device)

@@ -16,7 +16,7 @@ def split(batch: Any, index: int, count: int) -> tuple[Any, float]:
     """
     if count == 1:
         return batch, 1.0
-    total = _num_examples(batch)
+    total = num_examples(batch)
     size = len(range(index, total, count))
     taken = slice(index, None, count) if size else slice(0, 1)
     return _sliced(batch, taken), size / total
@@ -30,11 +30,12 @@ def _sliced(batch: Any, taken: slice) -> Any:
     return batch[taken] if isinstance(batch, Tensor) else batch
 
 
-def _num_examples(batch: Any) -> int:
+def num_examples(batch: Any) -> int:
+    """How long the first tensor of a batch is."""
     if isinstance(batch, Tensor):
         return len(batch)
     items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return next((count for count in map(_num_examples, items) if count), 0)
+    return next((count for count in map(num_examples, items) if count), 0)
 
 
 def digest(batch: Any) -> str:

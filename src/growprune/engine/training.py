@@ -16,7 +16,7 @@ from growprune.engine import batchnorm
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
-from growprune.engine.sharing import split
+from growprune.engine.sharing import num_examples, split
 from growprune.plan import Plan, Stretch, walk
 from growprune.scores import salt_of
 from growprune.sparse import SparseModel
@@ -105,18 +105,24 @@ class Training:
         for parameters in optimizer.param_groups:
             parameters["lr"] = self._lr(stretch)
         model.train()
-        for batch in batches:
+        for batch, weight in zip(batches, self._weights(batches), strict=True):
             mine, share = split(batch, self.mesh.replica, self.mesh.replicas)
             with self.mesh.waiting("adding up gradients over replicas"), batchnorm.counting(share > 0):
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
-                    loss = self.recipe.task.loss(forward, mine) / len(batches) * share
-                (loss * self.mesh.replicas).backward()  # type: ignore[no-untyped-call]  # which replicas average
+                    loss = self.recipe.task.loss(forward, mine) * weight * share
+                (loss * self.mesh.replicas).backward()  # which replicas average
             self._loss_sum += self.mesh.sum_over_replicas(loss.detach().double())
         if self.recipe.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self._count(len(batches), stretch)
+
+    def _weights(self, batches: list[Any]) -> list[Any]:
+        """What each batch counts in the loss of an iteration, a mean over all of its examples, or tokens."""
+        weigh = getattr(self.recipe.task, "weigh", lambda batch: num_examples(batch) or 1)
+        weights = [weigh(batch) for batch in batches]
+        return [weight / sum(weights) for weight in weights]
 
     def _wrapped(self) -> nn.Module:
         """The model, or what keeps the gradients of its replicas the same."""

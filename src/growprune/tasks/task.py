@@ -16,7 +16,9 @@ class Task(Protocol):
 
     A task that reads files has a field `data`, the folder given with `--data`. Building the model and its example needs
     no data, and works on the meta device. A task whose metric can be counted in several ways has a `signature`, a text
-    that says which it was and goes to `result.json`.
+    that says which it was and goes to `result.json`. A task that makes something of its data without which a model is
+    of no use, such as a vocabulary, has a method `files()` that returns it as bytes by file name: it is kept in the run
+    folder, and must be the same when the run is resumed.
     """
 
     @property
@@ -30,7 +32,7 @@ class Task(Protocol):
         """One input of the model, in a batch of one, to count FLOPs with."""
 
     def num_batches(self) -> int:
-        """How many batches an epoch has."""
+        """How many batches an epoch has; called first of all, so what is wrong with the data is said here."""
 
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Any]:
         """The batches of an epoch from number `start` on; which they are depends on the seed alone.
@@ -45,7 +47,11 @@ class Task(Protocol):
         """
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a batch, as a mean over its examples, so that the losses of its shares add up to it."""
+        """The loss of a batch, as a mean over its examples, so that the losses of its shares add up to it.
+
+        When several batches are accumulated, each counts by its examples. A task whose loss is a mean over something
+        else, such as tokens, may have a method `weigh(batch)` that says how many of these there are.
+        """
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
         """Metrics of a model in eval mode on data it was not trained on."""

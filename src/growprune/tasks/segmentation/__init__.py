@@ -63,7 +63,8 @@ class PartSegmentation:
         return torch.zeros(1, self.num_points, 6 if self.use_normals else 3), torch.zeros(1, dtype=torch.long)
 
     def num_batches(self) -> int:
-        return -(-len(shapenet.shapes_of(self.data, "train")) // self.batch_size)
+        sizes = {split: len(shapenet.shapes_of(self.data, split)) for split in shapenet.SPLITS}
+        return -(-sizes["train"] // self.batch_size)
 
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Batch]:
         shapes = shapes_on(self.data, "train", device)

@@ -1,7 +1,7 @@
 """Arrays kept on the disk, in the user's cache folder, because reading them again from text takes minutes.
 
-A file stands for one source of data and holds a key that says what the source looked like; if it looks different now,
-the file counts for nothing. A cache that cannot be read or written is as good as none.
+A file stands for one source of data and holds a key that says what the source looked like before it was read; if it
+looks different now, the file counts for nothing. A cache that cannot be read or written is as good as none.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import logging
 import zipfile
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +25,38 @@ Arrays = dict[str, NDArray[np.generic]]
 KEY = "key"
 
 
-def load(source: Path, version: str) -> Arrays | None:
-    """What was saved for a source that is still as it was then."""
+def load(source: Path, key: str) -> Arrays | None:
+    """What was saved for a source under this key."""
     try:
         with _file(source).open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
-            if str(stored[KEY]) != _key(source, version):
+            if str(stored[KEY]) != key:
                 return None
             return {name: stored[name] for name in stored.files if name != KEY}
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
 
 
-def save(source: Path, version: str, arrays: Arrays) -> None:
+def save(source: Path, key: str, arrays: Arrays) -> None:
     """Keep what was read from a source."""
     try:
-        keyed: Any = {KEY: np.array(_key(source, version)), **arrays}
+        keyed: Any = {KEY: np.array(key), **arrays}
         cache.write(_file(source), lambda stream: np.savez(stream, **keyed))
     except (OSError, RuntimeError) as error:
         log.info("what was read from %s is not cached: %s", source, error)
 
 
 def _file(source: Path) -> Path:
-    name = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]
-    return cache.folder() / f"{source.name}-{name}.npz"
+    path = source.resolve()
+    return cache.folder() / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.npz"
 
 
-def _key(source: Path, version: str) -> str:
-    """Changes whenever a file of the source does: names, sizes and times of all of them."""
-    files = sorted(source.rglob("*")) if source.is_dir() else [source]
+def key_of(source: Path, names: Iterable[str], version: str) -> str:
+    """Changes with the names, sizes and times of a source's files, or of the zip file that holds them all."""
     digest = hashlib.sha256(version.encode())
-    for path in files:
-        stat = path.stat()
-        digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    for name in names if source.is_dir() else [""]:
+        try:
+            stat = (source / name).stat()
+            digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        except OSError:  # who reads it will say what is wrong with it
+            digest.update(f"{name}\0missing\n".encode())
     return digest.hexdigest()

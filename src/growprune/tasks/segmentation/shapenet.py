@@ -28,7 +28,7 @@ INDEX = "synsetoffset2category.txt"
 LAYOUT = f"the folder {NAME} with {INDEX}, <synset>/<id>.txt and train_test_split/, or its parent, or a zip file of it"
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
 COLUMNS = ("x", "y", "z", "nx", "ny", "nz", "label")
-VERSION = "1"
+VERSION = "2"
 """Of what is cached; changes when reading does."""
 
 Reader = Callable[[str], bytes]
@@ -65,13 +65,25 @@ def shapes_of(data: str, split: str) -> Shapes:
 def load(data: str) -> dict[str, Shapes]:
     """The three splits; read once, and from the cache if the files are those of the last time."""
     source = _locate(data)
-    if arrays := cache.load(source, VERSION):
-        return {split: Shapes(*(arrays[f"{split}.{k}"] for k in FIELDS)) for split in SPLITS}  # type: ignore[arg-type]
     with _opened(source) as read:
-        shapes, num_bad = _read_all(data, read)
+        present = _read_index(data, read)
+        lists = {split: _read_list(data, _list_name(split), read) for split in SPLITS}
+        names = [INDEX, *map(_list_name, SPLITS), *(_file_name(entry) for split in SPLITS for entry in lists[split])]
+        key = cache.key_of(source, names, VERSION)
+        if arrays := cache.load(source, key):
+            return {split: Shapes(*(arrays[f"{split}.{k}"] for k in FIELDS)) for split in SPLITS}  # type: ignore[arg-type]
+        shapes, num_bad = _read_all(data, lists, present, read)
     if not num_bad:  # what is bad is to be told every time
-        cache.save(source, VERSION, {f"{split}.{k}": getattr(shapes[split], k) for split in SPLITS for k in FIELDS})
+        cache.save(source, key, {f"{split}.{k}": getattr(shapes[split], k) for split in SPLITS for k in FIELDS})
     return shapes
+
+
+def _list_name(split: str) -> str:
+    return f"train_test_split/shuffled_{SPLITS[split]}_file_list.json"
+
+
+def _file_name(entry: str) -> str:
+    return entry.removeprefix("shape_data/") + ".txt"
 
 
 def _locate(data: str) -> Path:
@@ -102,12 +114,9 @@ def _opened(source: Path) -> Iterator[Reader]:
         yield read
 
 
-def _read_all(data: str, read: Reader) -> tuple[dict[str, Shapes], int]:
-    present = _read_index(data, read)
-    lists = {
-        split: _read_list(data, f"train_test_split/shuffled_{SPLITS[split]}_file_list.json", read) for split in SPLITS
-    }
-    bad = BadRecords(data, sum(map(len, lists.values())))
+def _read_all(data: str, lists: dict[str, list[str]], present: set[str], read: Reader) -> tuple[dict[str, Shapes], int]:
+    """The three splits, and how many shapes to train on were bad; to leave out others would change what is measured."""
+    bad = BadRecords(data, len(lists["train"]))
     shapes = {}
     for split, entries in lists.items():
         read_shapes = []
@@ -115,6 +124,10 @@ def _read_all(data: str, read: Reader) -> tuple[dict[str, Shapes], int]:
             try:
                 read_shapes.append(_read_shape(entry, present, read))
             except ValueError as error:
+                if split != "train":
+                    raise ValueError(
+                        f"{data}: {entry}: {error}; no shape of the {split} split is skipped: repair it"
+                    ) from error
                 bad.skip(entry, error)
         shapes[split] = _together(read_shapes)
     return shapes, bad.count
@@ -136,7 +149,7 @@ def _read_index(data: str, read: Reader) -> set[str]:
 def _read_list(data: str, relative: str, read: Reader) -> list[str]:
     try:
         entries = json.loads(_required(data, relative, read))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{data}: {relative} is no JSON ({error}); expected is a list of shapes") from error
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise ValueError(f"{data}: {relative} must be a list like ['shape_data/<synset>/<id>', ...]")
@@ -154,17 +167,18 @@ def _required(data: str, relative: str, read: Reader) -> str:
 
 def _read_shape(entry: str, present: set[str], read: Reader) -> tuple[NDArray[np.float32], int]:
     """The lines of a shape's file as a matrix, and its category."""
-    synset, _, name = entry.removeprefix("shape_data/").partition("/")
-    if "/" in name:
+    file = _file_name(entry)
+    synset, *rest = file.split("/")
+    if len(rest) != 1:
         raise ValueError("expected is shape_data/<synset>/<id>")
     if synset not in present:
         raise ValueError(f"its category {synset!r} is not in {INDEX}")
     try:
-        text = read(f"{synset}/{name}.txt").decode("latin-1")  # reads anything; what is no number is found later
+        text = read(file).decode("latin-1")  # reads anything; what is no number is found later
     except FileNotFoundError as error:
-        raise ValueError(f"there is no {synset}/{name}.txt") from error
+        raise ValueError(f"there is no {file}") from error
     except UNREADABLE as error:
-        raise ValueError(f"{synset}/{name}.txt cannot be read ({error})") from error
+        raise ValueError(f"{file} cannot be read ({error})") from error
     category = list(SYNSETS).index(synset)
     return _checked(_parse(text), category), category
 
@@ -190,7 +204,7 @@ def _first_bad(lines: list[str]) -> str:
             return f"line {number} has {len(words)} columns, not the {len(COLUMNS)} of {' '.join(COLUMNS)}"
         for word in words:
             try:
-                np.float32(word)
+                np.loadtxt([word], dtype=np.float32, comments=None)
             except ValueError:
                 return f"line {number} has {word!r}, which is no number"
     return "it cannot be read as numbers"
@@ -216,6 +230,6 @@ def _together(shapes: list[tuple[NDArray[np.float32], int]]) -> Shapes:
     counts = np.array([len(matrix) for matrix, _ in shapes], np.int64)
     points, labels = everything[:, :6].copy(), everything[:, 6].astype(np.uint8)
     for xyz in np.split(points[:, :3], counts.cumsum()[:-1]) if shapes else ():
-        xyz -= xyz.mean(0)  # in place, in `points`
-        xyz /= np.linalg.norm(xyz, axis=1).max() or 1
+        centred = xyz.astype(np.float64) - xyz.mean(0, dtype=np.float64)
+        xyz[:] = centred / (np.linalg.norm(centred, axis=1).max() or 1)  # in `points`
     return Shapes(points, labels, counts, np.array([category for _, category in shapes], np.int64))

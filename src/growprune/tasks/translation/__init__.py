@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from growprune.tasks.task import Split
 from growprune.tasks.translation.batching import MULTIPLE, Batch, Batches, Pairs
 from growprune.tasks.translation.corpus import load_pieces, load_split, load_training
+from growprune.tasks.translation.pieces import Pieces
 from growprune.tasks.translation.search import beam_search
 from growprune.tasks.translation.transformer import EOS, PAD, Shape, Transformer
 
@@ -84,10 +85,10 @@ class Translation:
         return torch.full((1, 64), EOS), torch.full((1, 64), EOS)
 
     def num_batches(self) -> int:
+        self._bleu()  # if that is missing, better to hear of it now than after an epoch
         return len(self._training())
 
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Batch]:
-        self._bleu()  # if that is missing, better to hear of it before an epoch than after
         return self._training().shuffled(seed, start, device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -96,6 +97,14 @@ class Translation:
         logits = model(source, target[:, :-1])
         losses = token_losses(logits, target[:, 1:], label_smoothing=self.label_smoothing)
         return (losses.sum(1) * scale).mean()
+
+    def weigh(self, batch: Batch) -> Tensor:
+        """How many target tokens a batch has."""
+        return (batch[1][:, 1:] != PAD).sum()
+
+    def files(self) -> dict[str, bytes]:
+        """The pieces, in sentencepiece's format: without them the numbers a model gives mean nothing."""
+        return {"pieces.model": self._pieces().model}
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
         pairs, references = load_split(self.data, self.source, self.target, self.vocab_size, split)
@@ -113,11 +122,17 @@ class Translation:
         return str(bleu.get_signature())
 
     def _translate(self, model: Transformer, pairs: Pairs, *, beam: int, device: torch.device) -> list[str]:
-        pieces = load_pieces(self.data, self.source, self.target, self.vocab_size)
-        limits = {"max_length": self.max_length, "num_pieces": len(pieces)}
+        pieces = self._pieces()
         rows: list[list[int]] = [[]] * len(pairs)
         for indices, (source, _, _) in Batches(pairs, self.max_tokens).in_order(device):
-            found = beam_search(model, source, beam=beam, length_penalty=self.length_penalty, **limits)
+            found = beam_search(
+                model,
+                source,
+                beam=beam,
+                length_penalty=self.length_penalty,
+                max_length=self.max_length,
+                num_pieces=len(pieces),
+            )
             for index, row in zip(indices.tolist(), found.tolist(), strict=True):
                 rows[index] = row
         return pieces.decode(rows)
@@ -131,13 +146,19 @@ class Translation:
     def _training(self) -> Batches:
         return load_training(self.data, self.source, self.target, self.vocab_size, self.max_length, self.max_tokens)
 
+    def _pieces(self) -> Pieces:
+        return load_pieces(self.data, self.source, self.target, self.vocab_size)
+
     def _bleu(self) -> Any:
         try:
             from sacrebleu.metrics.bleu import BLEU
         except ImportError as error:
             raise ValueError("BLEU needs sacrebleu: pip install 'growprune[translation]'") from error
         # force: it would warn about translations that end in " .", as those of a model that learns may
-        return BLEU(lowercase=self.lowercase, trg_lang=self.target, force=True)
+        try:
+            return BLEU(lowercase=self.lowercase, trg_lang=self.target, force=True)
+        except RuntimeError as error:  # some languages need a tokenizer of their own
+            raise ValueError(f"BLEU for target={self.target!r}: {' '.join(str(error).split())}") from error
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:

@@ -27,8 +27,9 @@ def load_pieces(data: str, source: str, target: str, vocab_size: int) -> Pieces:
 @functools.cache
 def load_training(data: str, source: str, target: str, vocab_size: int, max_length: int, max_tokens: int) -> Batches:
     """The training pairs in batches, less those with more than `max_length` tokens on a side."""
-    for split in ("train", "validation", "test"):  # better to hear now of what is missing at the end
-        find_pair(data, split, source, target)
+    find_pair(data, "train", source, target)
+    for split in ("validation", "test"):  # better to hear now of what would be missing at the end
+        read_whole(data, split, source, target)
     lines = _training_lines(data, source, target)
     pairs = _encode(load_pieces(data, source, target, vocab_size), lines)
     _training_lines.cache_clear()  # the text has become tokens, and can be large

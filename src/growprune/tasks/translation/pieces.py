@@ -33,6 +33,7 @@ class Pieces:
     """
 
     def __init__(self, model: bytes) -> None:
+        self.model = model
         self._processor = _sentencepiece().SentencePieceProcessor(model_proto=model)
 
     def __len__(self) -> int:

@@ -1,9 +1,10 @@
 """Beam search, on the device and for many sentences at a time.
 
-It follows fairseq's rules, which the numbers to compare with were made by. Of the 2 K best ways to go on, those among
-the first K that end are finished, and the best K that do not end go on. A sentence is done when it has K finished
-hypotheses. The best is the one with the highest log-probability per token, (sum of log p) / length ** length_penalty,
-where the length counts the end token. With K = 1 this is greedy search.
+It follows fairseq's rules, which the numbers to compare with were made by, but for the longest translation, which
+depends on the source here. Of the 2 K best ways to go on, those among the first K that end are finished, and the best K
+that do not end go on. A sentence is done when it has K finished hypotheses. The best is the one with the highest
+log-probability per token, (sum of log p) / length ** length_penalty, where the length counts the end token. Only an
+empty sentence has an empty translation. With K = 1 this is greedy search.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ def beam_search(
         max_length: the most tokens of a translation, which also has no more than its source and 50.
         num_pieces: tokens from this number on stand for nothing and are not used.
     """
-    limits = (source != PAD).sum(1).add(LONGER - 1).clamp(max=max_length)  # EOS is no part of the length
+    lengths = (source != PAD).sum(1) - 1  # EOS is no part of the length
+    limits = (lengths + LONGER).clamp(max=max_length)
     max_steps = min(source.shape[1] + LONGER - 1, max_length) + 1  # known without waiting for the device
     decoding = Decoding(model, source, beam=beam, max_steps=max_steps)
     tokens = torch.arange(model.embedding.num_embeddings, device=source.device)
-    is_no_end = tokens != EOS
-    is_no_text = (tokens <= UNK) & is_no_end | (tokens >= num_pieces)
+    is_end = tokens == EOS
+    is_no_text = (tokens <= UNK) & ~is_end | (tokens >= num_pieces)
     beams = _Beams.start(len(source), beam, max_steps, source.device)
     for step in range(max_steps):
         log_p = decoding.next(beams.newest).float().log_softmax(2)
-        is_out = is_no_text | (is_no_end & (step >= limits)[:, None, None])
+        must_end, must_go_on = (step >= limits)[:, None, None], (step < lengths.clamp(max=1))[:, None, None]
+        is_out = is_no_text | (~is_end & must_end) | (is_end & must_go_on)
         candidates = _candidates(beams.scores, log_p.masked_fill(is_out, -torch.inf))
         beams.finish(*candidates, step=step, length_penalty=length_penalty)
         origin = beams.advance(*candidates, step=step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 
 from growprune.tasks.records import BadRecords, check_split, find
@@ -55,15 +56,17 @@ def find_pair(data: str, split: str, source: str, target: str) -> tuple[Path, Pa
 
 def _read(paths: tuple[Path, Path]) -> list[tuple[bytes, bytes]]:
     # Only a newline ends a line: text may hold other signs that Python takes for line breaks.
-    source, target = (
-        path.read_bytes().removesuffix(b"\n").split(b"\n") if path.stat().st_size else [] for path in paths
-    )
+    source, target = (_lines(path.read_bytes().removeprefix(codecs.BOM_UTF8)) for path in paths)
     if len(source) != len(target):
         raise ValueError(
             f"{paths[0]} has {len(source)} lines but {paths[1]} has {len(target)}; line n of one must be the "
             f"translation of line n of the other"
         )
     return list(zip(source, target, strict=True))
+
+
+def _lines(content: bytes) -> list[bytes]:
+    return content.removesuffix(b"\n").split(b"\n") if content else []
 
 
 def _why_bad(path: Path, line: bytes) -> str | None:
