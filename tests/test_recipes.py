@@ -188,6 +188,21 @@ def test_a_split_that_is_missing_is_said_at_the_start_not_the_end(task: str, fil
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "study", ["classification-cifar10", "translation-multi30k", "segmentation-subset", "detection-bccd"]
+)
+def test_small_recipes_say_what_was_measured(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    import table
+
+    found, metric = table.results(study), table.METRICS[study][0]
+    for name in (name for name in RECIPES if name.startswith(f"{study}/")):
+        runs = found.get(name.partition("/")[2], [])
+        mean = sum(run["test"][metric] for run in runs) / max(1, len(runs))
+        expected = f"{metric} {mean:.2f}" if runs else "not measured"
+        assert re.search(rf", on \S+: {expected}; \d+ epochs; one GPU$", find(name).claim)
+
+
 def test_the_page_of_results_shows_the_results_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXPERIMENTS)
     import table

@@ -5,7 +5,7 @@ from dataclasses import replace
 from growprune import methods
 from growprune.engine.optim import Curve, Optimizer
 from growprune.engine.recipe import Recipe
-from growprune.recipes.study import Row, Study, recipes
+from growprune.recipes.study import Row, Study, measured, recipes, to_see_that_it_runs
 from growprune.tasks.classification import Classification
 
 PARTS = (("conv1", "bn1", "layer1"), ("layer2",), ("layer3",), ("layer4", "fc"))
@@ -106,8 +106,16 @@ ROWS: dict[str, Row] = {
     ),
 }
 
+MEASURED = {
+    "dense": "top1 91.19",
+    "cyclic-80-uniform": "top1 89.95",
+    "cyclic-90-uniform": "top1 89.07",
+    "parallel-80-uniform": "top1 89.07",
+    "cyclic-80-global": "top1 90.37",
+}
+
 RECIPES = (
     recipes("classification-imagenet", imagenet(), ROWS)
-    | recipes("classification-cifar10", cifar10(), ROWS, "On cifar10.npz; measured in docs/results.md")
-    | recipes("classification-tiny", tiny(), ROWS, "Seconds on a CPU, to see that it runs")
+    | recipes("classification-cifar10", cifar10(), ROWS, measured("cifar10.npz", MEASURED), "one GPU")
+    | recipes("classification-tiny", tiny(), ROWS, to_see_that_it_runs, "one CPU core")
 )

@@ -66,25 +66,36 @@ Row = tuple[str, Callable[[Study], Recipe]]
 """What the paper says of a row of its tables, and how to make it from a study."""
 
 
-PAPERS_HARDWARE = "machines of 8 V100"
+Say = Callable[[str, str], str]
+"""Given a row's name and what the paper says of it, what to expect of the recipe."""
 
 
-def recipes(name: str, study: Study, rows: Mapping[str, Row], note: str = "") -> dict[str, Callable[[], Recipe]]:
-    """Every row for a study, by its full name.
+def in_the_paper(row: str, claim: str) -> str:
+    return claim
 
-    Args:
-        note: what to say of each, instead of what the paper says of its own.
-    """
 
-    def bound(claim: str, make: Callable[[Study], Recipe]) -> Callable[[], Recipe]:
+def measured(data: str, figures: Mapping[str, str]) -> Say:
+    """What was measured, by row, on small data; a test compares it with experiments/."""
+    return lambda row, claim: f"{claim.partition(':')[0]}, on {data}: {figures.get(row, 'not measured')}"
+
+
+def to_see_that_it_runs(row: str, claim: str) -> str:
+    return f"{claim.partition(':')[0]}, to see that it runs"
+
+
+def recipes(
+    name: str, study: Study, rows: Mapping[str, Row], say: Say = in_the_paper, hardware: str = "machines of 8 V100"
+) -> dict[str, Callable[[], Recipe]]:
+    """Every row for a study, by its full name."""
+
+    def bound(row: str, claim: str, make: Callable[[Study], Recipe]) -> Callable[[], Recipe]:
         def build() -> Recipe:
             recipe = make(study)
-            says = note or f"{claim}; {total_epochs(recipe)} epochs; {PAPERS_HARDWARE}"
-            return replace(recipe, claim=says)
+            return replace(recipe, claim=f"{say(row, claim)}; {total_epochs(recipe)} epochs; {hardware}")
 
         return build
 
-    return {f"{name}/{row}": bound(*what) for row, what in rows.items()}
+    return {f"{name}/{row}": bound(row, *what) for row, what in rows.items()}
 
 
 def total_epochs(recipe: Recipe) -> int:
