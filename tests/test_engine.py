@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,17 +135,34 @@ def test_branches_of_a_fork_stand_side_by_side_on_the_curve() -> None:
     assert rates[5] != rates[1]
 
 
-def test_accumulating_batches_equals_larger_batches(tmp_path: Path) -> None:
-    task = Toy(num_examples=32, batch_size=16)
-    base = replace(cyclic(), task=task, optimizer=Optimizer("sgd", lr=0.0))
-    model, steps = task.build_model(), []
-    for accumulate in (1, 2):
-        recipe = replace(base, accumulate=accumulate)
-        plan = recipe.plan(model)
-        training = Training(recipe, plan, recipe.sparse_model(model), torch.device("cpu"), Mesh(plan, 1))
-        stretch = list(walk(training.plan))[1]
-        steps.append(sum(1 for _ in training.train(stretch, lambda *event: None)))
-    assert steps == [4, 2]
+def test_accumulated_batches_equal_one_of_all_their_examples(tmp_path: Path) -> None:
+    found = []
+    for batch_size, accumulate in ((16, 4), (50, 1)):  # batches of 16, 16, 16 and 2
+        task = Toy(num_examples=50, batch_size=batch_size, is_plain=True)
+        recipe = replace(cyclic(), task=task, accumulate=accumulate, optimizer=Optimizer("sgd", lr=0.5))
+        folder = tmp_path / str(batch_size)
+        losses = [event["loss"] for event in events_of(recipe, folder) if event["event"] == "epoch"]
+        found.append((gp.read(folder / "model.safetensors"), losses))
+    for name, tensor in found[0][0].items():
+        torch.testing.assert_close(tensor, found[1][0][name], rtol=1e-4, atol=1e-5)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-4)
+
+
+def test_accumulated_batches_are_made_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    batches = Toy.batches
+
+    def watched(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        nonlocal most
+        for batch in batches(*args, **kwargs):
+            alive.append(weakref.ref(batch[1]))
+            most = max(most, sum(one() is not None for one in alive))
+            yield batch
+
+    monkeypatch.setattr(Toy, "batches", watched)
+    engine.train(replace(cyclic(), task=Toy(num_examples=64, batch_size=8), accumulate=8), tmp_path / "run")
+    assert most <= 3  # the first, the one before and this one
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:

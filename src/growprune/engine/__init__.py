@@ -99,7 +99,16 @@ def resume(
     return run.execute()
 
 
-MAY_CHANGE = {"task.data", "storage", "checkpoint_seconds", "claim", "replicas", "timeout_seconds", "sync_batchnorm"}
+MAY_CHANGE = {
+    "task.data",
+    "task.workers",
+    "storage",
+    "checkpoint_seconds",
+    "claim",
+    "replicas",
+    "timeout_seconds",
+    "sync_batchnorm",
+}
 """Fields of a recipe that may be other when a run is resumed."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from growprune.engine import batchnorm
@@ -91,38 +91,52 @@ class Training:
     def _build_optimizer(self) -> torch.optim.Optimizer:
         return self.sparse.attach(self.recipe.optimizer.build(self.sparse.model))
 
-    def _iterations(self, stretch: Stretch) -> Iterator[list[Any]]:
-        """The batches of the current epoch from where the cursor stands, `accumulate` at a time."""
+    def _iterations(self, stretch: Stretch) -> Iterator[Iterator[Any]]:
+        """The batches of the current epoch from where the cursor stands, `accumulate` at a time, made one by one."""
         seed = salt_of(self.recipe.seed, "data", stretch.step, stretch.branch, self.cursor.epoch) >> 1
         batches = self._task.batches(seed=seed, start=self.cursor.batch, device=self.device)
-        while group := list(itertools.islice(batches, self.recipe.accumulate)):
-            yield group
+        for first in batches:
+            yield itertools.chain([first], itertools.islice(batches, self.recipe.accumulate - 1))
 
-    def _iterate(self, batches: list[Any], stretch: Stretch) -> None:
+    def _iterate(self, batches: Iterator[Any], stretch: Stretch) -> None:
         optimizer, model = self.optimizer, self.sparse.model
         assert optimizer is not None
-        forward = self._wrapped()
         for parameters in optimizer.param_groups:
             parameters["lr"] = self._lr(stretch)
         model.train()
-        for batch, weight in zip(batches, self._weights(batches), strict=True):
-            mine, share = split(batch, self.mesh.replica, self.mesh.replicas)
-            with self.mesh.waiting("adding up gradients over replicas"), batchnorm.counting(share > 0):
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
-                    loss = self.recipe.task.loss(forward, mine) * weight * share
-                (loss * self.mesh.replicas).backward()  # which replicas average
-            self._loss_sum += self.mesh.sum_over_replicas(loss.detach().double())
+        weights, loss_sum = [], torch.zeros_like(self._loss_sum)
+        for batch in batches:
+            weights.append(self._weigh(batch))
+            loss_sum += self._add_gradients(batch, weights[-1])
+        self._loss_sum += loss_sum / sum(weights)
+        if self.recipe.accumulate > 1:
+            self._divide_gradients(sum(weights))
         if self.recipe.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        self._count(len(batches), stretch)
+        self._count(len(weights), stretch)
 
-    def _weights(self, batches: list[Any]) -> list[Any]:
-        """What each batch counts in the loss of an iteration, a mean over all of its examples, or tokens."""
-        weigh = getattr(self.recipe.task, "weigh", lambda batch: num_examples(batch) or 1)
-        weights = [weigh(batch) for batch in batches]
-        return [weight / sum(weights) for weight in weights]
+    def _weigh(self, batch: Any) -> Any:
+        """What a batch counts among those of an iteration, whose loss is a mean over all examples, or tokens."""
+        if self.recipe.accumulate == 1:
+            return 1
+        return self.recipe.task.weigh(batch) if hasattr(self.recipe.task, "weigh") else num_examples(batch) or 1
+
+    def _add_gradients(self, batch: Any, weight: Any) -> Tensor:
+        """Add those of a batch to the parameters' own; returns its loss, times its weight."""
+        forward = self._wrapped()
+        mine, share = split(batch, self.mesh.replica, self.mesh.replicas)
+        with self.mesh.waiting("adding up gradients over replicas"), batchnorm.counting(share > 0):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+                loss = self.recipe.task.loss(forward, mine) * weight * share
+            (loss * self.mesh.replicas).backward()  # which replicas average
+        return self.mesh.sum_over_replicas(loss.detach().double())
+
+    def _divide_gradients(self, total: Any) -> None:
+        for parameter in self.sparse.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= total
 
     def _wrapped(self) -> nn.Module:
         """The model, or what keeps the gradients of its replicas the same."""

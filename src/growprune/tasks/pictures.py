@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -34,7 +35,17 @@ def pillow(extra: str) -> Any:
 
 def unreadable(image_module: Any) -> tuple[type[Exception], ...]:
     """What Pillow raises for a file that is no image, or a broken one."""
-    return OSError, ValueError, SyntaxError, image_module.DecompressionBombError
+    return OSError, ValueError, SyntaxError, RuntimeError, image_module.DecompressionBombError
+
+
+def to_rgb(image: Any) -> Any:
+    """A Pillow image with 8 bits for each of three colours; left to itself, Pillow makes most of 16 bits white."""
+    if image.mode.startswith("I;16"):
+        grey = (np.asarray(image) >> 8).astype(np.uint8)
+        return pillow("tasks").fromarray(grey).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(f"nobody knows what is white in its mode {image.mode!r}: save it with 8 or 16 bits")
+    return image.convert("RGB")
 
 
 def decoding(

@@ -7,23 +7,30 @@ from pathlib import Path
 
 
 class BadRecords:
-    """Names and skips records that cannot be used; raises when they are more than `limit`.
+    """Names and skips records that cannot be used, each once; raises when they are more than `limit`.
 
     The first ten are named one by one, after that each tenth, hundredth and so on.
 
     Args:
         source: where the records are, for the message.
-        num_records: how many there are in all; 1 % of them may be bad, and ten always.
+        num_records: how many there are in all; 1 % of them may be bad.
+        always: how many may be, however few there are. Of records that are measured on, one.
     """
 
-    def __init__(self, source: Path | str, num_records: int) -> None:
+    def __init__(self, source: Path | str, num_records: int, *, always: int = 10) -> None:
         self.source = source
-        self.limit = max(10, num_records // 100)
-        self.count = 0
+        self.limit = max(always, num_records // 100)
+        self._names: set[str] = set()
+
+    @property
+    def count(self) -> int:
+        return len(self._names)
 
     def skip(self, name: str, why: object) -> None:
-        """Leave a record out, with a warning that names it."""
-        self.count += 1
+        """Leave a record out, with a warning that names it the first time."""
+        if name in self._names:
+            return
+        self._names.add(name)
         if self.count > self.limit:
             raise ValueError(
                 f"{self.source}: {name}: {why}; that is bad record number {self.count}, and more than {self.limit} are "
@@ -51,7 +58,8 @@ def find(root: str, relative: str, *, layout: str) -> Path:
     return path
 
 
-def check_split(num_examples: int, source: Path | str, split: str) -> None:
+def check_split(num_examples: int, source: Path | str, split: str, *, layout: str = "") -> None:
     """Refuse a split without examples."""
     if not num_examples:
-        raise ValueError(f"{source}: the {split} split has no examples")
+        expected = f"; expected is {layout}" if layout else ""
+        raise ValueError(f"{source}: the {split} split has no examples{expected}")

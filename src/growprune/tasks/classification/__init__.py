@@ -59,7 +59,7 @@ class Classification(Shareable):
     workers: int = 16
     """Processes that decode images, at most one for each core; 0 for none but the one that trains."""
     channels_last: bool = True
-    """Hand images over with their channels innermost in memory, as tensor cores like them."""
+    """On a GPU, hand images over with their channels innermost in memory, as tensor cores like them."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     """Of each channel, on a scale from 0 to 1."""
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
@@ -90,7 +90,10 @@ class Classification(Shareable):
         return torch.zeros(1, 3, self.image_size, self.image_size)
 
     def num_batches(self) -> int:
-        full, rest = divmod(len(self._indices("train")), self.batch_size)
+        images = len(self._indices("train"))
+        if images < 2:
+            raise ValueError(f"{self.data}: there is 1 image to train on that can be read, but there must be two")
+        full, rest = divmod(images, self.batch_size)
         return full + (rest > 1)  # a last batch of one image has no statistics to normalise with, and is left out
 
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Batch]:
@@ -129,7 +132,8 @@ class Classification(Shareable):
             count += len(labels)
         check_split(count, self.data, split)
         top1, top5, loss = (sums / count).tolist()
-        return {"top1": 100 * top1, "top5": 100 * top5, "loss": loss}
+        skipped = len(sources.splits(self.data, self.num_classes, self.num_validation)[split]) - count
+        return {"top1": 100 * top1, "top5": 100 * top5, "loss": loss, **({"skipped": skipped} if skipped else {})}
 
     def _indices(self, split: str) -> Array:
         if self.in_memory:
@@ -203,7 +207,8 @@ class Classification(Shareable):
 
     def _inputs(self, values: Tensor) -> Tensor:
         inputs = values.permute(0, 3, 1, 2)  # (B, 3, H, W)
-        return inputs if self.channels_last else inputs.contiguous()
+        # On a CPU, torch 2.13 may crash in the backward pass of narrow convolutions if channels are innermost.
+        return inputs if self.channels_last and inputs.is_cuda else inputs.contiguous()
 
 
 def score(logits: Tensor, labels: Tensor) -> Tensor:

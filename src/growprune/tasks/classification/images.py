@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from growprune.tasks.classification.augment import NUM_TRIES, draw_boxes, generator
 from growprune.tasks.classification.sources import Array, Skipped, Source, load, skipped, splits
-from growprune.tasks.pictures import decoding, pillow, unreadable
+from growprune.tasks.pictures import decoding, pillow, to_rgb, unreadable
 from growprune.tasks.records import check_split
 
 Box = tuple[float, float, float, float]
@@ -71,14 +71,14 @@ class Reader(Dataset[tuple[int, "Array | str | None"]]):
             width, height = image.size
             if self.boxes is None:
                 _check_size(image.size, self.size)
-                return np.array(image.convert("RGB"))
+                return np.array(to_rgb(image))
             left, top, right, bottom = self.boxes(index, width, height)
             across, down = self.size[0] / (right - left), self.size[1] / (bottom - top)
             # A JPEG can be decoded at a half, a quarter or an eighth, which saves most of the time if that is enough.
             image.draft("RGB", (math.ceil(width * across), math.ceil(height * down)))
             x, y = image.size[0] / width, image.size[1] / height
             box = left * x, top * y, min(right * x, image.size[0]), min(bottom * y, image.size[1])
-            return np.array(image.convert("RGB").resize(self.size, image_module.Resampling.BILINEAR, box=box))
+            return np.array(to_rgb(image).resize(self.size, image_module.Resampling.BILINEAR, box=box))
 
 
 def _check_size(found: tuple[int, int], expected: tuple[int, int]) -> None:

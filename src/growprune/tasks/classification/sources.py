@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import io
 import os
+import tokenize
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -16,10 +18,19 @@ import numpy.typing as npt
 from growprune.tasks.records import BadRecords, check_split, find
 
 LAYOUT = "DIR/train/<class>/*.jpg and DIR/val/<class>/*.jpg (jpg, jpeg or png), or a FILE.npz of packed JPEGs"
+FOLDERS = {"train": "train", "test": "val"}
 SUFFIXES = (".jpg", ".jpeg", ".png")
 PACKED = ("data", "offsets", "labels", "split", "classes")
 """What a packed file holds: all files one after another, where each begins and the last ends, the class of each,
 0 for training and 1 for test, and the names of the classes."""
+
+KINDS = {"data": "u", "offsets": "iu", "labels": "iu", "split": "iub"}
+"""Of numbers, as numpy calls them."""
+UNREADABLE = (
+    *(OSError, ValueError, EOFError, SyntaxError, RuntimeError, zipfile.BadZipFile, zlib.error, tokenize.TokenError),
+    TypeError,  # of a single array, instead of several
+)
+"""What numpy raises for a file that is damaged, or none of its own."""
 
 Array = npt.NDArray[Any]
 
@@ -33,6 +44,9 @@ class Source(Protocol):
     def labels(self) -> Array: ...
     @property
     def is_test(self) -> Array: ...
+
+    def where_is(self, split: str) -> str:
+        """What a split is called in messages."""
 
     def name(self, index: int) -> str:
         """What an image is called in messages."""
@@ -48,6 +62,9 @@ class Folder:
     paths: list[str]
     labels: Array
     is_test: Array
+
+    def where_is(self, split: str) -> str:
+        return str(Path(self.where, FOLDERS[split]))
 
     def name(self, index: int) -> str:
         return self.paths[index]
@@ -66,6 +83,9 @@ class Packed:
     labels: Array
     is_test: Array
 
+    def where_is(self, split: str) -> str:
+        return self.where
+
     def name(self, index: int) -> str:
         return f"image {index}"
 
@@ -83,8 +103,8 @@ def load(data: str, num_classes: int) -> Source:
         raise ValueError(
             f"{data} has labels {shown}, but the labels of {num_classes} classes are 0 to {num_classes - 1}"
         )
-    check_split(int((~source.is_test).sum()), data, "train")
-    check_split(int(source.is_test.sum()), data, "test")
+    for split, count in {"train": (~source.is_test).sum(), "test": source.is_test.sum()}.items():
+        check_split(int(count), source.where_is(split), split, layout=LAYOUT)
     return source
 
 
@@ -108,17 +128,17 @@ def splits(data: str, num_classes: int, num_validation: int) -> dict[str, Array]
 
 
 class Skipped:
-    """Images that could not be read; each counts once, however many epochs meet it."""
+    """Images that could not be read, to train on and to test with."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._records = BadRecords(source.where, len(source.labels))
-        self._seen: set[int] = set()
+        num_test = int(source.is_test.sum())
+        self._train = BadRecords(source.where_is("train"), len(source.labels) - num_test)
+        self._test = BadRecords(source.where_is("test"), num_test, always=1)
 
     def add(self, index: int, why: str) -> None:
-        if index not in self._seen:
-            self._seen.add(index)
-            self._records.skip(self._source.name(index), why)
+        records = self._test if self._source.is_test[index] else self._train
+        records.skip(self._source.name(index), why)
 
 
 @functools.cache
@@ -128,7 +148,7 @@ def skipped(data: str, num_classes: int) -> Skipped:
 
 
 def _read_folder(data: str, num_classes: int) -> Folder:
-    train, test = (find(data, name, layout=LAYOUT) for name in ("train", "val"))
+    train, test = (find(data, name, layout=LAYOUT) for name in FOLDERS.values())
     classes = _class_folders(train)
     _check_classes(f"{data}: train", len(classes), num_classes)
     if foreign := set(_class_folders(test)) - set(classes):
@@ -140,12 +160,16 @@ def _read_folder(data: str, num_classes: int) -> Folder:
             paths += found
             labels += [label] * len(found)
             is_test += [split is test] * len(found)
-    return Folder(data, paths, np.array(labels, dtype=np.int64), np.array(is_test, dtype=bool))
+    folder = Folder(data, paths, np.array(labels, dtype=np.int64), np.array(is_test, dtype=bool))
+    trained = set(folder.labels[~folder.is_test].tolist())
+    if trained and (empty := [name for label, name in enumerate(classes) if label not in trained]):
+        raise ValueError(f"{train / empty[0]} has no images; expected is {LAYOUT}: remove the folder, or fill it")
+    return folder
 
 
 def _class_folders(split: Path) -> list[str]:
     with os.scandir(split) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir())
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _image_files(folder: Path) -> list[str]:
@@ -163,7 +187,7 @@ def _read_packed(data: str, num_classes: int) -> Packed:
             found = {name: arrays[name] for name in PACKED}
     except KeyError as error:
         raise ValueError(f"{data} has no array {error.args[0]}; a packed file has {', '.join(PACKED)}") from error
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:  # TypeError: a single array
+    except UNREADABLE as error:
         raise ValueError(f"{data} cannot be read ({error}); expected is an .npz with {', '.join(PACKED)}") from error
     _check_packed(data, found)
     _check_classes(data, len(found["classes"]), num_classes)
@@ -175,6 +199,9 @@ def _check_packed(data: str, found: dict[str, Array]) -> None:
     for name, array in found.items():
         if array.ndim != 1:
             raise ValueError(f"{data}: {name} has {array.ndim} axes, but must have one")
+        if array.dtype.kind not in KINDS.get(name, array.dtype.kind) or (name == "data" and array.itemsize > 1):
+            expected = "uint8" if name == "data" else "whole numbers"
+            raise ValueError(f"{data}: {name} is of {array.dtype}, but must be {expected}")
     offsets, count = found["offsets"], len(found["labels"])
     if len(offsets) != count + 1 or len(found["split"]) != count:
         raise ValueError(

@@ -15,10 +15,10 @@ from growprune.tasks.classification.resnet import Name
 from growprune.tasks.detection import augment
 from growprune.tasks.detection.anchors import IMAGE_SIZE, default_boxes
 from growprune.tasks.detection.boxes import Detections, detect
-from growprune.tasks.detection.coco import Scene
+from growprune.tasks.detection.coco import Scene, load
 from growprune.tasks.detection.images import Album, Pictures, album
 from growprune.tasks.detection.loss import multibox_loss
-from growprune.tasks.detection.score import coco_numbers
+from growprune.tasks.detection.score import coco_numbers, cocoeval
 from growprune.tasks.detection.ssd import SSD
 from growprune.tasks.pictures import Shareable
 from growprune.tasks.task import Split
@@ -65,9 +65,14 @@ class Detection(Shareable):
         return torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE)
 
     def num_batches(self) -> int:
+        cocoeval()  # if that is missing, better to hear of it now than after an epoch
+        for split in ("validation", "test"):
+            self._album(split)  # and of pictures that are
         number = len(self._album("train").scenes)
+        if number < 2:
+            raise ValueError(f"{self.data}: there is 1 image to train on that can be read, but there must be two")
         # A batch of one image could not be normalised where the feature map has one cell.
-        return max(1, min(-(-number // self.batch_size), number // 2))
+        return min(-(-number // self.batch_size), number // 2)
 
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Batch]:
         train = self._album("train")
@@ -101,7 +106,7 @@ class Detection(Shareable):
         return multibox_loss(offsets, logits, boxes, labels, default_boxes(images.device))
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
-        """The twelve numbers of COCO, in percent."""
+        """The numbers of COCO, in percent."""
         held_out = self._album(split)
         indices = np.arange(len(held_out.scenes))
         batches = np.array_split(indices, -(-len(indices) // self.batch_size))
@@ -112,7 +117,12 @@ class Detection(Shareable):
             readable = pictures.good.tolist()
             found += itertools.compress(_in_pixels(_find(model, pictures), seen), readable)
             scenes += itertools.compress(seen, readable)
-        return coco_numbers(scenes, found, num_classes=self.num_classes)
+        skipped = len(self._scenes()[split]) - len(scenes)
+        numbers = coco_numbers(scenes, found, num_classes=self.num_classes)
+        return {**numbers, **({"skipped": skipped} if skipped else {})}
+
+    def _scenes(self) -> dict[str, tuple[Scene, ...]]:
+        return load(self.data, num_classes=self.num_classes, num_validation=self.num_validation)
 
     def _album(self, split: str) -> Album:
         options = {"num_classes": self.num_classes, "num_validation": self.num_validation, "workers": self.workers}

@@ -39,6 +39,11 @@ class Scene:
     crowds: npt.NDArray[np.bool_]
     """True for a region of many objects: nothing to train on, and neither right nor wrong to find."""
 
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return f"{self.path.name} (id {self.image_id})"
+
 
 @functools.cache
 def load(data: str, *, num_classes: int, num_validation: int) -> dict[str, tuple[Scene, ...]]:
@@ -55,48 +60,61 @@ def load(data: str, *, num_classes: int, num_validation: int) -> dict[str, tuple
     if not (Path(data) / files["test"][0]).exists():
         del files["test"]
     splits: dict[str, tuple[Scene, ...]] = {}
-    ids: list[int] = []
+    first: dict[int, str] = {}
     for name, (file, folder) in files.items():
         source = find(data, file, layout=LAYOUT)
         categories, splits[name] = read(source, find(data, folder, layout=LAYOUT))
         check_split(len(splits[name]), source, name)
-        ids = ids or categories
-        if len(ids) != num_classes:
-            raise ValueError(f"{source} has {len(ids)} categories, not {num_classes}: set num_classes to {len(ids)}")
-        if categories != ids:
-            raise ValueError(
-                f"{source} has the category ids {categories}, and the training split {ids}: make them alike"
-            )
+        first = first or categories
+        _compare(categories, first, num_classes, source)
+        if not any((~scene.crowds).any() for scene in splits[name]):
+            raise ValueError(f"{source} has no box of a single object: there is nothing to find in the {name} split")
     if "test" in splits:
         return {"train": splits["train"], "validation": splits["val"], "test": splits["test"]}
     train, validation = _draw(splits["train"], num_validation, data)
     return {"train": train, "validation": validation, "test": splits["val"]}
 
 
+def _compare(categories: dict[int, str], first: dict[int, str], num_classes: int, source: Path) -> None:
+    """Refuse categories that are not those of the training split."""
+    found = len(categories)
+    if found != num_classes:
+        raise ValueError(f"{source} has {found} categories, not {num_classes}: set task.num_classes={found}")
+    if categories != first:
+        identity, name = min(set(categories.items()) ^ set(first.items()))
+        raise ValueError(
+            f"the categories of {source} and of the training split are not alike: only one has {name!r} with the "
+            f"id {identity}"
+        )
+
+
 def _draw(scenes: tuple[Scene, ...], number: int, data: str) -> tuple[tuple[Scene, ...], tuple[Scene, ...]]:
-    if not 0 < number < len(scenes):
+    if not 0 < number < len(scenes) - 1:
         raise ValueError(
             f"{data} has no labelled test split, so {number} of its {len(scenes)} training images would be the "
-            f"validation split: set num_validation between 1 and {len(scenes) - 1}"
+            f"validation split, and at least two must be left: set task.num_validation"
         )
     drawn = set(np.random.default_rng(0).permutation(len(scenes))[:number].tolist())
     train = tuple(scene for index, scene in enumerate(scenes) if index not in drawn)
     return train, tuple(scenes[index] for index in sorted(drawn))
 
 
-def read(source: Path, folder: Path) -> tuple[list[int], tuple[Scene, ...]]:
-    """The category ids and the scenes of an annotation file, whose images are in `folder`."""
+def read(source: Path, folder: Path) -> tuple[dict[int, str], tuple[Scene, ...]]:
+    """The categories' names by id, and the scenes of an annotation file, whose images are in `folder`."""
     content = _parse(source)
-    labels = _labels(content["categories"], source)
+    categories = _categories(content["categories"], source)
+    labels = {identity: label for label, identity in enumerate(categories, start=1)}  # 1, 2, 3, ... without gaps
     bad = BadRecords(source, len(content["images"]) + len(content["annotations"]))
-    images = _images(content["images"], bad)
+    images, left_out = _images(content["images"], bad)
     rows: dict[int, list[tuple[float, ...]]] = {identity: [] for identity in images}
     for number, record in enumerate(content["annotations"]):
         try:
-            rows[_image_of(record, images)].append(_row(record, images, labels))
+            identity = _whole(record, "image_id")
+            if identity not in left_out:  # that was said of the image
+                rows[_known(identity, images)].append(_row(record, images, labels))
         except ValueError as error:
             bad.skip(_name("annotation", number, record), error)
-    return list(labels), tuple(_scene(image, folder, rows[identity]) for identity, image in images.items())
+    return categories, tuple(_scene(image, folder, rows[identity]) for identity, image in images.items())
 
 
 def _parse(source: Path) -> dict[str, list[Any]]:
@@ -109,6 +127,8 @@ def _parse(source: Path) -> dict[str, list[Any]]:
         ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is no JSON: byte {error.start} is not UTF-8; copy or make it again") from error
+    except (ValueError, RecursionError) as error:  # a number or a nest that is too large
+        raise ValueError(f"{source} cannot be read: {error}; copy or make it again") from error
     names = ("images", "annotations", "categories")
     for name in names:
         if not isinstance(content, dict) or not isinstance(content.get(name), list):
@@ -116,19 +136,21 @@ def _parse(source: Path) -> dict[str, list[Any]]:
     return {name: content[name] for name in names}
 
 
-def _labels(categories: list[Any], source: Path) -> dict[int, int]:
-    """Category ids, which may have gaps, to labels without: 1, 2, 3, ..."""
+def _categories(records: list[Any], source: Path) -> dict[int, str]:
+    """Names by id, in the order of ids; a category without a name has an empty one."""
     try:
-        ids = [_whole(category, "id") for category in categories]
+        names = {_whole(record, "id"): str(record.get("name", "")) for record in records}
     except ValueError as error:
         raise ValueError(f"{source}: a category has no id: {error}") from error
-    if len(set(ids)) < len(ids):
+    if len(names) < len(records):
         raise ValueError(f"{source}: two categories have the same id; give each its own")
-    return {identity: label for label, identity in enumerate(sorted(ids), start=1)}
+    return dict(sorted(names.items()))
 
 
-def _images(records: list[Any], bad: BadRecords) -> dict[int, dict[str, Any]]:
+def _images(records: list[Any], bad: BadRecords) -> tuple[dict[int, dict[str, Any]], set[int]]:
+    """Records of images by id, and the ids of those that cannot be used."""
     images: dict[int, dict[str, Any]] = {}
+    left_out: set[int] = set()
     for number, record in enumerate(records):
         try:
             identity = _whole(record, "id")
@@ -141,11 +163,11 @@ def _images(records: list[Any], bad: BadRecords) -> dict[int, dict[str, Any]]:
             images[identity] = record
         except ValueError as error:
             bad.skip(_name("image", number, record), error)
-    return images
+            left_out |= {record["id"]} if isinstance(record, dict) and isinstance(record.get("id"), int) else set()
+    return images, left_out - set(images)
 
 
-def _image_of(record: Any, images: dict[int, dict[str, Any]]) -> int:
-    identity = _whole(record, "image_id")
+def _known(identity: int, images: dict[int, dict[str, Any]]) -> int:
     if identity not in images:
         raise ValueError(f"there is no image with the id {identity}")
     return identity
@@ -164,8 +186,10 @@ def _row(record: Any, images: dict[int, dict[str, Any]], labels: dict[int, int])
         raise ValueError(f"its box {box} has no size")
     if x >= image["width"] or y >= image["height"] or x + width <= 0 or y + height <= 0:
         raise ValueError(f"its box {box} is outside of the image of {image['width']} x {image['height']} pixels")
+    if (crowd := record.get("iscrowd", 0)) not in (0, 1):
+        raise ValueError(f"iscrowd is {crowd!r}, not 0 or 1")
     area = record.get("area", width * height)
-    return (*box, labels[category], area if _is_number(area) else width * height, bool(record.get("iscrowd", 0)))
+    return (*box, labels[category], area if _is_number(area) else width * height, crowd)
 
 
 def _scene(image: dict[str, Any], folder: Path, rows: list[tuple[float, ...]]) -> Scene:

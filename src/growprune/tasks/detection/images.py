@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +14,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from growprune.tasks.detection.coco import Scene, load, targets
-from growprune.tasks.pictures import decoding, pillow, unreadable
+from growprune.tasks.pictures import decoding, pillow, to_rgb, unreadable
 from growprune.tasks.records import BadRecords, check_split
 
 MAX_HELD_BYTES = 10**9
 """A split whose pictures take less, side by side, is held in memory, on the device that uses it."""
+MISSING = "there is no such file"
 LONGEST_SIDE = 640
 """Larger pictures are made smaller as they are read: COCO has none, and the model sees 300 pixels of them."""
 
@@ -63,13 +63,17 @@ class Album(ABC):
 def album(data: str, split: str, *, num_classes: int, num_validation: int, workers: int) -> Album:
     """The album of a split; pictures that cannot be read are named, and left out."""
     scenes = load(data, num_classes=num_classes, num_validation=num_validation)[split]
-    bad = BadRecords(scenes[0].path.parent, len(scenes))
+    bad = BadRecords(f"{data}: {split} images", len(scenes), always=10 if split == "train" else 1)
     shown = [_shown(scene.width, scene.height) for scene in scenes]
     widest, highest = (max(sides) for sides in zip(*shown, strict=True))
     if 3 * widest * highest * len(scenes) >= MAX_HELD_BYTES:
+        if split != "train":  # better to hear now of what would be missing at the end
+            for scene in scenes:
+                if not scene.path.exists():
+                    bad.skip(scene.name, MISSING)
         return Streamed(scenes, workers, bad)
     held = _hold(scenes, bad)
-    check_split(len(held.scenes), scenes[0].path.parent, split)
+    check_split(len(held.scenes), data, split)
     return held
 
 
@@ -99,7 +103,7 @@ def _hold(scenes: Sequence[Scene], bad: BadRecords) -> Held:
     for scene in scenes:
         picture = decode(scene)
         if isinstance(picture, str):
-            bad.skip(scene.path.name, picture)
+            bad.skip(scene.name, picture)
         else:
             kept.append(scene)
             decoded.append(picture)
@@ -112,7 +116,6 @@ class Streamed(Album):
     def __init__(self, scenes: Sequence[Scene], workers: int, bad: BadRecords) -> None:
         super().__init__(scenes)
         self.workers, self.bad = workers, bad
-        self._named: set[str] = set()
 
     def pictures(
         self, batches: Sequence[Indices], device: torch.device, replica: tuple[int, int] = (0, 1)
@@ -122,9 +125,7 @@ class Streamed(Album):
         loader = decoding(_Decoder(self.scenes), wanted, _collate, workers=self.workers, device=device)
         for (pixels, sizes, good), errors in loader:
             for name, error in errors:
-                if name not in self._named:  # each counts once, however many epochs meet it
-                    self._named.add(name)
-                    self.bad.skip(name, error)
+                self.bad.skip(name, error)
             yield Pictures(pixels.to(device, non_blocking=True), sizes.to(device, non_blocking=True), good)
 
 
@@ -139,7 +140,7 @@ class _Decoder(Dataset[tuple[str, Tensor | str]]):
     def __getitem__(self, wanted: tuple[int, bool]) -> tuple[str, Tensor | str]:
         index, is_wanted = wanted
         scene = self.scenes[index]
-        return scene.path.name, decode(scene) if is_wanted else BLANK
+        return scene.name, decode(scene) if is_wanted else BLANK
 
 
 def _collate(items: list[tuple[str, Tensor | str]]) -> tuple[Pictures, list[tuple[str, str]]]:
@@ -167,9 +168,9 @@ def decode(scene: Scene) -> Tensor | str:
                 said = f"{scene.width} x {scene.height}"
                 return f"it has {image.size[0]} x {image.size[1]} pixels, and its annotation says {said}"
             image.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))  # lets JPEG skip detail that would be thrown away
-            pixels = image.convert("RGB")
+            pixels = to_rgb(image)
     except unreadable(image_module) as error:
-        return f"it cannot be decoded ({error})" if Path(scene.path).exists() else "there is no such file"
+        return f"it cannot be decoded ({error})" if scene.path.exists() else MISSING
     size = _shown(scene.width, scene.height)
     if pixels.size != size:
         pixels = pixels.resize(size, image_module.Resampling.BILINEAR)

@@ -21,24 +21,30 @@ NAMES = (
 def coco_numbers(
     scenes: Sequence[Scene], found: Sequence[npt.NDArray[np.float64]], *, num_classes: int
 ) -> dict[str, float]:
-    """Average precisions and recalls, in percent; 0 where a data set has no such objects, for which COCO says -1.
+    """Average precisions and recalls, in percent, less those of sizes of which there are no objects (COCO says -1).
 
     Args:
         found: for each scene (x, y, width, height in pixels, score, label) of each detection, (n, 6).
     """
-    try:
-        from pycocotools.cocoeval import COCOeval
-    except ImportError as error:
-        raise ValueError("detections are scored with pycocotools: pip install 'growprune[detection]'") from error
     images = [{"id": scene.image_id} for scene in scenes]
     truth = [row for scene in scenes for row in _truth(scene)]
     claims = [row for scene, rows in zip(scenes, found, strict=True) for row in _claims(rows, scene.image_id)]
     with contextlib.redirect_stdout(io.StringIO()):  # it prints as it goes
-        evaluation = COCOeval(*(_index(images, rows, num_classes) for rows in (truth, claims)), "bbox")
+        evaluation = cocoeval()(*(_index(images, rows, num_classes) for rows in (truth, claims)), "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
-    return {name: 100 * max(0.0, float(value)) for name, value in zip(NAMES, evaluation.stats, strict=True)}
+    numbers = {name: float(value) for name, value in zip(NAMES, evaluation.stats, strict=True)}
+    return {name: 100 * max(0.0, value) for name, value in numbers.items() if value >= 0 or "_" not in name}
+
+
+def cocoeval() -> Any:
+    """The class that COCO is evaluated with."""
+    try:
+        from pycocotools.cocoeval import COCOeval
+    except ImportError as error:
+        raise ValueError("detections are scored with pycocotools: pip install 'growprune[detection]'") from error
+    return COCOeval
 
 
 def _truth(scene: Scene) -> list[dict[str, Any]]:
