@@ -92,12 +92,14 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.images:
         classes = sum(path.is_dir() for path in (args.images / "train").iterdir())
-        task = Classification(str(args.images), num_classes=classes, num_validation=1, workers=args.workers)
-        task = replace(task, batch_size=32)
+        task = Classification(
+            str(args.images), num_classes=classes, num_validation=1, workers=args.workers, batch_size=32
+        )
         print(f"{loading(task, device, args.batches)[1]:,.0f} images/s with {args.workers} workers")
         return
     recipes = {name: (find(name), file) for name, file in DATA.items()}
-    streamed = replace(find("classification-cifar10/dense"), task=replace(SMALL, in_memory=False))
+    task = replace(SMALL, in_memory=False, workers=args.workers)
+    streamed = replace(find("classification-cifar10/dense"), task=task)
     recipes["classification-cifar10/dense, streamed"] = streamed, "cifar10.npz"
     print("| | loading: ms a batch | examples/s | training: ms a batch | examples/s | loading / training |")
     print("|---|---:|---:|---:|---:|---:|")

@@ -10,7 +10,9 @@ Studies side by side share the machine, so their seconds do not compare with tho
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +29,7 @@ DATA = {
 }
 ROWS = ("dense", "cyclic-80-uniform", "cyclic-90-uniform", "parallel-80-uniform")
 SEEDS = (0, 1)
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 VARIANTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "classification-cifar10": {
         "cyclic-80-global": ("cyclic-80-global", {}),
@@ -47,8 +50,8 @@ VARIANTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 """What else was tried where C-GaP loses more than half a point: by row, the recipe and what is set in it."""
 
 
-def run(study: str, row: str, seed: int, data: Path, runs: Path, seconds: float) -> None:
-    """Train, or go on with, one run, and keep its result."""
+def run(study: str, row: str, seed: int, data: Path, runs: Path, seconds: float) -> int:
+    """Train, or go on with, one run, and keep its result; returns the exit status."""
     out = runs / study / row / f"seed{seed}"
     command = [sys.executable, "-m", "growprune"]
     if (out / "recipe.json").exists():
@@ -65,6 +68,7 @@ def run(study: str, row: str, seed: int, data: Path, runs: Path, seconds: float)
         process.wait()
     if (out / "result.json").exists():
         keep(out / "result.json", HERE / study / row / f"seed{seed}" / "result.json")
+    return process.returncode
 
 
 def keep(result: Path, place: Path) -> None:
@@ -75,13 +79,17 @@ def keep(result: Path, place: Path) -> None:
     place.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def work(study: str, args: argparse.Namespace, deadline: float) -> None:
-    rows = [*ROWS, *VARIANTS.get(study, {})]
-    for seed in SEEDS:
-        for row in rows:
-            left = deadline - time.monotonic()
-            if left > 0 and not (HERE / study / row / f"seed{seed}" / "result.json").exists():
-                run(study, row, seed, args.data, args.runs, left)
+def work(study: str, args: argparse.Namespace, deadline: float) -> bool:
+    """Carry out the runs of a study without a result, until one fails or is stopped; tells whether one failed."""
+    for seed, row in itertools.product(SEEDS, [*ROWS, *VARIANTS.get(study, {})]):
+        left = deadline - time.monotonic()
+        if left > 0 and not (HERE / study / row / f"seed{seed}" / "result.json").exists():
+            status = run(study, row, seed, args.data, args.runs, left)
+            if status in STOPPED:
+                return False
+            if status:
+                return True
+    return False
 
 
 def main() -> None:
@@ -93,8 +101,12 @@ def main() -> None:
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
     studies = args.study or list(DATA)
-    with ThreadPoolExecutor(len(studies)) as lanes:
-        list(lanes.map(lambda study: work(study, args, deadline), studies))
+    try:
+        with ThreadPoolExecutor(len(studies)) as lanes:
+            failed = list(lanes.map(lambda study: work(study, args, deadline), studies))
+    except KeyboardInterrupt:  # which the runs got too, and saved
+        sys.exit(128 + signal.SIGINT)
+    sys.exit(any(failed))
 
 
 if __name__ == "__main__":

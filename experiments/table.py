@@ -72,6 +72,8 @@ def page(text: str) -> str:
     """The page with every table brought up to date."""
     for study in METRICS:
         begin, end = f"<!-- {study} -->\n", f"\n<!-- end of {study} -->"
+        if text.count(begin) != 1 or text.partition(begin)[2].count(end) != 1:
+            raise ValueError(f"{PAGE} must have the lines {begin.strip()} and {end.strip()} once each")
         before, _, rest = text.partition(begin)
         text = before + begin + table(study) + end + rest.partition(end)[2]
     return text

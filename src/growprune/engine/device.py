@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "growprune": _version(),
+        "commit": _commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": f"{device.type} ({name})",
@@ -50,6 +53,18 @@ def _version() -> str:
         return version("growprune")
     except PackageNotFoundError:
         return "not installed"
+
+
+def _commit() -> str:
+    """Of the checkout growprune runs from, marked if it has been changed since; nothing if it was installed."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return ""
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # without git, or not ours to look at
+        return ""
 
 
 def reset_peak(device: torch.device) -> None:
