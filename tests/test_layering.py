@@ -13,7 +13,7 @@ import pytest
 import growprune
 
 SOURCE = Path(growprune.__file__).parent
-CORE = "plan layers partition selection patterns scores allocation snapshot storage optimizers edits sparse"
+CORE = "plan layers partition selection patterns scores allocation snapshot storage optimizers edits walking sparse"
 
 MAY_IMPORT = {
     # what a method may say: standard library only
@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "storage": "layers selection patterns snapshot",
     "optimizers": "storage",
     "edits": "plan layers selection patterns scores allocation storage optimizers",
-    "sparse": "plan layers patterns allocation snapshot storage optimizers edits",
+    "walking": "plan snapshot",
+    "sparse": "plan layers patterns allocation snapshot storage optimizers edits walking",
     "init": "plan allocation sparse",
     # what reads sparse models
     "atomic": "",
@@ -49,7 +50,7 @@ MAY_IMPORT = {
     "__main__": "cli",
     "__init__": f"{CORE} init methods flops file report deploy tasks engine",
 }
-WHEN_CALLED = {"sparse": "report"}
+WHEN_CALLED = {"sparse": "report", "walking": "sparse"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""
 
 STANDARD_LIBRARY_ONLY = ("plan", "layers", "partition", "methods")

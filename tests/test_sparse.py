@@ -485,7 +485,7 @@ def test_keep_dense_is_never_pruned() -> None:
         ({"sparsity": 90}, "sparsity is 90"),
         ({"allocation": "layerwise"}, "allocation is 'layerwise', but must be one of"),
         ({"pattern": "8"}, "pattern is '8'"),
-        ({"scope": "layer"}, "'layer' is not a valid Scope"),
+        ({"scope": "layer"}, "scope is 'layer', but must be one of model, part"),
         ({"storage": "zip"}, "storage is 'zip', but must be one of"),
         ({"pattern": "2:4", "sparsity": 0.4}, "pattern 2:4 lets at most 0.5"),
         ({"pattern": "2:3"}, "needs a multiple of 3 inputs, but weight has 4"),

@@ -25,6 +25,13 @@ class Scope(Enum):
     """One threshold over the part alone."""
 
 
+def parse_scope(name: str | Scope) -> Scope:
+    known = [scope.value for scope in Scope]
+    if not isinstance(name, Scope) and name not in known:
+        raise ValueError(f"scope is {name!r}, but must be one of {', '.join(known)}")
+    return Scope(name)
+
+
 @dataclass(frozen=True)
 class Pool:
     weights: tuple[Weight, ...]

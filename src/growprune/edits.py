@@ -58,19 +58,19 @@ class Editor:
 
     def apply(self, edit: Edit) -> None:
         if edit.to > 0:
-            self.fill_all(self.pools(edit), edit)
+            self.fill(self.pools(edit), edit)
         elif edit.action is Action.GROW:
             for name in dict.fromkeys(w.parameter for w in self.weights_of(edit.part)):
                 held = self._held[name]
                 with self._optimizers.following(held):
                     held.keep(torch.ones_like(held.mask()))
 
-    def fill_all(self, pools: Sequence[Pool], edit: Edit) -> None:
+    def fill(self, pools: Sequence[Pool], edit: Edit) -> None:
         """Do what an edit does to some of its pools; if one of them cannot be, nothing changes."""
         for pool in pools:
             self._check(pool, edit)
         for pool in pools:
-            self.fill(pool, edit)
+            self._fill(pool, edit)
 
     def _check(self, pool: Pool, edit: Edit) -> None:
         """Raise if an edit cannot reach its count, or would rank what is not a number."""
@@ -86,8 +86,8 @@ class Editor:
     def _alive_groups(self, pool: Pool) -> int:
         return sum(count_groups(self._pattern, w.of(self._held[w.parameter].mask()), w) for w in pool.weights)
 
-    def fill(self, pool: Pool, edit: Edit) -> None:
-        """Do what an edit does to one of its pools: let the best `pool.kept` groups of it live."""
+    def _fill(self, pool: Pool, edit: Edit) -> None:
+        """Let the best `pool.kept` groups of a pool live."""
         if pool.kept == self._alive_groups(pool):
             return
         dtypes = {self._held[w.parameter].parameter.dtype for w in pool.weights}

@@ -36,12 +36,13 @@ def sparse_init(
 ) -> SparseModel:
     """Build a randomly masked model in compact storage, layer by layer: no more than one layer is ever dense.
 
-    What comes out is what `build()` and a random prune give: every layer has its own initialisation, and the masks are
-    those a plan begins with.
+    What comes out is what `build()` and a random prune give, if every module initialises itself: the masks are those
+    a plan begins with. What a model does in its `__init__` to the modules inside of it, such as
+    `nn.init.normal_(self.head.weight)`, is not seen, since memory is given later: pass it as `initialise`.
 
     Args:
         build: makes the model; called on the meta device, where it takes no memory.
-        initialise: fills one module's own parameters and buffers.
+        initialise: fills one module's own parameters and buffers, all of them.
         settings: further arguments of `SparseModel`.
 
     >>> sparse_init(lambda: nn.Linear(100, 100), sparsity=0.9).num_alive
@@ -54,11 +55,12 @@ def sparse_init(
     pools = {pool.weights[0].name: pool for shared in sparse.pools(edit) for pool in _one_each(shared, sparse)}
     made = _Tied(model)
     for path, module in _children_first(model):
-        if _materialise(module, torch.device(device), made):
+        if new := _materialise(module, torch.device(device), made):
             initialise(module)
+            _check_filled(module, path, new)
         for weight in sparse.weights:
             if weight.parameter.rpartition(".")[0] == path and sparsity > 0:
-                sparse.fill(pools[weight.name], edit)
+                sparse.fill([pools[weight.name]], edit)
     sparse.count_edit()
     return sparse
 
@@ -86,21 +88,41 @@ class _Tied:
             self._new[id(old)] = new
 
 
-def _materialise(module: nn.Module, device: torch.device, tied: _Tied) -> bool:
-    """Give a module memory for its own tensors, tied ones once; tells whether any is new."""
-    is_new = False
+def _materialise(module: nn.Module, device: torch.device, tied: _Tied) -> list[str]:
+    """Give a module memory for its own tensors, tied ones once; returns the names of those that are new."""
+    new_names = []
     for tensors in (module._parameters, module._buffers):
         for name, old in tensors.items():
             if old is None or old.device.type != "meta":
                 continue
             new = tied.get(old)
             if new is None:
-                new = torch.empty_like(old, device=device)
+                new = torch.full_like(old, _nothing(old.dtype), device=device)
                 new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
                 tied.put(old, new)
-                is_new = True
+                new_names.append(name)
             tensors[name] = new  # type: ignore[assignment]
-    return is_new
+    return new_names
+
+
+def _nothing(dtype: torch.dtype) -> float | int | bool:
+    """What no initialisation gives, as far as there is such a thing."""
+    if dtype is torch.bool:
+        return False
+    return torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+def _check_filled(module: nn.Module, path: str, names: list[str]) -> None:
+    for name in names:
+        tensor = getattr(module, name)
+        if tensor.dtype is torch.bool or not tensor.numel():
+            continue
+        ends, nothing = tensor.detach().flatten()[[0, -1]], _nothing(tensor.dtype)
+        if bool((ends.isnan() if nothing != nothing else ends == nothing).all()):
+            raise ValueError(
+                f"nothing initialised {f'{path}.{name}' if path else name}, not even {type(module).__name__}'s "
+                f"reset_parameters: pass initialise=a function that does"
+            )
 
 
 def _one_each(pool: Pool, sparse: SparseModel) -> list[Pool]:

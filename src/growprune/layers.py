@@ -88,19 +88,37 @@ def prunable_weights(model: Any, *, keep_dense: Sequence[str] = (), also: Sequen
     """
     weights = [w for ws in layer_weights(model).values() for w in ws]
     known = {w.parameter for w in weights}
-    parameters = dict(model.named_parameters())
-    for name in _match_all(also, parameters, "also"):
+    parameters, first = dict(model.named_parameters()), first_names(model)
+    for name in (first[name] for name in _match_all(also, first, "also")):
         if parameters[name].dim() == 0:
             raise ValueError(f"also has {name!r}, which is a single number and cannot be sparse")
         if name not in known:
             known.add(name)
             weights.append(Weight(name, name, tuple(parameters[name].shape)))
-    dense = set(_match_all(keep_dense, [*parameters, *(w.name for w in weights)], "keep_dense"))
+    matched = _match_all(keep_dense, [*first, *(w.name for w in weights)], "keep_dense")
+    dense = {first.get(name, name) for name in matched}
     kept = tuple(w for w in weights if w.name not in dense and w.parameter not in dense)
     if not kept:
         why = "all are in keep_dense" if weights else "it has no Linear, convolution or attention weight"
         raise ValueError(f"the model has nothing to prune: {why}; name parameters to prune with also=[...]")
     return kept
+
+
+def first_names(model: Any) -> dict[str, str]:
+    """The name by which each parameter is known, by all names that it has: a tied one has several."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def computed_weights(model: Any) -> list[str]:
+    """Layers whose weight is no parameter of theirs, but computed from others, as weight_norm does it."""
+    found = []
+    for path, module in model.named_modules():
+        takes_inputs = hasattr(module, "in_features") or hasattr(module, "in_channels")
+        own = dict(module.named_parameters(recurse=False))
+        if takes_inputs and "weight" not in own and getattr(module, "weight", None) is not None:
+            found.append(_join(path, "weight"))
+    return found
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.storage import Held, parse_storage
+
+REPLACED: Any = WeakTensorKeyDictionary()
+"""Parameters in whose place there is another since an edit, with how they were held: to train them changes nothing."""
 
 
 class Optimizers:
@@ -27,14 +31,24 @@ class Optimizers:
         self.attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def attach(self, optimizer: Optimizer) -> None:
-        for held in self._held.values():
-            held.hook_gradients()
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter in REPLACED:
+                raise ValueError(
+                    f"the optimizer holds {REPLACED[parameter]} weights as they were before an edit: make it after the "
+                    f"edit, or attach it before"
+                )
+        self._hook_gradients()
         if optimizer not in self.attached:
             optimizer.register_step_post_hook(self._after_step)
             self.attached.add(optimizer)
 
+    def _hook_gradients(self) -> None:
+        for held in self._held.values():
+            held.hook_gradients()
+
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         del args, kwargs
+        self._hook_gradients()  # of what has been unfrozen since
         self._enforce((optimizer,))
 
     def enforce(self) -> None:
@@ -59,6 +73,7 @@ class Optimizers:
         new = held.parameter
         if new is old:
             return
+        REPLACED[old] = self._storage
         for optimizer in self.attached:
             for group in optimizer.param_groups:
                 group["params"] = [new if p is old else p for p in group["params"]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from growprune.layers import layer_weights, matches
+from growprune.layers import first_names, layer_weights, matches
 from growprune.plan import Part, check_counts
 
 LISTS = {"Sequential", "ModuleList", "ModuleDict"}
@@ -61,7 +61,7 @@ class Partition:
         for name in _tensor_names(model):
             tensors[owner_of[_longest_prefix(name, owner_of)]].append(name)
         for prefix in owner_of:
-            if not any(matches(name, prefix) for name in _tensor_names(model)):
+            if not any(matches(name, prefix) for name in [*_tensor_names(model), *first_names(model)]):
                 raise ValueError(f"prefix {prefix!r} matches no parameter or buffer of the model")
         return cls._numbered(tensors)
 

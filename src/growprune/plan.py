@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Real
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, overload
 
 
@@ -22,6 +23,13 @@ class By(Enum):
 
     MAGNITUDE = "magnitude"
     RANDOM = "random"
+
+
+def parse_by(name: str) -> By:
+    known = [by.value for by in By]
+    if name not in known:
+        raise ValueError(f"by is {name!r}, but must be one of {', '.join(known)}")
+    return By(name)
 
 
 class Action(Enum):
@@ -60,6 +68,8 @@ class Edit:
 
     def __post_init__(self) -> None:
         check_sparsity(self.to)
+        if not isinstance(self.by, By):
+            object.__setattr__(self, "by", parse_by(self.by))
 
     def __str__(self) -> str:
         to = "dense" if self.to == 0 else f"{self.to:.4g}"
@@ -198,8 +208,8 @@ def walk(plan: Plan | Sequence[Step]) -> Iterator[Stretch]:
 
 
 def check_sparsity(sparsity: float) -> None:
-    if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity is {sparsity}, but it is the fraction of zeros: give a number in [0, 1)")
+    if isinstance(sparsity, bool) or not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
+        raise ValueError(f"sparsity is {sparsity!r}, but it is the fraction of zeros: give a number in [0, 1)")
 
 
 def check_counts(least: int, **counts: int) -> None:

@@ -29,6 +29,8 @@ def unpack(packed: Tensor, shape: Sequence[int], device: torch.device | None = N
     >>> unpack(torch.tensor([13, 1], dtype=torch.uint8), (9,)).int().tolist()
     [1, 0, 1, 1, 0, 0, 0, 0, 1]
     """
+    if packed.numel() != -(-math.prod(shape) // 8):
+        raise ValueError(f"a mask of {packed.numel()} bytes is not one of shape {tuple(shape)}")
     packed = packed.to(device) if device is not None else packed
     bits = (packed[:, None] >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1
     return bits.reshape(-1)[: math.prod(shape)].bool().view(tuple(shape))

@@ -7,22 +7,24 @@ walks a plan, and tells what is alive.
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch.nn.parameter import is_lazy
 
-from growprune.allocation import Pool, Scope
+from growprune.allocation import Pool, Scope, parse_scope
 from growprune.edits import Editor
-from growprune.layers import Weight, prunable_weights
+from growprune.layers import DENSE_SHAPES, Weight, computed_weights, prunable_weights
 from growprune.optimizers import Optimizers
 from growprune.patterns import Pattern, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Step, Stretch, check_sparsity, walk
 from growprune.snapshot import Snapshot, pack, unpack
-from growprune.storage import Held, parse_storage
+from growprune.storage import Held, check_in_place, parse_storage
+from growprune.walking import Combine, Walk
 
 if TYPE_CHECKING:
     from growprune.report import Report
@@ -66,11 +68,12 @@ class SparseModel:
         storage: str = "masked",
     ) -> None:
         check_sparsity(sparsity)
+        _check_model(model)
         self.model = model
         self.sparsity = sparsity
         self.allocation = allocation
         self.pattern = parse_pattern(pattern)
-        self.scope = Scope(scope)
+        self.scope = parse_scope(scope)
         self.seed = seed
         self.storage = storage
         self.keep_dense, self.also = tuple(keep_dense), tuple(also)
@@ -89,9 +92,7 @@ class SparseModel:
             scope=self.scope,
             seed=seed,
         )
-        self._position = -1
-        self._base: Snapshot | None = None
-        self._brought: Snapshot = {}
+        self._walk = Walk()
 
     # Edits
 
@@ -105,6 +106,7 @@ class SparseModel:
 
     def apply(self, *edits: Edit) -> None:
         """Apply edits in order; optimizer state of attached optimizers follows."""
+        self.check(*(edit.part for edit in edits))
         self.enforce()  # someone may have written into dead weights, and what grows must start from zero
         for edit in edits:
             self._editor.apply(edit)
@@ -115,6 +117,18 @@ class SparseModel:
         """Note that an edit is done, so that the next one draws other random numbers."""
         self._editor.num_edits += 1
 
+    def check(self, *parts: Part) -> None:
+        """Raise if parts name what the model has not, or if it has other layers than when it was made sparse."""
+        for name, held in self._held.items():
+            check_in_place(self.model, name, held)
+        known = _tensors(self.model)
+        for part in parts:
+            if foreign := [name for name in part.tensors if name not in known]:
+                raise ValueError(
+                    f"part {part.name} has {foreign[0]!r}, but the model has names like {next(iter(known))!r}: make "
+                    f"the partition and the SparseModel of the same model"
+                )
+
     def weights_of(self, part: Part) -> tuple[Weight, ...]:
         """The prunable weights of a part; none, if it holds only norms or layers kept dense."""
         return self._editor.weights_of(part)
@@ -123,9 +137,9 @@ class SparseModel:
         """How many groups an edit leaves alive, of which weights ranked together."""
         return self._editor.pools(edit)
 
-    def fill(self, pool: Pool, edit: Edit) -> None:
-        """Do what an edit does to one of its pools: let the best `pool.kept` groups of it live."""
-        self._editor.fill(pool, edit)
+    def fill(self, pools: Sequence[Pool], edit: Edit) -> None:
+        """Do what an edit does to some of its pools: let the best `pool.kept` groups of each live."""
+        self._editor.fill(pools, edit)
 
     # Training
 
@@ -135,7 +149,10 @@ class SparseModel:
         Works with any optimizer: state shaped like its parameter is masked, other state is left alone.
         Returns the optimizer, so that it can be made and attached in one line.
         """
+        own = {id(parameter) for parameter in self.model.parameters()}
         self._optimizers.attach(optimizer)
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError("the optimizer has no parameter of the model: make it of model.parameters()")
         self.enforce()
         return optimizer
 
@@ -148,14 +165,17 @@ class SparseModel:
 
         A compact copy is as sparse as the model was when it was made; after an edit, make it anew.
         """
-        parameters = dict((copy.module if isinstance(copy, AveragedModel) else copy).named_parameters())
+        parameters = _named_alike(copy, self._held)
         with torch.no_grad():
             for name, held in self._held.items():
                 target = parameters[name]
                 if target.shape == held.shape:
                     target.copy_(torch.where(held.mask().to(target.device), target, 0))
                 elif target.shape != held.parameter.shape:
-                    raise ValueError(f"{name} of the copy is compact with another mask: make it anew after an edit")
+                    raise ValueError(
+                        f"{name} of the copy has shape {tuple(target.shape)}: it is of another model, or compact with "
+                        f"another mask; make it anew after an edit"
+                    )
 
     # Plans
 
@@ -167,13 +187,14 @@ class SparseModel:
     @property
     def position(self) -> int:
         """The number of the stretch of the plan that is being trained; -1 before the first."""
-        return self._position
+        return self._walk.position
 
     def follow(self, plan: Plan | Sequence[Step]) -> Iterator[Phase]:
         """Walk a plan: do the edits of each phase, and hand the phase out to be trained.
 
         A fork's branches are handed out one after the other, each from the same model, and combined after the last.
-        After `load_state_dict`, the walk goes on with the phase that was being trained, whose edits are done.
+        After `load_state_dict`, the walk goes on with the phase that was being trained, whose edits are done. When
+        a plan is over, another may begin.
         """
         for stretch in self.stretches(plan):
             yield stretch.phase
@@ -183,60 +204,16 @@ class SparseModel:
         plan: Plan | Sequence[Step],
         *,
         takes: Callable[[int], bool] = lambda branch: True,
-        combine: Callable[[Snapshot, list[tuple[str, ...]], Snapshot], Snapshot] = lambda brought, parts, like: brought,
+        combine: Combine = lambda brought, parts, like: brought,
     ) -> Iterator[Stretch]:
         """Like `follow`, with the number of each phase, step and branch.
 
         Args:
             takes: which branches of a fork are trained here; the others are trained elsewhere.
-            combine: given the parts brought here, by branch the names each brings, and a copy of the model as it was
-                when the fork began, returns the parts of all branches.
+            combine: brings the parts of all branches together.
         """
-        parts: list[tuple[str, ...]] = []
-        listed = list(walk(plan))
-        for stretch in listed:
-            parts = [] if stretch.branch in (None, 0) else parts
-            parts += [stretch.brings.tensors] if stretch.brings is not None else []
-            if stretch.index < self._position:
-                continue
-            is_mine = stretch.branch is None or takes(stretch.branch)
-            if stretch.index > self._position:
-                self._enter(stretch, is_mine=is_mine)
-            if is_mine:
-                yield stretch
-            if stretch.brings is not None and is_mine:
-                self._prune_early(stretch.brings, listed[stretch.index + 1 :])
-                self._brought |= self.snapshot(stretch.brings)
-            if stretch.is_last_branch:  # every tensor comes from the branch that brings it
-                assert self._base is not None
-                self.restore(combine(self._brought, parts, self._base))
-                self._base, self._brought = None, {}
-
-    def _prune_early(self, part: Part, to_come: Sequence[Stretch]) -> None:
-        """Prune a part where it was trained, as the plan will once all are combined, if it does not look at the others.
-
-        The result is the same, but no more than one part is ever dense, and only what lives has to be sent.
-        """
-        after = next((stretch.phase.edits for stretch in to_come if stretch.branch is None), ())
-        if any(edit.action is not Action.PRUNE or edit.by is not By.MAGNITUDE for edit in after):
-            return
-        for edit in after:
-            pools = self.pools(edit) if edit.to > 0 else []
-            own = [pool for pool in pools if {weight.parameter for weight in pool.weights} <= set(part.tensors)]
-            self._editor.fill_all(own, edit)
-        self.enforce()
-
-    def _enter(self, stretch: Stretch, *, is_mine: bool) -> None:
-        if stretch.branch == 0:
-            self._base, self._brought = self.snapshot(), {}
-        elif stretch.branch is not None and is_mine:
-            assert self._base is not None
-            self.restore(self._base)
-        self._position = stretch.index
-        if is_mine:
-            self.apply(*stretch.phase.edits)
-        else:  # so that later edits draw the same random numbers wherever the branch was trained
-            self._editor.num_edits += len(stretch.phase.edits)
+        self.check(*(part for stretch in walk(plan) for part in _parts_of(stretch)))
+        return self._walk.along(plan, self, takes, combine)
 
     def snapshot(self, part: Part | None = None, *, device: torch.device | str | None = None) -> Snapshot:
         """A copy of the tensors and masks of a part, or of the whole model; of sparse weights, what lives.
@@ -272,8 +249,8 @@ class SparseModel:
 
     def twin(self) -> SparseModel:
         """An independent copy of the model and its masks, attached to no optimizer."""
-        attached = self._optimizers.attached
-        without: dict[int, Any] = {id(attached): weakref.WeakSet(), id(self._base): None, id(self._brought): {}}
+        attached, walk = self._optimizers.attached, self._walk
+        without: dict[int, Any] = {id(attached): weakref.WeakSet(), id(walk.base): None, id(walk.brought): {}}
         return copy.deepcopy(self, without)
 
     # State
@@ -283,21 +260,22 @@ class SparseModel:
         return {
             "masks": {name: pack(held.mask()) for name, held in self._held.items()},
             "num_edits": self._editor.num_edits,
-            "position": self._position,
-            "base": self._base,
-            "brought": dict(self._brought),
+            **self._walk.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state back. Load the model's own state before."""
+        if missing := self.state_dict().keys() - state.keys():
+            raise ValueError(f"the state has no {', '.join(sorted(missing))}: give what state_dict() returned")
         unknown = set(state["masks"]) ^ set(self._held)
         if unknown:
             raise ValueError(f"the state's masks and the model's prunable weights differ in {sorted(unknown)}")
+        masks = {name: unpack(state["masks"][name], held.shape) for name, held in self._held.items()}
         for name, held in self._held.items():
             with self._optimizers.following(held):
-                held.keep(unpack(state["masks"][name], held.shape, held.parameter.device))
-        self._editor.num_edits, self._position = state["num_edits"], state["position"]
-        self._base, self._brought = state["base"], dict(state["brought"])
+                held.keep(masks[name].to(held.parameter.device))
+        self._editor.num_edits = state["num_edits"]
+        self._walk.load_state_dict(state)
         self.enforce()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -333,6 +311,7 @@ class SparseModel:
         """What lives, per layer and in all; with an example input, FLOPs too."""
         from growprune.report import report  # it reads a SparseModel, so it lies above this file
 
+        self.check()
         return report(self, example)
 
     def alive_in(self, weight: Weight) -> int:
@@ -340,6 +319,35 @@ class SparseModel:
 
     def _all(self) -> Part:
         return Part("all", tuple(self._held))
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse what cannot be made sparse, or already is; warn of layers whose weight is made of others."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"{name} has no shape yet: run a batch through the model first")
+    for path, module in model.named_modules():
+        if DENSE_SHAPES in vars(module):
+            raise ValueError(f"{path or 'the model'} is held compact by another SparseModel: use a fresh model")
+    if made := computed_weights(model):
+        warnings.warn(
+            f"not pruned, since computed from other parameters (as by weight_norm): {', '.join(made[:3])}; name those "
+            f"parameters in also=[...], or remove the parametrization",
+            stacklevel=3,
+        )
+
+
+def _named_alike(copy: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
+    """The parameters of a copy by the names the model has for them, whatever it is wrapped in."""
+    for inner in (copy, getattr(copy, "module", None), getattr(copy, "_orig_mod", None)):
+        parameters = dict(inner.named_parameters()) if isinstance(inner, nn.Module) else {}
+        if all(name in parameters for name in names):
+            return parameters
+    raise ValueError(f"the copy lacks {next(name for name in names)}: it is of another model")
+
+
+def _parts_of(stretch: Stretch) -> list[Part]:
+    return [edit.part for edit in stretch.phase.edits] + ([] if stretch.brings is None else [stretch.brings])
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

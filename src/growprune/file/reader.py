@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ from growprune.file.entries import (
     whole,
 )
 from growprune.file.writer import tensors_of
+from growprune.layers import DENSE_SHAPES
 from growprune.patterns import parse_pattern
 from growprune.sparse import SparseModel
 
@@ -145,11 +146,20 @@ def open_sparse(path: str | os.PathLike[str]) -> Iterator[SparseFile]:
         yield SparseFile(path, handle)
 
 
+def _wrapping(names: Iterable[str]) -> str:
+    """What torch.compile or DataParallel put before all names."""
+    return next((prefix for prefix in ("_orig_mod.", "module.") if all(n.startswith(prefix) for n in names)), "")
+
+
 def match_model(file: SparseFile, model: nn.Module) -> None:
     """Refuse a model whose tensors are not those of the file in name, shape and dtype."""
+    if any(DENSE_SHAPES in vars(module) for module in model.modules()):
+        file.refuse("cannot be loaded into a model that is held compact", "load it into a fresh one")
     tensors, aliases = tensors_of(model)
     build = "build the model that was saved"
     held, needed = {**file.entries, **file.aliases}, {**tensors, **aliases}
+    if (here := _wrapping(needed)) != (there := _wrapping(held)):
+        file.refuse(f"has names that begin with {there!r}, and those of the model with {here!r}", "wrap both alike")
     for name in sorted(held.keys() ^ needed.keys()):
         file.refuse(
             f"lacks {name}, which the model has" if name in needed else f"has {name}, which the model lacks", build

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune.file.entries import DTYPES, Entry, num_mask_bytes, pack_mask, sha256
+from growprune.layers import prunable_weights
 from growprune.plan import Part, prune
 from growprune.selection import num_kept
 from growprune.sparse import SparseModel
@@ -18,6 +19,8 @@ from growprune.sparse import SparseModel
 
 def stored(sparse: SparseModel) -> tuple[list[Entry], dict[str, Tensor]]:
     """What a model's file says and holds. Tensors that are not prunable are not copied."""
+    sparse.check()
+    _check_nothing_was_added(sparse)
     aims = targets(sparse)
     entries: list[Entry] = []
     stored: dict[str, Tensor] = {}
@@ -41,6 +44,14 @@ def stored(sparse: SparseModel) -> tuple[list[Entry], dict[str, Tensor]]:
         else:
             stored[name] = values.view(shape)
     return entries, stored
+
+
+def _check_nothing_was_added(sparse: SparseModel) -> None:
+    """Refuse a model that its own file would not fit."""
+    now = prunable_weights(sparse.model, keep_dense=sparse.keep_dense, also=sparse.also)
+    known = {weight.name for weight in sparse.weights}
+    if added := [weight.name for weight in now if weight.name not in known]:
+        raise ValueError(f"{added[0]} was added after the SparseModel was made: make a new one before saving")
 
 
 def describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:

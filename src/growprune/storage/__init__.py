@@ -15,6 +15,9 @@ from growprune.storage.masked import Masked
 class Held(Protocol):
     """One parameter of a model and the mask of its live weights."""
 
+    module: nn.Module
+    """Whose parameter it is."""
+
     @property
     def parameter(self) -> nn.Parameter:
         """What the optimizer sees."""
@@ -65,4 +68,17 @@ def parse_storage(name: str) -> type[Masked] | type[Compact]:
     return STORAGES[name]
 
 
-__all__ = ["STORAGES", "Compact", "Held", "Masked", "parse_storage"]
+def check_in_place(model: nn.Module, name: str, held: Held) -> None:
+    """Raise unless a parameter still lies where it lay when it was taken hold of."""
+    path, _, local = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        module = model
+    if module is not held.module or local not in module._parameters:
+        raise ValueError(
+            f"{name} is not the parameter it was when the SparseModel was made: make a new one after changing layers"
+        )
+
+
+__all__ = ["STORAGES", "Compact", "Held", "Masked", "check_in_place", "parse_storage"]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from growprune.layers import DENSE_SHAPES
 from growprune.patterns import Block, Pattern
 from growprune.storage import kernels
-from growprune.storage.compact_layers import FORWARDS
+from growprune.storage.compact_layers import FORWARDS, check_first_derivative
 
 
 @dataclass
@@ -89,15 +89,15 @@ class Compact:
 
     def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
         path, _, self._local = name.rpartition(".")
-        self._module = model.get_submodule(path)
+        self.module = model.get_submodule(path)
         self._shape = self.parameter.shape
-        self._group = _group_of(pattern, self._module, self._shape)
+        self._group = _group_of(pattern, self.module, self._shape)
         _check_holdable(model, name)
-        set_layout(self._module, self._local, None)
+        set_layout(self.module, self._local, None)
 
     @property
     def parameter(self) -> nn.Parameter:
-        parameter = self._module._parameters[self._local]
+        parameter = self.module._parameters[self._local]
         assert parameter is not None
         return parameter
 
@@ -108,7 +108,7 @@ class Compact:
     @property
     def _layout(self) -> Layout | None:
         """None while everything lives. It belongs to the module, so that a copy of the model takes it along."""
-        return layouts_of(self._module)[self._local]
+        return layouts_of(self.module)[self._local]
 
     def mask(self) -> Tensor:
         if self._layout is None:
@@ -157,8 +157,8 @@ class Compact:
         group = self._group if self._group > 1 and _is_grouped(mask, self._group) else 1
         layout = None if bool(mask.all()) else Layout.of(mask, group)
         values = torch.where(mask, dense, 0) if layout is None else layout.compress(dense)
-        self._module._parameters[self._local] = nn.Parameter(values, requires_grad=old.requires_grad)
-        set_layout(self._module, self._local, layout)
+        self.module._parameters[self._local] = nn.Parameter(values, requires_grad=old.requires_grad)
+        set_layout(self.module, self._local, layout)
 
 
 def layouts_of(module: nn.Module) -> dict[str, Layout | None]:
@@ -213,6 +213,7 @@ class Expand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        check_first_derivative(gradients[0])
         return ctx.layout.compress(gradients[0], ctx.dtype), None
 
 
@@ -254,6 +255,8 @@ def _is_grouped(mask: Tensor, group: int) -> bool:
 
 def _check_holdable(model: nn.Module, name: str) -> None:
     parameter = model.get_parameter(name)
+    if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.RNNBase):
+        raise ValueError(f"compact storage cannot hold {name}, a recurrent weight: use storage='masked', or keep_dense")
     if not parameter.is_floating_point():
         raise ValueError(
             f"compact storage cannot hold {name}, which is {parameter.dtype}: use storage='masked', or keep_dense"

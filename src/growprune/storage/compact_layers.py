@@ -74,6 +74,12 @@ def _saved(ctx: Any) -> tuple[Tensor, Tensor, bool]:
     return x, values, holder.needs_input_grad[0]
 
 
+def check_first_derivative(gradient: Tensor) -> None:
+    """Raise where a graph of the backward pass is made, since the kernels on a GPU have no derivatives of their own."""
+    if torch.is_grad_enabled() and gradient.is_cuda and not torch.compiler.is_compiling():
+        raise RuntimeError("compact storage has no second derivatives on a GPU: use storage='masked'")
+
+
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """`nn.Linear.forward`."""
     x, values, bias, layout = _operands(module, x)
@@ -87,10 +93,11 @@ class CompactLinear(torch.autograd.Function):
         _save(ctx, x, values, holder)
         ctx.layout = layout
         # no graph is made here, but torch multiplies otherwise, to other bits, if no operand wants a gradient
-        return F.linear(x, _dense(values, layout, x.dtype).requires_grad_(), bias)
+        return F.linear(x, _dense(values, layout, x.dtype).detach().requires_grad_(), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        check_first_derivative(gradients[0])
         x, values, needs_x = _saved(ctx)
         _, needs_values, needs_bias, _, _ = ctx.needs_input_grad
         rows = gradients[0].reshape(-1, gradients[0].shape[-1])  # (N, out)
@@ -156,6 +163,7 @@ class CompactConvolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative(gradients[0])
         x, values, needs_x = _saved(ctx)
         dense = _dense(values, ctx.layout, x.dtype)
         needs = [needs_x, *ctx.needs_input_grad[1:3]]

@@ -7,11 +7,12 @@ happens to hold zeros.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.patterns import Pattern
 from growprune.selection import chunk_elements
@@ -29,14 +30,17 @@ class Masked:
     def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
         del pattern
         path, _, self._local = name.rpartition(".")
-        self._module = model.get_submodule(path)
+        self.module = model.get_submodule(path)
+        if self.parameter.is_complex():
+            raise ValueError(f"{name} is complex, which cannot be pruned: add it to keep_dense")
         self._mask = torch.ones_like(self.parameter, dtype=torch.bool)
+        self._take_over()
         self._wide: Tensor | None = None
         self._hooked: weakref.ref[nn.Parameter] | None = None
 
     @property
     def parameter(self) -> nn.Parameter:
-        parameter = getattr(self._module, self._local)
+        parameter = getattr(self.module, self._local)
         assert isinstance(parameter, nn.Parameter)
         return parameter
 
@@ -107,20 +111,24 @@ class Masked:
         is_hooked = self._hooked is not None and self._hooked() is parameter
         if parameter.requires_grad and not is_hooked:
             # as soon as they are there, so that clipping, accumulation and all-reduce see masked gradients only
-            parameter.register_post_accumulate_grad_hook(_gradient_hook(self))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(_mask_gradient)  # type: ignore[no-untyped-call]
             self._hooked = weakref.ref(parameter)
+            self._take_over()
+
+    def _take_over(self) -> None:
+        HOLDERS[self.parameter] = weakref.ref(self)
 
 
-def _gradient_hook(held: Masked) -> Callable[[Tensor], None]:
-    """Mask gradients for as long as somebody holds the mask: a model may outlive it, and must then train freely."""
-    reference = weakref.ref(held)
+HOLDERS: Any = WeakTensorKeyDictionary()
+"""By parameter, who masks it now: the last to be made, if several SparseModels were made of one model."""
 
-    def mask_gradient(parameter: Tensor) -> None:
-        held = reference()
-        if held is not None and parameter.grad is not None:
-            zero_off(held.mask(), parameter.grad)
 
-    return mask_gradient
+def _mask_gradient(parameter: Tensor) -> None:
+    """Mask a gradient for as long as somebody holds the mask: a model may outlive it, and must then train freely."""
+    reference = HOLDERS.get(parameter)
+    held = None if reference is None else reference()
+    if held is not None and parameter.grad is not None:
+        zero_off(held.mask(), parameter.grad)
 
 
 def _bits(tensor: Tensor) -> Tensor:

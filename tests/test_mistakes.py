@@ -1,0 +1,259 @@
+"""What is easily done wrong: it is refused in words, or works after all, but is never silently something else."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import growprune as gp
+from growprune.methods import cyclic_gap, one_shot
+from growprune.plan import By, Edit
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+compiled = functools.partial(torch.compile, backend="eager")
+
+
+def pruned(model: nn.Module | None = None, **options: Any) -> gp.SparseModel:
+    sparse = gp.SparseModel(mlp() if model is None else model, **({"sparsity": 0.9} | options))
+    sparse.prune()
+    return sparse
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(8, 16, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+    optimizer.step()
+
+
+# Plans
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, compiled])
+def test_a_partition_of_another_model_is_refused(wrap: Any) -> None:
+    model = mlp()
+    sparse = gp.SparseModel(wrap(model), sparsity=0.9)
+    plan = cyclic_gap(gp.Partition.contiguous(model, 3), sparsity=0.9, steps=3, epochs=1, finetune=1)
+    with pytest.raises(ValueError, match=r"has '0.weight', but the model has names like '\w+\.0\.weight': make the"):
+        list(sparse.follow(plan))
+    assert sparse.num_alive == sparse.num_prunable == 1664
+
+
+def test_when_a_plan_is_over_another_begins() -> None:
+    model = mlp()
+    sparse, S = gp.SparseModel(model, sparsity=0.9), gp.Partition.contiguous(model, 1)
+    first, second = (one_shot(S, sparsity=sparsity, epochs=1, finetune=1) for sparsity in (0.5, 0.9))
+    assert len(list(sparse.follow(first))) == 2
+    assert [str(phase) for phase in sparse.follow(second)] == ["train", "prune all to 0.9"]
+    assert sparse.num_alive == 51 + 102 + 13
+    sparse.grow()
+    assert len(list(sparse.follow(second))) == 2  # and the same again
+
+
+def test_a_plan_is_not_gone_on_with_by_another() -> None:
+    model = mlp()
+    sparse, S = gp.SparseModel(model, sparsity=0.9), gp.Partition.contiguous(model, 2)
+    walk = sparse.follow(one_shot(S, sparsity=0.5, epochs=1, finetune=1))
+    next(walk), next(walk)
+    state = sparse.state_dict()
+    for again in (sparse, gp.SparseModel(mlp(), sparsity=0.9)):
+        again.load_state_dict(state)
+        with pytest.raises(ValueError, match="the model is in stretch 1 of another plan: go on with that"):
+            next(again.follow(one_shot(S, sparsity=0.9, epochs=1, finetune=1)))
+        assert str(next(again.follow(one_shot(S, sparsity=0.5, epochs=1, finetune=1)))) == "prune all to 0.5"
+
+
+def test_what_ranks_is_named_by_its_text_or_refused() -> None:
+    random, magnitude = gp.SparseModel(mlp(), sparsity=0.9), pruned()
+    random.prune(by="random")  # type: ignore[arg-type]
+    assert not torch.equal(random.mask("0.weight"), magnitude.mask("0.weight"))
+    with pytest.raises(ValueError, match="by is 'banana', but must be one of magnitude, random"):
+        random.prune(by="banana")  # type: ignore[arg-type]
+    assert isinstance(gp.prune(gp.Partition.contiguous(mlp(), 1).whole, to=0.5, by="random"), Edit)  # type: ignore[arg-type]
+    assert By.RANDOM.value == "random"
+
+
+@pytest.mark.parametrize("sparsity", ["0.9", None, True, 1.0, float("nan")])
+def test_a_sparsity_is_a_number(sparsity: Any) -> None:
+    with pytest.raises(ValueError, match="it is the fraction of zeros"):
+        gp.SparseModel(mlp(), sparsity=sparsity)
+
+
+# Models
+
+
+def test_of_two_sparse_models_of_a_model_the_last_decides(tmp_path: Path) -> None:
+    model = mlp()
+    sparse = pruned(model)
+    optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    gp.save(sparse, tmp_path / "model.safetensors")
+    again = gp.load(tmp_path / "model.safetensors", model)  # sparse and its optimizer are still there
+    again.grow()
+    step(model, again.attach(torch.optim.SGD(model.parameters(), lr=0.1)))
+    assert sum(int(w.count_nonzero()) for w in (model[0].weight, model[2].weight, model[4].weight)) > 400
+    assert optimizer.param_groups
+
+
+def test_a_layer_that_was_replaced_is_noticed() -> None:
+    for change in (lambda m: m.__setitem__(4, nn.Linear(32, 4)), lambda m: weight_norm(m[4])):
+        model = mlp()
+        sparse = pruned(model)
+        change(model)
+        for use in (sparse.prune, sparse.report):
+            with pytest.raises(ValueError, match=r"4.weight is not the parameter it was .* after changing layers"):
+                use()
+
+
+def test_a_model_with_a_layer_more_is_not_saved(tmp_path: Path) -> None:
+    sparse = pruned()
+    sparse.model.add_module("more", nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"more.weight was added after the SparseModel was made"):
+        gp.save(sparse, tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, compiled])
+def test_a_file_of_a_wrapped_model_says_so(wrap: Any, tmp_path: Path) -> None:
+    gp.save(pruned(wrap(mlp())), tmp_path / "wrapped.safetensors")
+    with pytest.raises(ValueError, match=r"names that begin with '\w+\.', and those of the model with ''"):
+        gp.load(tmp_path / "wrapped.safetensors", mlp())
+    assert gp.load(tmp_path / "wrapped.safetensors", wrap(mlp())).num_alive == 166
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, compiled, torch.optim.swa_utils.AveragedModel])
+def test_a_copy_may_be_wrapped(wrap: Any) -> None:
+    sparse = pruned()
+    other = wrap(mlp())
+    sparse.mask_copy(other)
+    assert sum(int(p.count_nonzero()) for p in other.parameters() if p.dim() > 1) == 166
+    with pytest.raises(ValueError, match=r"the copy lacks 0.weight: it is of another model"):
+        sparse.mask_copy(nn.Bilinear(2, 2, 2))
+
+
+def test_a_tied_weight_has_all_its_names() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+            self.b.weight = self.a.weight
+
+    for name in ("a", "b", "b.weight", "*b.weight"):
+        assert [w.name for w in gp.SparseModel(Tied(), sparsity=0.5, keep_dense=[name]).weights] == ["c.weight"]
+    S = gp.Partition.of(Tied(), [["a", "b.weight"], ["b.bias", "c"]])
+    assert S[0].tensors == ("a.weight", "a.bias")
+
+
+def test_weights_that_are_computed_are_warned_of() -> None:
+    model = mlp()
+    weight_norm(model[2])
+    with pytest.warns(UserWarning, match=r"not pruned, since computed .* 2.weight; name those parameters in also="):
+        gp.SparseModel(model, sparsity=0.5)
+
+
+def test_models_that_cannot_be_made_sparse_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"0.weight has no shape yet: run a batch through the model first"):
+        gp.SparseModel(nn.Sequential(nn.LazyLinear(4)), sparsity=0.5)
+    with pytest.raises(ValueError, match=r"0.weight is complex, which cannot be pruned"):
+        gp.SparseModel(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64)), sparsity=0.5)
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    sparse = pruned()
+    state = sparse.state_dict()
+    with pytest.raises(ValueError, match=r"the state has no .*masks.*: give what state_dict\(\) returned"):
+        sparse.load_state_dict({})
+    for wrong in (state["masks"]["0.weight"][:-1], torch.zeros(100, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match=r"a mask of \d+ bytes is not one of shape \(32, 16\)"):
+            sparse.load_state_dict({**state, "masks": {**state["masks"], "0.weight": wrong}})
+    assert sparse.num_alive == 166
+
+
+# Optimizers
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the optimizer has no parameter of the model"):
+        pruned().attach(torch.optim.SGD(mlp().parameters(), lr=0.1))
+
+
+def test_an_optimizer_made_before_a_compact_edit_is_refused_after_it() -> None:
+    model = mlp()
+    sparse, optimizer = gp.SparseModel(model, sparsity=0.9, storage="compact"), torch.optim.SGD(model.parameters(), 0.1)
+    sparse.prune()
+    with pytest.raises(ValueError, match="the optimizer holds compact weights as they were before an edit"):
+        sparse.attach(optimizer)
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_what_is_frozen_stays_frozen(storage: str) -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    sparse = gp.SparseModel(model, sparsity=0.9, storage=storage)
+    optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model[0].weight.clone()
+    for _ in range(2):
+        step(model, optimizer)
+    assert not model[0].weight.requires_grad and torch.equal(model[0].weight, before)
+
+
+def test_what_thaws_has_masked_gradients_from_the_next_step_on() -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    sparse = pruned(model)
+    optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    model[0].weight.requires_grad_(True)
+    for _ in range(2):
+        step(model, optimizer)
+    assert model[0].weight.grad is not None
+    assert int(model[0].weight.grad[~sparse.mask("0.weight")].count_nonzero()) == 0
+
+
+# Compact storage
+
+
+def test_a_compact_model_is_not_held_twice(tmp_path: Path) -> None:
+    sparse = pruned(storage="compact")
+    gp.save(sparse, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="cannot be loaded into a model that is held compact: load it into a fresh"):
+        gp.load(tmp_path / "model.safetensors", sparse.model)
+    for storage in ("masked", "compact"):
+        with pytest.raises(ValueError, match="0 is held compact by another SparseModel: use a fresh model"):
+            gp.SparseModel(sparse.model, sparsity=0.9, storage=storage)
+    assert sparse.twin().num_alive == copy.deepcopy(sparse).num_alive == 166
+
+
+def test_recurrent_weights_are_not_held_compact() -> None:
+    with pytest.raises(ValueError, match="cannot hold weight_ih_l0, a recurrent weight: use storage='masked'"):
+        gp.SparseModel(nn.LSTM(4, 4), sparsity=0.5, also=["weight_*"], storage="compact")
+
+
+def test_building_sparse_notices_what_nothing_fills() -> None:
+    class Tabled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("table", torch.arange(10))
+
+    class Forgetful(nn.Linear):
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.weight)
+
+    for build, name in ((Tabled, "table"), (lambda: Forgetful(8, 8), "bias")):
+        with pytest.raises(ValueError, match=rf"nothing initialised {name}, not even \w+'s reset_parameters: pass"):
+            gp.sparse_init(build, sparsity=0.5)
+
+    def fill(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            ones: Tensor = torch.ones_like(tensor)
+            tensor.data.copy_(ones)
+
+    assert gp.sparse_init(Tabled, sparsity=0.5, initialise=fill).num_alive == 32
