@@ -13,14 +13,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from growprune import console, engine
 from growprune.cli import app
+from toy import cyclic
 
 TINY = ["--set", "device=cpu", "--set", "task.width=2"]
 
 
-def growprune(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def growprune(*arguments: str, cwd: Path | None = None, columns: int | None = 200) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    environment |= {"COLUMNS": str(columns)} if columns else {}
     command = [sys.executable, "-m", "growprune", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, "COLUMNS": "200"})
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, stdin=subprocess.DEVNULL)
 
 
 def refused(*arguments: str) -> str:
@@ -30,6 +34,15 @@ def refused(*arguments: str) -> str:
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
     return lines[0]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run."""
+    folder = tmp_path / "run"
+    done = CliRunner().invoke(app, ["train", "digits/tiny", "--out", str(folder), *TINY])
+    assert done.exit_code == 0, done.output
+    return folder
 
 
 def test_help_names_the_verbs_and_imports_no_torch() -> None:
@@ -55,6 +68,35 @@ def test_plan_shows_the_schedule_with_density_and_flops() -> None:
     assert shown.count("grow S") == 5
     assert "0.1000" in shown
     assert "34 epochs in all" in shown
+
+
+@pytest.mark.parametrize("columns", [80, None], ids=["80 columns", "piped"])
+def test_plan_cuts_no_number_off(columns: int | None) -> None:
+    shown = growprune("plan", "classification-imagenet/cyclic-90-global", columns=columns).stdout
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
+    assert rows[0][3:] == ["0", "0.1000", "~818 M", "~0"]
+    assert rows[2] == ["1", "", "prune S3 to 0.9,", "30", "0.1078", "~2.23 G", "~201 G"]
+    assert rows[3] == ["", "", "grow S0 to dense", "", "", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    {
+        0: "0",
+        999: "999",
+        1_000: "1.00 k",
+        99_949: "99.9 k",
+        999_499: "999 k",
+        999_500: "1.00 M",
+        3_122_563_000: "3.12 G",
+        281 * 10**15: "281 P",
+        5 * 10**22: "5.00e+04 E",
+    }.items(),
+)
+def test_counts_are_shown_in_three_digits(count: int, shown: str) -> None:
+    assert console._short(count) == shown
 
 
 def test_train_resume_extend_and_inspect(tmp_path: Path) -> None:
@@ -124,6 +166,72 @@ def test_bad_input_gives_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert "is not an empty folder" in refused("train", "digits/tiny", "--out", str(tmp_path / "file"))
     assert "cannot write to" in refused("train", "digits/tiny", "--out", str(tmp_path / "file" / "run"))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("task.batch_size=0", "batch_size is 0, but must be at least 1"),
+        ("task.width=0", "width is 0, but must be at least 1"),
+        ("task.label_smoothing=2", "label_smoothing is 2.0, but must be from 0 to below 1"),
+        ("optimizer.lr=-1", "lr is -1.0, but must be 0 or more"),
+        ("optimizer.momentum=null", "optimizer sgd does not take all of nesterov"),
+        ("optimizer.kind=adam", "optimizer adam does not take all of momentum, nesterov"),
+        ("clip=-1", "clip is -1.0, but must be above 0"),
+        ("options.sparsity=0.5", "set the recipe's own field: sparsity=0.5"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_gives_one_line_and_leaves_no_folder(
+    setting: str, message: str, tmp_path: Path
+) -> None:
+    assert message in refused("train", "digits/tiny", "--out", str(tmp_path / "run"), "--set", setting)
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_for_a_task_that_reads_no_files_is_refused(run: Path, tmp_path: Path) -> None:
+    says = "--data is here, but the task Digits reads no files: leave it out"
+    assert says in refused("train", "digits/tiny", "--out", str(tmp_path / "new"), "--data", "here")
+    assert says in refused("resume", str(run), "--data", "here")
+
+
+@pytest.mark.parametrize("name", ["recipe.json", "result.json"])
+@pytest.mark.parametrize(
+    "content", [b"", b'{"recipe": {"meth', b"\xff\xfe", b"[]", b"{}", b'{"recipe": {}, "sparsity": {"totals": 3}}']
+)
+def test_a_damaged_file_of_a_run_gives_one_line_that_names_it(name: str, content: bytes, run: Path) -> None:
+    (run / name).write_bytes(content)
+    for command in ("inspect", "resume"):
+        assert f"{run / name} is damaged" in refused(command, str(run))
+
+
+def test_a_run_without_its_settings_is_not_resumed_with_others(run: Path) -> None:
+    stored = json.loads((run / "recipe.json").read_text())
+    del stored["settings"]
+    (run / "recipe.json").write_text(json.dumps(stored))
+    assert "was started with" in refused("resume", str(run))
+
+
+def test_a_run_from_python_is_shown_with_how_to_go_on_in_python(tmp_path: Path) -> None:
+    with pytest.raises(engine.Interrupted):
+        engine.train(cyclic(), tmp_path, should_stop=lambda: True)
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path)]).stdout
+    assert f"not finished; go on with growprune.resume(recipe, '{tmp_path}')" in shown
+    assert "was started from Python" in refused("resume", str(tmp_path))
+
+
+def test_an_error_in_a_users_own_file_shows_its_place(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import replace\n"
+        "import torch\n"
+        "from growprune.recipes import digits\n"
+        "class Mine(digits.Digits):\n"
+        "    def num_batches(self):\n"
+        "        torch.Generator().manual_seed(2**70)\n"
+        "def recipe():\n    return replace(digits.tiny(), task=Mine())\n"
+    )
+    done = growprune("train", "mine.py:recipe", "--out", "run", cwd=tmp_path)
+    assert done.returncode == 1
+    assert 'mine.py", line 6, in num_batches' in done.stderr
 
 
 def test_a_disk_that_takes_no_more_ends_in_one_line_and_the_run_resumes_with_room(tmp_path: Path) -> None:

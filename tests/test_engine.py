@@ -185,9 +185,20 @@ def test_a_folder_with_another_recipes_run_is_refused_and_left_alone(tmp_path: P
     before = {path.name for path in (tmp_path / "run").iterdir()}
     with pytest.raises(ValueError, match="holds another recipe's run: give another --out"):
         engine.train(parallel(), tmp_path / "run")
-    with pytest.raises(ValueError, match="holds this recipe's run: go on with `growprune resume"):
+    with pytest.raises(ValueError, match="holds this recipe's run: go on with"):
         engine.train(cyclic(), tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("origin", "advice"),
+    [({}, "growprune.resume(recipe, '{}'), or"), ({"source": "toy", "settings": {}}, "`growprune resume {}`, or")],
+)
+def test_how_to_go_on_depends_on_who_started_the_run(origin: dict[str, Any], advice: str, tmp_path: Path) -> None:
+    engine.train(cyclic(), tmp_path / "run", origin=origin)
+    with pytest.raises(ValueError) as error:
+        engine.train(cyclic(), tmp_path / "run")
+    assert f"go on with {advice.format(tmp_path / 'run')} give another --out" in str(error.value)
 
 
 def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
@@ -204,7 +215,8 @@ def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_cannot_run_leaves_no_folder(tmp_path: Path) -> None:
-    for wrong in ({"kappa": 9}, {"sparsity": 1.0}, {"pattern": "2:5"}, {"keep_dense": ("nothing",)}):
+    optimizers = ({"optimizer": Optimizer("sgd", nesterov=True)}, {"optimizer": Optimizer("adam", momentum=0.9)})
+    for wrong in ({"kappa": 9}, {"sparsity": 1.0}, {"pattern": "2:5"}, {"keep_dense": ("nothing",)}, *optimizers):
         with pytest.raises(ValueError):
             engine.train(replace(cyclic(), **wrong), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -232,5 +244,26 @@ def test_a_log_line_cut_short_spoils_no_other(tmp_path: Path) -> None:
 
 
 def test_options_the_method_does_not_have_are_refused() -> None:
-    with pytest.raises(ValueError, match="cyclic_gap has no option 'rounds'; it takes sparsity, steps"):
+    with pytest.raises(ValueError, match="cyclic_gap has no option 'rounds'; it takes steps, epochs, finetune"):
         replace(cyclic(), options={"rounds": 3})
+
+
+@pytest.mark.parametrize("name", ["sparsity", "kappa", "seed"])
+def test_options_that_the_recipe_has_a_field_for_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"set the recipe's own field: {name}=2"):
+        replace(cyclic(), method=methods.random_gap, options={**cyclic().options, name: 2})
+
+
+@pytest.mark.parametrize(
+    ("field", "allowed"),
+    [("precision", "fp32, bf16"), ("device", "auto, cpu, cuda")],
+)
+def test_a_choice_that_is_none_is_refused_when_the_recipe_is_made(field: str, allowed: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is 'fp16', but must be one of {allowed}"):
+        replace(cyclic(), **{field: "fp16"})
+
+
+@pytest.mark.parametrize("clip", [-1.0, 0.0, float("nan")])
+def test_a_clip_that_would_turn_gradients_round_or_stop_them_is_refused(clip: float) -> None:
+    with pytest.raises(ValueError, match=f"clip is {clip}, but must be above 0"):
+        replace(cyclic(), clip=clip)

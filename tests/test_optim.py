@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -49,3 +51,36 @@ def test_every_optimizer_is_built_with_decay_on_weights_only(kind: str) -> None:
 def test_an_option_the_optimizer_does_not_know_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match="optimizer adam does not take all of momentum"):
         Optimizer("adam", momentum=0.9).build(nn.Linear(2, 2))
+
+
+def test_options_that_torch_refuses_together_are_an_error_that_names_them() -> None:
+    with pytest.raises(ValueError, match="optimizer sgd does not take all of nesterov: Nesterov momentum requires"):
+        Optimizer("sgd", nesterov=True).build(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "foo"}, "kind is 'foo', but must be one of sgd, adam, adamw, rmsprop, adagrad"),
+        ({"lr": -1.0}, "lr is -1.0, but must be 0 or more"),
+        ({"lr": float("nan")}, "lr is nan, but must be 0 or more"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1, but must be 0 or more"),
+        ({"momentum": 1.0}, "momentum is 1.0, but must be from 0 to below 1"),
+        ({"betas": (0.9, 1.0)}, r"betas is (0.9, 1.0), but must be from 0 to below 1, both"),
+        ({"eps": 0.0}, "eps is 0.0, but must be above 0"),
+    ],
+)
+def test_settings_no_optimizer_can_have_are_refused_when_they_are_made(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Optimizer(**settings)
+    assert str(error.value) == message
+
+
+def test_settings_at_the_edge_of_what_is_allowed_are_taken() -> None:
+    settings = Optimizer("adam", lr=0.0, weight_decay=0.0, momentum=0.0, betas=(0.0, 0.0), eps=1e-12)
+    assert settings.lr == 0
+
+
+def test_a_curve_of_no_known_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="shape is 'foo', but must be one of cosine, step, inverse_sqrt, constant"):
+        Curve("foo")

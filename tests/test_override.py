@@ -33,6 +33,25 @@ def test_fields_are_set_with_the_type_they_have() -> None:
     assert recipe.options["steps"] == 7
 
 
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("sparsity", ".5", 0.5),
+        ("sparsity", "+0.5", 0.5),
+        ("sparsity", "0", 0.0),
+        ("clip", "5.", 5.0),
+        ("clip", "1_000", 1000.0),
+        ("clip", "1e-3", 0.001),
+        ("kappa", "+2", 2),
+        ("seed", "1_000", 1000),
+        ("seed", "007", 7),
+    ],
+)
+def test_numbers_may_be_written_as_python_reads_them(key: str, text: str, value: float) -> None:
+    found = getattr(override(cyclic(), {key: text}), key)
+    assert (found, type(found)) == (value, type(value))
+
+
 def test_another_method_keeps_the_options_it_shares() -> None:
     recipe = override(cyclic(), {"method": "one_shot", "options.epochs": "4"})
     assert recipe.method is methods.one_shot
@@ -44,6 +63,10 @@ def test_another_method_keeps_the_options_it_shares() -> None:
     [
         ({"sparsty": "0.5"}, "there is no 'sparsty'; known are task, method"),
         ({"sparsity": "high"}, "--set sparsity=high: wants a number"),
+        ({"sparsity": "nan"}, "--set sparsity=nan: wants a number"),
+        ({"clip": "inf"}, "--set clip=inf: wants a number or null"),
+        ({"kappa": "1e1"}, "--set kappa=1e1: wants a whole number"),
+        ({"kappa": "9" * 5000}, "wants a whole number"),
         ({"kappa": "2.5"}, "--set kappa=2.5: wants a whole number"),
         ({"kappa": "true"}, "--set kappa=true: wants a whole number"),
         ({"restart": "1"}, "--set restart=1: wants true or false"),
@@ -53,7 +76,14 @@ def test_another_method_keeps_the_options_it_shares() -> None:
         ({"task.colour": "3"}, "there is no 'colour'; known are num_examples"),
         ({"task": "digits"}, "name a field of it, such as task.num_examples"),
         ({"sparsity.x": "3"}, "sparsity has no fields inside"),
-        ({"options.rounds": "3"}, "cyclic_gap takes options.sparsity, options.steps"),
+        ({"options.rounds": "3"}, "cyclic_gap takes options.steps, options.epochs, options.finetune"),
+        ({"options.sparsity": "0.5"}, "options has sparsity=0.5: set the recipe's own field: sparsity=0.5"),
+        ({"method": "random_gap", "options.kappa": "3"}, "set the recipe's own field: kappa=3"),
+        ({"method": "random_gap", "options.x": "3"}, "random_gap takes options.steps, options.epochs, options.fine"),
+        ({"clip": "-1"}, "clip is -1.0, but must be above 0, or None for no clipping"),
+        ({"clip": "0"}, "clip is 0.0, but must be above 0"),
+        ({"replicas": "-1"}, "replicas is -1, but must be a whole number of at least 0"),
+        ({"optimizer.lr": "-1"}, "lr is -1.0, but must be 0 or more"),
         ({"method": "magic"}, "method is 'magic', but must be one of cyclic_gap"),
     ],
 )

@@ -129,6 +129,31 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(tm
     assert outcome(folder)[:2] == outcome(tmp_path / "undisturbed")[:2]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "iterations"),
+    [(cyclic(), 9), (parallel(), 9), (parallel(), 26)],
+    ids=["cyclic", "parallel, in a branch", "parallel, after the forks"],
+)
+def test_if_every_checkpoint_is_damaged_the_run_starts_over_to_the_same_bits(
+    recipe: Recipe, iterations: int, tmp_path: Path
+) -> None:
+    recipe = replace(recipe, checkpoint_seconds=0.0)
+    engine.train(recipe, tmp_path / "undisturbed")
+    folder = tmp_path / "damaged"
+    countdown = iter([False] * iterations)
+    with pytest.raises(engine.Interrupted):
+        engine.train(recipe, folder, should_stop=lambda: next(countdown, True))
+    damaged = list(folder.rglob("tensors.safetensors"))
+    for path in damaged:
+        os.truncate(path, 100)
+    events: list[dict[str, Any]] = []
+    engine.resume(recipe, folder, on_event=events.append)
+    warnings = [event["message"] for event in events if event["event"] == "warning"]
+    assert len(warnings) == len(damaged)
+    assert warnings[-1].endswith("it was the last one, so starting over")
+    assert outcome(folder) == outcome(tmp_path / "undisturbed")
+
+
 def test_a_checkpoint_without_its_marker_is_never_loaded(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, {"x": 1})
     checkpoint.save(tmp_path, 2, {"x": 2})

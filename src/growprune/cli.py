@@ -8,13 +8,17 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from growprune.engine import Recipe
 
 app = typer.Typer(
     add_completion=False,
@@ -35,7 +39,7 @@ Result = TypeVar("Result")
 
 
 def one_line_errors(command: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Say what is wrong with the input in one line, and exit with 2. A bug still shows its traceback."""
+    """Say what is wrong with the input in one line, and exit with 2. A bug, ours or a user's, shows its traceback."""
 
     @functools.wraps(command)
     def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -54,7 +58,14 @@ def _is_for_users(error: Exception) -> bool:
     from growprune.engine import PeerFailed, TrainingDiverged
 
     # kinds of ValueError and RuntimeError that we do not raise ourselves are bugs
-    return type(error) is ValueError or isinstance(error, OSError | TrainingDiverged | PeerFailed)
+    is_known = type(error) is ValueError and _is_raised_by_us(error)
+    return is_known or isinstance(error, OSError | TrainingDiverged | PeerFailed)
+
+
+def _is_raised_by_us(error: Exception) -> bool:
+    """What torch, or the task in a user's file, has to say makes no sense without the place."""
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    return str(innermost.f_globals.get("__name__")).partition(".")[0] == "growprune"
 
 
 @app.command()
@@ -131,7 +142,7 @@ def train(
     from growprune.engine.override import parse_settings
 
     with _stopping() as should_stop:
-        console.show_result(_train(recipe, parse_settings(settings) | _place(data), out, should_stop), out)
+        console.show_result(_train(recipe, parse_settings(settings), out, should_stop, data), out)
 
 
 @app.command()
@@ -150,8 +161,10 @@ def resume(
     origin = engine.RunFolder(folder).read_origin()
     if "source" not in origin:
         raise ValueError(f"{folder} was started from Python: resume it with growprune.resume(recipe, folder)")
-    origin["settings"] |= parse_settings(settings) | _place(data)
-    recipe = override(find(origin["source"]), origin["settings"])
+    recipe = find(origin["source"])
+    # without them the recipe is not the one that was stored, and resume says so
+    origin["settings"] = origin.get("settings", {}) | parse_settings(settings) | _place(data, recipe)
+    recipe = override(recipe, origin["settings"])
     if origin.get("extended"):
         recipe = recipe.extended(origin["extended"])
     with _stopping() as should_stop, console.progress() as on_event, _say_how_to_resume(folder, should_stop):
@@ -170,17 +183,21 @@ def inspect(
     console.show_run(path) if path.is_dir() else console.show_file(path)
 
 
-def _place(data: str) -> dict[str, str]:
+def _place(data: str, recipe: Recipe) -> dict[str, str]:
     """The setting that `--data` stands for; absolute, so that a run can be resumed from any folder."""
+    if data and not hasattr(recipe.task, "data"):
+        raise ValueError(f"--data is {data}, but the task {type(recipe.task).__name__} reads no files: leave it out")
     return {"task.data": str(Path(data).resolve())} if data else {}
 
 
-def _train(source: str, settings: dict[str, str], out: Path, should_stop: StopFlag) -> dict[str, Any]:
+def _train(source: str, settings: dict[str, str], out: Path, should_stop: StopFlag, data: str = "") -> dict[str, Any]:
     from growprune import console, engine
     from growprune.engine.override import override
     from growprune.recipes import find
 
-    recipe = override(find(source), settings)
+    recipe = find(source)
+    settings = settings | _place(data, recipe)
+    recipe = override(recipe, settings)
     if ":" in source:  # so that resume finds it from any folder
         path, _, function = source.rpartition(":")
         source = f"{Path(path).resolve()}:{function}"

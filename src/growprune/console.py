@@ -120,14 +120,15 @@ def show_plan(estimate: Estimate, claim: str = "") -> None:
     if claim:
         out.print(claim, markup=False, highlight=False)
     about = "" if estimate.is_exact else "~"
-    table = Table(title=f"{estimate.plan.method.__name__}, {len(estimate.plan.partition)} parts")
-    for name in ("step", "branch", "edits", "epochs", "density", "FLOPs/example", "training FLOPs/example"):
-        table.add_column(name, justify="left" if name == "edits" else "right")
+    table = _table("step", "branch", "edits", "epochs", "density", "FLOPs", "training")
+    table.title = f"{estimate.plan.method.__name__}, {len(estimate.plan.partition)} parts"
+    table.caption = "FLOPs: forward, for one example; training: of all epochs, for one example"
     for cost in estimate.costs:
         stretch = cost.stretch
         branch = "" if stretch.branch is None else str(stretch.branch)
-        numbers = (f"{cost.density:.4f}", f"{about}{cost.forward_flops:,}", f"{about}{cost.training_flops:,}")
-        table.add_row(str(stretch.step), branch, str(stretch.phase), str(stretch.phase.epochs), *numbers)
+        flops = (f"{about}{_short(cost.forward_flops)}", f"{about}{_short(cost.training_flops)}")
+        phase = (str(stretch.phase), str(stretch.phase.epochs), f"{cost.density:.4f}")
+        table.add_row(str(stretch.step), branch, *phase, *flops)
     out.print(table)
     dense = 3 * estimate.dense_flops * estimate.epochs
     share = f", {estimate.training_flops / dense:.3f} of dense training for as many" if dense else ""
@@ -151,8 +152,8 @@ def show_run(path: Path) -> None:
     recipe = origin["recipe"]
     out.print(f"{origin.get('source', 'a run from Python')}: {recipe['method']} at sparsity {recipe['sparsity']}")
     if folder.result.exists():
-        result = json.loads(folder.result.read_text())
-        table = Table("step", "branch", "edits", "epochs", "alive", "validation", "candidate")
+        result = folder.read_result()
+        table = _table("step", "branch", "edits", "epochs", "alive", "validation", "candidate")
         for row in result["phases"]:
             shown = (_metrics(row.get(name, {})) for name in ("validation", "candidate"))
             branch = "" if row["branch"] is None else str(row["branch"])
@@ -160,12 +161,29 @@ def show_run(path: Path) -> None:
         out.print(table)
         show_result(result, path)
     else:
-        out.print(f"not finished; go on with `growprune resume {path}`", soft_wrap=True)
+        out.print(f"not finished; go on with {folder.how_to_resume()}", soft_wrap=True)
 
 
 def show_file(path: Path) -> None:
     content = file.manifest(path)
     out.print_json(json.dumps(content))
+
+
+def _table(*columns: str) -> Table:
+    """Numbers are shown whole, to the right; where there is no room, texts go on in the next line."""
+    table = Table()
+    for name in columns:
+        is_text = name in ("edits", "validation", "candidate")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+    return table
+
+
+def _short(count: int) -> str:
+    """A count in three digits, such as 3.12 G."""
+    if count < 1000:
+        return str(count)
+    power = next((p for p in range(1, 6) if count < 999.5 * 1000**p), 6)
+    return f"{count / 1000**power:#.3g}".rstrip(".") + f" {'_kMGTPE'[power]}"
 
 
 def _metrics(metrics: Mapping[str, float]) -> str:

@@ -73,11 +73,13 @@ def load(checkpoint: Path) -> dict[str, Any]:
 
 def load_newest(folder: Path, warn: Callable[[str], None]) -> tuple[int, dict[str, Any]] | None:
     """The newest checkpoint that is whole, with its number; `warn` is told of each newer one that is not."""
-    for number in sorted(numbers(folder), reverse=True):
+    found = numbers(folder)
+    for number in reversed(found):
         try:
             return number, load(folder / f"{number:08d}")
         except ValueError as error:
-            warn(f"{error}; going back to the one before")
+            remedy = "going back to the one before" if number > found[0] else "it was the last one, so starting over"
+            warn(f"{error}; {remedy}")
     return None
 
 

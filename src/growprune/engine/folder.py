@@ -73,10 +73,8 @@ class RunFolder:
         if self.recipe.exists():
             same = self.read_recipe()["recipe"] == describe(recipe)
             whose = "this recipe's" if same else "another recipe's"
-            remedy = (
-                f"go on with `growprune resume {self.path}`, or give another --out" if same else "give another --out"
-            )
-            raise ValueError(f"{self.path} holds {whose} run: {remedy}")
+            go_on = f"go on with {self.how_to_resume()}, or " if same else ""
+            raise ValueError(f"{self.path} holds {whose} run: {go_on}give another --out")
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ValueError(f"{self.path} exists and is not an empty folder, nor a run: give another --out")
 
@@ -93,13 +91,11 @@ class RunFolder:
 
     def read_recipe(self) -> dict[str, Any]:
         """What `create` wrote; raises ValueError if the folder holds no run."""
+        wanted = ("recipe.task.name", "recipe.method", "recipe.sparsity")
         try:
-            content = json.loads(self.recipe.read_text())
-        except (OSError, ValueError) as error:
+            return _read(self.recipe, wanted, "put a copy of it back, or start a new run elsewhere")
+        except OSError as error:
             raise ValueError(f"{self.path} holds no run: {self.recipe.name} cannot be read ({error})") from error
-        if not isinstance(content, dict) or "recipe" not in content:
-            raise ValueError(f"{self.path} holds no run: {self.recipe.name} is not one of ours")
-        return content
 
     def keep(self, files: Mapping[str, bytes]) -> None:
         """Keep what a task made of its data, by file name; what is there already must be the same."""
@@ -121,10 +117,15 @@ class RunFolder:
         """How to find the recipe again."""
         return {name: value for name, value in self.read_recipe().items() if name != "recipe"}
 
+    def how_to_resume(self) -> str:
+        """The command line finds the recipe again if it started the run; one from Python only Python has."""
+        if "source" in self.read_origin():
+            return f"`growprune resume {self.path}`"
+        return f"growprune.resume(recipe, {str(self.path)!r})"
+
     def read_result(self) -> dict[str, Any]:
-        result = json.loads(self.result.read_text())
-        assert isinstance(result, dict)
-        return result
+        wanted = ("phases", "test", "best", "sparsity.totals.alive", "sparsity.totals.prunable", "file_bytes")
+        return _read(self.result, wanted, "remove it and resume the run, which makes it again")
 
     def write_plan(self, plan: Plan) -> None:
         parts = {part.name: part.tensors for part in plan.partition}
@@ -175,6 +176,21 @@ class OtherLogs:
             for line in whole.splitlines():
                 with contextlib.suppress(ValueError):  # a line that a kill cut short
                     yield {**json.loads(line), "rank": rank}
+
+
+def _read(path: Path, wanted: Iterable[str], remedy: str) -> dict[str, Any]:
+    """A JSON file of ours, in which some names must be; dots reach inside."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): {remedy}") from error
+    for name in wanted:
+        inside = content
+        for key in name.split("."):
+            if not isinstance(inside, dict) or key not in inside:
+                raise ValueError(f"{path} is damaged (it has no {name}): {remedy}")
+            inside = inside[key]
+    return content  # type: ignore[no-any-return]
 
 
 def _describe_step(step: Phase | Fork) -> dict[str, Any]:

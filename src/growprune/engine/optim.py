@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from growprune.engine.checks import check_choices, require
 from growprune.layers import dense_shape
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -39,6 +40,14 @@ class Optimizer:
     eps: float | None = None
     """All but sgd."""
 
+    def __post_init__(self) -> None:
+        check_choices(self)
+        require(0 <= self.lr < math.inf, "lr", self.lr, "0 or more")
+        require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
+        require(self.momentum is None or 0 <= self.momentum < 1, "momentum", self.momentum, "from 0 to below 1")
+        require(all(0 <= beta < 1 for beta in self.betas or ()), "betas", self.betas, "from 0 to below 1, both")
+        require(self.eps is None or 0 < self.eps < math.inf, "eps", self.eps, "above 0")
+
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         parameters = [p for p in model.parameters() if p.requires_grad]
         decaying = _matrices(model)
@@ -55,7 +64,7 @@ class Optimizer:
         options = {name: value for name, value in given.items() if value is not None}
         try:
             return OPTIMIZERS[self.kind]([g for g in groups if g["params"]], lr=self.lr, **options)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"optimizer {self.kind} does not take all of {', '.join(options)}: {error}") from error
 
 
@@ -86,6 +95,9 @@ class Curve:
     """step: what the rate is multiplied by at each drop."""
     floor: float = 0.0
     """step: the least factor."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
 
     def factor(self, iteration: int, *, total: int, per_epoch: int) -> float:
         """The factor for an iteration, counted from 0, of `total`, with `per_epoch` of them an epoch."""

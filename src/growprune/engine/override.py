@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
+import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from growprune.engine.recipe import Recipe
+from growprune.engine.recipe import Recipe, own_options
 from growprune.methods import METHODS
 
 
@@ -57,27 +59,35 @@ def _set(value: Any, path: list[str], text: str, key: str) -> Any:
 def _option(method: Callable[..., Any], path: list[str], text: str, key: str) -> dict[str, Any]:
     hints = {name: hint for name, hint in get_type_hints(method).items() if name not in ("S", "return")}
     if len(path) != 1 or path[0] not in hints:
-        raise ValueError(f"--set {key}: {method.__name__} takes {', '.join('options.' + name for name in hints)}")
+        known = ", ".join(f"options.{name}" for name in own_options(method))
+        raise ValueError(f"--set {key}: {method.__name__} takes {known}")
     return {path[0]: convert(text, hints[path[0]], key)}
 
 
 def convert(text: str, hint: Any, key: str) -> Any:
-    """The value a text stands for, if it has the type a field wants.
+    """The value a text stands for, if it has the type a field wants: as JSON, as Python writes numbers, or as it is.
 
-    >>> convert("0.9", float, "sparsity"), convert("true", bool, "restart"), convert('["a"]', tuple[str, ...], "x")
+    >>> convert(".9", float, "sparsity"), convert("true", bool, "restart"), convert('["a"]', tuple[str, ...], "x")
     (0.9, True, ('a',))
     """
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = text
-    fitted = _fit(text if hint is str else value, hint)
+    readings = [text] if hint is str else [*_readings(text), text]
+    fitted = next((v for v in (_fit(reading, hint) for reading in readings) if v is not _MISFIT), _MISFIT)
     if fitted is _MISFIT:
         raise ValueError(f"--set {key}={text}: wants {_say(hint)}")
     return fitted
 
 
 _MISFIT: Any = object()
+
+
+def _readings(text: str) -> Iterator[Any]:
+    with contextlib.suppress(ValueError):
+        yield json.loads(text)
+    with contextlib.suppress(ValueError):
+        yield int(text)
+    with contextlib.suppress(ValueError):
+        if math.isfinite(number := float(text)):  # "nan" and "inf" are names to Python, and more likely slips
+            yield number
 
 
 def _fit(value: Any, hint: Any) -> Any:

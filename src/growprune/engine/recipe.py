@@ -9,11 +9,15 @@ from typing import Any, Literal
 
 from torch import nn
 
+from growprune.engine.checks import check_choices, require
 from growprune.engine.optim import Curve, Optimizer
 from growprune.partition import Partition
 from growprune.plan import Plan, check_counts
 from growprune.sparse import SparseModel
 from growprune.tasks.task import Task
+
+SHARED = ("sparsity", "kappa", "seed")
+"""Fields of a recipe that its method is given too, if it takes them."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Recipe:
     """True (the paper): every phase has a fresh optimizer and the whole learning-rate curve.
     False: one curve over the whole plan, and optimizer state kept for the weights that survive."""
     clip: float | None = None
-    """The largest norm of the gradient."""
+    """The largest norm of the gradient; None for any."""
     accumulate: int = 1
     """Batches to an iteration."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -63,21 +67,26 @@ class Recipe:
     """What the recipe is expected to reach, and where."""
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_counts(1, accumulate=self.accumulate, evaluate_every=self.evaluate_every)
-        known = inspect.signature(self.method).parameters
-        for name in self.options:
+        check_counts(0, replicas=self.replicas)
+        require(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or None for no clipping")
+        self._check_options()
+
+    def _check_options(self) -> None:
+        known = own_options(self.method)
+        for name, value in self.options.items():
+            if name in SHARED:  # the plan would go by the option, and the model by the field
+                raise ValueError(f"options has {name}={value!r}: set the recipe's own field: {name}={value!r}")
             if name not in known:
-                raise ValueError(
-                    f"{self.method.__name__} has no option {name!r}; it takes {', '.join(list(known)[1:])}"
-                )
+                raise ValueError(f"{self.method.__name__} has no option {name!r}; it takes {', '.join(known)}")
 
     def plan(self, model: nn.Module) -> Plan:
         """The recipe's plan for a model. A method that takes `kappa` draws its own parts from the finest partition."""
         known = inspect.signature(self.method).parameters
-        shared = {"sparsity": self.sparsity, "kappa": self.kappa, "seed": self.seed}
-        options = {name: value for name, value in shared.items() if name in known} | dict(self.options)
+        shared = {name: getattr(self, name) for name in SHARED if name in known}
         try:
-            return self.method(self.partition(model), **options)
+            return self.method(self.partition(model), **shared, **self.options)
         except TypeError as error:
             raise ValueError(f"{self.method.__name__}: {error}; give it with options") from error
 
@@ -105,6 +114,11 @@ class Recipe:
         if "steps" not in self.options:
             raise ValueError(f"method {self.method.__name__} has no steps to extend")
         return replace(self, options={**self.options, "steps": self.options["steps"] + steps})
+
+
+def own_options(method: Callable[..., Plan]) -> list[str]:
+    """What a method takes beside the partition and what the recipe itself says."""
+    return [name for name in list(inspect.signature(method).parameters)[1:] if name not in SHARED]
 
 
 def describe(value: Any) -> Any:

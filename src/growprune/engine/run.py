@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from growprune import file
 from growprune.engine import checkpoint
@@ -60,6 +61,7 @@ class Run:
         self.device = choose_device(recipe.device)
         self.task = recipe.task
         self.num_batches = self.task.num_batches()  # first, because it looks at the data, and data may be missing
+        recipe.optimizer.build(nn.Linear(1, 1))  # on trial: one that cannot be built is said before there is a folder
         seed_all(recipe.seed, "model")
         model = self.task.build_model().to(self.device)
         self.plan = recipe.plan(model)
@@ -77,7 +79,8 @@ class Run:
         self._show_due = self._look_due = 0.0
         heads = range(self.mesh.replicas, self.mesh.world, self.mesh.replicas) if self.mesh.is_first else ()
         self._others = OtherLogs(folder, heads)
-        self._number = self._previous = 0
+        self._number = max(checkpoint.numbers(folder.checkpoints), default=0)  # even if none of them can be loaded
+        self._previous = 0
         self._resumed_after: int | None = None
 
     def files(self) -> dict[str, bytes]:

@@ -25,6 +25,13 @@ class Digits:
 
     metric = "accuracy"
 
+    def __post_init__(self) -> None:
+        for name in ("width", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing is {self.label_smoothing}, but must be from 0 to below 1")
+
     def build_model(self) -> nn.Module:
         return DigitsNet(self.width)
 

@@ -37,6 +37,8 @@ class Task(Protocol):
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Any]:
         """The batches of an epoch from number `start` on; which they are depends on the seed alone.
 
+        The seed is a whole number from 0 to below 2**63, which torch.Generator and numpy.random.default_rng both take.
+
         A batch is a tensor, or a tuple, list or dict of tensors whose first axis counts the examples: replicas take
         every n-th example of each. What is drawn for batch i, such as its augmentation, is drawn from (seed, i), so
         that an epoch can be entered anywhere.
