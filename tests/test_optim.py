@@ -84,3 +84,18 @@ def test_settings_at_the_edge_of_what_is_allowed_are_taken() -> None:
 def test_a_curve_of_no_known_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="shape is 'foo', but must be one of cosine, step, inverse_sqrt, constant"):
         Curve("foo")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup_epochs": -1}, "warmup_epochs is -1, but must be 0 or more"),
+        ({"every_epochs": -2.0}, "every_epochs is -2.0, but must be 0 or more"),
+        ({"milestones": (0.5, 30)}, "milestones is .*, but must be from 0 to 1, each"),
+        ({"gamma": 0.0}, "gamma is 0.0, but must be above 0 and at most 1"),
+        ({"floor": 2.0}, "floor is 2.0, but must be from 0 to 1"),
+    ],
+)
+def test_a_curve_that_would_rise_or_never_end_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Curve("step", **settings)

@@ -67,6 +67,7 @@ def test_another_method_keeps_the_options_it_shares() -> None:
         ({"clip": "inf"}, "--set clip=inf: wants a number or null"),
         ({"kappa": "1e1"}, "--set kappa=1e1: wants a whole number"),
         ({"kappa": "9" * 5000}, "wants a whole number"),
+        ({"clip": "9" * 400}, "wants a number or null"),
         ({"kappa": "2.5"}, "--set kappa=2.5: wants a whole number"),
         ({"kappa": "true"}, "--set kappa=true: wants a whole number"),
         ({"restart": "1"}, "--set restart=1: wants true or false"),

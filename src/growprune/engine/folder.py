@@ -144,7 +144,9 @@ class RunFolder:
 
     def kept(self) -> list[int]:
         """Checkpoints that stay whatever comes."""
-        return [json.loads(self.search_end.read_text())] if self.search_end.exists() else []
+        with contextlib.suppress(FileNotFoundError, ValueError):  # damaged, it keeps the run only from being extended
+            return [int(self.search_end.read_text())]
+        return []
 
     def set_aside(self) -> Path:
         """Move the outcome of a finished run out of the way of one that goes on."""

@@ -98,6 +98,11 @@ class Curve:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        for name in ("warmup_epochs", "warmup_iterations", "every_epochs"):
+            require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "0 or more")
+        require(all(0 <= share <= 1 for share in self.milestones), "milestones", self.milestones, "from 0 to 1, each")
+        require(0 < self.gamma <= 1, "gamma", self.gamma, "above 0 and at most 1")
+        require(0 <= self.floor <= 1, "floor", self.floor, "from 0 to 1")
 
     def factor(self, iteration: int, *, total: int, per_epoch: int) -> float:
         """The factor for an iteration, counted from 0, of `total`, with `per_epoch` of them an epoch."""

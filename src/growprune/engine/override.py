@@ -101,7 +101,7 @@ def _fit(value: Any, hint: Any) -> Any:
     if hint is types.NoneType:
         return None if value is None else _MISFIT
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) < 1e300 else _MISFIT
     # bool is an int to isinstance, but 1 is not a switch and true is not a count
     return value if isinstance(value, hint) and (hint is bool) == isinstance(value, bool) else _MISFIT
 
