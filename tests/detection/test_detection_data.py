@@ -22,7 +22,7 @@ from growprune.tasks.detection.coco import load
 from growprune.tasks.detection.score import NAMES
 
 CPU = torch.device("cpu")
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 WIDTH, HEIGHT = 200, 150
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 

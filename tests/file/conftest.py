@@ -1,0 +1,5 @@
+"""What every test here may ask for."""
+
+from file_cases import old
+
+__all__ = ["old"]

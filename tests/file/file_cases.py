@@ -1,0 +1,112 @@
+"""Models and damages for the tests of the sparse file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from growprune import file
+from growprune.plan import By
+from growprune.sparse import SparseModel
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "read_without_growprune.py"
+PATTERNS = ["free", "1x1", "1x4", "3x2", "5x3", "2:4"]
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+class Zoo(nn.Module):
+    """One of each: convolutions, transposed and grouped, attention, norms with buffers, tied layers, a lone matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 10, 3)
+        self.grouped = nn.Conv1d(8, 6, 3, groups=2)
+        self.up = nn.ConvTranspose2d(4, 6, 2)
+        self.up_grouped = nn.ConvTranspose1d(8, 4, 3, groups=2)
+        self.attention = nn.MultiheadAttention(12, 2)
+        self.norm = nn.BatchNorm2d(10)
+        self.linear = nn.Linear(8, 5)
+        self.same = self.linear
+        self.embedding = nn.Embedding(7, 8)
+        self.tied = nn.Linear(8, 7)
+        self.tied.weight = self.embedding.weight
+        self.lone = nn.Parameter(torch.randn(9, 4))
+        self.flat = nn.Parameter(torch.randn(12))
+        self.register_buffer("counts", torch.arange(3))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("nothing", torch.zeros(0, 3))
+        self.register_buffer("passing", torch.randn(2), persistent=False)
+
+
+def zoo(pattern: str = "free", dtype: torch.dtype = torch.float32, **options: Any) -> SparseModel:
+    also = ["lone"] if pattern == "2:4" else ["lone", "flat"]
+    options.setdefault("keep_dense", ["grouped"] if pattern == "2:4" else [])
+    sparse = SparseModel(Zoo().to(dtype), sparsity=0.75, pattern=pattern, also=also, **options)
+    sparse.prune(by=By.RANDOM)
+    return sparse
+
+
+def linear(weight: list[list[float]], **options: Any) -> SparseModel:
+    model = nn.Linear(len(weight[0]), len(weight), bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor(weight))
+    return SparseModel(model, **options)
+
+
+THREE_BY_FOUR = [[9, 0.1, 0.2, 0.3], [0.4, -8, 0.5, 0.6], [0.7, 0.8, 0.9, 7]]
+
+
+def three_of_twelve() -> SparseModel:
+    sparse = linear(THREE_BY_FOUR, sparsity=0.75, allocation="global")
+    sparse.prune()
+    return sparse
+
+
+def stored(path: Path) -> dict[str, Tensor]:
+    return safetensors.torch.load_file(path)
+
+
+def metadata(path: Path) -> dict[str, str]:
+    with safetensors.safe_open(path, "pt") as opened:
+        return dict(opened.metadata())
+
+
+def tampered(path: Path, change: Callable[[dict[str, Tensor], dict[str, str], dict[str, Any]], None]) -> Path:
+    """A copy of a file with changes to its tensors, its metadata and its manifest."""
+    tensors, about = stored(path), metadata(path)
+    manifest = json.loads(about["manifest"])
+    change(tensors, about, manifest)
+    if about.get("manifest", "{").startswith("{"):
+        about["manifest"] = json.dumps(manifest)
+    other = path.with_name("tampered.safetensors")
+    safetensors.torch.save_file(tensors, other, about)
+    return other
+
+
+def assert_same(a: SparseModel, b: SparseModel) -> None:
+    first, second = a.model.state_dict(), b.model.state_dict()
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert second[name].dtype == tensor.dtype
+        assert torch.equal(second[name], tensor), name
+    assert a.masks.keys() == b.masks.keys()
+    for name, mask in a.masks.items():
+        assert torch.equal(b.masks[name], mask), name
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    file.save(three_of_twelve(), path)
+    return path
+
+
+def target() -> nn.Linear:
+    return nn.Linear(4, 3, bias=False)

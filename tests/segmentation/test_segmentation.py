@@ -1,0 +1,304 @@
+"""The task: its metric, its files, its cache."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from segmentation_cases import BAG, CPU, GOOD, MUG, forget, small, small_model, zipped
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growprune import engine, methods
+from growprune.engine.recipe import Recipe
+from growprune.tasks.segmentation import PartSegmentation, shapenet
+from growprune.tasks.segmentation.categories import NUM_CATEGORIES, NUM_PARTS, SYNSETS, parts_by_category, parts_of
+from growprune.tasks.segmentation.miou import mean_ious, predict, shape_ious
+
+# The metric
+
+
+def test_parts_are_numbered_through_the_categories() -> None:
+    parts = dict(zip((name for name, _ in SYNSETS.values()), parts_by_category(), strict=True))
+    assert (NUM_CATEGORIES, NUM_PARTS) == (16, 50)
+    assert (list(parts["Motorbike"]), list(parts["Mug"])) == ([30, 31, 32, 33, 34, 35], [36, 37])
+    assert (list(parts["Table"]), list(parts["Airplane"])) == ([47, 48, 49], [0, 1, 2, 3])
+    assert (list(parts["Earphone"]), list(parts["Lamp"])) == ([16, 17, 18], [24, 25, 26, 27])
+    assert parts_of(torch.tensor([1, 15])).nonzero().tolist() == [[0, 4], [0, 5], [1, 47], [1, 48], [1, 49]]
+
+
+def test_a_prediction_is_a_part_of_the_category() -> None:
+    logits = torch.zeros(1, 2, 50)
+    logits[0, :, 7] = 9  # of no bag
+    logits[0, 0, 5] = -1
+    logits[0, 1, 4] = -1
+    assert predict(logits, torch.tensor([1])).tolist() == [[4, 5]]
+    logits[...] = -5
+    logits[..., 5] = -4
+    assert predict(logits, torch.tensor([1])).tolist() == [[5, 5]]
+
+
+def test_the_iou_of_a_shape_is_the_mean_over_the_parts_of_its_category() -> None:
+    # bag: part 4 has 2 of 3, part 5 has 1 of 2
+    labels, predicted = torch.tensor([[4, 4, 4, 5]]), torch.tensor([[4, 4, 5, 5]])
+    torch.testing.assert_close(shape_ious(predicted, labels, torch.tensor([1])), torch.tensor([(2 / 3 + 1 / 2) / 2]))
+
+
+def test_a_part_that_is_neither_there_nor_predicted_counts_one_and_a_part_only_predicted_zero() -> None:
+    airplane = torch.tensor([0])
+    labels = torch.tensor([[0, 0, 1, 1]])
+    torch.testing.assert_close(shape_ious(labels, labels, airplane), torch.ones(1))
+    predicted = torch.tensor([[0, 0, 1, 3]])  # parts: 2/2, 1/2, absent, 0/1
+    torch.testing.assert_close(shape_ious(predicted, labels, airplane), torch.tensor([(1 + 0.5 + 1 + 0) / 4]))
+
+
+def test_instances_are_averaged_over_shapes_and_classes_over_the_categories_there_are() -> None:
+    ious, categories = torch.tensor([1.0, 0.5, 0.0, 0.8]), torch.tensor([2, 2, 2, 9])
+    assert mean_ious(ious, categories) == pytest.approx((2.3 / 4, (0.5 + 0.8) / 2))
+
+
+# Files
+
+
+def batches_of(task: PartSegmentation, seed: int = 1, start: int = 0) -> list[tuple[Tensor, ...]]:
+    return list(task.batches(seed=seed, start=start, device=CPU))
+
+
+def are_equal(one: list[tuple[Tensor, ...]], other: list[tuple[Tensor, ...]]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(torch.equal(a, b) for batch, twin in pairs for a, b in zip(batch, twin, strict=True))
+
+
+def test_a_folder_its_parent_and_zip_files_of_both_give_the_same_batches(folder: Path, tmp_path: Path) -> None:
+    sources = [folder, folder.parent, zipped(folder, tmp_path / "a.zip"), zipped(folder, tmp_path / "b.zip", top="")]
+    batches = [batches_of(small(data=str(source))) for source in sources]
+    assert len(batches[0]) == small(data=str(folder)).num_batches() == 8
+    assert all(are_equal(batches[0], others) for others in batches[1:])
+
+
+def test_batches_depend_on_the_seed_alone_and_can_be_entered_anywhere(folder: Path) -> None:
+    task = small(data=str(folder))
+    whole = batches_of(task)
+    assert are_equal(whole, batches_of(task))
+    assert are_equal(whole[3:], batches_of(task, start=3))
+    assert batches_of(task, start=8) == []
+    assert not torch.equal(whole[0][0], batches_of(task, seed=2)[0][0])
+
+
+def test_an_epoch_has_every_shape_once_with_its_category_and_labels(folder: Path) -> None:
+    seen = batches_of(small(data=str(folder), scale=(1.0, 1.0), shift=0.0))
+    assert [len(categories) for _, categories, _ in seen] == [2] * 7 + [1]
+    assert sorted(torch.cat([c for _, c, _ in seen]).tolist()) == [0] * 5 + [1] * 5 + [11] * 5
+    for shapes, categories, labels in seen:
+        assert torch.equal(shapes[..., 3].long(), labels)  # as written in shape_text
+        assert parts_of(categories).gather(1, labels).all()
+
+
+def test_points_are_drawn_without_replacement_while_there_are_any(folder: Path) -> None:
+    for shapes, _, _ in batches_of(small(data=str(folder), scale=(1.0, 1.0), shift=0.0)):
+        for shape in shapes:
+            there = shapenet.load(str(folder))["train"]
+            clouds = np.split(there.points, there.counts.cumsum()[:-1])
+            rows = {tuple(row) for row in shape.tolist()}
+            (whole,) = [cloud for cloud in clouds if rows <= {tuple(row) for row in cloud.tolist()}]
+            assert len(rows) == min(32, len(whole))
+
+
+def test_shapes_fill_the_unit_sphere(folder: Path) -> None:
+    text = (folder / MUG / "shape6.txt").read_text()
+    raw = np.array([line.split() for line in text.splitlines()], np.float64)[:, :3]
+    centred = raw - raw.mean(0)
+    expected = centred / np.sqrt((centred**2).sum(1).max())
+    train = shapenet.load(str(folder))["train"]
+    np.testing.assert_allclose(np.split(train.points, train.counts.cumsum())[5][:, :3], expected, atol=1e-5)
+
+
+def test_augmentation_scales_and_moves_a_shape_as_a_whole_and_leaves_normals(folder: Path) -> None:
+    plain = batches_of(small(data=str(folder), scale=(1.0, 1.0), shift=0.0))
+    factors, moves = [], []
+    for (shapes, _, _), (changed, _, _) in zip(plain, batches_of(small(data=str(folder))), strict=True):
+        assert torch.equal(shapes[..., 3:], changed[..., 3:])
+        for before, after in zip(shapes[..., :3], changed[..., :3], strict=True):
+            factor = (after[1] - after[0]) / (before[1] - before[0])
+            torch.testing.assert_close(after, before * factor[0] + (after[0] - before[0] * factor[0]))
+            factors.append(float(factor[0]))
+            moves.append((after[0] - before[0] * factor[0]).tolist())
+    assert 0.8 <= min(factors) < 0.95 < 1.1 < max(factors) <= 1.25
+    assert len(set(factors)) == 15
+    flat = np.array(moves)
+    assert -0.1001 < flat.min() < -0.05 < 0.05 < flat.max() < 0.1001
+    assert (np.ptp(flat, axis=1) > 0).all()
+
+
+class Oracle(nn.Module):
+    """Knows the labels, which the test data writes into the normals; prefers a part of no category there is."""
+
+    def __init__(self, wrong: int | None = None) -> None:
+        super().__init__()
+        self.wrong = wrong
+        self.num_seen = 0
+
+    def forward(self, shapes: Tensor, categories: Tensor) -> Tensor:
+        self.num_seen += len(shapes)
+        logits = F.one_hot(shapes[..., 3].long(), 50).float()
+        logits[..., 20] = 2
+        if self.wrong is not None:
+            logits[categories == self.wrong] *= -1
+        return logits
+
+
+@pytest.mark.parametrize("votes", [1, 3])
+def test_a_model_that_knows_has_all_and_one_wrong_category_costs_its_share(folder: Path, votes: int) -> None:
+    task = small(data=str(folder), votes=votes)
+    model = Oracle()
+    assert task.evaluate(model, "test", device=CPU) == dict.fromkeys(("instance_miou", "class_miou", "accuracy"), 100)
+    assert model.num_seen == 9 * votes
+    # a bag has two parts: with the other one always predicted, both have 0
+    metrics = task.evaluate(Oracle(wrong=1), "test", device=CPU)
+    assert metrics == pytest.approx(dict.fromkeys(metrics, 200 / 3))
+
+
+def test_class_and_instance_means_differ_where_categories_do(folder: Path) -> None:
+    path = folder / "train_test_split" / "shuffled_test_file_list.json"
+    entries = [entry for entry in json.loads(path.read_text()) if BAG not in entry or entry.endswith("shape24")]
+    path.write_text(json.dumps(entries))
+    metrics = small(data=str(folder)).evaluate(Oracle(wrong=1), "test", device=CPU)
+    assert len(entries) == 7
+    assert metrics["instance_miou"] == pytest.approx(600 / 7)
+    assert metrics["class_miou"] == pytest.approx(200 / 3)
+
+
+def test_evaluation_sees_the_same_points_each_time(folder: Path) -> None:
+    task, model = small(data=str(folder)), small_model().eval()
+    with torch.no_grad():
+        first = task.evaluate(model, "validation", device=CPU)
+        forget()
+        assert task.evaluate(model, "validation", device=CPU) == first
+
+
+def test_the_loss_is_the_mean_cross_entropy_over_shapes(folder: Path) -> None:
+    task, model = small(data=str(folder)), small_model().eval()
+    batch = batches_of(task)[0]
+    losses = [task.loss(model, tuple(t[i : i + 1] for t in batch)) for i in range(2)]
+    torch.testing.assert_close(task.loss(model, batch), torch.stack(losses).mean())
+    probabilities = model(*batch[:2]).softmax(2).gather(2, batch[2].unsqueeze(2))
+    torch.testing.assert_close(task.loss(model, batch), -probabilities.log().mean())
+
+
+def test_without_normals_the_same_points_have_three_numbers(folder: Path) -> None:
+    with_normals, without = (batches_of(small(data=str(folder), use_normals=use)) for use in (True, False))
+    assert without[0][0].shape == (2, 32, 3)
+    assert torch.equal(with_normals[0][0][..., :3], without[0][0])
+
+
+def test_a_sparse_run_lowers_the_loss(folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe(
+        task=small(data=str(folder), batch_size=8),
+        method=methods.cyclic_gap,
+        options={"steps": 2, "epochs": 2, "finetune": 2},
+        sparsity=0.5,
+        kappa=2,
+        device="cpu",
+    )
+    engine.train(recipe, tmp_path / "run")
+    events = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    losses = [event["loss"] for event in events if event["event"] == "epoch"]
+    assert losses[-1] < losses[0]
+
+
+# The cache
+
+
+together = shapenet._together
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that are parsed from now on."""
+    texts: list[str] = []
+    parse = shapenet._parse
+    monkeypatch.setattr(shapenet, "_parse", lambda text: [texts.append(text), parse(text)][1])
+    return texts
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_text_is_parsed_once_and_again_when_a_file_changes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    source = folder if kind == "folder" else zipped(folder, tmp_path / "a.zip")
+    texts = parsed(monkeypatch)
+    first = batches_of(small(data=str(source)))
+    assert len(texts) == 15 + 2 + 9
+    forget()
+    assert are_equal(first, batches_of(small(data=str(source))))
+    assert len(texts) == 26
+    shape = folder / MUG / "shape6.txt"
+    before = shape.stat()
+    shape.write_text(shape.read_text().replace(".", ".0", 1)[:-2] + "\n")  # other numbers, the same size
+    os.utime(shape, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000_000))
+    if kind == "zip":
+        zipped(folder, source)
+        os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000_000))
+    forget()
+    assert not are_equal(first, batches_of(small(data=str(source))))
+    assert len(texts) == 52
+    assert len(list((tmp_path / "cache" / "growprune").iterdir())) == 1
+
+
+def test_a_damaged_cache_is_no_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = batches_of(small(data=str(folder)))
+    (file,) = (tmp_path / "cache" / "growprune").iterdir()
+    for content in (b"", file.read_bytes()[:1000], b"PK" + bytes(100)):
+        file.write_bytes(content)
+        forget()
+        texts = parsed(monkeypatch)
+        assert are_equal(first, batches_of(small(data=str(folder))))
+        assert len(texts) == 26
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert len(batches_of(small(data=str(folder)))) == 8
+
+
+def test_a_cache_of_another_version_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapenet.load(str(folder))
+    monkeypatch.setattr(shapenet, "VERSION", shapenet.VERSION + "0")
+    forget()
+    texts = parsed(monkeypatch)
+    shapenet.load(str(folder))
+    assert len(texts) == 26
+
+
+def test_files_behind_a_link_are_watched_and_the_way_to_them_does_not_matter(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / MUG).rename(tmp_path / "elsewhere")
+    (folder / MUG).symlink_to(tmp_path / "elsewhere")
+    (folder / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder.parent)
+    shapenet.load(str(folder))
+    texts = parsed(monkeypatch)
+    for other in (folder.parent, tmp_path / "link", shapenet.NAME):
+        forget()
+        shapenet.load(str(other))
+    assert texts == []
+    (tmp_path / "elsewhere/shape6.txt").write_text(GOOD * 9)
+    forget()
+    assert 9 in shapenet.load(str(folder))["train"].counts
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        shapenet, "_together", lambda shapes: [(folder / MUG / "shape6.txt").write_text(GOOD * 9), together(shapes)][1]
+    )
+    assert 9 not in shapenet.load(str(folder))["train"].counts
+    forget()
+    assert 9 in shapenet.load(str(folder))["train"].counts

@@ -1,0 +1,182 @@
+"""Beam search, against searches written with lists."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from translation_cases import CPU, SMALL, rows, seeded, tokens
+
+from growprune.tasks.translation import search
+from growprune.tasks.translation.search import beam_search
+from growprune.tasks.translation.transformer import (
+    BOS,
+    EOS,
+    PAD,
+    Decoding,
+    Transformer,
+)
+
+
+@torch.no_grad()
+def greedy(model: Transformer, source: Tensor, max_length: int, num_pieces: int) -> list[int]:
+    """The most probable token each time, computed from the start each time."""
+    found: list[int] = []
+    while len(found) < max_length:
+        logits = model(source[None], torch.tensor([[BOS, *found]]))[0, -1]
+        allowed = [*([EOS] if found else []), *range(4, num_pieces)]
+        token = allowed[int(logits[allowed].argmax())]
+        if token == EOS:
+            break
+        found.append(token)
+    return found
+
+
+def sources(count: int, vocab_size: int = 11) -> Tensor:
+    """Sentences of several lengths, padded."""
+    source = tokens(count, 9, vocab_size=vocab_size)
+    for row, length in enumerate(itertools.islice(itertools.cycle((3, 8, 1, 5)), count)):
+        source[row, length] = EOS
+        source[row, length + 1 :] = PAD
+    return source
+
+
+FEW = replace(SMALL, vocab_size=8)
+"""With few words, of which the last is no piece, translations end at different lengths."""
+
+
+def test_a_beam_of_one_is_greedy_search() -> None:
+    lengths = set()
+    for seed in range(5):
+        model, source = seeded(FEW, seed, scale=0.5), sources(8, vocab_size=8)
+        found = beam_search(model, source, beam=1, length_penalty=1.0, max_length=9, num_pieces=7)
+        for row, line in zip(rows(found), source, strict=True):
+            assert row == greedy(model, line[line != PAD], 9, 7)
+            lengths.add(len(row))
+    assert len(lengths) > 3
+
+
+@torch.no_grad()
+def log_probability(model: Transformer, source: Tensor, hypothesis: tuple[int, ...]) -> float:
+    target = torch.tensor([[BOS, *hypothesis]])
+    log_p = model(source[None], target)[0].log_softmax(1)
+    return sum(float(log_p[i, token]) for i, token in enumerate((*hypothesis, EOS)))
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_beam_as_wide_as_everything_finds_the_best_of_all(seed: int, length_penalty: float) -> None:
+    shape = replace(SMALL, vocab_size=7, encoder_layers=1, decoder_layers=1)
+    model, source = seeded(shape, seed, scale=1.5), sources(3, vocab_size=7)
+    words, max_length = (4, 5, 6), 3
+    everything = [h for length in range(1, max_length + 1) for h in itertools.product(words, repeat=length)]
+    assert len(everything) == 3 + 9 + 27
+    found = beam_search(
+        model, source, beam=len(everything), length_penalty=length_penalty, max_length=max_length, num_pieces=7
+    )
+    for row, line in zip(rows(found), source, strict=True):
+        scores = {h: log_probability(model, line[line != PAD], h) / (len(h) + 1) ** length_penalty for h in everything}
+        assert tuple(row) == max(scores, key=scores.__getitem__)
+
+
+@torch.no_grad()
+def naive_beam(model: Transformer, source: Tensor, beam: int, max_length: int) -> list[int]:
+    """The rules of search.py for one sentence, with lists."""
+    alive: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    finished: list[tuple[float, tuple[int, ...]]] = []
+    while len(finished) < beam:
+        candidates = []
+        for score, h in alive:
+            log_p = model(source[None], torch.tensor([[BOS, *h]]))[0, -1].log_softmax(0)
+            ends, words = [EOS] if h else [], range(4, 7) if len(h) < max_length else ()
+            candidates += [(score + float(log_p[token]), (*h, token)) for token in (*ends, *words)]
+        best = sorted(candidates, reverse=True)[: 2 * beam]
+        finished += [(score / len(h), h[:-1]) for score, h in best[:beam] if h[-1] == EOS]
+        alive = [(score, h) for score, h in best if h[-1] != EOS][:beam]
+        if not alive:
+            break
+    return list(max(finished)[1])
+
+
+@pytest.mark.parametrize("beam", [2, 3, 4])
+def test_beam_search_follows_its_rules(beam: int) -> None:
+    lengths = set()
+    for seed in range(4):
+        model, source = seeded(FEW, seed, scale=0.5), sources(8, vocab_size=8)
+        found = beam_search(model, source, beam=beam, length_penalty=1.0, max_length=9, num_pieces=7)
+        for row, line in zip(rows(found), source, strict=True):
+            assert row == naive_beam(model, line[line != PAD], beam, 9)
+            lengths.add(len(row))
+    assert len(lengths) > 3
+
+
+def test_a_step_finishes_and_goes_on_with_the_right_candidates() -> None:
+    beams = search._Beams.start(1, 3, 4, CPU)
+    beams.scores, beams.tokens[0, :, 0] = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([4, 5, 4])
+    log_p = torch.full((1, 3, 6), -math.inf)
+    log_p[:, :, EOS], log_p[:, :, 4], log_p[:, :, 5] = -0.125, -1.0, -2.25
+    candidates = search._candidates(beams.scores, log_p)
+    assert candidates[0].tolist() == [[-1.125, -2.0, -2.125, -3.0, -3.125, -3.25]]
+    beams.finish(*candidates, step=1, length_penalty=1.0)
+    assert (beams.num_finished.tolist(), beams.best_scores.tolist()) == ([2], [-1.125 / 2])
+    assert beams.best.tolist() == [[4, PAD, PAD, PAD]]
+    assert beams.advance(*candidates, step=1).tolist() == [[0, 1, 0]]
+    assert beams.scores.tolist() == [[-2.0, -3.0, -3.25]]
+    assert beams.tokens[0, :, :2].tolist() == [[4, 4], [5, 4], [4, 5]]
+
+
+@torch.no_grad()
+def test_continuing_token_by_token_gives_the_logits_of_the_whole() -> None:
+    model, source, target = seeded(SMALL), sources(3), tokens(3, 4, 6, seed=2)
+    target[:, :, 0] = BOS
+    decoding = Decoding(model, source, beam=4, max_steps=6)
+    found = torch.stack([decoding.next(target[:, :, step]) for step in range(6)], 2)  # (B, K, T, V)
+    for k in range(4):
+        torch.testing.assert_close(found[:, k], model(source, target[:, k]))
+
+
+@torch.no_grad()
+def test_reordered_hypotheses_go_on_from_others() -> None:
+    model, source, target = seeded(SMALL), sources(2), tokens(2, 3, 4, seed=2)
+    decoding = Decoding(model, source, beam=3, max_steps=5)
+    for step in range(4):
+        decoding.next(target[:, :, step])
+    origin = torch.tensor([[2, 0, 0], [1, 1, 2]])
+    decoding.reorder(origin)
+    newest = tokens(2, 3, seed=3)
+    found = decoding.next(newest)
+    for b, k in itertools.product(range(2), range(3)):
+        whole = torch.cat([target[b, origin[b, k]], newest[b, k : k + 1]])[None]
+        torch.testing.assert_close(found[b, k], model(source[b : b + 1], whole)[0, -1])
+
+
+def test_translations_end_in_time_and_hold_only_pieces() -> None:
+    model = seeded(SMALL, scale=0.1)
+    with torch.no_grad():  # a model that never wants to end, and would rather say what is no text
+        model.decoder.norm.bias.copy_(10 * model.embedding.weight[[PAD, BOS, 3, 9, 10]].sum(0))
+        model.embedding.weight[EOS] = -model.decoder.norm.bias
+    for beam in (1, 3):
+        found = rows(beam_search(model, sources(4), beam=beam, length_penalty=1.0, max_length=55, num_pieces=9))
+        assert [len(row) for row in found] == [53, 55, 51, 55]
+        assert {token for row in found for token in row} <= set(range(4, 9))
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_only_an_empty_sentence_has_an_empty_translation(beam: int) -> None:
+    model = seeded(SMALL, scale=0.1)
+    with torch.no_grad():  # a model that would rather say nothing
+        model.decoder.norm.bias.copy_(1e4 * model.embedding.weight[EOS])
+    source = torch.tensor([[4, EOS, PAD], [EOS, PAD, PAD], [4, 5, EOS]])
+    found = beam_search(model, source, beam=beam, length_penalty=1.0, max_length=9, num_pieces=11)
+    assert [len(row) for row in rows(found)] == [1, 0, 1]
+
+
+def test_a_broken_model_still_gives_an_answer() -> None:
+    model = seeded(SMALL)
+    nn.init.constant_(model.embedding.weight, math.nan)
+    found = beam_search(model, sources(2), beam=3, length_penalty=1.0, max_length=5, num_pieces=11)
+    assert rows(found) == [[], []]
