@@ -29,7 +29,8 @@ DATA = {
 }
 ROWS = ("dense", "cyclic-80-uniform", "cyclic-90-uniform", "parallel-80-uniform")
 SEEDS = (0, 1)
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
+"""Exit statuses of a run that was stopped: after it saved, or before there was anything to save."""
 VARIANTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "classification-cifar10": {
         "cyclic-80-global": ("cyclic-80-global", {}),

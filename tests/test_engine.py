@@ -148,6 +148,15 @@ def test_accumulated_batches_equal_one_of_all_their_examples(tmp_path: Path) -> 
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-4)
 
 
+def test_batches_may_be_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.train(replace(cyclic(), accumulate=2), tmp_path / "made")
+    batches = Toy.batches
+    monkeypatch.setattr(Toy, "batches", lambda *args, **kwargs: list(batches(*args, **kwargs)))
+    engine.train(replace(cyclic(), accumulate=2), tmp_path / "listed")
+    made, listed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("made", "listed"))
+    assert made == listed
+
+
 def test_accumulated_batches_are_made_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
@@ -256,10 +265,10 @@ def test_options_that_the_recipe_has_a_field_for_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("field", "allowed"),
-    [("precision", "fp32, bf16"), ("device", "auto, cpu, cuda")],
+    [("precision", "one of fp32, bf16"), ("device", "auto, cpu, cuda, or one such as cuda:1")],
 )
 def test_a_choice_that_is_none_is_refused_when_the_recipe_is_made(field: str, allowed: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is 'fp16', but must be one of {allowed}"):
+    with pytest.raises(ValueError, match=f"{field} is 'fp16', but must be {allowed}"):
         replace(cyclic(), **{field: "fp16"})
 
 

@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -57,8 +58,38 @@ def test_when_a_plan_is_over_another_begins() -> None:
     assert len(list(sparse.follow(first))) == 2
     assert [str(phase) for phase in sparse.follow(second)] == ["train", "prune all to 0.9"]
     assert sparse.num_alive == 51 + 102 + 13
-    sparse.grow()
-    assert len(list(sparse.follow(second))) == 2  # and the same again
+    again = gp.SparseModel(mlp(), sparsity=0.9)
+    again.load_state_dict(sparse.state_dict())
+    assert list(again.follow(second)) == list(sparse.follow(second)) == []  # a script run twice trains once
+    again.leave_plan()
+    again.grow()
+    assert len(list(again.follow(second))) == 2
+
+
+def test_a_plan_may_be_a_generator() -> None:
+    sparse = gp.SparseModel(mlp(), sparsity=0.9)
+    S = gp.Partition.contiguous(sparse.model, 2)
+    steps = (step for step in one_shot(S, sparsity=0.9, epochs=1, finetune=1))
+    assert len(list(sparse.follow(steps))) == 2  # type: ignore[arg-type]
+    assert sparse.num_alive == 166
+
+
+def test_an_edit_that_failed_is_done_when_the_plan_is_followed_again() -> None:
+    sparse = gp.SparseModel(mlp(), sparsity=0.9)
+    plan = one_shot(gp.Partition.contiguous(sparse.model, 1), sparsity=np.float64(0.9), epochs=1, finetune=1)
+    walk = sparse.follow(plan)
+    next(walk)
+    weight = sparse.model.get_parameter("0.weight")
+    with torch.no_grad():
+        before = weight.clone()
+        weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"not finite|NaN|nan"):
+        next(walk)
+    with torch.no_grad():
+        weight.copy_(before)
+    plan = one_shot(gp.Partition.contiguous(sparse.model, 1), sparsity=0.9, epochs=1, finetune=1)
+    assert len(list(sparse.follow(plan))) == 2  # the phase it was in, and the one that failed
+    assert sparse.num_alive == 166
 
 
 def test_a_plan_is_not_gone_on_with_by_another() -> None:
@@ -69,7 +100,7 @@ def test_a_plan_is_not_gone_on_with_by_another() -> None:
     state = sparse.state_dict()
     for again in (sparse, gp.SparseModel(mlp(), sparsity=0.9)):
         again.load_state_dict(state)
-        with pytest.raises(ValueError, match="the model is in stretch 1 of another plan: go on with that"):
+        with pytest.raises(ValueError, match=r"in stretch 1 of another plan: go on with that, or call leave_plan\(\)"):
             next(again.follow(one_shot(S, sparsity=0.9, epochs=1, finetune=1)))
         assert str(next(again.follow(one_shot(S, sparsity=0.5, epochs=1, finetune=1)))) == "prune all to 0.5"
 
@@ -103,6 +134,32 @@ def test_of_two_sparse_models_of_a_model_the_last_decides(tmp_path: Path) -> Non
     step(model, again.attach(torch.optim.SGD(model.parameters(), lr=0.1)))
     assert sum(int(w.count_nonzero()) for w in (model[0].weight, model[2].weight, model[4].weight)) > 400
     assert optimizer.param_groups
+
+
+def test_a_sparse_model_that_is_gone_leaves_the_other_in_charge(tmp_path: Path) -> None:
+    model = mlp()
+    sparse = pruned(model)
+    optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    gp.save(sparse, tmp_path / "model.safetensors")
+    again = gp.load(tmp_path / "model.safetensors", model)
+    again.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    del again
+    step(model, optimizer)
+    assert model[0].weight.grad is not None
+    assert int(model[0].weight.grad[~sparse.mask("0.weight")].count_nonzero()) == 0
+
+
+def test_layers_may_be_wrapped_afterwards() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+    model = mlp()
+    sparse = gp.SparseModel(model, sparsity=0.9)
+    model[2] = Wrapped(model[2])
+    assert sparse.report().rows
+    sparse.enforce()
 
 
 def test_a_layer_that_was_replaced_is_noticed() -> None:
@@ -151,6 +208,21 @@ def test_a_tied_weight_has_all_its_names() -> None:
         assert [w.name for w in gp.SparseModel(Tied(), sparsity=0.5, keep_dense=[name]).weights] == ["c.weight"]
     S = gp.Partition.of(Tied(), [["a", "b.weight"], ["b.bias", "c"]])
     assert S[0].tensors == ("a.weight", "a.bias")
+    with pytest.raises(ValueError, match="part 1 has no parameter or buffer of its own"):
+        gp.Partition.of(Tied(), [["a", "b.bias", "c"], ["b.weight"]])
+    model = Tied()
+    with pytest.raises(ValueError, match=r"tied to b.weight: use storage='masked'"):
+        gp.SparseModel(model, sparsity=0.5, storage="compact")
+    assert pruned(model, sparsity=0.5).num_alive == 16  # as it was told, and the model is as it was
+
+
+def test_looking_for_computed_weights_computes_none() -> None:
+    model = mlp()
+    nn.utils.parametrizations.spectral_norm(model[2])
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with pytest.warns(UserWarning, match="not pruned, since computed"):
+        gp.SparseModel(model, sparsity=0.5)
+    assert before and all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
 def test_weights_that_are_computed_are_warned_of() -> None:
@@ -170,7 +242,9 @@ def test_models_that_cannot_be_made_sparse_are_refused() -> None:
 def test_a_state_of_something_else_is_refused() -> None:
     sparse = pruned()
     state = sparse.state_dict()
-    with pytest.raises(ValueError, match=r"the state has no .*masks.*: give what state_dict\(\) returned"):
+    with pytest.raises(
+        ValueError, match=r"the state has no .*masks.*: give what this version's state_dict\(\) returned"
+    ):
         sparse.load_state_dict({})
     for wrong in (state["masks"]["0.weight"][:-1], torch.zeros(100, dtype=torch.uint8)):
         with pytest.raises(ValueError, match=r"a mask of \d+ bytes is not one of shape \(32, 16\)"):
@@ -182,8 +256,10 @@ def test_a_state_of_something_else_is_refused() -> None:
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
+    sparse, optimizer = pruned(), torch.optim.SGD(mlp().parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"the optimizer has no parameter of the model"):
-        pruned().attach(torch.optim.SGD(mlp().parameters(), lr=0.1))
+        sparse.attach(optimizer)
+    assert not optimizer._optimizer_step_post_hooks
 
 
 def test_an_optimizer_made_before_a_compact_edit_is_refused_after_it() -> None:

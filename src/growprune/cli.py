@@ -65,7 +65,7 @@ def _is_for_users(error: Exception) -> bool:
 def _is_raised_by_us(error: Exception) -> bool:
     """What torch, or the task in a user's file, has to say makes no sense without the place."""
     *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-    return str(innermost.f_globals.get("__name__")).partition(".")[0] == "growprune"
+    return Path(__file__).parent in Path(innermost.f_code.co_filename).parents
 
 
 @app.command()

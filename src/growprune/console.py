@@ -173,8 +173,10 @@ def _table(*columns: str) -> Table:
     """Numbers are shown whole, to the right; where there is no room, texts go on in the next line."""
     table = Table()
     for name in columns:
-        is_text = name in ("edits", "validation", "candidate")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+        if name in ("edits", "validation", "candidate"):
+            table.add_column(name, min_width=12, overflow="fold")
+        else:
+            table.add_column(name, no_wrap=True, justify="right")
     return table
 
 

@@ -109,7 +109,9 @@ def _nothing(dtype: torch.dtype) -> float | int | bool:
     """What no initialisation gives, as far as there is such a thing."""
     if dtype is torch.bool:
         return False
-    return torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.nan
+    return torch.iinfo(dtype).min or torch.iinfo(dtype).max
 
 
 def _check_filled(module: nn.Module, path: str, names: list[str]) -> None:

@@ -115,8 +115,8 @@ def computed_weights(model: Any) -> list[str]:
     found = []
     for path, module in model.named_modules():
         takes_inputs = hasattr(module, "in_features") or hasattr(module, "in_channels")
-        own = dict(module.named_parameters(recurse=False))
-        if takes_inputs and "weight" not in own and getattr(module, "weight", None) is not None:
+        # not by reading the attribute, which may compute it, and change the state of that
+        if takes_inputs and ("weight" in vars(module) or "weight" in getattr(module, "parametrizations", ())):
             found.append(_join(path, "weight"))
     return found
 

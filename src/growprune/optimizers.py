@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,8 +30,12 @@ class Optimizers:
         self._held, self._storage = held, storage
         self.attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def attach(self, optimizer: Optimizer) -> None:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+    def attach(self, optimizer: Optimizer, *, own: Set[int]) -> None:
+        """Follow an optimizer, which must train some of the model's own parameters, given by their ids."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(parameter) in own for parameter in parameters):
+            raise ValueError("the optimizer has no parameter of the model: make it of model.parameters()")
+        for parameter in parameters:
             if parameter in REPLACED:
                 raise ValueError(
                     f"the optimizer holds {REPLACED[parameter]} weights as they were before an edit: make it after the "

@@ -63,6 +63,9 @@ class Partition:
         for prefix in owner_of:
             if not any(matches(name, prefix) for name in [*_tensor_names(model), *first_names(model)]):
                 raise ValueError(f"prefix {prefix!r} matches no parameter or buffer of the model")
+        for i, names in enumerate(tensors):
+            if not names:
+                raise ValueError(f"part {i} has no parameter or buffer of its own: leave it out, or name some")
         return cls._numbered(tensors)
 
     @classmethod

@@ -68,6 +68,7 @@ class Edit:
 
     def __post_init__(self) -> None:
         check_sparsity(self.to)
+        object.__setattr__(self, "to", float(self.to))  # so that what is equal is also written alike
         if not isinstance(self.by, By):
             object.__setattr__(self, "by", parse_by(self.by))
 

@@ -23,14 +23,19 @@ def pack(mask: Tensor) -> Tensor:
     return (flat << torch.arange(8, device=mask.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
 
 
+def check_packed(packed: Tensor, shape: Sequence[int]) -> None:
+    """Raise unless a packed mask is one of this shape, as far as its size tells."""
+    if packed.numel() != -(-math.prod(shape) // 8):
+        raise ValueError(f"a mask of {packed.numel()} bytes is not one of shape {tuple(shape)}")
+
+
 def unpack(packed: Tensor, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
     """The inverse of `pack`, for a mask of this shape.
 
     >>> unpack(torch.tensor([13, 1], dtype=torch.uint8), (9,)).int().tolist()
     [1, 0, 1, 1, 0, 0, 0, 0, 1]
     """
-    if packed.numel() != -(-math.prod(shape) // 8):
-        raise ValueError(f"a mask of {packed.numel()} bytes is not one of shape {tuple(shape)}")
+    check_packed(packed, shape)
     packed = packed.to(device) if device is not None else packed
     bits = (packed[:, None] >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1
     return bits.reshape(-1)[: math.prod(shape)].bool().view(tuple(shape))

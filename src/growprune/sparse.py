@@ -22,8 +22,8 @@ from growprune.layers import DENSE_SHAPES, Weight, computed_weights, prunable_we
 from growprune.optimizers import Optimizers
 from growprune.patterns import Pattern, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Step, Stretch, check_sparsity, walk
-from growprune.snapshot import Snapshot, pack, unpack
-from growprune.storage import Held, check_in_place, parse_storage
+from growprune.snapshot import Snapshot, check_packed, pack, unpack
+from growprune.storage import Held, parse_storage
 from growprune.walking import Combine, Walk
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ class SparseModel:
         for weight in self.weights:
             self.pattern.check(weight, sparsity)
         names = dict.fromkeys(weight.parameter for weight in self.weights)
+        for name in names:  # before any is held, since holding may change the model
+            parse_storage(storage).check(model, name)
         self._held: dict[str, Held] = {name: parse_storage(storage)(model, name, self.pattern) for name in names}
         self._optimizers = Optimizers(self._held, storage)
         self._editor = Editor(
@@ -119,8 +121,13 @@ class SparseModel:
 
     def check(self, *parts: Part) -> None:
         """Raise if parts name what the model has not, or if it has other layers than when it was made sparse."""
+        own = {id(parameter) for parameter in self.model.parameters()}
         for name, held in self._held.items():
-            check_in_place(self.model, name, held)
+            if id(held.module._parameters.get(name.rpartition(".")[2])) not in own:
+                raise ValueError(
+                    f"{name} is not the parameter it was when the SparseModel was made: make a new one after changing "
+                    f"layers"
+                )
         known = _tensors(self.model)
         for part in parts:
             if foreign := [name for name in part.tensors if name not in known]:
@@ -149,10 +156,7 @@ class SparseModel:
         Works with any optimizer: state shaped like its parameter is masked, other state is left alone.
         Returns the optimizer, so that it can be made and attached in one line.
         """
-        own = {id(parameter) for parameter in self.model.parameters()}
-        self._optimizers.attach(optimizer)
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            raise ValueError("the optimizer has no parameter of the model: make it of model.parameters()")
+        self._optimizers.attach(optimizer, own={id(parameter) for parameter in self.model.parameters()})
         self.enforce()
         return optimizer
 
@@ -193,8 +197,8 @@ class SparseModel:
         """Walk a plan: do the edits of each phase, and hand the phase out to be trained.
 
         A fork's branches are handed out one after the other, each from the same model, and combined after the last.
-        After `load_state_dict`, the walk goes on with the phase that was being trained, whose edits are done. When
-        a plan is over, another may begin.
+        After `load_state_dict`, the walk goes on with the phase that was being trained, whose edits are done. A plan
+        that is over has no more phases, and another can begin.
         """
         for stretch in self.stretches(plan):
             yield stretch.phase
@@ -212,8 +216,13 @@ class SparseModel:
             takes: which branches of a fork are trained here; the others are trained elsewhere.
             combine: brings the parts of all branches together.
         """
-        self.check(*(part for stretch in walk(plan) for part in _parts_of(stretch)))
-        return self._walk.along(plan, self, takes, combine)
+        listed = list(walk(plan))
+        self.check(*(part for stretch in listed for part in _parts_of(stretch)))
+        return self._walk.along(listed, self, takes, combine)
+
+    def leave_plan(self) -> None:
+        """Forget the plan that is being followed, wherever it stands, so that another can begin."""
+        self._walk = Walk()
 
     def snapshot(self, part: Part | None = None, *, device: torch.device | str | None = None) -> Snapshot:
         """A copy of the tensors and masks of a part, or of the whole model; of sparse weights, what lives.
@@ -265,15 +274,18 @@ class SparseModel:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state back. Load the model's own state before."""
-        if missing := self.state_dict().keys() - state.keys():
-            raise ValueError(f"the state has no {', '.join(sorted(missing))}: give what state_dict() returned")
+        if missing := {"masks", "num_edits", *Walk().state_dict()} - state.keys():
+            raise ValueError(
+                f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"
+            )
         unknown = set(state["masks"]) ^ set(self._held)
         if unknown:
             raise ValueError(f"the state's masks and the model's prunable weights differ in {sorted(unknown)}")
-        masks = {name: unpack(state["masks"][name], held.shape) for name, held in self._held.items()}
+        for name, held in self._held.items():  # all, before any is changed
+            check_packed(state["masks"][name], held.shape)
         for name, held in self._held.items():
             with self._optimizers.following(held):
-                held.keep(masks[name].to(held.parameter.device))
+                held.keep(unpack(state["masks"][name], held.shape, held.parameter.device))
         self._editor.num_edits = state["num_edits"]
         self._walk.load_state_dict(state)
         self.enforce()
@@ -327,7 +339,7 @@ def _check_model(model: nn.Module) -> None:
         if is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet: run a batch through the model first")
     for path, module in model.named_modules():
-        if DENSE_SHAPES in vars(module):
+        if vars(module).get(DENSE_SHAPES):
             raise ValueError(f"{path or 'the model'} is held compact by another SparseModel: use a fresh model")
     if made := computed_weights(model):
         warnings.warn(
@@ -343,7 +355,8 @@ def _named_alike(copy: nn.Module, names: Iterable[str]) -> dict[str, nn.Paramete
         parameters = dict(inner.named_parameters()) if isinstance(inner, nn.Module) else {}
         if all(name in parameters for name in names):
             return parameters
-    raise ValueError(f"the copy lacks {next(name for name in names)}: it is of another model")
+    missing = next(name for name in names if name not in dict(copy.named_parameters()))
+    raise ValueError(f"the copy lacks {missing}: it is of another model")
 
 
 def _parts_of(stretch: Stretch) -> list[Part]:

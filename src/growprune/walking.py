@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from growprune.plan import Action, By, Part, Plan, Step, Stretch, walk
+from growprune.plan import Action, By, Part, Stretch
 from growprune.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -31,16 +32,15 @@ class Walk:
         self.brought: Snapshot = {}
 
     def along(
-        self, plan: Plan | Sequence[Step], sparse: SparseModel, takes: Callable[[int], bool], combine: Combine
+        self, listed: Sequence[Stretch], sparse: SparseModel, takes: Callable[[int], bool], combine: Combine
     ) -> Iterator[Stretch]:
         """Do the edits of each stretch, and hand it out; see `SparseModel.stretches`."""
-        listed = list(walk(plan))
         self._begin(listed)
         parts: list[tuple[str, ...]] = []
         for stretch in listed:
             parts = [] if stretch.branch in (None, 0) else parts
             parts += [stretch.brings.tensors] if stretch.brings is not None else []
-            if stretch.index < self.position:
+            if stretch.index < self.position or self.is_over:
                 continue
             is_mine = stretch.branch is None or takes(stretch.branch)
             if stretch.index > self.position:
@@ -58,14 +58,13 @@ class Walk:
 
     def _begin(self, listed: Sequence[Stretch]) -> None:
         """Go on with the plan that was begun, or begin one."""
-        if self.is_over:
+        trail = functools.reduce(_onward, listed[: self.position + 1], "")
+        is_same = trail == self.trail and (self.position == len(listed) - 1 or not self.is_over)
+        if self.is_over and not is_same:
             self.position, self.trail, self.is_over = -1, "", False
-        trail = ""
-        for stretch in listed[: self.position + 1]:
-            trail = _onward(trail, stretch)
-        if trail != self.trail or self.position >= len(listed):
+        elif not is_same or self.position >= len(listed):
             raise ValueError(
-                f"the model is in stretch {self.position} of another plan: go on with that, or make a new SparseModel"
+                f"the model is in stretch {self.position} of another plan: go on with that, or call leave_plan()"
             )
 
     def _enter(self, stretch: Stretch, sparse: SparseModel, *, is_mine: bool) -> None:
@@ -74,12 +73,12 @@ class Walk:
         elif stretch.branch is not None and is_mine:
             assert self.base is not None
             sparse.restore(self.base)
-        self.position, self.trail = stretch.index, _onward(self.trail, stretch)
         if is_mine:
             sparse.apply(*stretch.phase.edits)
         else:  # so that later edits draw the same random numbers wherever the branch was trained
             for _ in stretch.phase.edits:
                 sparse.count_edit()
+        self.position, self.trail = stretch.index, _onward(self.trail, stretch)
 
     def state_dict(self) -> dict[str, Any]:
         place = {"position": self.position, "trail": self.trail, "is_over": self.is_over}

@@ -61,7 +61,8 @@ def _meet(run: Run) -> None:
     run.mesh.barrier("starting")
     batch = next(run.task.batches(seed=0, start=0, device=torch.device("cpu")), None) if run.mesh.world > 1 else None
     recipe = _with_task_fields(describe(run.recipe)) | {"task.data": None}  # which may lie elsewhere on each machine
-    texts = {"recipe": json.dumps(recipe), "version": json.dumps(environment(run.device))}
+    version = environment(run.device) | {"commit": None}  # which a machine without git does not know
+    texts = {"recipe": json.dumps(recipe), "version": json.dumps(version)}
     texts |= {"data": digest(batch), "view of the run folder, which all must share,": run.folder.recipe_text()}
     run.mesh.agree(texts, "starting")
 

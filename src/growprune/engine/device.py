@@ -14,10 +14,17 @@ from typing import Any
 import torch
 
 
+def check_device(name: str) -> None:
+    try:
+        torch.device("cpu" if name == "auto" else name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {name!r}, but must be auto, cpu, cuda, or one such as cuda:1") from error
+
+
 def choose_device(name: str) -> torch.device:
     """The device a recipe names, set up to give the same bits each time."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', but torch sees no CUDA device: set device=cpu or device=auto")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device is {name!r}, but torch sees no CUDA device: set device=cpu or device=auto")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
@@ -57,12 +64,14 @@ def _version() -> str:
 
 def _commit() -> str:
     """Of the checkout growprune runs from, marked if it has been changed since; nothing if it was installed."""
-    root = Path(__file__).parents[3]
-    if not (root / ".git").exists():
+    package = Path(__file__).parents[1]
+    root = package.parents[1]
+    if not (root / ".git").exists() or package != root / "src" / "growprune":
         return ""
     git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10, env=plain).stdout.strip()
     except (OSError, subprocess.SubprocessError):  # without git, or not ours to look at
         return ""
 

@@ -26,7 +26,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class Optimizer:
     """Which optimizer, and its settings."""
 
-    kind: Literal["sgd", "adam", "adamw", "rmsprop", "adagrad"] = "sgd"
+    kind: str = "sgd"
+    """A name in `OPTIMIZERS`."""
     lr: float = 0.1
     """The peak of the learning-rate curve."""
     weight_decay: float = 0.0
@@ -41,7 +42,7 @@ class Optimizer:
     """All but sgd."""
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        require(self.kind in OPTIMIZERS, "kind", self.kind, f"one of {', '.join(OPTIMIZERS)}")
         require(0 <= self.lr < math.inf, "lr", self.lr, "0 or more")
         require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
         require(self.momentum is None or 0 <= self.momentum < 1, "momentum", self.momentum, "from 0 to below 1")

@@ -9,7 +9,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from growprune.engine.recipe import Recipe, own_options
 from growprune.methods import METHODS
@@ -82,12 +82,16 @@ _MISFIT: Any = object()
 
 def _readings(text: str) -> Iterator[Any]:
     with contextlib.suppress(ValueError):
-        yield json.loads(text)
+        yield json.loads(text, parse_constant=_refuse)
     with contextlib.suppress(ValueError):
         yield int(text)
     with contextlib.suppress(ValueError):
         if math.isfinite(number := float(text)):  # "nan" and "inf" are names to Python, and more likely slips
             yield number
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(name)  # NaN or Infinity, which are no JSON
 
 
 def _fit(value: Any, hint: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from growprune.engine.checks import check_choices, require
+from growprune.engine.device import check_device
 from growprune.engine.optim import Curve, Optimizer
 from growprune.partition import Partition
 from growprune.plan import Plan, check_counts
@@ -54,7 +55,8 @@ class Recipe:
     candidates: bool = True
     """After each step, evaluate what the model would be if pruned now, on validation data, and keep the best."""
     seed: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"
+    """"auto" for a GPU if there is one, or as torch names it: "cpu", "cuda", "cuda:1"."""
     replicas: int = 0
     """Under torchrun: how many processes share each batch. 0: one for each branch of a fork; all without forks."""
     sync_batchnorm: bool = True
@@ -68,6 +70,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        check_device(self.device)
         check_counts(1, accumulate=self.accumulate, evaluate_every=self.evaluate_every)
         check_counts(0, replicas=self.replicas)
         require(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or None for no clipping")

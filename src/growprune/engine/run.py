@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from growprune import file
 from growprune.engine import checkpoint
@@ -61,9 +60,9 @@ class Run:
         self.device = choose_device(recipe.device)
         self.task = recipe.task
         self.num_batches = self.task.num_batches()  # first, because it looks at the data, and data may be missing
-        recipe.optimizer.build(nn.Linear(1, 1))  # on trial: one that cannot be built is said before there is a folder
         seed_all(recipe.seed, "model")
         model = self.task.build_model().to(self.device)
+        recipe.optimizer.build(model)  # on trial: if it cannot be built, better to hear of it before there is a folder
         self.plan = recipe.plan(model)
         self.sparse = recipe.sparse_model(model)
         self.mesh = Mesh(self.plan, recipe.replicas, recipe.timeout_seconds)

@@ -33,7 +33,7 @@ def _sliced(batch: Any, taken: slice) -> Any:
 def num_examples(batch: Any) -> int:
     """How long the first tensor of a batch is."""
     if isinstance(batch, Tensor):
-        return len(batch)
+        return len(batch) if batch.dim() else 0
     items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
     return next((count for count in map(num_examples, items) if count), 0)
 

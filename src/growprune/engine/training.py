@@ -94,7 +94,7 @@ class Training:
     def _iterations(self, stretch: Stretch) -> Iterator[Iterator[Any]]:
         """The batches of the current epoch from where the cursor stands, `accumulate` at a time, made one by one."""
         seed = salt_of(self.recipe.seed, "data", stretch.step, stretch.branch, self.cursor.epoch) >> 1
-        batches = self._task.batches(seed=seed, start=self.cursor.batch, device=self.device)
+        batches = iter(self._task.batches(seed=seed, start=self.cursor.batch, device=self.device))
         for first in batches:
             yield itertools.chain([first], itertools.islice(batches, self.recipe.accumulate - 1))
 

@@ -63,11 +63,11 @@ def tiny() -> Study:
 ROWS: dict[str, Row] = {
     "dense": ("Table 1, dense: top-1 78.2", lambda s: s.dense),
     "one-shot-80-uniform": (
-        "Table 1, prune-from-dense: top-1 77.1, there by ADMM; here pruned once",
+        "Table 1, prune-from-dense 80 %: top-1 77.1, there by ADMM; here pruned once",
         lambda s: s.one_shot(0.8),
     ),
     "one-shot-90-uniform": (
-        "Table 1, prune-from-dense: top-1 75.8, there by ADMM; here pruned once",
+        "Table 1, prune-from-dense 90 %: top-1 75.8, there by ADMM; here pruned once",
         lambda s: s.one_shot(0.9),
     ),
     "cyclic-80-uniform": ("Table 1, C-GaP uniform 80 %: top-1 77.9", lambda s: s.cyclic(0.8)),

@@ -76,11 +76,11 @@ def in_the_paper(row: str, claim: str) -> str:
 
 def measured(data: str, figures: Mapping[str, str]) -> Say:
     """What was measured, by row, on small data; a test compares it with experiments/."""
-    return lambda row, claim: f"{claim.partition(':')[0]}, on {data}: {figures.get(row, 'not measured')}"
+    return lambda row, claim: f"Like {claim.partition(':')[0]}, on {data}: {figures.get(row, 'not measured')}"
 
 
 def to_see_that_it_runs(row: str, claim: str) -> str:
-    return f"{claim.partition(':')[0]}, to see that it runs"
+    return f"Like {claim.partition(':')[0]}, to see that it runs"
 
 
 def recipes(

@@ -18,6 +18,10 @@ class Held(Protocol):
     module: nn.Module
     """Whose parameter it is."""
 
+    @staticmethod
+    def check(model: nn.Module, name: str) -> None:
+        """Raise if a parameter of a model cannot be held."""
+
     @property
     def parameter(self) -> nn.Parameter:
         """What the optimizer sees."""
@@ -68,17 +72,4 @@ def parse_storage(name: str) -> type[Masked] | type[Compact]:
     return STORAGES[name]
 
 
-def check_in_place(model: nn.Module, name: str, held: Held) -> None:
-    """Raise unless a parameter still lies where it lay when it was taken hold of."""
-    path, _, local = name.rpartition(".")
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:
-        module = model
-    if module is not held.module or local not in module._parameters:
-        raise ValueError(
-            f"{name} is not the parameter it was when the SparseModel was made: make a new one after changing layers"
-        )
-
-
-__all__ = ["STORAGES", "Compact", "Held", "Masked", "check_in_place", "parse_storage"]
+__all__ = ["STORAGES", "Compact", "Held", "Masked", "parse_storage"]

@@ -92,8 +92,12 @@ class Compact:
         self.module = model.get_submodule(path)
         self._shape = self.parameter.shape
         self._group = _group_of(pattern, self.module, self._shape)
-        _check_holdable(model, name)
         set_layout(self.module, self._local, None)
+
+    @staticmethod
+    def check(model: nn.Module, name: str) -> None:
+        """Raise if it cannot be held."""
+        _check_holdable(model, name)
 
     @property
     def parameter(self) -> nn.Parameter:

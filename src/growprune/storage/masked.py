@@ -31,12 +31,14 @@ class Masked:
         del pattern
         path, _, self._local = name.rpartition(".")
         self.module = model.get_submodule(path)
-        if self.parameter.is_complex():
-            raise ValueError(f"{name} is complex, which cannot be pruned: add it to keep_dense")
         self._mask = torch.ones_like(self.parameter, dtype=torch.bool)
-        self._take_over()
         self._wide: Tensor | None = None
         self._hooked: weakref.ref[nn.Parameter] | None = None
+
+    @staticmethod
+    def check(model: nn.Module, name: str) -> None:
+        if model.get_parameter(name).is_complex():
+            raise ValueError(f"{name} is complex, which cannot be pruned: add it to keep_dense")
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -113,20 +115,21 @@ class Masked:
             # as soon as they are there, so that clipping, accumulation and all-reduce see masked gradients only
             parameter.register_post_accumulate_grad_hook(_mask_gradient)  # type: ignore[no-untyped-call]
             self._hooked = weakref.ref(parameter)
-            self._take_over()
-
-    def _take_over(self) -> None:
-        HOLDERS[self.parameter] = weakref.ref(self)
+            HOLDERS[parameter] = [*_holders(parameter), weakref.ref(self)]
 
 
 HOLDERS: Any = WeakTensorKeyDictionary()
-"""By parameter, who masks it now: the last to be made, if several SparseModels were made of one model."""
+"""By parameter, who masks its gradients: of several SparseModels of one model, the last that is still there."""
+
+
+def _holders(parameter: Tensor) -> list[weakref.ref[Masked]]:
+    return [reference for reference in HOLDERS.get(parameter, ()) if reference() is not None]
 
 
 def _mask_gradient(parameter: Tensor) -> None:
     """Mask a gradient for as long as somebody holds the mask: a model may outlive it, and must then train freely."""
-    reference = HOLDERS.get(parameter)
-    held = None if reference is None else reference()
+    holders = _holders(parameter)
+    held = holders[-1]() if holders else None
     if held is not None and parameter.grad is not None:
         zero_off(held.mask(), parameter.grad)
 

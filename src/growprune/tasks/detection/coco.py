@@ -186,7 +186,7 @@ def _row(record: Any, images: dict[int, dict[str, Any]], labels: dict[int, int])
         raise ValueError(f"its box {box} has no size")
     if x >= image["width"] or y >= image["height"] or x + width <= 0 or y + height <= 0:
         raise ValueError(f"its box {box} is outside of the image of {image['width']} x {image['height']} pixels")
-    if (crowd := record.get("iscrowd", 0)) not in (0, 1):
+    if (crowd := record.get("iscrowd") or 0) not in (0, 1):
         raise ValueError(f"iscrowd is {crowd!r}, not 0 or 1")
     area = record.get("area", width * height)
     return (*box, labels[category], area if _is_number(area) else width * height, crowd)

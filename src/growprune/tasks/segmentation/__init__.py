@@ -46,6 +46,8 @@ class PartSegmentation:
         for name in ("num_points", "batch_size", "width", "detail", "votes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be above 0")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}, but must be at least 0 and below 1")
         if self.num_points < (centres := scaled(NUM_CENTRES[0], self.detail)):
             raise ValueError(f"num_points is {self.num_points}, but the model picks {centres} of them: lower detail")
 

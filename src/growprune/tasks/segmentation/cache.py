@@ -57,6 +57,6 @@ def key_of(source: Path, names: Iterable[str], version: str) -> str:
         try:
             stat = (source / name).stat()
             digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-        except OSError:  # who reads it will say what is wrong with it
+        except (OSError, ValueError):  # who reads it will say what is wrong with it
             digest.update(f"{name}\0missing\n".encode())
     return digest.hexdigest()
