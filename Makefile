@@ -37,4 +37,4 @@ netns: .venv/dev
 	touch $@
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv

@@ -157,6 +157,57 @@ def test_batches_may_be_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert made == listed
 
 
+def test_every_round_of_parallel_gap_is_saved_and_its_branches_are_gone(tmp_path: Path) -> None:
+    recipe = replace(parallel(), options={**parallel().options, "steps": 4})
+    found: list[tuple[int, int]] = []
+
+    def look(event: dict[str, Any]) -> None:
+        if event["event"] == "phase" and event["branch"] == 0:
+            checkpoints = tmp_path / "run/checkpoints"
+            branches = len(list((checkpoints / "branches").glob("*")))
+            found.append((len(list(checkpoints.glob("0*"))), branches))
+
+    engine.train(recipe, tmp_path / "run", on_event=look)
+    assert found == [(0, 0), (1, 0), (2, 0), (2, 0)]
+
+
+def test_a_folder_in_use_is_not_written_to(tmp_path: Path) -> None:
+    countdown = iter([False] * 3)
+    with pytest.raises(engine.Interrupted):
+        engine.train(cyclic(), tmp_path / "run", should_stop=lambda: next(countdown, True))
+    says = pytest.raises(ValueError, match="run is in use by another process: wait for it, or stop it first")
+    with engine.RunFolder(tmp_path / "run").locked(), says:
+        engine.resume(cyclic(), tmp_path / "run")
+    assert engine.resume(cyclic(), tmp_path / "run")["test"]
+
+
+def test_a_score_that_is_no_number_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate, calls = Toy.evaluate, iter(range(1000))
+
+    def sometimes_nan(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        metrics = evaluate(*args, **kwargs)
+        return metrics | ({"accuracy": float("nan")} if next(calls) % 2 == 0 else {})
+
+    monkeypatch.setattr(Toy, "evaluate", sometimes_nan)
+    best = engine.train(cyclic(), tmp_path / "run")["best"]
+    assert best["validation"]["accuracy"] > 0
+
+
+def test_metrics_may_be_tensors_but_must_have_the_one_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Toy, "evaluate", lambda *args, **kwargs: {"accuracy": torch.tensor(3.0)})
+    assert engine.train(cyclic(), tmp_path / "run")["test"] == {"accuracy": 3.0}
+    monkeypatch.setattr(Toy, "evaluate", lambda *args, **kwargs: {"f1": 3.0})
+    with pytest.raises(ValueError, match=r"the task's metric is 'accuracy', but evaluate\(\) gave f1"):
+        engine.train(cyclic(), tmp_path / "other")
+
+
+def test_an_epoch_without_batches_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_batches is 0, but must be"):
+        engine.train(replace(cyclic(), task=Toy(num_examples=0)), tmp_path / "run")
+
+
 def test_accumulated_batches_are_made_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0

@@ -239,6 +239,15 @@ def test_models_that_cannot_be_made_sparse_are_refused() -> None:
         gp.SparseModel(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64)), sparsity=0.5)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_of_no_weights_is_left_alone(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(0, 5), nn.Linear(5, 4))
+    for allocation in ("uniform", "erk", "global"):
+        sparse = pruned(copy.deepcopy(model), sparsity=0.5, allocation=allocation)
+        assert sparse.num_alive == 18
+        gp.save(sparse, tmp_path / allocation)
+
+
 def test_a_state_of_something_else_is_refused() -> None:
     sparse = pruned()
     state = sparse.state_dict()

@@ -141,7 +141,8 @@ def test_under_a_global_ranking_the_model_without_the_grown_part_has_the_target_
 def test_cyclic_and_parallel_gap_end_sparse_with_every_pattern(pattern: str, groups: int, allocation: str) -> None:
     for method in (cyclic_gap, parallel_gap):
         sparse = make(pattern=pattern, allocation=allocation, keep_dense=["fc1"])
-        run(sparse, method(Partition.per_layer(sparse.model), sparsity=0.75, steps=3, epochs=1, finetune=1))
+        S = Partition.per_layer(sparse.model, keep_dense=["fc1"])
+        run(sparse, method(S, sparsity=0.75, steps=3, epochs=1, finetune=1))
         assert sum(count_groups(sparse.pattern, sparse.mask(w.parameter), w) for w in sparse.weights) == groups
         for name, mask in sparse.masks.items():
             assert int(sparse.model.get_parameter(name)[~mask].count_nonzero()) == 0
@@ -205,6 +206,55 @@ def test_a_merge_brings_the_masks_of_the_grown_parts() -> None:
     for _ in sparse.follow([*plan][:2]):
         pass
     assert alive(sparse) == [72, 144, 36]
+
+
+def test_a_fork_right_after_a_fork_trains_dense_what_it_brought() -> None:
+    sparse = make()
+    S = Partition.per_layer(sparse.model)
+    fork = Fork(*(Branch(Phase(grow(part), epochs=1), part) for part in S))
+    plan: list[Step] = [Phase(prune(S.whole, to=0.75, by=By.RANDOM)), fork, fork, Phase(prune(S.whole, to=0.75))]
+    alive = [sparse.num_alive for _ in sparse.follow(plan)]
+    assert alive[4:7] == [sparse.num_prunable] * 3  # all were grown in the first fork, and nothing has pruned them
+    assert alive[-1] == alive[0] == 63
+
+
+def test_what_no_branch_brings_is_as_it_was_before_the_fork() -> None:
+    sparse = make()
+    S = Partition.per_layer(sparse.model)
+    before = {name: tensor.clone() for name, tensor in sparse.model.state_dict().items()}
+    fork = Fork(*(Branch(Phase(epochs=1), part) for part in (S[0], S[1])))
+    for _ in sparse.follow([fork]):
+        with torch.no_grad():
+            for parameter in sparse.model.parameters():
+                parameter.add_(1.0)
+    after = sparse.model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in S[2].tensors)
+    assert all(torch.equal(after[name], before[name] + 1) for name in ("fc1.weight", "fc2.weight"))
+
+
+def test_two_branches_cannot_bring_the_same() -> None:
+    S = Partition.per_layer(Net())
+    with pytest.raises(ValueError, match=r"two branches of a fork bring 'fc1.weight'"):
+        Fork(Branch(Phase(epochs=1), S[0]), Branch(Phase(epochs=1), S.whole))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_under_a_ranking_by_part_every_part_ends_at_the_target(seed: int) -> None:
+    sparse = make(allocation="global", scope="part", seed=seed)
+    S = Partition.per_layer(sparse.model)
+    run(sparse, cyclic_gap(S, sparsity=0.75, steps=3, epochs=1, finetune=1))
+    assert [sparse.alive_in(weight) for weight in sparse.weights] == [18, 36, 9]
+
+
+def test_a_part_that_is_kept_dense_is_warned_of_or_left_out() -> None:
+    sparse = make(keep_dense=["head"])
+    S = Partition.per_layer(sparse.model)
+    assert len(S) == 3
+    with pytest.warns(UserWarning, match="S2 has nothing to grow, as all of it is kept dense"):
+        sparse.grow(S[2])
+    S = Partition.per_layer(sparse.model, keep_dense=["head"])
+    assert [part.tensors[0] for part in S] == ["fc1.weight", "fc2.weight"]
+    assert "head.weight" in S[1].tensors
 
 
 def test_a_branch_may_end_sparse() -> None:

@@ -207,7 +207,7 @@ def _train(source: str, settings: dict[str, str], out: Path, should_stop: StopFl
 
 
 class StopFlag:
-    """Remembers the first signal that asked to stop; calling it tells whether there was one."""
+    """Remembers a signal that asked to stop; calling it tells whether there was one. A second one ends it at once."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -220,7 +220,10 @@ class StopFlag:
 
     def receive(self, number: int, frame: object) -> None:
         del frame
-        self.signal = self.signal or number
+        if self.signal:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.signal = number
 
 
 @contextmanager

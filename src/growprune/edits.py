@@ -60,6 +60,11 @@ class Editor:
         if edit.to > 0:
             self.fill(self.pools(edit), edit)
         elif edit.action is Action.GROW:
+            if not self.weights_of(edit.part):
+                warnings.warn(
+                    f"{edit.part.name} has nothing to grow, as all of it is kept dense: give Partition keep_dense too",
+                    stacklevel=7,
+                )
             for name in dict.fromkeys(w.parameter for w in self.weights_of(edit.part)):
                 held = self._held[name]
                 with self._optimizers.following(held):
@@ -67,6 +72,9 @@ class Editor:
 
     def fill(self, pools: Sequence[Pool], edit: Edit) -> None:
         """Do what an edit does to some of its pools; if one of them cannot be, nothing changes."""
+        if self._scope is Scope.PART and edit.action is Action.PRUNE:
+            # a random ranking of the whole model leaves some parts sparser than they are to be
+            pools = [pool for pool in pools if len(pool.weights) == 1 or pool.kept <= self._alive_groups(pool)]
         for pool in pools:
             self._check(pool, edit)
         for pool in pools:

@@ -75,6 +75,8 @@ def layer_weights(model: Any) -> dict[str, list[Weight]]:
             if id(parameter) not in seen | excluded:
                 seen.add(id(parameter))
                 shape = dense_shape(module, local)
+                if math.prod(shape) == 0:
+                    continue
                 weights += _split(_join(path, local), local, shape, getattr(module, "transposed", False))
         if weights:
             layers[path] = weights

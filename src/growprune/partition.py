@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from growprune.layers import first_names, layer_weights, matches
+from growprune.layers import first_names, layer_weights, matches, prunable_weights
 from growprune.plan import Part, check_counts
 
 LISTS = {"Sequential", "ModuleList", "ModuleDict"}
@@ -69,7 +69,9 @@ class Partition:
         return cls._numbered(tensors)
 
     @classmethod
-    def contiguous(cls, model: Any, kappa: int, *, weigh: Mapping[str, float] | None = None) -> Partition:
+    def contiguous(
+        cls, model: Any, kappa: int, *, weigh: Mapping[str, float] | None = None, keep_dense: Sequence[str] = ()
+    ) -> Partition:
         """kappa parts of neighbouring layers, as equal as can be, that split no residual or attention block.
 
         Args:
@@ -77,8 +79,9 @@ class Partition:
                 their number.
             weigh: what to balance, by layer name; the number of weights if not given. For FLOPs, give
                 `growprune.count_flops(model, example).by_layer`.
+            keep_dense: what the SparseModel is told: layers that do not grow are no part of their own.
         """
-        layers = _layers(model)
+        layers = _layers(model, keep_dense)
         check_counts(1, kappa=kappa)
         if kappa > len(layers):
             raise ValueError(f"kappa is {kappa}, but the model has {len(layers)} layers: give at most {len(layers)}")
@@ -94,9 +97,9 @@ class Partition:
         return cls._numbered(_gather(model, owner, kappa))
 
     @classmethod
-    def per_layer(cls, model: Any) -> Partition:
+    def per_layer(cls, model: Any, *, keep_dense: Sequence[str] = ()) -> Partition:
         """The finest partition: every layer is a part."""
-        return cls.contiguous(model, max(1, len(_layers(model))))
+        return cls.contiguous(model, max(1, len(_layers(model, keep_dense))), keep_dense=keep_dense)
 
     @classmethod
     def _numbered(cls, tensors: Sequence[Sequence[str]]) -> Partition:
@@ -108,9 +111,14 @@ def _tensor_names(model: Any) -> list[str]:
     return [name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named]
 
 
-def _layers(model: Any) -> dict[str, int]:
-    """The number of weights of each layer."""
-    return {path: sum(w.numel for w in weights) for path, weights in layer_weights(model).items()}
+def _layers(model: Any, keep_dense: Sequence[str]) -> dict[str, int]:
+    """The number of weights of each layer that has some to grow."""
+    kept = {w.name for w in prunable_weights(model, keep_dense=keep_dense)} if keep_dense else None
+    sizes = {
+        path: sum(w.numel for w in weights if kept is None or w.name in kept)
+        for path, weights in layer_weights(model).items()
+    }
+    return {path: size for path, size in sizes.items() if size}
 
 
 def _longest_prefix(name: str, prefixes: Mapping[str, int]) -> str:

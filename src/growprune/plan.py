@@ -11,6 +11,7 @@ what is done, with no model, no GPU and no torch.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -127,6 +128,9 @@ class Fork:
     branches: tuple[Branch, ...]
 
     def __init__(self, *branches: Branch) -> None:
+        owners = Counter(name for branch in branches for name in branch.brings.tensors)
+        if shared := [name for name, count in owners.items() if count > 1]:
+            raise ValueError(f"two branches of a fork bring {shared[0]!r}: every tensor can come from one only")
         object.__setattr__(self, "branches", branches)
 
 

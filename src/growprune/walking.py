@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from growprune.plan import Action, By, Part, Stretch
+from growprune.plan import Action, By, Stretch
 from growprune.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ class Walk:
             if is_mine:
                 yield stretch
             if stretch.brings is not None and is_mine:
-                _prune_early(sparse, stretch.brings, listed[stretch.index + 1 :])
+                _prune_early(sparse, stretch, listed)
                 self.brought |= sparse.snapshot(stretch.brings)
             if stretch.is_last_branch:  # every tensor comes from the branch that brings it
                 assert self.base is not None
-                sparse.restore(combine(self.brought, parts, self.base))
+                sparse.restore(self.base | combine(self.brought, parts, self.base))  # what none brings is as it was
                 self.base, self.brought = None, {}
         self.is_over = True
 
@@ -93,16 +93,18 @@ def _onward(trail: str, stretch: Stretch) -> str:
     return hashlib.sha256(f"{trail}{stretch!r}".encode()).hexdigest()
 
 
-def _prune_early(sparse: SparseModel, part: Part, to_come: Sequence[Stretch]) -> None:
-    """Prune a part where it was trained, as the plan will once all are combined, if it does not look at the others.
+def _prune_early(sparse: SparseModel, stretch: Stretch, listed: Sequence[Stretch]) -> None:
+    """Prune a part where it was trained, as the plan does right after the fork, if that does not look at the others.
 
     The result is the same, but no more than one part is ever dense, and only what lives has to be sent.
     """
-    after = next((stretch.phase.edits for stretch in to_come if stretch.branch is None), ())
-    if any(edit.action is not Action.PRUNE or edit.by is not By.MAGNITUDE for edit in after):
+    assert stretch.brings is not None
+    after = next((later for later in listed[stretch.index :] if later.step > stretch.step), None)
+    edits = () if after is None or after.branch is not None else after.phase.edits
+    if any(edit.action is not Action.PRUNE or edit.by is not By.MAGNITUDE for edit in edits):
         return
-    for edit in after:
+    for edit in edits:
         pools = sparse.pools(edit) if edit.to > 0 else []
-        own = [pool for pool in pools if {weight.parameter for weight in pool.weights} <= set(part.tensors)]
+        own = [pool for pool in pools if {weight.parameter for weight in pool.weights} <= set(stretch.brings.tensors)]
         sparse.fill(own, edit)
     sparse.enforce()

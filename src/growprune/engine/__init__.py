@@ -52,8 +52,9 @@ def train(
         folder.create(recipe, origin or {})
         folder.write_plan(run.plan)
         folder.keep(run.files())
-    _meet(run)
-    return run.execute()
+    with folder.locked():
+        _meet(run)
+        return run.execute()
 
 
 def _meet(run: Run) -> None:
@@ -87,17 +88,18 @@ def resume(
         wait_for_all()
     elif folder.result.exists():
         return folder.read_result()
-    run = Run(recipe, folder, on_event=on_event, should_stop=should_stop)
-    folder.keep(run.files())
-    run.mesh.barrier("resuming")
-    if run.mesh.is_first:
-        folder.write_recipe(recipe, folder.read_origin() if origin is None or extend else origin)
-        folder.write_plan(run.plan)
-    _meet(run)
-    found = checkpoint.load_newest(folder.checkpoints, run.warn)
-    if found is not None:
-        run.restore(*found)
-    return run.execute()
+    with folder.locked():
+        run = Run(recipe, folder, on_event=on_event, should_stop=should_stop)
+        folder.keep(run.files())
+        run.mesh.barrier("resuming")
+        if run.mesh.is_first:
+            folder.write_recipe(recipe, folder.read_origin() if origin is None or extend else origin)
+            folder.write_plan(run.plan)
+        _meet(run)
+        found = checkpoint.load_newest(folder.checkpoints, run.warn)
+        if found is not None:
+            run.restore(*found)
+        return run.execute()
 
 
 MAY_CHANGE = {

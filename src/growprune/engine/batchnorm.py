@@ -61,12 +61,14 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
     weight = _here.weight
     count = torch.tensor(weight * x.numel() / x.shape[1], device=x.device)
     dist.all_reduce(count, group=norm._group)
+    if not count.is_cuda and count <= 1:  # a GPU would have to be waited for
+        raise ValueError("BatchNorm needs more than one value per channel, but a batch leaves one: leave such out")
     mean = _sum(weight * seen.sum(axes), norm._group) / count
     centred = seen - _along(mean, x)
     # of the differences: a difference of squares cancels
     variance = _sum(weight * centred.square().sum(axes), norm._group) / count
     if norm.track_running_stats:
-        _follow(norm, mean.detach(), variance.detach() * count / (count - 1))
+        _follow(norm, mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
     y = centred * _along((variance + norm.eps).rsqrt(), x)
     if norm.affine:
         y = y * _along(norm.weight, x) + _along(norm.bias, x)

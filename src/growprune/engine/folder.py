@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,7 +54,7 @@ class RunFolder:
 
     def remove_branches(self, before: int) -> None:
         """Remove the checkpoints of forks before a step of the plan."""
-        for path in (self.checkpoints / "branches").glob("*"):
+        for path in (self.checkpoints / "branches").glob("[0-9]*-[0-9]*"):
             if int(path.name.partition("-")[0]) < before:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -77,6 +79,25 @@ class RunFolder:
             raise ValueError(f"{self.path} holds {whose} run: {go_on}give another --out")
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ValueError(f"{self.path} exists and is not an empty folder, nor a run: give another --out")
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """While it lasts, no other run can write here; only the first process of a run asks."""
+        if self.rank:
+            yield
+            return
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise ValueError(f"{self.path} is in use by another process: wait for it, or stop it first") from error
+        except OSError:  # a file system that knows no locks
+            pass
+        try:
+            yield
+        finally:
+            os.close(descriptor)
 
     def create(self, recipe: Recipe, origin: dict[str, Any]) -> None:
         """Make the folder of a recipe's run; `origin` says how to find the recipe again."""

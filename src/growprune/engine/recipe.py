@@ -95,8 +95,10 @@ class Recipe:
 
     def partition(self, model: nn.Module) -> Partition:
         if "kappa" in inspect.signature(self.method).parameters:
-            return Partition.per_layer(model)
-        return Partition.of(model, self.parts) if self.parts else Partition.contiguous(model, self.kappa)
+            return Partition.per_layer(model, keep_dense=self.keep_dense)
+        if self.parts:
+            return Partition.of(model, self.parts)
+        return Partition.contiguous(model, self.kappa, keep_dense=self.keep_dense)
 
     def sparse_model(self, model: nn.Module) -> SparseModel:
         return SparseModel(

@@ -14,7 +14,9 @@ A run can be killed at any moment; it resumes to the bits it would have reached.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +31,7 @@ from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.rng import rng_state, seed_all, set_rng_state
 from growprune.engine.training import Training
-from growprune.plan import Stretch, walk
+from growprune.plan import Stretch, check_counts, walk
 from growprune.report import report
 from growprune.snapshot import Snapshot, pack
 from growprune.sparse import SparseModel
@@ -60,6 +62,7 @@ class Run:
         self.device = choose_device(recipe.device)
         self.task = recipe.task
         self.num_batches = self.task.num_batches()  # first, because it looks at the data, and data may be missing
+        check_counts(1, num_batches=self.num_batches)
         seed_all(recipe.seed, "model")
         model = self.task.build_model().to(self.device)
         recipe.optimizer.build(model)  # on trial: if it cannot be built, better to hear of it before there is a folder
@@ -67,7 +70,10 @@ class Run:
         self.sparse = recipe.sparse_model(model)
         self.mesh = Mesh(self.plan, recipe.replicas, recipe.timeout_seconds)
         self.training = Training(recipe, self.plan, self.sparse, self.device, self.mesh)
-        self.last = sum(1 for _ in walk(self.plan)) - 1
+        walked = list(walk(self.plan))
+        self.last = len(walked) - 1
+        pairs = itertools.pairwise(walked)
+        self._after_forks = {b.index for a, b in pairs if a.branch is not None and b.branch is None}
         self.history: list[dict[str, Any]] = []
         self.best: dict[str, Any] = {}
         self._best_model: Snapshot = {}
@@ -151,7 +157,7 @@ class Run:
         self._add_row(stretch, row)
         self._tell("stretch", stretch, **{k: v for k, v in row.items() if k in ("validation", "candidate", "alive")})
         self.training.next_stretch()
-        if stretch.phase.epochs or stretch.index == self.last - 1:
+        if stretch.phase.epochs or stretch.index == self.last - 1 or stretch.index in self._after_forks:
             self._save(stretch, is_finished=True)
 
     def _add_row(self, stretch: Stretch, row: dict[str, Any]) -> None:
@@ -171,7 +177,8 @@ class Run:
     def _consider(self, sparse: SparseModel, stretch: Stretch, metrics: dict[str, float], epoch: int | None) -> None:
         """Keep the best sparse model by validation data."""
         score = metrics[self.task.metric]
-        if not self.best or score >= self.best["validation"][self.task.metric]:  # of equals, the one trained longer
+        best = self.best["validation"][self.task.metric] if self.best else -math.inf
+        if score >= best or math.isnan(best):  # of equals, the one trained longer
             self.best = {"validation": metrics, "step": stretch.step, "epoch": epoch}
             self._best_model = sparse.snapshot(device="cpu")
             if self.mesh.is_first:
@@ -181,7 +188,10 @@ class Run:
     def _evaluate(self, sparse: SparseModel, split: Any) -> dict[str, float]:
         sparse.model.eval()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
-            return self.task.evaluate(sparse.model, split, device=self.device)
+            metrics = self.task.evaluate(sparse.model, split, device=self.device)
+        if self.task.metric not in metrics:
+            raise ValueError(f"the task's metric is {self.task.metric!r}, but evaluate() gave {', '.join(metrics)}")
+        return {name: float(value) for name, value in metrics.items()}  # tensors and numpy's numbers too
 
     # Checkpoints
 
@@ -271,8 +281,7 @@ class Run:
     def _finish(self) -> dict[str, Any]:
         self._clock()
         if not self.mesh.is_first:
-            self.mesh.barrier("waiting for the result")
-            return self.folder.read_result()
+            return self._wait_for_result()
         file.save(self.sparse, self.folder.model)
         result = {
             "recipe": describe(self.recipe),
@@ -290,8 +299,15 @@ class Run:
         }
         checkpoint.write_json(self.folder.result, result)
         self._note("finished", test=result["test"], seconds=self._seconds)
-        self.mesh.barrier("waiting for the result")
         return result
+
+    def _wait_for_result(self) -> dict[str, Any]:
+        """By looking, not in a barrier, which would time out: the first process may take long to evaluate."""
+        while not self.folder.result.exists():
+            if self._should_stop():
+                raise Interrupted
+            time.sleep(0.1)
+        return self.folder.read_result()
 
     def _best_tested(self) -> dict[str, Any] | None:
         """The best candidate by validation data, with its test metrics, which select nothing."""
