@@ -171,7 +171,8 @@ def test_every_round_of_parallel_gap_is_saved_and_its_branches_are_gone(tmp_path
     assert found == [(0, 0), (1, 0), (2, 0), (2, 0)]
 
 
-def test_a_folder_in_use_is_not_written_to(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("growprune.engine.folder.PATIENCE", 0.2)
     countdown = iter([False] * 3)
     with pytest.raises(engine.Interrupted):
         engine.train(cyclic(), tmp_path / "run", should_stop=lambda: next(countdown, True))

@@ -20,6 +20,9 @@ from growprune.plan import Fork, Phase, Plan
 
 Event = dict[str, Any]
 
+PATIENCE = 15.0
+"""Seconds to wait for the lock of a folder."""
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -88,13 +91,8 @@ class RunFolder:
             return
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise ValueError(f"{self.path} is in use by another process: wait for it, or stop it first") from error
-        except OSError:  # a file system that knows no locks
-            pass
-        try:
+            if not _lock(descriptor):
+                raise ValueError(f"{self.path} is in use by another process: wait for it, or stop it first")
             yield
         finally:
             os.close(descriptor)
@@ -199,6 +197,22 @@ class OtherLogs:
             for line in whole.splitlines():
                 with contextlib.suppress(ValueError):  # a line that a kill cut short
                     yield {**json.loads(line), "rank": rank}
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether nobody else has the lock; tries for a while, since workers of a process that was killed hold it too."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        except OSError:  # a file system that knows no locks
+            return True
+        else:
+            return True
 
 
 def _read(path: Path, wanted: Iterable[str], remedy: str) -> dict[str, Any]:
