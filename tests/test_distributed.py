@@ -145,6 +145,12 @@ def test_batchnorm_sees_the_examples_of_all_replicas_and_no_others(
     assert two["test"]["accuracy"] == one["test"]["accuracy"]
 
 
+def test_batchnorm_of_a_single_example_is_refused_on_replicas_too(tmp_path: Path) -> None:
+    recipe = replace(plain(), task=Toy(is_normed=True, num_examples=49), kappa=2)
+    errors = run_on(2, recipe, tmp_path / "two")
+    assert errors and all("more than one value per channel" in error or "gave up" in error for error in errors)
+
+
 def test_replicas_may_compute_in_bfloat16(tmp_path: Path) -> None:
     recipe = replace(plain(), precision="bf16")
     engine.train(recipe, tmp_path / "one")

@@ -405,7 +405,8 @@ def test_a_part_with_nothing_to_prune_is_passed_over() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     sparse = make(model, 0.5)
     norm = Part("norm", ("1.weight", "1.bias", "1.running_mean"))
-    sparse.apply(prune(norm, to=0.5), grow(norm))
+    with pytest.warns(UserWarning, match="norm has nothing to grow"):
+        sparse.apply(prune(norm, to=0.5), grow(norm))
     assert sparse.num_alive == 16
 
 
