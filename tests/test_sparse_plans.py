@@ -250,7 +250,7 @@ def test_a_part_that_is_kept_dense_is_warned_of_or_left_out() -> None:
     sparse = make(keep_dense=["head"])
     S = Partition.per_layer(sparse.model)
     assert len(S) == 3
-    with pytest.warns(UserWarning, match="S2 has nothing to grow: no weight of it may become sparse"):
+    with pytest.warns(UserWarning, match="S2 has nothing to grow: no weight of it may be pruned"):
         sparse.grow(S[2])
     S = Partition.per_layer(sparse.model, keep_dense=["head"])
     assert [part.tensors[0] for part in S] == ["fc1.weight", "fc2.weight"]

@@ -62,7 +62,7 @@ class Editor:
         elif edit.action is Action.GROW:
             if not self.weights_of(edit.part):
                 warnings.warn(
-                    f"{edit.part.name} has nothing to grow: no weight of it may become sparse; give Partition keep_dense too",
+                    f"{edit.part.name} has nothing to grow: no weight of it may be pruned; give Partition keep_dense too",
                     stacklevel=7,
                 )
             for name in dict.fromkeys(w.parameter for w in self.weights_of(edit.part)):
