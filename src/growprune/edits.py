@@ -61,10 +61,8 @@ class Editor:
             self.fill(self.pools(edit), edit)
         elif edit.action is Action.GROW:
             if not self.weights_of(edit.part):
-                warnings.warn(
-                    f"{edit.part.name} has nothing to grow: no weight of it may be pruned; give Partition keep_dense too",
-                    stacklevel=7,
-                )
+                what = "no weight of it may be pruned; give Partition keep_dense too"
+                warnings.warn(f"{edit.part.name} has nothing to grow: {what}", stacklevel=7)
             for name in dict.fromkeys(w.parameter for w in self.weights_of(edit.part)):
                 held = self._held[name]
                 with self._optimizers.following(held):
