@@ -151,6 +151,12 @@ def test_batchnorm_of_a_single_example_is_refused_on_replicas_too(tmp_path: Path
     assert errors and all("more than one value per channel" in error or "gave up" in error for error in errors)
 
 
+def test_testing_may_take_longer_than_the_others_wait_for_each_other(tmp_path: Path) -> None:
+    task = Toy(is_plain=True, test_pause=4.0)
+    assert run_on(2, replace(plain(), task=task, timeout_seconds=3, candidates=False), tmp_path / "two") == []
+    assert (tmp_path / "two" / "result.json").exists()
+
+
 def test_replicas_may_compute_in_bfloat16(tmp_path: Path) -> None:
     recipe = replace(plain(), precision="bf16")
     engine.train(recipe, tmp_path / "one")

@@ -50,6 +50,8 @@ class Toy:
     """A plain model, but for BatchNorm."""
     pause: float = 0.0
     """Seconds to wait for each batch."""
+    test_pause: float = 0.0
+    """Seconds that testing takes."""
 
     metric = "accuracy"
 
@@ -84,6 +86,7 @@ class Toy:
         return loss * float("nan") if number == self.poison else loss
 
     def evaluate(self, model: nn.Module, split: str, *, device: torch.device) -> dict[str, float]:
+        time.sleep(self.test_pause if split == "test" else 0)
         x, y = (t.to(device) for t in _data(self.num_examples, seed={"validation": 1, "test": 2}[split]))
         logits = model(x)
         loss = nn.functional.cross_entropy(logits, y)
