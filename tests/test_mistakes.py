@@ -315,6 +315,15 @@ def test_a_compact_model_is_not_held_twice(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="0 is held compact by another SparseModel: use a fresh model"):
             gp.SparseModel(sparse.model, sparsity=0.9, storage=storage)
     assert sparse.twin().num_alive == copy.deepcopy(sparse).num_alive == 166
+    sparse.grow()  # all alive, a model is a plain one again
+    assert gp.load(tmp_path / "model.safetensors", sparse.model, storage="compact").num_alive == 166
+
+
+@pytest.mark.parametrize("scope", ["model", "part"])
+def test_a_prune_that_cannot_reach_its_count_is_refused(scope: str) -> None:
+    sparse = pruned(allocation="global", scope=scope, sparsity=0.8)
+    with pytest.raises(ValueError, match=r"cannot prune to sparsity 0.5: that is 832 alive, but 333 are alive"):
+        sparse.prune(to=0.5)
 
 
 def test_recurrent_weights_are_not_held_compact() -> None:

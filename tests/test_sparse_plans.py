@@ -238,14 +238,6 @@ def test_two_branches_cannot_bring_the_same() -> None:
         Fork(Branch(Phase(epochs=1), S[0]), Branch(Phase(epochs=1), S.whole))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_under_a_ranking_by_part_every_part_ends_at_the_target(seed: int) -> None:
-    sparse = make(allocation="global", scope="part", seed=seed)
-    S = Partition.per_layer(sparse.model)
-    run(sparse, cyclic_gap(S, sparsity=0.75, steps=3, epochs=1, finetune=1))
-    assert [sparse.alive_in(weight) for weight in sparse.weights] == [18, 36, 9]
-
-
 def test_a_part_that_is_kept_dense_is_warned_of_or_left_out() -> None:
     sparse = make(keep_dense=["head"])
     S = Partition.per_layer(sparse.model)

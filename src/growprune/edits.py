@@ -70,9 +70,6 @@ class Editor:
 
     def fill(self, pools: Sequence[Pool], edit: Edit) -> None:
         """Do what an edit does to some of its pools; if one of them cannot be, nothing changes."""
-        if self._scope is Scope.PART and edit.action is Action.PRUNE:
-            # a random ranking of the whole model leaves some parts sparser than they are to be
-            pools = [pool for pool in pools if len(pool.weights) == 1 or pool.kept <= self._alive_groups(pool)]
         for pool in pools:
             self._check(pool, edit)
         for pool in pools:

@@ -43,6 +43,11 @@ class Weight:
         return tensor if self.rows is None else tensor[self.rows[0] : self.rows[1]]
 
 
+def is_compact(module: Any) -> bool:
+    """Whether a module holds a parameter in another shape."""
+    return bool(vars(module).get(DENSE_SHAPES))
+
+
 def own_weights(module: Any) -> list[str]:
     """The local names of the parameters a module multiplies its input by; empty if it is no layer."""
     own = {name for name, _ in module.named_parameters(recurse=False) if len(dense_shape(module, name)) >= 2}

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from growprune.allocation import Pool, Scope, parse_scope
 from growprune.edits import Editor
-from growprune.layers import DENSE_SHAPES, Weight, computed_weights, prunable_weights
+from growprune.layers import Weight, computed_weights, is_compact, prunable_weights
 from growprune.optimizers import Optimizers
 from growprune.patterns import Pattern, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Step, Stretch, check_sparsity, walk
@@ -339,7 +339,7 @@ def _check_model(model: nn.Module) -> None:
         if is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet: run a batch through the model first")
     for path, module in model.named_modules():
-        if vars(module).get(DENSE_SHAPES):
+        if is_compact(module):
             raise ValueError(f"{path or 'the model'} is held compact by another SparseModel: use a fresh model")
     if made := computed_weights(model):
         warnings.warn(

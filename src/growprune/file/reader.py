@@ -25,7 +25,7 @@ from growprune.file.entries import (
     whole,
 )
 from growprune.file.writer import tensors_of
-from growprune.layers import DENSE_SHAPES
+from growprune.layers import is_compact
 from growprune.patterns import parse_pattern
 from growprune.sparse import SparseModel
 
@@ -153,7 +153,7 @@ def _wrapping(names: Iterable[str]) -> str:
 
 def match_model(file: SparseFile, model: nn.Module) -> None:
     """Refuse a model whose tensors are not those of the file in name, shape and dtype."""
-    if any(DENSE_SHAPES in vars(module) for module in model.modules()):
+    if any(map(is_compact, model.modules())):
         file.refuse("cannot be loaded into a model that is held compact", "load it into a fresh one")
     tensors, aliases = tensors_of(model)
     build = "build the model that was saved"
