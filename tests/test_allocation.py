@@ -16,7 +16,7 @@ SMALL, LARGE, CONV = (
     Weight("large", "large", (100, 100)),
     Weight("conv", "conv", (4, 2, 3, 3)),
 )
-FREE = parse_pattern("free")
+FREE = parse_pattern("unstructured")
 
 
 def test_uniform_gives_every_layer_the_same_sparsity() -> None:
@@ -89,7 +89,7 @@ def test_erk_counts_add_up_exactly_under_n_of_m(dims: list[tuple[int, int]], n: 
 
 
 @pytest.mark.parametrize("name", list(ALLOCATIONS))
-@pytest.mark.parametrize("pattern", ["free", "1x8", "4x4"])
+@pytest.mark.parametrize("pattern", ["unstructured", "1x8", "4x4"])
 def test_every_allocation_keeps_the_asked_share_of_all_groups(name: str, pattern: str) -> None:
     model, parsed = [SMALL, LARGE], parse_pattern(pattern)
     pools = parse_allocation(name)(model, model, 0.9, parsed, Scope.MODEL)

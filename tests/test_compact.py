@@ -132,7 +132,8 @@ def train(storage: str, pattern: str, allocation: str, method: Any, is_restart: 
 @pytest.mark.parametrize("is_restart", [True, False])
 @pytest.mark.parametrize("method", [cyclic_gap, parallel_gap])
 @pytest.mark.parametrize(
-    ("pattern", "allocation"), [("free", "uniform"), ("free", "global"), ("1x8", "erk"), ("2x2", "global")]
+    ("pattern", "allocation"),
+    [("unstructured", "uniform"), ("unstructured", "global"), ("1x8", "erk"), ("2x2", "global")],
 )
 @pytest.mark.filterwarnings("ignore:no weight lives")
 def test_a_whole_run_gives_the_bits_of_masked_storage(
@@ -200,14 +201,14 @@ def test_the_state_dict_is_plain_and_dense_both_ways() -> None:
 
 def test_copies_and_moving_averages_are_compact_and_independent() -> None:
     _, compact = pair(lambda: nn.Linear(8, 16), torch.float32)
-    twin = copy.deepcopy(compact.model)
+    clone = copy.deepcopy(compact.model)
     average = AveragedModel(compact.model)
     with torch.no_grad():
         compact.model._parameters["weight"].zero_()
     average.update_parameters(compact.model)
-    assert torch.count_nonzero(twin.state_dict()["weight"]) == 32
+    assert torch.count_nonzero(clone.state_dict()["weight"]) == 32
     assert sum(p.numel() for p in average.parameters()) == 32 + 16
-    other = compact.twin()
+    other = compact.clone()
     other.grow()
     assert compact.num_alive == 32
     assert other.num_alive == 128
@@ -320,7 +321,7 @@ def test_a_file_does_not_tell_how_a_model_was_held_and_loads_either_way(tmp_path
 def test_flops_and_report_are_those_of_masked_storage() -> None:
     masked, compact = pair(Attending, torch.float32)
     example = torch.zeros(1, 3, 6, 6)
-    expected, found = masked.report(example).to_dict(), compact.report(example).to_dict()
+    expected, found = masked.summary(example).to_dict(), compact.summary(example).to_dict()
     assert found["rows"] == expected["rows"]
     assert found["totals"] == expected["totals"]
 

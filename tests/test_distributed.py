@@ -22,10 +22,10 @@ import torch
 
 import growprune as gp
 from growprune import engine
+from growprune.engine.batch_split import split
 from growprune.engine.folder import OtherLogs, RunFolder
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
-from growprune.engine.sharing import split
 from toy import Toy, continuing, parallel, plain
 
 HERE = Path(__file__).parent
@@ -258,7 +258,7 @@ def test_what_differs_between_processes_is_named_before_anything_is_trained(tmp_
 def test_more_groups_than_branches_and_odd_replicas_are_refused_with_a_remedy() -> None:
     model = Toy().build_model()
     alone = Mesh(parallel().plan(model), 0)
-    assert (alone.groups, alone.replicas, alone.is_first, alone.takes(2)) == (1, 1, True, True)
+    assert (alone.groups, alone.replicas, alone.is_first, alone.is_local(2)) == (1, 1, True, True)
     from growprune.engine.mesh import _check_shape
 
     with pytest.raises(ValueError, match=r"8 processes .* 8 groups, but the plan has only 3 branches.*replicas=3"):

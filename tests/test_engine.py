@@ -16,7 +16,7 @@ import torch
 import growprune as gp
 from growprune import engine, methods
 from growprune.engine.mesh import Mesh
-from growprune.engine.optim import Optimizer
+from growprune.engine.optim import OptimizerConfig
 from growprune.engine.recipe import Recipe
 from growprune.engine.training import Training
 from growprune.methods import METHODS
@@ -82,8 +82,8 @@ def test_the_saved_model_is_the_trained_one(tmp_path: Path) -> None:
 def test_the_best_candidate_is_the_best_by_validation_and_is_sparse(tmp_path: Path) -> None:
     log = events_of(cyclic(), tmp_path / "run")
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    seen = [event["candidate"]["accuracy"] for event in log if event["event"] == "stretch" and "candidate" in event]
-    last = [event for event in log if event["event"] == "epoch" and event["stretch"] == event["last"]]
+    seen = [event["candidate"]["accuracy"] for event in log if event["event"] == "phase" and "candidate" in event]
+    last = [event for event in log if event["event"] == "epoch" and event["index"] == event["last"]]
     seen += [event["validation"]["accuracy"] for event in last]
     assert len(seen) == 3 + 3
     assert result["best"]["validation"]["accuracy"] == max(seen)
@@ -110,12 +110,12 @@ def learning_rates(recipe: Recipe) -> list[list[float]]:
     plan = recipe.plan(model)
     training = Training(recipe, plan, recipe.sparse_model(model), torch.device("cpu"), Mesh(plan, 1))
     rates = []
-    for stretch in walk(plan):
-        training.next_stretch()
+    for scheduled in walk(plan):
+        training.next_phase()
         rates.append([])
-        for epoch in range(stretch.phase.epochs):
+        for epoch in range(scheduled.phase.epochs):
             training.cursor.iteration = epoch * recipe.task.num_batches()
-            rates[-1].append(round(training._lr(stretch), 4))
+            rates[-1].append(round(training._lr(scheduled), 4))
     return rates
 
 
@@ -124,7 +124,7 @@ def test_restart_starts_every_phase_at_the_start_of_the_curve() -> None:
 
 
 def test_continue_draws_one_curve_over_the_whole_plan() -> None:
-    rates = [rate for stretch in learning_rates(replace(cyclic(), restart=False)) for rate in stretch]
+    rates = [rate for scheduled in learning_rates(replace(cyclic(), restart=False)) for rate in scheduled]
     assert rates == [0.0125, 0.05, 0.0481, 0.0427, 0.0346, 0.025, 0.0154, 0.0073, 0.0019]
 
 
@@ -139,7 +139,7 @@ def test_accumulated_batches_equal_one_of_all_their_examples(tmp_path: Path) -> 
     found = []
     for batch_size, accumulate in ((16, 4), (50, 1)):  # batches of 16, 16, 16 and 2
         task = Toy(num_examples=50, batch_size=batch_size, is_plain=True)
-        recipe = replace(cyclic(), task=task, accumulate=accumulate, optimizer=Optimizer("sgd", lr=0.5))
+        recipe = replace(cyclic(), task=task, accumulate=accumulate, optimizer=OptimizerConfig("sgd", lr=0.5))
         folder = tmp_path / str(batch_size)
         losses = [event["loss"] for event in events_of(recipe, folder) if event["event"] == "epoch"]
         found.append((gp.read(folder / "model.safetensors"), losses))
@@ -276,7 +276,10 @@ def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_cannot_run_leaves_no_folder(tmp_path: Path) -> None:
-    optimizers = ({"optimizer": Optimizer("sgd", nesterov=True)}, {"optimizer": Optimizer("adam", momentum=0.9)})
+    optimizers = (
+        {"optimizer": OptimizerConfig("sgd", nesterov=True)},
+        {"optimizer": OptimizerConfig("adam", momentum=0.9)},
+    )
     for wrong in ({"kappa": 9}, {"sparsity": 1.0}, {"pattern": "2:5"}, {"keep_dense": ("nothing",)}, *optimizers):
         with pytest.raises(ValueError):
             engine.train(replace(cyclic(), **wrong), tmp_path / "run")

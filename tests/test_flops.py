@@ -150,7 +150,7 @@ def test_weights_are_known_however_they_are_used() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
-@pytest.mark.parametrize("pattern", ["free", "1x4"])
+@pytest.mark.parametrize("pattern", ["unstructured", "1x4"])
 def test_compact_storage_costs_what_masked_storage_does(pattern: str, device: str) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -165,7 +165,7 @@ def test_compact_storage_costs_what_masked_storage_does(pattern: str, device: st
     model = Net()
     plain = count(model, (2, 4, 6, 6), device=device)
     assert plain.by_weight["attention.in_proj_weight[k]"] == 2 * 2 * 7 * 16
-    sparse = SparseModel(model, sparsity=0.5, pattern=pattern, also=["lone"], storage="compact")
+    sparse = SparseModel(model, sparsity=0.5, pattern=pattern, include=["lone"], storage="compact")
     sparse.prune()
     assert model._parameters["lone"].dim() == 1
     assert count(model, (2, 4, 6, 6), device=device) == plain

@@ -13,9 +13,10 @@ import pytest
 import growprune
 
 SOURCE = Path(growprune.__file__).parent
-CORE = "plan layers partition selection patterns scores allocation snapshot storage optimizers edits walking sparse"
+CORE = "plan layers partition selection patterns scores allocation snapshot storage optimizers edits cursor sparse"
 
 MAY_IMPORT = {
+    "errors": "",
     # what a method may say: standard library only
     "plan": "",
     "layers": "",
@@ -31,29 +32,29 @@ MAY_IMPORT = {
     "storage": "layers selection patterns snapshot",
     "optimizers": "storage",
     "edits": "plan layers selection patterns scores allocation storage optimizers",
-    "walking": "plan snapshot",
-    "sparse": "plan layers patterns allocation snapshot storage optimizers edits walking",
+    "cursor": "plan snapshot",
+    "sparse": "plan layers patterns allocation snapshot storage optimizers edits cursor",
     "init": "plan allocation sparse",
     # what reads sparse models
     "atomic": "",
     "flops": "layers sparse",
     "file": "atomic plan layers selection patterns snapshot sparse",
-    "report": "layers sparse flops file",
+    "summary": "layers sparse flops file",
     "deploy": f"{CORE} flops file",
     # what trains them
     "tasks": "",
-    "engine": f"atomic {CORE} methods flops file report tasks.task",
+    "engine": f"atomic {CORE} methods flops file summary tasks.task",
     "recipes": "plan partition methods tasks engine",
     # who runs it
-    "console": "plan engine file report",
-    "cli": f"{CORE} methods flops file report deploy tasks engine recipes console",
+    "console": "plan engine file summary",
+    "cli": f"{CORE} methods flops file summary deploy tasks engine recipes console",
     "__main__": "cli",
-    "__init__": f"{CORE} init methods flops file report deploy tasks engine",
+    "__init__": f"{CORE} init methods flops file summary deploy tasks engine",
 }
-WHEN_CALLED = {"sparse": "report", "walking": "sparse"}
+WHEN_CALLED = {"sparse": "summary", "cursor": "sparse"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""
 
-STANDARD_LIBRARY_ONLY = ("plan", "layers", "partition", "methods")
+STANDARD_LIBRARY_ONLY = ("errors", "plan", "layers", "partition", "methods")
 
 files = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
@@ -95,7 +96,7 @@ def test_imports_go_downwards_only(file: str) -> None:
     own = room(file)
     for module, is_called in imports_of(file):
         name = module.removeprefix("growprune").removeprefix(".")
-        if module.split(".")[0] != "growprune" or not name or room(name.replace(".", "/")) == own:
+        if module.split(".")[0] != "growprune" or room(name.replace(".", "/")) in ("", "errors", own):
             continue
         allowed = MAY_IMPORT[own] + (" " + WHEN_CALLED.get(own, "") if is_called else "")
         assert is_among(name, allowed), f"{file} may not import growprune.{name}: see MAY_IMPORT"

@@ -163,23 +163,23 @@ def test_keep_dense_may_name_what_is_dense_anyway() -> None:
 
 def test_also_adds_parameters_of_other_modules() -> None:
     assert names(Scaled()) == ["fc.weight"]
-    assert names(Scaled(), also=["matrix", "vector"]) == ["fc.weight", "matrix", "vector"]
+    assert names(Scaled(), include=["matrix", "vector"]) == ["fc.weight", "matrix", "vector"]
 
 
 def test_also_adds_a_parameter_once_however_often_it_is_named() -> None:
-    assert names(Scaled(), also=["matrix", "mat*", "fc.weight"]) == ["fc.weight", "matrix"]
+    assert names(Scaled(), include=["matrix", "mat*", "fc.weight"]) == ["fc.weight", "matrix"]
 
 
 def test_also_can_make_a_tied_embedding_sparse() -> None:
-    assert names(Language(tied=True), also=["embed"]) == ["body.weight", "embed.weight"]
+    assert names(Language(tied=True), include=["embed"]) == ["body.weight", "embed.weight"]
 
 
 def test_also_refuses_a_single_number() -> None:
     with pytest.raises(ValueError, match="'number', which is a single number"):
-        names(Scaled(), also=["number"])
+        names(Scaled(), include=["number"])
 
 
-@pytest.mark.parametrize("argument", ["keep_dense", "also"])
+@pytest.mark.parametrize("argument", ["keep_dense", "include"])
 def test_a_name_that_matches_nothing_is_an_error_that_lists_some(argument: str) -> None:
     with pytest.raises(
         ValueError, match=rf"{argument} has 'conv\*', which matches no parameter; there are weight, bias"
@@ -187,7 +187,7 @@ def test_a_name_that_matches_nothing_is_an_error_that_lists_some(argument: str) 
         names(nn.Linear(4, 4), **{argument: ["conv*"]})
 
 
-@pytest.mark.parametrize("argument", ["keep_dense", "also"])
+@pytest.mark.parametrize("argument", ["keep_dense", "include"])
 def test_a_bare_text_instead_of_a_list_is_an_error(argument: str) -> None:
     with pytest.raises(ValueError, match=rf"{argument} is the text 'weight', but must be a list"):
         names(nn.Linear(4, 4), **{argument: "weight"})

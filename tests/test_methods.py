@@ -31,8 +31,8 @@ def parts(kappa: int) -> Partition:
 
 def plan_of(name: str, S: Partition, **changed: Any) -> Plan:
     """The method's plan with the options it must have."""
-    takes = inspect.signature(METHODS[name]).parameters.values()
-    needed = [p.name for p in takes if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    is_local = inspect.signature(METHODS[name]).parameters.values()
+    needed = [p.name for p in is_local if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     return METHODS[name](S, **{option: changed.get(option, OPTIONS[option]) for option in needed})
 
 
@@ -231,9 +231,9 @@ def test_after_one_round_every_prunable_weight_has_been_trainable(name: str, kap
     S = Partition.contiguous(model, kappa)
     ever = {name: torch.zeros_like(mask) for name, mask in sparse.masks.items()}
     plan = plan_of(name, S, steps={"cyclic_gap": kappa, "parallel_gap": 1}[name])
-    for stretch in sparse.stretches(plan):
-        is_finetuning = stretch.step == len(plan) - 1
-        if stretch.phase.epochs and not is_finetuning:
+    for scheduled in sparse.schedule(plan):
+        is_finetuning = scheduled.stage == len(plan) - 1
+        if scheduled.phase.epochs and not is_finetuning:
             for parameter, mask in sparse.masks.items():
                 ever[parameter] |= mask
             disturb(model, sparse, generator)

@@ -100,7 +100,7 @@ def test_a_plan_is_not_gone_on_with_by_another() -> None:
     state = sparse.state_dict()
     for again in (sparse, gp.SparseModel(mlp(), sparsity=0.9)):
         again.load_state_dict(state)
-        with pytest.raises(ValueError, match=r"in stretch 1 of another plan: go on with that, or call leave_plan\(\)"):
+        with pytest.raises(ValueError, match=r"in phase 1 of another plan: go on with that, or call leave_plan\(\)"):
             next(again.follow(one_shot(S, sparsity=0.9, epochs=1, finetune=1)))
         assert str(next(again.follow(one_shot(S, sparsity=0.5, epochs=1, finetune=1)))) == "prune all to 0.5"
 
@@ -158,7 +158,7 @@ def test_layers_may_be_wrapped_afterwards() -> None:
     model = mlp()
     sparse = gp.SparseModel(model, sparsity=0.9)
     model[2] = Wrapped(model[2])
-    assert sparse.report().rows
+    assert sparse.summary().rows
     sparse.enforce()
 
 
@@ -167,7 +167,7 @@ def test_a_layer_that_was_replaced_is_noticed() -> None:
         model = mlp()
         sparse = pruned(model)
         change(model)
-        for use in (sparse.prune, sparse.report):
+        for use in (sparse.prune, sparse.summary):
             with pytest.raises(ValueError, match=r"4.weight is not the parameter it was .* after changing layers"):
                 use()
 
@@ -314,7 +314,7 @@ def test_a_compact_model_is_not_held_twice(tmp_path: Path) -> None:
     for storage in ("masked", "compact"):
         with pytest.raises(ValueError, match="0 is held compact by another SparseModel: use a fresh model"):
             gp.SparseModel(sparse.model, sparsity=0.9, storage=storage)
-    assert sparse.twin().num_alive == copy.deepcopy(sparse).num_alive == 166
+    assert sparse.clone().num_alive == copy.deepcopy(sparse).num_alive == 166
     sparse.grow()  # all alive, a model is a plain one again
     assert gp.load(tmp_path / "model.safetensors", sparse.model, storage="compact").num_alive == 166
 
@@ -328,7 +328,7 @@ def test_a_prune_that_cannot_reach_its_count_is_refused(scope: str) -> None:
 
 def test_recurrent_weights_are_not_held_compact() -> None:
     with pytest.raises(ValueError, match="cannot hold weight_ih_l0, a recurrent weight: use storage='masked'"):
-        gp.SparseModel(nn.LSTM(4, 4), sparsity=0.5, also=["weight_*"], storage="compact")
+        gp.SparseModel(nn.LSTM(4, 4), sparsity=0.5, include=["weight_*"], storage="compact")
 
 
 def test_building_sparse_notices_what_nothing_fills() -> None:
@@ -345,9 +345,9 @@ def test_building_sparse_notices_what_nothing_fills() -> None:
         with pytest.raises(ValueError, match=rf"nothing initialised {name}, not even \w+'s reset_parameters: pass"):
             gp.sparse_init(build, sparsity=0.5)
 
-    def fill(module: nn.Module) -> None:
+    def select(module: nn.Module) -> None:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             ones: Tensor = torch.ones_like(tensor)
             tensor.data.copy_(ones)
 
-    assert gp.sparse_init(Tabled, sparsity=0.5, initialise=fill).num_alive == 32
+    assert gp.sparse_init(Tabled, sparsity=0.5, initialise=select).num_alive == 32

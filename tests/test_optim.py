@@ -8,39 +8,39 @@ import pytest
 import torch
 from torch import nn
 
-from growprune.engine.optim import OPTIMIZERS, Curve, Optimizer
+from growprune.engine.optim import OPTIMIZERS, LRSchedule, OptimizerConfig
 
 
-def factors(curve: Curve, total: int, per_epoch: int) -> list[float]:
-    return [round(curve.factor(i, total=total, per_epoch=per_epoch), 4) for i in range(total)]
+def factors(lr_schedule: LRSchedule, total: int, per_epoch: int) -> list[float]:
+    return [round(lr_schedule.factor(i, total=total, per_epoch=per_epoch), 4) for i in range(total)]
 
 
 def test_cosine_falls_from_one_towards_zero() -> None:
-    assert factors(Curve("cosine"), 4, 2) == [1.0, 0.8536, 0.5, 0.1464]
+    assert factors(LRSchedule("cosine"), 4, 2) == [1.0, 0.8536, 0.5, 0.1464]
 
 
 def test_warmup_is_linear_and_the_cosine_fills_the_rest() -> None:
-    assert factors(Curve("cosine", warmup_epochs=2), 6, 1) == [0.5, 1.0, 1.0, 0.8536, 0.5, 0.1464]
+    assert factors(LRSchedule("cosine", warmup_epochs=2), 6, 1) == [0.5, 1.0, 1.0, 0.8536, 0.5, 0.1464]
 
 
 def test_steps_come_at_shares_of_the_stretch() -> None:
-    curve = Curve("step", milestones=(0.5, 0.75), gamma=0.1)
-    assert factors(curve, 8, 1) == [1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
+    lr_schedule = LRSchedule("step", milestones=(0.5, 0.75), gamma=0.1)
+    assert factors(lr_schedule, 8, 1) == [1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
 
 
 def test_inverse_square_root_is_one_where_the_warmup_ends() -> None:
-    curve = Curve("inverse_sqrt", warmup_epochs=4)
-    assert factors(curve, 8, 1) == [0.25, 0.5, 0.75, 1.0, 0.8944, 0.8165, 0.7559, 0.7071]
+    lr_schedule = LRSchedule("inverse_sqrt", warmup_epochs=4)
+    assert factors(lr_schedule, 8, 1) == [0.25, 0.5, 0.75, 1.0, 0.8944, 0.8165, 0.7559, 0.7071]
 
 
 def test_constant_with_half_an_epoch_of_warmup() -> None:
-    assert factors(Curve("constant", warmup_epochs=0.5), 5, 4) == [0.5, 1.0, 1.0, 1.0, 1.0]
+    assert factors(LRSchedule("constant", warmup_epochs=0.5), 5, 4) == [0.5, 1.0, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_every_optimizer_is_built_with_decay_on_weights_only(kind: str) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    optimizer = Optimizer(kind, lr=0.5, weight_decay=0.25).build(model)
+    optimizer = OptimizerConfig(kind, lr=0.5, weight_decay=0.25).build(model)
     assert isinstance(optimizer, OPTIMIZERS[kind])
     weights, others = optimizer.param_groups
     assert [p.shape for p in weights["params"]] == [torch.Size([2, 3])]
@@ -50,12 +50,12 @@ def test_every_optimizer_is_built_with_decay_on_weights_only(kind: str) -> None:
 
 def test_an_option_the_optimizer_does_not_know_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match="optimizer adam does not take all of momentum"):
-        Optimizer("adam", momentum=0.9).build(nn.Linear(2, 2))
+        OptimizerConfig("adam", momentum=0.9).build(nn.Linear(2, 2))
 
 
 def test_options_that_torch_refuses_together_are_an_error_that_names_them() -> None:
     with pytest.raises(ValueError, match="optimizer sgd does not take all of nesterov: Nesterov momentum requires"):
-        Optimizer("sgd", nesterov=True).build(nn.Linear(2, 2))
+        OptimizerConfig("sgd", nesterov=True).build(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -72,18 +72,18 @@ def test_options_that_torch_refuses_together_are_an_error_that_names_them() -> N
 )
 def test_settings_no_optimizer_can_have_are_refused_when_they_are_made(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
-        Optimizer(**settings)
+        OptimizerConfig(**settings)
     assert str(error.value) == message
 
 
 def test_settings_at_the_edge_of_what_is_allowed_are_taken() -> None:
-    settings = Optimizer("adam", lr=0.0, weight_decay=0.0, momentum=0.0, betas=(0.0, 0.0), eps=1e-12)
+    settings = OptimizerConfig("adam", lr=0.0, weight_decay=0.0, momentum=0.0, betas=(0.0, 0.0), eps=1e-12)
     assert settings.lr == 0
 
 
 def test_a_curve_of_no_known_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="shape is 'foo', but must be one of cosine, step, inverse_sqrt, constant"):
-        Curve("foo")
+        LRSchedule("foo")
 
 
 @pytest.mark.parametrize(
@@ -98,4 +98,4 @@ def test_a_curve_of_no_known_shape_is_refused() -> None:
 )
 def test_a_curve_that_would_rise_or_never_end_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Curve("step", **settings)
+        LRSchedule("step", **settings)

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from growprune import patterns
 from growprune.layers import Weight
-from growprune.patterns import Block, Free, NofM, count_groups, matrix_shape, parse_pattern, walk_groups, write_groups
+from growprune.patterns import (
+    Block,
+    NofM,
+    Unstructured,
+    count_groups,
+    matrix_shape,
+    parse_pattern,
+    walk_groups,
+    write_groups,
+)
 from growprune.plan import Part, prune
 from growprune.scores import edit_keys
 from growprune.selection import choose, key_bits
@@ -41,29 +50,29 @@ def as_rows(mask: Tensor) -> list[str]:
 
 def test_free_keeps_the_largest_magnitudes_anywhere() -> None:
     values = torch.tensor([[1.0, -4.0, 2.0], [0.0, 3.0, -5.0]])
-    assert as_rows(kept("free", values, 3)) == [".x.", ".xx"]
+    assert as_rows(kept("unstructured", values, 3)) == [".x.", ".xx"]
 
 
 def test_free_breaks_ties_by_flat_index() -> None:
-    assert as_rows(kept("free", torch.ones(2, 4), 5)) == ["xxxx", "x..."]
-    assert as_rows(kept("free", torch.zeros(2, 4), 3)) == ["xxx.", "...."]
+    assert as_rows(kept("unstructured", torch.ones(2, 4), 5)) == ["xxxx", "x..."]
+    assert as_rows(kept("unstructured", torch.zeros(2, 4), 3)) == ["xxx.", "...."]
 
 
 def test_ties_go_by_logical_position_whatever_the_memory_layout() -> None:
     values = torch.ones(2, 3, 1, 2)
-    expected = kept("free", values, 7)
+    expected = kept("unstructured", values, 7)
     assert as_rows(expected) == ["xxxxxx", "x....."]
-    assert torch.equal(kept("free", values.to(memory_format=torch.channels_last), 7), expected)
-    assert as_rows(kept("free", torch.ones(4, 2).T, 5)) == ["xxxx", "x..."]
+    assert torch.equal(kept("unstructured", values.to(memory_format=torch.channels_last), 7), expected)
+    assert as_rows(kept("unstructured", torch.ones(4, 2).T, 5)) == ["xxxx", "x..."]
 
 
 def test_free_works_on_a_vector() -> None:
-    assert kept("free", torch.tensor([1.0, 3.0, -2.0]), 2).tolist() == [False, True, True]
+    assert kept("unstructured", torch.tensor([1.0, 3.0, -2.0]), 2).tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_free_works_in_every_float_type(dtype: torch.dtype) -> None:
-    assert as_rows(kept("free", torch.tensor([[1.0, -4.0, 2.0, 0.5]], dtype=dtype), 2)) == [".xx."]
+    assert as_rows(kept("unstructured", torch.tensor([[1.0, -4.0, 2.0, 0.5]], dtype=dtype), 2)) == [".xx."]
 
 
 # Blocks
@@ -184,14 +193,14 @@ def test_n_of_m_takes_its_own_sparsity_and_dense(pattern: str, sparsity: float) 
 def test_at_most_n_of_m_can_live() -> None:
     weight = Weight("w", "w", (4, 8))
     assert NofM(n=2, m=4).most_alive(weight) == 16
-    assert Free().most_alive(weight) == 32
+    assert Unstructured().most_alive(weight) == 32
     assert Block(height=2, width=8).most_alive(weight) == 2
 
 
 # All of them
 
 
-@pytest.mark.parametrize("text", ["free", "1x1", "1x8", "16x4", "2:4", "1:2", "4:4"])
+@pytest.mark.parametrize("text", ["unstructured", "1x1", "1x8", "16x4", "2:4", "1:2", "4:4"])
 def test_a_pattern_has_the_name_it_is_written_with(text: str) -> None:
     assert parse_pattern(text).name == text
     assert parse_pattern(parse_pattern(text)) == parse_pattern(text)
@@ -199,12 +208,12 @@ def test_a_pattern_has_the_name_it_is_written_with(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "Free", "0x8", "1x0", "8", "x8", "1x8x2", "3:2", "0:4", "2:", "-1x8", "1 x 8"])
 def test_an_unknown_pattern_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="but must be 'free', a block like '1x8', or N:M like '2:4'"):
+    with pytest.raises(ValueError, match="but must be 'unstructured', a block like '1x8', or N:M like '2:4'"):
         parse_pattern(text)
 
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
-block_patterns = st.sampled_from(["free", "1x1", "1x2", "1x8", "2x1", "2x2", "3x2", "4x4"])
+block_patterns = st.sampled_from(["unstructured", "1x1", "1x2", "1x8", "2x1", "2x2", "3x2", "4x4"])
 
 
 @given(shapes, block_patterns, st.booleans(), st.integers(1, 9), st.data())
@@ -224,7 +233,7 @@ def test_a_mask_written_from_groups_gives_the_groups_back(
     assert torch.equal(torch.cat(list(walk_groups(pattern, mask, weight))), alive)
 
 
-@given(shapes, st.sampled_from(["free", "1x2", "2x2", "3x4"]), st.booleans(), st.integers(1, 20), st.data())
+@given(shapes, st.sampled_from(["unstructured", "1x2", "2x2", "3x4"]), st.booleans(), st.integers(1, 20), st.data())
 def test_the_mask_does_not_depend_on_where_chunks_end(
     shape: tuple[int, ...], text: str, transposed: bool, chunk: int, data: st.DataObject
 ) -> None:

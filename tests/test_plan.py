@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from growprune.partition import Partition
-from growprune.plan import Action, Branch, By, Edit, Fork, Part, Phase, Plan, Stretch, grow, method, prune, walk
+from growprune.plan import Action, Branch, By, Edit, Fork, Part, Phase, Plan, ScheduledPhase, grow, method, prune, walk
 
 A, B = Part("A", ("a.weight",)), Part("B", ("b.weight",))
 S = Partition((A, B))
@@ -16,7 +16,7 @@ S = Partition((A, B))
 @method
 def one_each(S: Partition, *, epochs: int = 1) -> Iterator[Phase | Fork]:
     """Grow the parts apart, then prune the whole."""
-    yield Fork(*(Branch(Phase(grow(P), epochs=epochs), brings=P) for P in S))
+    yield Fork(*(Branch(Phase(grow(P), epochs=epochs), returns=P) for P in S))
     yield Phase(prune(S.whole, to=0.5))
 
 
@@ -88,9 +88,9 @@ def test_a_method_keeps_its_name_its_docstring_and_its_signature() -> None:
 def test_walking_takes_the_branches_of_a_fork_one_after_the_other() -> None:
     grow_a, grow_b, end = Phase(grow(A), epochs=1), Phase(grow(B), epochs=1), Phase(prune(S.whole, to=0.5))
     assert list(walk(one_each(S))) == [
-        Stretch(0, step=0, branch=0, phase=grow_a, brings=A, is_last_branch=False),
-        Stretch(1, step=0, branch=1, phase=grow_b, brings=B, is_last_branch=True),
-        Stretch(2, step=1, branch=None, phase=end, brings=None, is_last_branch=False),
+        ScheduledPhase(0, step=0, branch=0, phase=grow_a, returns=A, is_last_branch=False),
+        ScheduledPhase(1, step=0, branch=1, phase=grow_b, returns=B, is_last_branch=True),
+        ScheduledPhase(2, step=1, branch=None, phase=end, returns=None, is_last_branch=False),
     ]
 
 

@@ -71,7 +71,7 @@ def test_a_row_of_the_paper_says_what_it_expects_and_is_what_its_name_says(name:
     method, sparsity, allocation, *_ = row.replace("one-shot", "one_shot").split("-")
     assert recipe.method.__name__ == (method if method == "one_shot" else f"{method}_gap")
     assert (recipe.sparsity, recipe.allocation) == (int(sparsity) / 100, allocation)
-    assert recipe.pattern == ("1x8" if row.endswith("1x8") else "free")
+    assert recipe.pattern == ("1x8" if row.endswith("1x8") else "unstructured")
     if found := re.search(r"kappa(\d)", row):
         assert recipe.kappa == int(found[1])
 

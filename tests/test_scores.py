@@ -29,7 +29,7 @@ def splitmix(position: int, salt: int) -> int:
     return ((z ^ (z >> 31)) >> 34) + 1
 
 
-def keys_of(edit: Edit, values: Tensor, mask: Tensor, pattern: str = "free") -> list[int]:
+def keys_of(edit: Edit, values: Tensor, mask: Tensor, pattern: str = "unstructured") -> list[int]:
     weight = Weight("w", "w", tuple(values.shape))
     chunks = edit_keys(
         edit, weight, parse_pattern(pattern), values=lambda: values, mask=lambda: mask, salt=7, dtype=values.dtype

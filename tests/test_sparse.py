@@ -21,7 +21,7 @@ from growprune.selection import num_kept
 from growprune.sparse import SparseModel
 
 SPARSITIES = [0, 0.5, 0.8, 0.9, 0.95, 0.99]
-PATTERNS = ["free", "1x8", "2x4", "4x4", "2:4", "1:4"]
+PATTERNS = ["unstructured", "1x8", "2x4", "4x4", "2:4", "1:4"]
 ALLOCATIONS = [("uniform", "model"), ("global", "model"), ("global", "part"), ("erk", "model")]
 
 
@@ -150,7 +150,7 @@ conv_shapes = st.tuples(dimension, dimension, st.integers(1, 3), st.integers(1, 
 @given(
     st.lists(linear_shapes, min_size=1, max_size=3),
     st.lists(conv_shapes, max_size=2),
-    st.sampled_from(["free", "1x8", "2x4", "4x4", "3x2"]),
+    st.sampled_from(["unstructured", "1x8", "2x4", "4x4", "3x2"]),
     st.sampled_from(["uniform", "global", "erk"]),
     st.floats(0, 0.999),
     st.integers(1, 40),
@@ -193,7 +193,7 @@ def test_the_number_alive_is_exact_in_every_float_type(dtype: torch.dtype, by: B
 @pytest.mark.filterwarnings("ignore:no weight lives in weight")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("by", list(By))
-@pytest.mark.parametrize("pattern", ["free", "1x4", "2:4"])
+@pytest.mark.parametrize("pattern", ["unstructured", "1x4", "2:4"])
 def test_a_layer_can_lose_all(dtype: torch.dtype, by: By, pattern: str) -> None:
     sparse = make(nn.Linear(4, 2, dtype=dtype), 0.99, pattern=pattern)
     sparse.prune(by=by)
@@ -218,7 +218,7 @@ def test_the_memory_layout_does_not_matter() -> None:
     model = nn.Conv2d(8, 8, 3)
     last = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
     last.load_state_dict(model.state_dict())
-    for pattern in ("free", "1x8", "2:4"):
+    for pattern in ("unstructured", "1x8", "2:4"):
         ours, theirs = make(model, 0.9, pattern=pattern), make(last, 0.9, pattern=pattern)
         ours.prune()
         theirs.prune()
@@ -466,7 +466,7 @@ def test_a_weight_of_two_layers_is_pruned_once_and_in_both() -> None:
 
 
 def test_a_vector_named_in_also_is_pruned() -> None:
-    sparse = make(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), 0.5, also=["1.weight"])
+    sparse = make(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), 0.5, include=["1.weight"])
     sparse.model.get_parameter("1.weight").data.copy_(torch.tensor([1.0, -3.0, 0.5, 2.0]))
     sparse.prune()
     assert sparse.mask("1.weight").tolist() == [False, True, False, True]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from growprune.methods import cyclic_gap, one_shot, parallel_gap, random_gap
 from growprune.partition import Partition
 from growprune.patterns import count_groups
-from growprune.plan import Branch, By, Fork, Phase, Plan, Step, grow, prune, walk
+from growprune.plan import Branch, By, Fork, Phase, Plan, Stage, grow, prune, walk
 from growprune.snapshot import Snapshot, pack, unpack
 from growprune.sparse import SparseModel
 
@@ -45,13 +45,13 @@ def make(seed: int = 0, **options: Any) -> SparseModel:
     return SparseModel(Net(), **({"sparsity": 0.75} | options))
 
 
-def batch_of(stretch: int, number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * stretch + number)
+def batch_of(scheduled: int, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * scheduled + number)
     return torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, stretch: int, number: int) -> None:
-    x, y = batch_of(stretch, number)
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduled: int, number: int) -> None:
+    x, y = batch_of(scheduled, number)
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
@@ -122,8 +122,8 @@ def test_under_a_global_ranking_the_model_without_the_grown_part_has_the_target_
     S = Partition.per_layer(sparse.model)
     plan = cyclic_gap(S, sparsity=0.75, steps=4, epochs=1, finetune=1)
     before = 252
-    for stretch in sparse.stretches(plan):
-        grown = [edit.part for edit in stretch.phase.edits if edit.action.value == "grow"]
+    for scheduled in sparse.schedule(plan):
+        grown = [edit.part for edit in scheduled.phase.edits if edit.action.value == "grow"]
         for part in grown:
             (weight,) = sparse.weights_of(part)
             assert sparse.alive_in(weight) == weight.numel
@@ -131,12 +131,12 @@ def test_under_a_global_ranking_the_model_without_the_grown_part_has_the_target_
             assert sparse.num_alive == 63
         assert sparse.num_alive != before
         before = sparse.num_alive
-        for number in range(STEPS * stretch.phase.epochs):
-            train_step(sparse.model, sparse.attach(sgd(sparse.model)), stretch.index, number)
+        for number in range(STEPS * scheduled.phase.epochs):
+            train_step(sparse.model, sparse.attach(sgd(sparse.model)), scheduled.index, number)
 
 
 @pytest.mark.filterwarnings("ignore:no weight lives in head.weight")
-@pytest.mark.parametrize(("pattern", "groups"), [("free", 45), ("1x4", 11), ("2x2", 12), ("2:4", 45)])
+@pytest.mark.parametrize(("pattern", "groups"), [("unstructured", 45), ("1x4", 11), ("2x2", 12), ("2:4", 45)])
 @pytest.mark.parametrize("allocation", ["uniform", "global", "erk"])
 def test_cyclic_and_parallel_gap_end_sparse_with_every_pattern(pattern: str, groups: int, allocation: str) -> None:
     for method in (cyclic_gap, parallel_gap):
@@ -166,8 +166,8 @@ def test_every_branch_starts_from_the_same_model() -> None:
     sparse = make()
     S = two_halves(sparse.model)
     starts = []
-    for stretch in sparse.stretches(parallel_gap(S, sparsity=0.75, steps=1, epochs=1, finetune=0)):
-        if stretch.branch is not None:
+    for scheduled in sparse.schedule(parallel_gap(S, sparsity=0.75, steps=1, epochs=1, finetune=0)):
+        if scheduled.branch is not None:
             starts.append((copy.deepcopy(sparse.model.state_dict()), sparse.masks))
             with torch.no_grad():
                 for tensor in sparse.model.state_dict().values():
@@ -184,13 +184,13 @@ def test_after_a_fork_every_tensor_of_a_part_comes_from_its_branch() -> None:
     ends = []
     plan = parallel_gap(S, sparsity=0.75, steps=1, epochs=2, finetune=0)
     merged: dict[str, Tensor] = {}
-    for stretch in sparse.stretches([*plan][:2] + [Phase()]):
-        if stretch.branch is None and ends:
+    for scheduled in sparse.schedule([*plan][:2] + [Phase()]):
+        if scheduled.branch is None and ends:
             merged = copy.deepcopy(sparse.model.state_dict())
         optimizer = sparse.attach(sgd(sparse.model))
-        for number in range(STEPS * stretch.phase.epochs):
-            train_step(sparse.model, optimizer, stretch.index, number)
-        if stretch.branch is not None:
+        for number in range(STEPS * scheduled.phase.epochs):
+            train_step(sparse.model, optimizer, scheduled.index, number)
+        if scheduled.branch is not None:
             ends.append(copy.deepcopy(sparse.model.state_dict()))
     assert set(merged) == {name for part in S for name in part.tensors}
     for branch, part in enumerate(S):
@@ -212,7 +212,7 @@ def test_a_fork_right_after_a_fork_trains_dense_what_it_brought() -> None:
     sparse = make()
     S = Partition.per_layer(sparse.model)
     fork = Fork(*(Branch(Phase(grow(part), epochs=1), part) for part in S))
-    plan: list[Step] = [Phase(prune(S.whole, to=0.75, by=By.RANDOM)), fork, fork, Phase(prune(S.whole, to=0.75))]
+    plan: list[Stage] = [Phase(prune(S.whole, to=0.75, by=By.RANDOM)), fork, fork, Phase(prune(S.whole, to=0.75))]
     alive = [sparse.num_alive for _ in sparse.follow(plan)]
     assert alive[4:7] == [sparse.num_prunable] * 3  # all were grown in the first fork, and nothing has pruned them
     assert alive[-1] == alive[0] == 63
@@ -252,7 +252,7 @@ def test_a_part_that_is_kept_dense_is_warned_of_or_left_out() -> None:
 def test_a_branch_may_end_sparse() -> None:
     sparse = make()
     S = two_halves(sparse.model)
-    fork = Fork(*(Branch(Phase(prune(P, to=0.5), epochs=1), brings=P) for P in S))
+    fork = Fork(*(Branch(Phase(prune(P, to=0.5), epochs=1), returns=P) for P in S))
     for _ in sparse.follow([fork]):
         pass
     assert alive(sparse) == [36, 72, 18]
@@ -262,12 +262,12 @@ def test_running_statistics_at_a_merge_by_hand() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2), nn.BatchNorm1d(2))
     sparse = SparseModel(model, sparsity=0.5)
     S = Partition.of(model, [["0", "1"], ["2", "3"]])
-    fork = Fork(*(Branch(Phase(grow(P), epochs=1), brings=P) for P in S))
-    for stretch in sparse.stretches([fork, Phase()]):
-        if stretch.branch is not None:
-            model[1].running_mean.fill_(10 + stretch.branch)
-            model[3].running_mean.fill_(20 + stretch.branch)
-            model[3].num_batches_tracked.fill_(stretch.branch)
+    fork = Fork(*(Branch(Phase(grow(P), epochs=1), returns=P) for P in S))
+    for scheduled in sparse.schedule([fork, Phase()]):
+        if scheduled.branch is not None:
+            model[1].running_mean.fill_(10 + scheduled.branch)
+            model[3].running_mean.fill_(20 + scheduled.branch)
+            model[3].num_batches_tracked.fill_(scheduled.branch)
     assert model[1].running_mean.tolist() == [10, 10]
     assert model[3].running_mean.tolist() == [21, 21]
     assert int(model[3].num_batches_tracked) == 1
@@ -302,12 +302,12 @@ def test_a_state_taken_in_a_fork_is_not_changed_by_going_on() -> None:
     sparse = make()
     plan = parallel_gap(Partition.contiguous(sparse.model, 3), sparsity=0.75, steps=1, epochs=1, finetune=1)
     states = []
-    for stretch in sparse.stretches(plan):
-        if stretch.branch is not None:
-            states.append((sparse.state_dict(), len(sparse.state_dict()["brought"])))
+    for scheduled in sparse.schedule(plan):
+        if scheduled.branch is not None:
+            states.append((sparse.state_dict(), len(sparse.state_dict()["returned"])))
             with torch.no_grad():
                 sparse.model.fc1.bias.add_(1)
-    assert [len(state["brought"]) for state, _ in states] == [count for _, count in states]
+    assert [len(state["returned"]) for state, _ in states] == [count for _, count in states]
 
 
 def test_growing_at_random_goes_on_as_if_nothing_had_happened() -> None:
@@ -366,11 +366,11 @@ def magnitude_mask(weight: Tensor, kept: int) -> Tensor:
     return mask
 
 
-def train_by_hand(model: nn.Module, masks: dict[str, Tensor], stretch: int, epochs: int) -> None:
+def train_by_hand(model: nn.Module, masks: dict[str, Tensor], scheduled: int, epochs: int) -> None:
     """What everyone writes: mask the gradient before the step, and the weight after it."""
     optimizer = sgd(model)
     for number in range(STEPS * epochs):
-        x, y = batch_of(stretch, number)
+        x, y = batch_of(scheduled, number)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         with torch.no_grad():
@@ -395,9 +395,9 @@ def test_cyclic_gap_with_one_part_and_one_step_is_dense_training_then_pruning_th
     sparse, by_hand = make(), make()
     by_hand.prune(by=By.RANDOM)  # both start from the same randomly masked weights
     model = by_hand.model
-    train_by_hand(model, {}, stretch=1, epochs=2)
+    train_by_hand(model, {}, scheduled=1, epochs=2)
     masks = prune_by_hand(model, list(by_hand.masks), 0.75)
-    train_by_hand(model, masks, stretch=2, epochs=3)
+    train_by_hand(model, masks, scheduled=2, epochs=3)
 
     plan = cyclic_gap(Partition.contiguous(sparse.model, 1), sparsity=0.75, steps=1, epochs=2, finetune=3)
     run(sparse, plan)
@@ -406,9 +406,9 @@ def test_cyclic_gap_with_one_part_and_one_step_is_dense_training_then_pruning_th
 
 def test_one_shot_is_dense_training_then_pruning_then_fine_tuning() -> None:
     sparse, model = make(), make().model
-    train_by_hand(model, {}, stretch=0, epochs=2)
+    train_by_hand(model, {}, scheduled=0, epochs=2)
     masks = prune_by_hand(model, list(sparse.masks), 0.75)
-    train_by_hand(model, masks, stretch=1, epochs=3)
+    train_by_hand(model, masks, scheduled=1, epochs=3)
     run(sparse, one_shot(Partition.contiguous(sparse.model, 2), sparsity=0.75, epochs=2, finetune=3))
     check_same(sparse.model, model)
 
@@ -418,11 +418,11 @@ def test_cyclic_gap_with_two_parts_by_hand() -> None:
     by_hand.prune(by=By.RANDOM)
     model, masks = by_hand.model, by_hand.masks
     first, second = ["fc1.weight"], ["fc2.weight", "head.weight"]
-    train_by_hand(model, {name: masks[name] for name in second}, stretch=1, epochs=1)
+    train_by_hand(model, {name: masks[name] for name in second}, scheduled=1, epochs=1)
     masks |= prune_by_hand(model, first, 0.75)
-    train_by_hand(model, {name: masks[name] for name in first}, stretch=2, epochs=1)
+    train_by_hand(model, {name: masks[name] for name in first}, scheduled=2, epochs=1)
     masks |= prune_by_hand(model, second, 0.75)
-    train_by_hand(model, masks, stretch=3, epochs=1)
+    train_by_hand(model, masks, scheduled=3, epochs=1)
 
     run(sparse, cyclic_gap(two_halves(sparse.model), sparsity=0.75, steps=2, epochs=1, finetune=1))
     check_same(sparse.model, model)
@@ -431,11 +431,11 @@ def test_cyclic_gap_with_two_parts_by_hand() -> None:
 def test_parallel_gap_with_one_part_is_cyclic_gap_with_one_part() -> None:
     cyclic, parallel = make(), make()
     S = Partition.contiguous(cyclic.model, 1)
-    steps: list[Step] = [*parallel_gap(S, sparsity=0.75, steps=1, epochs=2, finetune=3)]
+    steps: list[Stage] = [*parallel_gap(S, sparsity=0.75, steps=1, epochs=2, finetune=3)]
     *start, pruning, finetuning = steps
     assert isinstance(pruning, Phase)
     assert isinstance(finetuning, Phase)
-    joined: Any = [*start, Phase(*pruning.edits, epochs=finetuning.epochs)]  # so that both have three stretches
+    joined: Any = [*start, Phase(*pruning.edits, epochs=finetuning.epochs)]  # so that both have three phases
     run(parallel, joined)
     run(cyclic, cyclic_gap(S, sparsity=0.75, steps=1, epochs=2, finetune=3))
     check_same(parallel.model, cyclic.model)
@@ -462,10 +462,10 @@ def test_a_mask_of_any_layout_is_packed_row_by_row() -> None:
     assert torch.equal(unpack(pack(mask), (2, 3)), mask)
 
 
-@pytest.mark.parametrize("allocation, brought", [("uniform", 4 * 40), ("global", 4 * 400)])
+@pytest.mark.parametrize("allocation, returned", [("uniform", 4 * 40), ("global", 4 * 400)])
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_a_part_is_pruned_before_it_is_brought_unless_it_is_ranked_with_the_others(
-    storage: str, allocation: str, brought: int
+    storage: str, allocation: str, returned: int
 ) -> None:
     model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(4)))
     sparse = SparseModel(model, sparsity=0.9, storage=storage, allocation=allocation)
@@ -476,10 +476,10 @@ def test_a_part_is_pruned_before_it_is_brought_unless_it_is_ranked_with_the_othe
         counts.append(sum(values.numel() for values, mask in parts.values() if mask is not None))
         return parts
 
-    for _ in sparse.stretches(plan, combine=combine):
+    for _ in sparse.schedule(plan, combine=combine):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)  # as training would
         sparse.enforce()
-    assert counts == [brought] * 2
+    assert counts == [returned] * 2
     assert sparse.num_alive == 4 * 40

@@ -316,11 +316,11 @@ def test_a_copy_of_the_model_is_a_plain_model() -> None:
     sparse = make()
     sparse.prune()
     sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
-    twin = copy.deepcopy(sparse.model)
-    backward(twin, next(batches()))
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    clone = copy.deepcopy(sparse.model)
+    backward(clone, next(batches()))
+    optimizer = torch.optim.SGD(clone.parameters(), lr=0.1)
     optimizer.step()
-    assert int(twin.head.weight.count_nonzero()) == 30, "nothing masks the copy"
+    assert int(clone.head.weight.count_nonzero()) == 30, "nothing masks the copy"
     assert int(sparse.model.head.weight.count_nonzero()) == 15, "and it does not touch the model"
 
 
@@ -433,7 +433,7 @@ def test_a_model_moved_to_the_gpu_takes_its_masks_along() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("pattern", ["free", "1x8", "2x4", "2:4"])
+@pytest.mark.parametrize("pattern", ["unstructured", "1x8", "2x4", "2:4"])
 @pytest.mark.parametrize("allocation", ["uniform", "global", "erk"])
 def test_masks_are_the_same_on_every_device(pattern: str, allocation: str) -> None:
     torch.manual_seed(0)

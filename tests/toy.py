@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune import methods
-from growprune.engine.optim import Curve, Optimizer
+from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
 
 
@@ -120,8 +120,8 @@ def cyclic() -> Recipe:
         options={"steps": 3, "epochs": 2, "finetune": 3},
         sparsity=0.8,
         kappa=3,
-        optimizer=Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=1e-4),
-        curve=Curve("cosine", warmup_epochs=1),
+        optimizer=OptimizerConfig("sgd", lr=0.05, momentum=0.9, weight_decay=1e-4),
+        lr_schedule=LRSchedule("cosine", warmup_epochs=1),
         device="cpu",
     )
 
@@ -131,7 +131,7 @@ def parallel() -> Recipe:
 
 
 def continuing(recipe: Recipe) -> Recipe:
-    return replace(recipe, restart=False, optimizer=Optimizer("adamw", lr=0.01))
+    return replace(recipe, restart=False, optimizer=OptimizerConfig("adamw", lr=0.01))
 
 
 def plain() -> Recipe:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from growprune import methods, tasks
     from growprune.engine import resume, train
-    from growprune.engine.optim import Curve, Optimizer
+    from growprune.engine.optim import LRSchedule, OptimizerConfig
     from growprune.engine.recipe import Recipe
     from growprune.file import load, manifest, read, save
     from growprune.flops import count_flops
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "growprune": ("methods", "tasks"),
     "growprune.engine": ("resume", "train"),
-    "growprune.engine.optim": ("Curve", "Optimizer"),
+    "growprune.engine.optim": ("LRSchedule", "OptimizerConfig"),
     "growprune.engine.recipe": ("Recipe",),
     "growprune.file": ("load", "manifest", "read", "save"),
     "growprune.flops": ("count_flops",),
@@ -37,9 +37,9 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Branch",
     "By",
-    "Curve",
     "Fork",
-    "Optimizer",
+    "LRSchedule",
+    "OptimizerConfig",
     "Part",
     "Partition",
     "Phase",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from growprune.errors import GrowpruneError
 from growprune.layers import Weight
 from growprune.patterns import Pattern
 from growprune.selection import num_kept
@@ -28,7 +29,7 @@ class Scope(Enum):
 def parse_scope(name: str | Scope) -> Scope:
     known = [scope.value for scope in Scope]
     if not isinstance(name, Scope) and name not in known:
-        raise ValueError(f"scope is {name!r}, but must be one of {', '.join(known)}")
+        raise GrowpruneError(f"scope is {name!r}, but must be one of {', '.join(known)}")
     return Scope(name)
 
 
@@ -76,7 +77,7 @@ ALLOCATIONS: dict[str, Allocation] = {"uniform": uniform, "erk": erk, "global": 
 
 def parse_allocation(name: str) -> Allocation:
     if name not in ALLOCATIONS:
-        raise ValueError(f"allocation is {name!r}, but must be one of {', '.join(ALLOCATIONS)}")
+        raise GrowpruneError(f"allocation is {name!r}, but must be one of {', '.join(ALLOCATIONS)}")
     return ALLOCATIONS[name]
 
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
+from growprune.errors import GrowpruneError
+
 if TYPE_CHECKING:
     from growprune.engine import Recipe
 
@@ -104,11 +106,11 @@ def list_(
         "recipes": {name: build().claim or _summary(build) for name, build in RECIPES.items()},
     }
     if what and what not in kinds:
-        raise ValueError(f"there is no list of {what!r}; known are {', '.join(kinds)}")
+        raise GrowpruneError(f"there is no list of {what!r}; known are {', '.join(kinds)}")
     chosen = {what: kinds[what]} if what else kinds
     found = {kind: {n: text for n, text in things.items() if containing in n} for kind, things in chosen.items()}
     if not any(found.values()):
-        raise ValueError(f"none of the {what or 'methods, tasks and recipes'} has {containing!r} in its name")
+        raise GrowpruneError(f"none of the {what or 'methods, tasks and recipes'} has {containing!r} in its name")
     console.show_lists(found)
 
 
@@ -160,7 +162,7 @@ def resume(
 
     origin = engine.RunFolder(folder).read_origin()
     if "source" not in origin:
-        raise ValueError(f"{folder} was started from Python: resume it with growprune.resume(recipe, folder)")
+        raise GrowpruneError(f"{folder} was started from Python: resume it with growprune.resume(recipe, folder)")
     recipe = find(origin["source"])
     # without them the recipe is not the one that was stored, and resume says so
     origin["settings"] = origin.get("settings", {}) | parse_settings(settings) | _place(data, recipe)
@@ -186,7 +188,9 @@ def inspect(
 def _place(data: str, recipe: Recipe) -> dict[str, str]:
     """The setting that `--data` stands for; absolute, so that a run can be resumed from any folder."""
     if data and not hasattr(recipe.task, "data"):
-        raise ValueError(f"--data is {data}, but the task {type(recipe.task).__name__} reads no files: leave it out")
+        raise GrowpruneError(
+            f"--data is {data}, but the task {type(recipe.task).__name__} reads no files: leave it out"
+        )
     return {"task.data": str(Path(data).resolve())} if data else {}
 
 

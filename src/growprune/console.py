@@ -39,7 +39,7 @@ def progress(title: str = "") -> Iterator[Callable[[Event], None]]:
             if "rank" in event:
                 _show_other(bars, others, event)
             elif event["event"] == "phase":
-                bars.update(whole, completed=event["stretch"], total=event["last"] + 1)
+                bars.update(whole, completed=event["index"], total=event["last"] + 1)
                 bars.reset(
                     phase,
                     description=f"{event['alive']:,} alive: {event['edits']}",
@@ -68,7 +68,7 @@ def _show_other(bars: Progress, others: dict[int, TaskID], event: Event) -> None
 def _show_line(title: str, event: Event) -> None:
     match event:
         case {"event": "phase"}:
-            say = f"step {event['step']}: {event['edits']}; {event['alive']:,} alive, {event['epochs']} epochs"
+            say = f"step {event['stage']}: {event['edits']}; {event['alive']:,} alive, {event['epochs']} epochs"
         case {"event": "epoch"}:
             validation = f", {_metrics(event['validation'])} (validation)" if "validation" in event else ""
             say = f"epoch {event['epoch']}: loss {event['loss']:.4f}{validation}"
@@ -124,11 +124,11 @@ def show_plan(estimate: Estimate, claim: str = "") -> None:
     table.title = f"{estimate.plan.method.__name__}, {len(estimate.plan.partition)} parts"
     table.caption = "FLOPs: forward, for one example; training: of all epochs, for one example"
     for cost in estimate.costs:
-        stretch = cost.stretch
-        branch = "" if stretch.branch is None else str(stretch.branch)
+        scheduled = cost.scheduled
+        branch = "" if scheduled.branch is None else str(scheduled.branch)
         flops = (f"{about}{_short(cost.forward_flops)}", f"{about}{_short(cost.training_flops)}")
-        phase = (str(stretch.phase), str(stretch.phase.epochs), f"{cost.density:.4f}")
-        table.add_row(str(stretch.step), branch, *phase, *flops)
+        phase = (str(scheduled.phase), str(scheduled.phase.epochs), f"{cost.density:.4f}")
+        table.add_row(str(scheduled.stage), branch, *phase, *flops)
     out.print(table)
     dense = 3 * estimate.dense_flops * estimate.epochs
     share = f", {estimate.training_flops / dense:.3f} of dense training for as many" if dense else ""
@@ -141,7 +141,7 @@ def show_result(result: dict[str, Any], folder: Path) -> None:
     out.print(f"test: {_metrics(result['test'])}")
     if result["best"]:
         best = result["best"]
-        out.print(f"best by validation: step {best['step']}, test: {_metrics(best['test'])}")
+        out.print(f"best by validation: step {best['stage']}, test: {_metrics(best['test'])}")
     out.print(f"alive: {total['alive']:,} of {total['prunable']:,} prunable weights")
     out.print(f"file: {result['file_bytes']:,} bytes, {folder / 'model.safetensors'}", soft_wrap=True)
 
@@ -157,7 +157,7 @@ def show_run(path: Path) -> None:
         for row in result["phases"]:
             shown = (_metrics(row.get(name, {})) for name in ("validation", "candidate"))
             branch = "" if row["branch"] is None else str(row["branch"])
-            table.add_row(str(row["step"]), branch, row["edits"], str(row["epochs"]), f"{row['alive']:,}", *shown)
+            table.add_row(str(row["stage"]), branch, row["edits"], str(row["epochs"]), f"{row['alive']:,}", *shown)
         out.print(table)
         show_result(result, path)
     else:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from growprune.allocation import Pool, Scope, parse_allocation
+from growprune.errors import GrowpruneError
 from growprune.layers import Weight
 from growprune.optimizers import Optimizers
 from growprune.patterns import Pattern, count_groups, write_groups
 from growprune.plan import Action, By, Edit, Part
 from growprune.scores import check_finite, edit_keys, salt_of
 from growprune.selection import choose, key_bits
-from growprune.storage import Held
+from growprune.storage import SparseParameter
 
 
 class Editor:
@@ -31,7 +32,7 @@ class Editor:
     def __init__(
         self,
         weights: Sequence[Weight],
-        held: Mapping[str, Held],
+        sparse_parameter: Mapping[str, SparseParameter],
         optimizers: Optimizers,
         *,
         pattern: Pattern,
@@ -39,7 +40,7 @@ class Editor:
         scope: Scope,
         seed: int,
     ) -> None:
-        self.weights, self._held, self._optimizers = tuple(weights), held, optimizers
+        self.weights, self._sparse_parameters, self._optimizers = tuple(weights), sparse_parameter, optimizers
         self._pattern, self._allocate, self._scope = pattern, parse_allocation(allocation), scope
         self._seed = seed
         self.num_edits = 0
@@ -58,66 +59,68 @@ class Editor:
 
     def apply(self, edit: Edit) -> None:
         if edit.to > 0:
-            self.fill(self.pools(edit), edit)
+            self.select(self.pools(edit), edit)
         elif edit.action is Action.GROW:
             if not self.weights_of(edit.part):
                 what = "no weight of it may be pruned; give Partition keep_dense too"
                 warnings.warn(f"{edit.part.name} has nothing to grow: {what}", stacklevel=7)
             for name in dict.fromkeys(w.parameter for w in self.weights_of(edit.part)):
-                held = self._held[name]
-                with self._optimizers.following(held):
-                    held.keep(torch.ones_like(held.mask()))
+                sparse_parameter = self._sparse_parameters[name]
+                with self._optimizers.following(sparse_parameter):
+                    sparse_parameter.set_mask(torch.ones_like(sparse_parameter.mask()))
 
-    def fill(self, pools: Sequence[Pool], edit: Edit) -> None:
+    def select(self, pools: Sequence[Pool], edit: Edit) -> None:
         """Do what an edit does to some of its pools; if one of them cannot be, nothing changes."""
         for pool in pools:
             self._check(pool, edit)
         for pool in pools:
-            self._fill(pool, edit)
+            self._select(pool, edit)
 
     def _check(self, pool: Pool, edit: Edit) -> None:
         """Raise if an edit cannot reach its count, or would rank what is not a number."""
         alive = self._alive_groups(pool)
         if pool.kept != alive and (pool.kept > alive) is (edit.action is Action.PRUNE):
-            raise ValueError(
+            raise GrowpruneError(
                 f"cannot {edit.action.value} to sparsity {edit.to}: that is {pool.kept} alive, but {alive} are alive "
                 f"in {_names(pool.weights)}; {'grow' if edit.action is Action.PRUNE else 'prune'} first"
             )
         for weight in pool.weights if edit.by is By.MAGNITUDE else ():
-            check_finite(weight.of(self._held[weight.parameter].weight()), weight)
+            check_finite(weight.of(self._sparse_parameters[weight.parameter].weight()), weight)
 
     def _alive_groups(self, pool: Pool) -> int:
-        return sum(count_groups(self._pattern, w.of(self._held[w.parameter].mask()), w) for w in pool.weights)
+        return sum(
+            count_groups(self._pattern, w.of(self._sparse_parameters[w.parameter].mask()), w) for w in pool.weights
+        )
 
-    def _fill(self, pool: Pool, edit: Edit) -> None:
+    def _select(self, pool: Pool, edit: Edit) -> None:
         """Let the best `pool.kept` groups of a pool live."""
         if pool.kept == self._alive_groups(pool):
             return
-        dtypes = {self._held[w.parameter].parameter.dtype for w in pool.weights}
+        dtypes = {self._sparse_parameters[w.parameter].parameter.dtype for w in pool.weights}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         sources = [self._keys(edit, w, dtype) for w in pool.weights]
         for weight, chosen in zip(pool.weights, choose(sources, pool.kept, bits=key_bits(dtype)), strict=True):
-            held = self._held[weight.parameter]
-            mask = held.mask()
+            sparse_parameter = self._sparse_parameters[weight.parameter]
+            mask = sparse_parameter.mask()
             write_groups(self._pattern, weight.of(mask), weight, chosen)
-            with self._optimizers.following(held):
-                held.keep(mask)
+            with self._optimizers.following(sparse_parameter):
+                sparse_parameter.set_mask(mask)
         self._warn_of_dead_layers(pool)
 
     def _keys(self, edit: Edit, weight: Weight, dtype: torch.dtype) -> Any:
-        held = self._held[weight.parameter]
+        sparse_parameter = self._sparse_parameters[weight.parameter]
         return edit_keys(
             edit,
             weight,
             self._pattern,
-            values=lambda: weight.of(held.weight()),
-            mask=lambda: weight.of(held.mask()),
+            values=lambda: weight.of(sparse_parameter.weight()),
+            mask=lambda: weight.of(sparse_parameter.mask()),
             salt=salt_of(self._seed, self.num_edits, weight.name),
             dtype=dtype,
         )
 
     def _warn_of_dead_layers(self, pool: Pool) -> None:
-        dead = [w for w in pool.weights if not bool(w.of(self._held[w.parameter].mask()).any())]
+        dead = [w for w in pool.weights if not bool(w.of(self._sparse_parameters[w.parameter].mask()).any())]
         if dead:
             warnings.warn(
                 f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense",

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from growprune.errors import GrowpruneError
 from growprune.layers import Weight, dense_shape, layer_weights
 
 
@@ -43,7 +44,9 @@ class Flops:
         """
         unknown = [name for name in densities if name not in self.by_weight]
         if unknown:
-            raise ValueError(f"densities has {unknown[0]!r}, which is no weight; there are {', '.join(self.by_weight)}")
+            raise GrowpruneError(
+                f"densities has {unknown[0]!r}, which is no weight; there are {', '.join(self.by_weight)}"
+            )
         return self.dense - sum(self.by_weight[name] - self.of(name, density) for name, density in densities.items())
 
     def of(self, name: str, density: float) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from growprune.allocation import Pool, round_to_total
+from growprune.errors import GrowpruneError
 from growprune.plan import By, Part, prune
 from growprune.sparse import SparseModel
 
@@ -19,7 +20,7 @@ def reset(module: nn.Module) -> None:
     method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if method is None:
         own = [name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
-        raise ValueError(
+        raise GrowpruneError(
             f"{type(module).__name__} has {', '.join(own)} but no reset_parameters, so sparse_init cannot initialise "
             f"it: give it one, or pass initialise=a function that takes a module"
         )
@@ -60,7 +61,7 @@ def sparse_init(
             _check_filled(module, path, new)
         for weight in sparse.weights:
             if weight.parameter.rpartition(".")[0] == path and sparsity > 0:
-                sparse.fill([pools[weight.name]], edit)
+                sparse.select([pools[weight.name]], edit)
     sparse.count_edit()
     return sparse
 
@@ -121,7 +122,7 @@ def _check_filled(module: nn.Module, path: str, names: list[str]) -> None:
             continue
         ends, nothing = tensor.detach().flatten()[[0, -1]], _nothing(tensor.dtype)
         if bool((ends.isnan() if nothing != nothing else ends == nothing).all()):
-            raise ValueError(
+            raise GrowpruneError(
                 f"nothing initialised {f'{path}.{name}' if path else name}, not even {type(module).__name__}'s "
                 f"reset_parameters: pass initialise=a function that does"
             )

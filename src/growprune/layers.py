@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from growprune.errors import GrowpruneError
+
 DENSE_SHAPES = "_dense_shapes"
 """The attribute in which a module keeps the shapes, by local name, of parameters it holds in another shape."""
 
@@ -88,7 +90,7 @@ def layer_weights(model: Any) -> dict[str, list[Weight]]:
     return layers
 
 
-def prunable_weights(model: Any, *, keep_dense: Sequence[str] = (), also: Sequence[str] = ()) -> tuple[Weight, ...]:
+def prunable_weights(model: Any, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> tuple[Weight, ...]:
     """The weights that may become sparse: those of layers, less `keep_dense`, plus the parameters named in `also`.
 
     Both take names of modules or parameters, or globs of them; one that matches nothing is an error.
@@ -96,9 +98,9 @@ def prunable_weights(model: Any, *, keep_dense: Sequence[str] = (), also: Sequen
     weights = [w for ws in layer_weights(model).values() for w in ws]
     known = {w.parameter for w in weights}
     parameters, first = dict(model.named_parameters()), first_names(model)
-    for name in (first[name] for name in _match_all(also, first, "also")):
+    for name in (first[name] for name in _match_all(include, first, "include")):
         if parameters[name].dim() == 0:
-            raise ValueError(f"also has {name!r}, which is a single number and cannot be sparse")
+            raise GrowpruneError(f"also has {name!r}, which is a single number and cannot be sparse")
         if name not in known:
             known.add(name)
             weights.append(Weight(name, name, tuple(parameters[name].shape)))
@@ -107,7 +109,7 @@ def prunable_weights(model: Any, *, keep_dense: Sequence[str] = (), also: Sequen
     kept = tuple(w for w in weights if w.name not in dense and w.parameter not in dense)
     if not kept:
         why = "all are in keep_dense" if weights else "it has no Linear, convolution or attention weight"
-        raise ValueError(f"the model has nothing to prune: {why}; name parameters to prune with also=[...]")
+        raise GrowpruneError(f"the model has nothing to prune: {why}; name parameters to prune with include=[...]")
     return kept
 
 
@@ -135,13 +137,15 @@ def matches(name: str, pattern: str) -> bool:
 
 def _match_all(patterns: Sequence[str], names: Iterable[str], argument: str) -> Iterator[str]:
     if isinstance(patterns, str):
-        raise ValueError(f"{argument} is the text {patterns!r}, but must be a list of names or globs: [{patterns!r}]")
+        raise GrowpruneError(
+            f"{argument} is the text {patterns!r}, but must be a list of names or globs: [{patterns!r}]"
+        )
     names = list(names)
     for pattern in patterns:
         found = [name for name in names if matches(name, pattern)]
         if not found:
             shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-            raise ValueError(f"{argument} has {pattern!r}, which matches no parameter; there are {shown}")
+            raise GrowpruneError(f"{argument} has {pattern!r}, which matches no parameter; there are {shown}")
         yield from found
 
 

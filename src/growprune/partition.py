@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from growprune.errors import GrowpruneError
 from growprune.layers import first_names, layer_weights, matches, prunable_weights
 from growprune.plan import Part, check_counts
 
@@ -52,20 +53,22 @@ class Partition:
         owner_of: dict[str, int] = {}
         for i, names in enumerate(prefixes):
             if isinstance(names, str):
-                raise ValueError(f"part {i} is the text {names!r}, but must be a list of names: [{names!r}]")
+                raise GrowpruneError(f"part {i} is the text {names!r}, but must be a list of names: [{names!r}]")
             for prefix in names:
                 if prefix in owner_of:
-                    raise ValueError(f"prefix {prefix!r} is in part {owner_of[prefix]} and in part {i}: name it once")
+                    raise GrowpruneError(
+                        f"prefix {prefix!r} is in part {owner_of[prefix]} and in part {i}: name it once"
+                    )
                 owner_of[prefix] = i
         tensors: list[list[str]] = [[] for _ in prefixes]
         for name in _tensor_names(model):
             tensors[owner_of[_longest_prefix(name, owner_of)]].append(name)
         for prefix in owner_of:
             if not any(matches(name, prefix) for name in [*_tensor_names(model), *first_names(model)]):
-                raise ValueError(f"prefix {prefix!r} matches no parameter or buffer of the model")
+                raise GrowpruneError(f"prefix {prefix!r} matches no parameter or buffer of the model")
         for i, names in enumerate(tensors):
             if not names:
-                raise ValueError(f"part {i} has no parameter or buffer of its own: leave it out, or name some")
+                raise GrowpruneError(f"part {i} has no parameter or buffer of its own: leave it out, or name some")
         return cls._numbered(tensors)
 
     @classmethod
@@ -84,7 +87,9 @@ class Partition:
         layers = _layers(model, keep_dense)
         check_counts(1, kappa=kappa)
         if kappa > len(layers):
-            raise ValueError(f"kappa is {kappa}, but the model has {len(layers)} layers: give at most {len(layers)}")
+            raise GrowpruneError(
+                f"kappa is {kappa}, but the model has {len(layers)} layers: give at most {len(layers)}"
+            )
         units = _blocks(model, "", layers, is_root=True)
         if kappa > len(units):
             units = list(layers)
@@ -124,7 +129,7 @@ def _layers(model: Any, keep_dense: Sequence[str]) -> dict[str, int]:
 def _longest_prefix(name: str, prefixes: Mapping[str, int]) -> str:
     found = [prefix for prefix in prefixes if matches(name, prefix)]
     if not found:
-        raise ValueError(f"{name!r} belongs to no part: add it, or a module it lies in, to one of them")
+        raise GrowpruneError(f"{name!r} belongs to no part: add it, or a module it lies in, to one of them")
     return max(found, key=len)
 
 

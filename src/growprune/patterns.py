@@ -1,4 +1,4 @@
-"""Which positions of a weight may live: any (`free`), whole a x b blocks (`1x8`), at most N of every M (`2:4`).
+"""Which positions of a weight may live: any (`unstructured`), whole a x b blocks (`1x8`), at most N of every M (`2:4`).
 
 A pattern reads a weight as a matrix whose rows are outputs. For blocks and N:M its columns are the inputs, kernel
 position by kernel position, so that blocks run along the input channels: (out, in, kh, kw) is folded to
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from growprune.errors import GrowpruneError
 from growprune.layers import Weight
 from growprune.selection import chunk_elements
 
 
 @dataclass(frozen=True)
-class Free:
+class Unstructured:
     """Any position may live: unstructured sparsity."""
 
     height: int = 1
@@ -30,7 +31,7 @@ class Free:
 
     @property
     def name(self) -> str:
-        return "free"
+        return "unstructured"
 
     def check(self, weight: Weight, sparsity: float) -> None:
         """Raise if the weight cannot have this pattern at this sparsity."""
@@ -74,7 +75,7 @@ class Free:
 
 
 @dataclass(frozen=True)
-class Folded(Free):
+class Folded(Unstructured):
     """A pattern along the inputs, kernel position by kernel position."""
 
     def rows_first(self, tensor: Tensor, weight: Weight) -> Tensor:
@@ -144,12 +145,12 @@ class NofM(Folded):
     def check(self, weight: Weight, sparsity: float) -> None:
         columns = matrix_shape(weight)[1]
         if columns % self.m:
-            raise ValueError(
+            raise GrowpruneError(
                 f"pattern {self.name} needs a multiple of {self.m} inputs, but {weight.name} has {columns}: "
                 f"add it to keep_dense"
             )
         if 0 < Fraction(str(sparsity)) < 1 - Fraction(self.n, self.m):
-            raise ValueError(
+            raise GrowpruneError(
                 f"sparsity is {sparsity}, but pattern {self.name} lets at most {self.n / self.m:g} of the weights "
                 f"live: give a sparsity of at least {1 - self.n / self.m:g}"
             )
@@ -163,24 +164,26 @@ class NofM(Folded):
         return windows.scatter(1, best_first[:, self.n :], 0).flatten()
 
 
-Pattern = Free
+Pattern = Unstructured
 
 
 def parse_pattern(text: str | Pattern) -> Pattern:
-    """The pattern a text names: `free`, `AxB` or `N:M`.
+    """The pattern a text names: `unstructured`, `AxB` or `N:M`.
 
     >>> parse_pattern("1x8").name, parse_pattern("2:4").name
     ('1x8', '2:4')
     """
-    if isinstance(text, Free):
+    if isinstance(text, Unstructured):
         return text
-    if text == "free":
-        return Free()
+    if text == "unstructured":
+        return Unstructured()
     if found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text):
         return Block(height=int(found[1]), width=int(found[2]))
     if (found := re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)) and int(found[1]) <= int(found[2]):
         return NofM(n=int(found[1]), m=int(found[2]))
-    raise ValueError(f"pattern is {text!r}, but must be 'free', a block like '1x8', or N:M like '2:4' with N <= M")
+    raise GrowpruneError(
+        f"pattern is {text!r}, but must be 'unstructured', a block like '1x8', or N:M like '2:4' with N <= M"
+    )
 
 
 def matrix_shape(weight: Weight) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """What a sparsification method says: a plan, which is a repeatable listing of phases.
 
-Read this file first. A *phase* is a few edits of the masks, then a stretch of training. There are two edits:
+Read this file first. A *phase* is a few edits of the masks, then a phase of training. There are two edits:
 `prune` a part to a sparsity, and `grow` a part to a sparsity. A *fork* sends several machines off with the same
 model, each through a phase of its own, and each brings back one part. That is all a method may say.
 
@@ -18,6 +18,8 @@ from enum import Enum
 from numbers import Real
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, overload
 
+from growprune.errors import GrowpruneError
+
 
 class By(Enum):
     """What decides which weights an edit takes."""
@@ -29,7 +31,7 @@ class By(Enum):
 def parse_by(name: str) -> By:
     known = [by.value for by in By]
     if name not in known:
-        raise ValueError(f"by is {name!r}, but must be one of {', '.join(known)}")
+        raise GrowpruneError(f"by is {name!r}, but must be one of {', '.join(known)}")
     return By(name)
 
 
@@ -118,7 +120,7 @@ class Branch:
     """What one machine does in a fork: a phase, after which it brings back the part."""
 
     phase: Phase
-    brings: Part
+    returns: Part
 
 
 @dataclass(frozen=True, init=False)
@@ -128,20 +130,20 @@ class Fork:
     branches: tuple[Branch, ...]
 
     def __init__(self, *branches: Branch) -> None:
-        owners = Counter(name for branch in branches for name in branch.brings.tensors)
+        owners = Counter(name for branch in branches for name in branch.returns.tensors)
         if shared := [name for name, count in owners.items() if count > 1]:
-            raise ValueError(f"two branches of a fork bring {shared[0]!r}: every tensor can come from one only")
+            raise GrowpruneError(f"two branches of a fork bring {shared[0]!r}: every tensor can come from one only")
         object.__setattr__(self, "branches", branches)
 
 
-Step: TypeAlias = Phase | Fork
+Stage: TypeAlias = Phase | Fork
 
 
 @dataclass(frozen=True)
 class Plan:
     """A method together with its arguments: list it as often as you like, it yields the same steps."""
 
-    method: Callable[..., Iterator[Step]]
+    method: Callable[..., Iterator[Stage]]
     partition: Parts
     options: dict[str, Any]
 
@@ -149,17 +151,17 @@ class Plan:
         for _ in self:  # a wrong option should fail where the plan is written, not where it is run
             pass
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[Stage]:
         return self.method(self.partition, **self.options)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     @overload
-    def __getitem__(self, i: int) -> Step: ...
+    def __getitem__(self, i: int) -> Stage: ...
     @overload
-    def __getitem__(self, i: slice) -> list[Step]: ...
-    def __getitem__(self, i: int | slice) -> Step | list[Step]:
+    def __getitem__(self, i: slice) -> list[Stage]: ...
+    def __getitem__(self, i: int | slice) -> Stage | list[Stage]:
         return list(self)[i]
 
 
@@ -167,7 +169,7 @@ Options = ParamSpec("Options")
 
 
 def method(
-    generator: Callable[Concatenate[Any, Options], Iterator[Step]],
+    generator: Callable[Concatenate[Any, Options], Iterator[Stage]],
 ) -> Callable[Concatenate[Parts, Options], Plan]:
     """Turn a generator of steps into a method: calling it gives a `Plan`.
 
@@ -184,40 +186,40 @@ def method(
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ScheduledPhase:
     """One phase as a single machine meets it, walking a plan from left to right, a fork's branches in turn."""
 
     index: int
     """Its number in the walk."""
-    step: int
-    """The number of the step of the plan it belongs to."""
+    stage: int
+    """The number of the stage of the plan it belongs to."""
     branch: int | None
-    """The number of the branch, if the step is a fork."""
+    """The number of the branch, if the stage is a fork."""
     phase: Phase
-    brings: Part | None = None
+    returns: Part | None = None
     is_last_branch: bool = False
 
 
-def walk(plan: Plan | Sequence[Step]) -> Iterator[Stretch]:
-    """Every stretch of a plan in the order in which one machine takes them."""
+def walk(plan: Plan | Sequence[Stage]) -> Iterator[ScheduledPhase]:
+    """Every phase of a plan in the order in which one machine takes them."""
     index = 0
-    for number, step in enumerate(plan):
-        if isinstance(step, Phase):
-            yield Stretch(index, number, None, step)
+    for number, stage in enumerate(plan):
+        if isinstance(stage, Phase):
+            yield ScheduledPhase(index, number, None, stage)
             index += 1
             continue
-        for b, branch in enumerate(step.branches):
-            last = b == len(step.branches) - 1
-            yield Stretch(index, number, b, branch.phase, branch.brings, last)
+        for b, branch in enumerate(stage.branches):
+            last = b == len(stage.branches) - 1
+            yield ScheduledPhase(index, number, b, branch.phase, branch.returns, last)
             index += 1
 
 
 def check_sparsity(sparsity: float) -> None:
     if isinstance(sparsity, bool) or not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity is {sparsity!r}, but it is the fraction of zeros: give a number in [0, 1)")
+        raise GrowpruneError(f"sparsity is {sparsity!r}, but it is the fraction of zeros: give a number in [0, 1)")
 
 
 def check_counts(least: int, **counts: int) -> None:
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise ValueError(f"{name} is {count!r}, but must be a whole number of at least {least}")
+            raise GrowpruneError(f"{name} is {count!r}, but must be a whole number of at least {least}")

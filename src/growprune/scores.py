@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from growprune.errors import GrowpruneError
 from growprune.layers import Weight
 from growprune.patterns import Pattern, row_chunks
 from growprune.plan import Action, By, Edit
@@ -25,7 +26,7 @@ ALWAYS = (1 << 31) - 1
 def check_finite(values: Tensor, weight: Weight) -> None:
     """A NaN or infinity is an error that names the weight."""
     if values.numel() and not all(map(math.isfinite, torch.stack(values.aminmax()).tolist())):
-        raise ValueError(f"{weight.name} holds NaN or infinity, so its weights cannot be ranked: training diverged")
+        raise GrowpruneError(f"{weight.name} holds NaN or infinity, so its weights cannot be ranked: training diverged")
 
 
 def random_keys(start: int, count: int, salt: int, device: torch.device) -> Tensor:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from growprune.errors import GrowpruneError
+
 KeyChunks = Callable[[], Iterator[Tensor]]
 """Walks the keys of one tensor in flat order, a chunk at a time; called once per pass. Who walks may overwrite them."""
 
@@ -79,7 +81,7 @@ def kth_largest(sources: Sequence[KeyChunks], k: int, *, bits: int = 31) -> Thre
         digit = counts.numel() - 1 - place
         prefix, equal = (prefix << width) | digit, int(counts[digit])
     if prefix == 0:
-        raise ValueError(f"{k} positions are asked for, but fewer may be chosen")
+        raise GrowpruneError(f"{k} positions are asked for, but fewer may be chosen")
     return Threshold(prefix, remaining, equal)
 
 

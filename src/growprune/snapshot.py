@@ -9,6 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from growprune.errors import GrowpruneError
+
 Snapshot: TypeAlias = dict[str, tuple[Tensor, Tensor | None]]
 """By name: values, and the packed mask if the tensor is prunable."""
 
@@ -26,7 +28,7 @@ def pack(mask: Tensor) -> Tensor:
 def check_packed(packed: Tensor, shape: Sequence[int]) -> None:
     """Raise unless a packed mask is one of this shape, as far as its size tells."""
     if packed.numel() != -(-math.prod(shape) // 8):
-        raise ValueError(f"a mask of {packed.numel()} bytes is not one of shape {tuple(shape)}")
+        raise GrowpruneError(f"a mask of {packed.numel()} bytes is not one of shape {tuple(shape)}")
 
 
 def unpack(packed: Tensor, shape: Sequence[int], device: torch.device | None = None) -> Tensor:

@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from growprune.allocation import Pool, Scope, parse_scope
+from growprune.cursor import Combine, Walk
 from growprune.edits import Editor
+from growprune.errors import GrowpruneError
 from growprune.layers import Weight, computed_weights, is_compact, prunable_weights
 from growprune.optimizers import Optimizers
 from growprune.patterns import Pattern, parse_pattern
-from growprune.plan import Action, By, Edit, Part, Phase, Plan, Step, Stretch, check_sparsity, walk
+from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, check_sparsity, walk
 from growprune.snapshot import Snapshot, check_packed, pack, unpack
-from growprune.storage import Held, parse_storage
-from growprune.walking import Combine, Walk
+from growprune.storage import SparseParameter, parse_storage
 
 if TYPE_CHECKING:
-    from growprune.report import Report
+    from growprune.summary import Summary
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -37,9 +38,9 @@ class SparseModel:
 
     Args:
         model: any module. It is not rewritten: names, forward pass and `state_dict` stay as they are.
-        sparsity: the fraction of zeros aimed at, which `prune` goes to by default and `report` compares with.
+        sparsity: the fraction of zeros aimed at, which `prune` goes to by default and `summary` compares with.
         allocation: how sparsity is shared among layers: "uniform", "global" or "erk".
-        pattern: which positions may live: "free", a block such as "1x8", or N:M such as "2:4".
+        pattern: which positions may live: "unstructured", a block such as "1x8", or N:M such as "2:4".
         scope: what a global ranking covers when one part is pruned: the whole "model", or the "part".
         keep_dense: names or globs of modules or parameters that are never pruned.
         also: names or globs of parameters to prune that are not the weight of a known kind of layer.
@@ -60,10 +61,10 @@ class SparseModel:
         *,
         sparsity: float,
         allocation: str = "uniform",
-        pattern: str | Pattern = "free",
+        pattern: str | Pattern = "unstructured",
         scope: str | Scope = Scope.MODEL,
         keep_dense: Sequence[str] = (),
-        also: Sequence[str] = (),
+        include: Sequence[str] = (),
         seed: int = 0,
         storage: str = "masked",
     ) -> None:
@@ -76,18 +77,20 @@ class SparseModel:
         self.scope = parse_scope(scope)
         self.seed = seed
         self.storage = storage
-        self.keep_dense, self.also = tuple(keep_dense), tuple(also)
-        self.weights = prunable_weights(model, keep_dense=keep_dense, also=also)
+        self.keep_dense, self.include = tuple(keep_dense), tuple(include)
+        self.weights = prunable_weights(model, keep_dense=keep_dense, include=include)
         for weight in self.weights:
             self.pattern.check(weight, sparsity)
         names = dict.fromkeys(weight.parameter for weight in self.weights)
         for name in names:  # before any is held, since holding may change the model
             parse_storage(storage).check(model, name)
-        self._held: dict[str, Held] = {name: parse_storage(storage)(model, name, self.pattern) for name in names}
-        self._optimizers = Optimizers(self._held, storage)
+        self._sparse_parameters: dict[str, SparseParameter] = {
+            name: parse_storage(storage)(model, name, self.pattern) for name in names
+        }
+        self._optimizers = Optimizers(self._sparse_parameters, storage)
         self._editor = Editor(
             self.weights,
-            self._held,
+            self._sparse_parameters,
             self._optimizers,
             pattern=self.pattern,
             allocation=allocation,
@@ -122,16 +125,16 @@ class SparseModel:
     def check(self, *parts: Part) -> None:
         """Raise if parts name what the model has not, or if it has other layers than when it was made sparse."""
         own = {id(parameter) for parameter in self.model.parameters()}
-        for name, held in self._held.items():
-            if id(held.module._parameters.get(name.rpartition(".")[2])) not in own:
-                raise ValueError(
+        for name, sparse_parameter in self._sparse_parameters.items():
+            if id(sparse_parameter.module._parameters.get(name.rpartition(".")[2])) not in own:
+                raise GrowpruneError(
                     f"{name} is not the parameter it was when the SparseModel was made: make a new one after changing "
                     f"layers"
                 )
         known = _tensors(self.model)
         for part in parts:
             if foreign := [name for name in part.tensors if name not in known]:
-                raise ValueError(
+                raise GrowpruneError(
                     f"part {part.name} has {foreign[0]!r}, but the model has names like {next(iter(known))!r}: make "
                     f"the partition and the SparseModel of the same model"
                 )
@@ -144,9 +147,9 @@ class SparseModel:
         """How many groups an edit leaves alive, of which weights ranked together."""
         return self._editor.pools(edit)
 
-    def fill(self, pools: Sequence[Pool], edit: Edit) -> None:
+    def select(self, pools: Sequence[Pool], edit: Edit) -> None:
         """Do what an edit does to some of its pools: let the best `pool.kept` groups of each live."""
-        self._editor.fill(pools, edit)
+        self._editor.select(pools, edit)
 
     # Training
 
@@ -169,14 +172,14 @@ class SparseModel:
 
         A compact copy is as sparse as the model was when it was made; after an edit, make it anew.
         """
-        parameters = _named_alike(copy, self._held)
+        parameters = _named_alike(copy, self._sparse_parameters)
         with torch.no_grad():
-            for name, held in self._held.items():
+            for name, sparse_parameter in self._sparse_parameters.items():
                 target = parameters[name]
-                if target.shape == held.shape:
-                    target.copy_(torch.where(held.mask().to(target.device), target, 0))
-                elif target.shape != held.parameter.shape:
-                    raise ValueError(
+                if target.shape == sparse_parameter.shape:
+                    target.copy_(torch.where(sparse_parameter.mask().to(target.device), target, 0))
+                elif target.shape != sparse_parameter.parameter.shape:
+                    raise GrowpruneError(
                         f"{name} of the copy has shape {tuple(target.shape)}: it is of another model, or compact with "
                         f"another mask; make it anew after an edit"
                     )
@@ -190,26 +193,26 @@ class SparseModel:
 
     @property
     def position(self) -> int:
-        """The number of the stretch of the plan that is being trained; -1 before the first."""
+        """The number of the phase of the plan that is being trained; -1 before the first."""
         return self._walk.position
 
-    def follow(self, plan: Plan | Sequence[Step]) -> Iterator[Phase]:
+    def follow(self, plan: Plan | Sequence[Stage]) -> Iterator[Phase]:
         """Walk a plan: do the edits of each phase, and hand the phase out to be trained.
 
         A fork's branches are handed out one after the other, each from the same model, and combined after the last.
         After `load_state_dict`, the walk goes on with the phase that was being trained, whose edits are done. A plan
         that is over has no more phases, and another can begin.
         """
-        for stretch in self.stretches(plan):
-            yield stretch.phase
+        for scheduled in self.schedule(plan):
+            yield scheduled.phase
 
-    def stretches(
+    def schedule(
         self,
-        plan: Plan | Sequence[Step],
+        plan: Plan | Sequence[Stage],
         *,
-        takes: Callable[[int], bool] = lambda branch: True,
-        combine: Combine = lambda brought, parts, like: brought,
-    ) -> Iterator[Stretch]:
+        is_local: Callable[[int], bool] = lambda branch: True,
+        combine: Combine = lambda returned, parts, like: returned,
+    ) -> Iterator[ScheduledPhase]:
         """Like `follow`, with the number of each phase, step and branch.
 
         Args:
@@ -217,8 +220,8 @@ class SparseModel:
             combine: brings the parts of all branches together.
         """
         listed = list(walk(plan))
-        self.check(*(part for stretch in listed for part in _parts_of(stretch)))
-        return self._walk.along(listed, self, takes, combine)
+        self.check(*(part for scheduled in listed for part in _parts_of(scheduled)))
+        return self._walk.along(listed, self, is_local, combine)
 
     def leave_plan(self) -> None:
         """Forget the plan that is being followed, wherever it stands, so that another can begin."""
@@ -238,10 +241,10 @@ class SparseModel:
         }
 
     def _copied(self, name: str, tensor: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
-        if name not in self._held:
+        if name not in self._sparse_parameters:
             return tensor.detach().to(device, copy=True), None
-        held = self._held[name]
-        return held.to_live(tensor.detach()).to(device, copy=True), pack(held.mask()).to(device)
+        sparse_parameter = self._sparse_parameters[name]
+        return sparse_parameter.to_live(tensor.detach()).to(device, copy=True), pack(sparse_parameter.mask()).to(device)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put copied tensors and masks back, whatever storage they were copied from."""
@@ -251,15 +254,17 @@ class SparseModel:
                 with torch.no_grad():
                     tensors[name].copy_(values)
             else:
-                held = self._held[name]
-                with self._optimizers.following(held):
-                    held.load(values, unpack(mask, held.shape, held.parameter.device))
+                sparse_parameter = self._sparse_parameters[name]
+                with self._optimizers.following(sparse_parameter):
+                    sparse_parameter.load(
+                        values, unpack(mask, sparse_parameter.shape, sparse_parameter.parameter.device)
+                    )
         self.enforce()
 
-    def twin(self) -> SparseModel:
+    def clone(self) -> SparseModel:
         """An independent copy of the model and its masks, attached to no optimizer."""
         attached, walk = self._optimizers.attached, self._walk
-        without: dict[int, Any] = {id(attached): weakref.WeakSet(), id(walk.base): None, id(walk.brought): {}}
+        without: dict[int, Any] = {id(attached): weakref.WeakSet(), id(walk.base): None, id(walk.returned): {}}
         return copy.deepcopy(self, without)
 
     # State
@@ -267,7 +272,9 @@ class SparseModel:
     def state_dict(self) -> dict[str, Any]:
         """Masks and place in the plan: beside the model's and the optimizer's state, all that an exact resume needs."""
         return {
-            "masks": {name: pack(held.mask()) for name, held in self._held.items()},
+            "masks": {
+                name: pack(sparse_parameter.mask()) for name, sparse_parameter in self._sparse_parameters.items()
+            },
             "num_edits": self._editor.num_edits,
             **self._walk.state_dict(),
         }
@@ -275,17 +282,19 @@ class SparseModel:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state back. Load the model's own state before."""
         if missing := {"masks", "num_edits", *Walk().state_dict()} - state.keys():
-            raise ValueError(
+            raise GrowpruneError(
                 f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"
             )
-        unknown = set(state["masks"]) ^ set(self._held)
+        unknown = set(state["masks"]) ^ set(self._sparse_parameters)
         if unknown:
-            raise ValueError(f"the state's masks and the model's prunable weights differ in {sorted(unknown)}")
-        for name, held in self._held.items():  # all, before any is changed
-            check_packed(state["masks"][name], held.shape)
-        for name, held in self._held.items():
-            with self._optimizers.following(held):
-                held.keep(unpack(state["masks"][name], held.shape, held.parameter.device))
+            raise GrowpruneError(f"the state's masks and the model's prunable weights differ in {sorted(unknown)}")
+        for name, sparse_parameter in self._sparse_parameters.items():  # all, before any is changed
+            check_packed(state["masks"][name], sparse_parameter.shape)
+        for name, sparse_parameter in self._sparse_parameters.items():
+            with self._optimizers.following(sparse_parameter):
+                sparse_parameter.set_mask(
+                    unpack(state["masks"][name], sparse_parameter.shape, sparse_parameter.parameter.device)
+                )
         self._editor.num_edits = state["num_edits"]
         self._walk.load_state_dict(state)
         self.enforce()
@@ -302,13 +311,13 @@ class SparseModel:
 
     def mask(self, name: str) -> Tensor:
         """Which weights of a parameter live, as a bool tensor that is yours."""
-        if name not in self._held:
-            raise KeyError(f"{name!r} is not prunable; prunable are {', '.join(self._held)}")
-        return self._held[name].mask().clone()
+        if name not in self._sparse_parameters:
+            raise KeyError(f"{name!r} is not prunable; prunable are {', '.join(self._sparse_parameters)}")
+        return self._sparse_parameters[name].mask().clone()
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        return {name: self.mask(name) for name in self._held}
+        return {name: self.mask(name) for name in self._sparse_parameters}
 
     @property
     def num_alive(self) -> int:
@@ -319,32 +328,32 @@ class SparseModel:
     def num_prunable(self) -> int:
         return sum(weight.numel for weight in self.weights)
 
-    def report(self, example: Any = None) -> Report:
+    def summary(self, example: Any = None) -> Summary:
         """What lives, per layer and in all; with an example input, FLOPs too."""
-        from growprune.report import report  # it reads a SparseModel, so it lies above this file
+        from growprune.summary import summarise  # it reads a SparseModel, so it lies above this file
 
         self.check()
-        return report(self, example)
+        return summarise(self, example)
 
     def alive_in(self, weight: Weight) -> int:
-        return int(torch.count_nonzero(weight.of(self._held[weight.parameter].mask())))
+        return int(torch.count_nonzero(weight.of(self._sparse_parameters[weight.parameter].mask())))
 
     def _all(self) -> Part:
-        return Part("all", tuple(self._held))
+        return Part("all", tuple(self._sparse_parameters))
 
 
 def _check_model(model: nn.Module) -> None:
     """Refuse what cannot be made sparse, or already is; warn of layers whose weight is made of others."""
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
-            raise ValueError(f"{name} has no shape yet: run a batch through the model first")
+            raise GrowpruneError(f"{name} has no shape yet: run a batch through the model first")
     for path, module in model.named_modules():
         if is_compact(module):
-            raise ValueError(f"{path or 'the model'} is held compact by another SparseModel: use a fresh model")
+            raise GrowpruneError(f"{path or 'the model'} is held compact by another SparseModel: use a fresh model")
     if made := computed_weights(model):
         warnings.warn(
             f"not pruned, since computed from other parameters (as by weight_norm): {', '.join(made[:3])}; name those "
-            f"parameters in also=[...], or remove the parametrization",
+            f"parameters in include=[...], or remove the parametrization",
             stacklevel=3,
         )
 
@@ -356,11 +365,11 @@ def _named_alike(copy: nn.Module, names: Iterable[str]) -> dict[str, nn.Paramete
         if all(name in parameters for name in names):
             return parameters
     missing = next(name for name in names if name not in dict(copy.named_parameters()))
-    raise ValueError(f"the copy lacks {missing}: it is of another model")
+    raise GrowpruneError(f"the copy lacks {missing}: it is of another model")
 
 
-def _parts_of(stretch: Stretch) -> list[Part]:
-    return [edit.part for edit in stretch.phase.edits] + ([] if stretch.brings is None else [stretch.brings])
+def _parts_of(scheduled: ScheduledPhase) -> list[Part]:
+    return [edit.part for edit in scheduled.phase.edits] + ([] if scheduled.returns is None else [scheduled.returns])
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

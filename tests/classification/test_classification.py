@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from growprune.sparse import SparseModel
 from growprune.tasks.classification import Classification, augment, images, sources
-from growprune.tasks.pictures import to_rgb
+from growprune.tasks.image_loading import to_rgb
 
 
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)

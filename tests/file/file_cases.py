@@ -17,7 +17,7 @@ from growprune.plan import By
 from growprune.sparse import SparseModel
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "read_without_growprune.py"
-PATTERNS = ["free", "1x1", "1x4", "3x2", "5x3", "2:4"]
+PATTERNS = ["unstructured", "1x1", "1x4", "3x2", "5x3", "2:4"]
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -45,10 +45,10 @@ class Zoo(nn.Module):
         self.register_buffer("passing", torch.randn(2), persistent=False)
 
 
-def zoo(pattern: str = "free", dtype: torch.dtype = torch.float32, **options: Any) -> SparseModel:
-    also = ["lone"] if pattern == "2:4" else ["lone", "flat"]
+def zoo(pattern: str = "unstructured", dtype: torch.dtype = torch.float32, **options: Any) -> SparseModel:
+    include = ["lone"] if pattern == "2:4" else ["lone", "flat"]
     options.setdefault("keep_dense", ["grouped"] if pattern == "2:4" else [])
-    sparse = SparseModel(Zoo().to(dtype), sparsity=0.75, pattern=pattern, also=also, **options)
+    sparse = SparseModel(Zoo().to(dtype), sparsity=0.75, pattern=pattern, include=include, **options)
     sparse.prune(by=By.RANDOM)
     return sparse
 

@@ -62,7 +62,7 @@ def test_the_example_runs_where_torch_and_growprune_cannot_be_imported(tmp_path:
 
 @given(
     shape=st.lists(st.integers(1, 6), min_size=2, max_size=4),
-    pattern=st.sampled_from(["free", "1x1", "1x2", "2x1", "3x5", "4x4"]),
+    pattern=st.sampled_from(["unstructured", "1x1", "1x2", "2x1", "3x5", "4x4"]),
     sparsity=st.sampled_from([0.0, 0.3, 0.5, 0.9]),
     layout=st.sampled_from(["plain", "transposed", "channels last"]),
     seed=st.integers(0, 999),
@@ -132,13 +132,13 @@ def test_an_unknown_storage_is_named(old: Path) -> None:
 
 def test_the_settings_come_back(tmp_path: Path) -> None:
     options = {"allocation": "erk", "scope": "part", "seed": 5, "keep_dense": ["attention.in_proj_weight[k]", "up*"]}
-    sparse = SparseModel(Zoo(), sparsity=0.8, pattern="1x2", also=["lone"], **options)
+    sparse = SparseModel(Zoo(), sparsity=0.8, pattern="1x2", include=["lone"], **options)
     sparse.prune()
     file.save(sparse, tmp_path / "model.safetensors")
     loaded = file.load(tmp_path / "model.safetensors", Zoo())
     assert (loaded.sparsity, loaded.allocation, loaded.seed) == (0.8, "erk", 5)
     assert (loaded.pattern, loaded.scope) == (sparse.pattern, sparse.scope)
-    assert (loaded.keep_dense, loaded.also, loaded.weights) == (sparse.keep_dense, sparse.also, sparse.weights)
+    assert (loaded.keep_dense, loaded.include, loaded.weights) == (sparse.keep_dense, sparse.include, sparse.weights)
     assert_same(sparse, loaded)
 
 
@@ -205,10 +205,10 @@ def test_a_tiny_file_is_as_specified(tmp_path: Path) -> None:
     assert json.loads(header["__metadata__"]["manifest"]) == {
         "sparsity": 0.75,
         "allocation": "global",
-        "pattern": "free",
+        "pattern": "unstructured",
         "scope": "model",
         "keep_dense": [],
-        "also": [],
+        "include": [],
         "seed": 0,
         "num_edits": 1,
         "aliases": {},

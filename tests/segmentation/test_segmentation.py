@@ -70,7 +70,7 @@ def batches_of(task: PartSegmentation, seed: int = 1, start: int = 0) -> list[tu
 
 def are_equal(one: list[tuple[Tensor, ...]], other: list[tuple[Tensor, ...]]) -> bool:
     pairs = zip(one, other, strict=True)
-    return all(torch.equal(a, b) for batch, twin in pairs for a, b in zip(batch, twin, strict=True))
+    return all(torch.equal(a, b) for batch, clone in pairs for a, b in zip(batch, clone, strict=True))
 
 
 def test_a_folder_its_parent_and_zip_files_of_both_give_the_same_batches(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from translation_cases import CPU, MULTI30K, model_of, naive_losses, remove, sentences, tiny, write
 
 from growprune import engine, methods
-from growprune.engine.optim import Curve, Optimizer
+from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
 from growprune.tasks import translation
 from growprune.tasks.translation import Translation, corpus
@@ -131,8 +131,8 @@ def test_grow_and_prune_trains_a_translator(data: Path, tmp_path: Path) -> None:
         options={"steps": 2, "epochs": 1, "finetune": 2},
         sparsity=0.8,
         kappa=2,
-        optimizer=Optimizer("adam", lr=1e-2, betas=(0.9, 0.98)),
-        curve=Curve("inverse_sqrt", warmup_epochs=0.5),
+        optimizer=OptimizerConfig("adam", lr=1e-2, betas=(0.9, 0.98)),
+        lr_schedule=LRSchedule("inverse_sqrt", warmup_epochs=0.5),
         device="cpu",
     )
     result = engine.train(recipe, tmp_path / "run")

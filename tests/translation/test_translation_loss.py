@@ -13,10 +13,10 @@ from translation_cases import CPU, model_of, naive_losses, tiny, tokens
 
 import growprune as gp
 from growprune import engine, methods
-from growprune.engine.optim import Curve, Optimizer
+from growprune.engine.batch_split import split
+from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
-from growprune.engine.sharing import split
 from growprune.tasks.translation import corpus, token_losses
 from growprune.tasks.translation.pieces import Pieces
 from growprune.tasks.translation.transformer import (
@@ -48,8 +48,10 @@ def test_accumulated_batches_count_by_their_tokens(data: Path, tmp_path: Path) -
     batches = list(task.batches(seed=0, start=0, device=CPU))
     numbers = [int((target[:, 1:] != PAD).sum()) for _, target, _ in batches]
     assert len(set(numbers)) > 2
-    recipe = Recipe(task=task, method=methods.dense, options={"epochs": 1}, curve=Curve("constant"), device="cpu")
-    recipe = replace(recipe, optimizer=Optimizer("sgd", lr=1.0))
+    recipe = Recipe(
+        task=task, method=methods.dense, options={"epochs": 1}, lr_schedule=LRSchedule("constant"), device="cpu"
+    )
+    recipe = replace(recipe, optimizer=OptimizerConfig("sgd", lr=1.0))
     engine.train(replace(recipe, accumulate=len(batches)), tmp_path / "run")  # one step
     seed_all(recipe.seed, "model")
     model = cast(Transformer, task.build_model())

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from growprune.engine import checkpoint
+from growprune.engine.batch_split import digest
 from growprune.engine.device import choose_device, environment
 from growprune.engine.folder import Event, RunFolder
-from growprune.engine.joining import PeerFailed, join, leave, may_be_restarted, wait_for_all
+from growprune.engine.process_group import PeerFailed, join, leave, may_be_restarted, wait_for_all
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.run import Interrupted, Run
-from growprune.engine.sharing import digest
 from growprune.engine.training import TrainingDiverged
+from growprune.errors import GrowpruneError
 from growprune.plan import walk
 
 __all__ = [
@@ -51,13 +52,13 @@ def train(
     if run.mesh.is_first:
         folder.create(recipe, origin or {})
         folder.write_plan(run.plan)
-        folder.keep(run.files())
+        folder.store_files(run.files())
     with folder.locked():
-        _meet(run)
+        check_processes_agree(run)
         return run.execute()
 
 
-def _meet(run: Run) -> None:
+def check_processes_agree(run: Run) -> None:
     """Make sure that all processes of a run do the same, before they do it."""
     run.mesh.barrier("starting")
     batch = next(run.task.batches(seed=0, start=0, device=torch.device("cpu")), None) if run.mesh.world > 1 else None
@@ -90,12 +91,12 @@ def resume(
         return folder.read_result()
     with folder.locked():
         run = Run(recipe, folder, on_event=on_event, should_stop=should_stop)
-        folder.keep(run.files())
+        folder.store_files(run.files())
         run.mesh.barrier("resuming")
         if run.mesh.is_first:
             folder.write_recipe(recipe, folder.read_origin() if origin is None or extend else origin)
             folder.write_plan(run.plan)
-        _meet(run)
+        check_processes_agree(run)
         found = checkpoint.load_newest(folder.checkpoints, run.warn)
         if found is not None:
             run.restore(*found)
@@ -120,7 +121,7 @@ def _compare(folder: RunFolder, recipe: Recipe) -> None:
     given = _with_task_fields(json.loads(json.dumps(describe(recipe))))
     for name in {**given, **stored}.keys() - MAY_CHANGE:
         if stored.get(name) != given.get(name):
-            raise ValueError(
+            raise GrowpruneError(
                 f"{folder.path} was started with {name}={stored.get(name)!r}, but the recipe now says "
                 f"{given.get(name)!r}: put it back, or start a new run"
             )
@@ -136,16 +137,20 @@ def _extend(folder: RunFolder, recipe: Recipe, steps: int) -> Recipe:
     """Take a finished run back to the end of its search, and lengthen the search."""
     longer = recipe.extended(steps)
     if not folder.result.exists():
-        raise ValueError(f"{folder.path} is not finished, so it cannot be extended: resume it without --extend first")
+        raise GrowpruneError(
+            f"{folder.path} is not finished, so it cannot be extended: resume it without --extend first"
+        )
     number = folder.kept()
     if not number:
-        raise ValueError(f"{folder.path} has no checkpoint at the end of its search, so it cannot be extended")
+        raise GrowpruneError(f"{folder.path} has no checkpoint at the end of its search, so it cannot be extended")
     state = checkpoint.load(folder.checkpoints / f"{number[0]:08d}")
     model = recipe.task.build_model()
     old, new = list(walk(recipe.plan(model))), list(walk(longer.plan(model)))
-    done = state["stretch"] + 1
+    done = state["index"] + 1
     if old[:done] != new[:done]:
-        raise ValueError(f"{folder.path} cannot be extended: with more steps, its method would have begun otherwise")
+        raise GrowpruneError(
+            f"{folder.path} cannot be extended: with more steps, its method would have begun otherwise"
+        )
     wait_for_all()  # until here every process looks; from here the first one changes what they looked at
     if folder.rank == 0:
         origin = folder.read_origin()

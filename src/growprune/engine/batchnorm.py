@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from growprune.errors import GrowpruneError
+
 
 def synchronise(model: nn.Module, group: Any) -> None:
     """Let every BatchNorm of a model, while it trains, use what all replicas of a process group see."""
@@ -62,7 +64,7 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
     count = torch.tensor(weight * x.numel() / x.shape[1], device=x.device)
     dist.all_reduce(count, group=norm._group)
     if not count.is_cuda and count <= 1:  # a GPU would have to be waited for
-        raise ValueError("BatchNorm needs more than one value per channel, but a batch leaves one: leave such out")
+        raise GrowpruneError("BatchNorm needs more than one value per channel, but a batch leaves one: leave such out")
     mean = _sum(weight * seen.sum(axes), norm._group) / count
     centred = seen - _along(mean, x)
     # of the differences: a difference of squares cancels

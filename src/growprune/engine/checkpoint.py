@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from growprune.atomic import replacing
+from growprune.errors import GrowpruneError
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +63,9 @@ def load(checkpoint: Path) -> dict[str, Any]:
         digests = json.loads((checkpoint / "COMPLETE").read_text())
         wrong = [name for name in FILES if _digest(checkpoint / name) != digests[name]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"checkpoint {checkpoint} is incomplete ({error})") from error
+        raise GrowpruneError(f"checkpoint {checkpoint} is incomplete ({error})") from error
     if wrong:
-        raise ValueError(f"checkpoint {checkpoint} is damaged: {', '.join(wrong)} is not what was written")
+        raise GrowpruneError(f"checkpoint {checkpoint} is damaged: {', '.join(wrong)} is not what was written")
     tensors = load_file(checkpoint / FILES[0])
     state = _decode(json.loads((checkpoint / FILES[1]).read_text()), tensors)
     assert isinstance(state, dict)

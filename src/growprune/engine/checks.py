@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from growprune.errors import GrowpruneError
+
 
 def require(holds: bool, name: str, value: object, must: str) -> None:
     if not holds:
-        raise ValueError(f"{name} is {value!r}, but must be {must}")
+        raise GrowpruneError(f"{name} is {value!r}, but must be {must}")
 
 
 def check_choices(settings: object) -> None:

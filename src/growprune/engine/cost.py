@@ -1,4 +1,4 @@
-"""What a recipe will cost, before anyone pays for it: density and FLOPs of each stretch, from shapes alone."""
+"""What a recipe will cost, before anyone pays for it: density and FLOPs of each phase, from shapes alone."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 from growprune.engine.recipe import Recipe
 from growprune.flops import count_flops
-from growprune.plan import Action, Plan, Stretch, walk
+from growprune.plan import Action, Plan, ScheduledPhase, walk
 from growprune.sparse import SparseModel
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One stretch of a plan, priced for one example of the data."""
+    """One phase of a plan, priced for one example of the data."""
 
-    stretch: Stretch
+    scheduled: ScheduledPhase
     density: float
     """The share of the prunable weights that live."""
     forward_flops: int
     training_flops: int
-    """Of the whole stretch: forward and twice as much backward, in every epoch."""
+    """Of the whole phase: forward and twice as much backward, in every epoch."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Estimate:
 
     @property
     def epochs(self) -> int:
-        return sum(cost.stretch.phase.epochs for cost in self.costs)
+        return sum(cost.scheduled.phase.epochs for cost in self.costs)
 
 
 def estimate(recipe: Recipe) -> Estimate:
@@ -50,19 +50,19 @@ def estimate(recipe: Recipe) -> Estimate:
     density = {w.name: 1.0 for w in sparse.weights}
     combined = density
     costs = []
-    for stretch in walk(plan):
-        before = combined if stretch.branch is not None else density
-        density = _edited(sparse, stretch, before)
+    for scheduled in walk(plan):
+        before = combined if scheduled.branch is not None else density
+        density = _edited(sparse, scheduled, before)
         alive = sum(density[w.name] * w.numel for w in sparse.weights) / sparse.num_prunable
         forward = flops.at(density)
-        costs.append(Cost(stretch, alive, forward, 3 * forward * stretch.phase.epochs))
-        combined, density = _combined(sparse, stretch, combined, density)
+        costs.append(Cost(scheduled, alive, forward, 3 * forward * scheduled.phase.epochs))
+        combined, density = _combined(sparse, scheduled, combined, density)
     return Estimate(costs, flops.dense, plan, is_exact=recipe.allocation != "global")
 
 
-def _edited(sparse: SparseModel, stretch: Stretch, density: dict[str, float]) -> dict[str, float]:
+def _edited(sparse: SparseModel, scheduled: ScheduledPhase, density: dict[str, float]) -> dict[str, float]:
     density = dict(density)
-    for edit in stretch.phase.edits:
+    for edit in scheduled.phase.edits:
         if edit.to == 0 and edit.action is Action.GROW:
             density |= {w.name: 1.0 for w in sparse.weights_of(edit.part)}
         for pool in sparse.pools(edit) if edit.to > 0 else []:
@@ -72,12 +72,12 @@ def _edited(sparse: SparseModel, stretch: Stretch, density: dict[str, float]) ->
 
 
 def _combined(
-    sparse: SparseModel, stretch: Stretch, combined: dict[str, float], density: dict[str, float]
+    sparse: SparseModel, scheduled: ScheduledPhase, combined: dict[str, float], density: dict[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(what the branches to come start from, what comes next starts from)."""
-    if stretch.brings is None:
+    if scheduled.returns is None:
         return density, density
-    if not stretch.is_last_branch:
+    if not scheduled.is_last_branch:
         return combined, density
     # after a fork every part comes back as its branch grew it, dense
     merged = {w.name: 1.0 for w in sparse.weights}

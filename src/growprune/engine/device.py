@@ -13,18 +13,20 @@ from typing import Any
 
 import torch
 
+from growprune.errors import GrowpruneError
+
 
 def check_device(name: str) -> None:
     try:
         torch.device("cpu" if name == "auto" else name)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device is {name!r}, but must be auto, cpu, cuda, or one such as cuda:1") from error
+        raise GrowpruneError(f"device is {name!r}, but must be auto, cpu, cuda, or one such as cuda:1") from error
 
 
 def choose_device(name: str) -> torch.device:
     """The device a recipe names, set up to give the same bits each time."""
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device is {name!r}, but torch sees no CUDA device: set device=cpu or device=auto")
+        raise GrowpruneError(f"device is {name!r}, but torch sees no CUDA device: set device=cpu or device=auto")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts

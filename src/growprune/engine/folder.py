@@ -16,6 +16,7 @@ from typing import Any
 from growprune import atomic
 from growprune.engine import checkpoint
 from growprune.engine.recipe import Recipe, describe
+from growprune.errors import GrowpruneError
 from growprune.plan import Fork, Phase, Plan
 
 Event = dict[str, Any]
@@ -79,9 +80,9 @@ class RunFolder:
             same = self.read_recipe()["recipe"] == describe(recipe)
             whose = "this recipe's" if same else "another recipe's"
             go_on = f"go on with {self.how_to_resume()}, or " if same else ""
-            raise ValueError(f"{self.path} holds {whose} run: {go_on}give another --out")
+            raise GrowpruneError(f"{self.path} holds {whose} run: {go_on}give another --out")
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise ValueError(f"{self.path} exists and is not an empty folder, nor a run: give another --out")
+            raise GrowpruneError(f"{self.path} exists and is not an empty folder, nor a run: give another --out")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -92,7 +93,7 @@ class RunFolder:
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             if not _lock(descriptor):
-                raise ValueError(f"{self.path} is in use by another process: wait for it, or stop it first")
+                raise GrowpruneError(f"{self.path} is in use by another process: wait for it, or stop it first")
             yield
         finally:
             os.close(descriptor)
@@ -114,14 +115,14 @@ class RunFolder:
         try:
             return _read(self.recipe, wanted, "put a copy of it back, or start a new run elsewhere")
         except OSError as error:
-            raise ValueError(f"{self.path} holds no run: {self.recipe.name} cannot be read ({error})") from error
+            raise GrowpruneError(f"{self.path} holds no run: {self.recipe.name} cannot be read ({error})") from error
 
-    def keep(self, files: Mapping[str, bytes]) -> None:
+    def store_files(self, files: Mapping[str, bytes]) -> None:
         """Keep what a task made of its data, by file name; what is there already must be the same."""
         for name, content in files.items():
             path = self.path / name
             if path.exists() and path.read_bytes() != content:
-                raise ValueError(
+                raise GrowpruneError(
                     f"{path} is not what the data gives now: the data changed since the run began; put it back, or "
                     f"start a new run"
                 )
@@ -148,7 +149,7 @@ class RunFolder:
 
     def write_plan(self, plan: Plan) -> None:
         parts = {part.name: part.tensors for part in plan.partition}
-        checkpoint.write_json(self.plan, {"parts": parts, "steps": [_describe_step(step) for step in plan]})
+        checkpoint.write_json(self.plan, {"parts": parts, "stages": [_describe_stage(stage) for stage in plan]})
 
     def append(self, event: Event) -> None:
         """Add a line to the log. A line cut short by a kill is ended first, so that it spoils no other."""
@@ -220,17 +221,17 @@ def _read(path: Path, wanted: Iterable[str], remedy: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): {remedy}") from error
+        raise GrowpruneError(f"{path} is damaged ({error}): {remedy}") from error
     for name in wanted:
         inside = content
         for key in name.split("."):
             if not isinstance(inside, dict) or key not in inside:
-                raise ValueError(f"{path} is damaged (it has no {name}): {remedy}")
+                raise GrowpruneError(f"{path} is damaged (it has no {name}): {remedy}")
             inside = inside[key]
     return content  # type: ignore[no-any-return]
 
 
-def _describe_step(step: Phase | Fork) -> dict[str, Any]:
-    if isinstance(step, Phase):
-        return {"edits": [str(edit) for edit in step.edits], "epochs": step.epochs}
-    return {"fork": [{**_describe_step(b.phase), "brings": b.brings.name} for b in step.branches]}
+def _describe_stage(stage: Phase | Fork) -> dict[str, Any]:
+    if isinstance(stage, Phase):
+        return {"edits": [str(edit) for edit in stage.edits], "epochs": stage.epochs}
+    return {"fork": [{**_describe_stage(b.phase), "returns": b.returns.name} for b in stage.branches]}

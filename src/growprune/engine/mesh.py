@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from growprune.engine.joining import PeerFailed, reason_of
+from growprune.engine.process_group import PeerFailed, reason_of
+from growprune.errors import GrowpruneError
 from growprune.plan import Fork, Plan
 from growprune.snapshot import Snapshot
 
@@ -33,7 +34,7 @@ class Mesh:
         self._timeout = timedelta(seconds=timeout_seconds)
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        branches = max((len(step.branches) for step in plan if isinstance(step, Fork)), default=1)
+        branches = max((len(stage.branches) for stage in plan if isinstance(stage, Fork)), default=1)
         self.replicas = replicas or (self.world if branches == 1 else 1)
         _check_shape(self.world, self.replicas, branches)
         self.groups = self.world // self.replicas
@@ -64,7 +65,7 @@ class Mesh:
         """The process group of this branch's replicas; None if there is one only."""
         return self._data
 
-    def takes(self, branch: int) -> bool:
+    def is_local(self, branch: int) -> bool:
         """Whether this process' group trains a branch; with fewer groups than branches, they go in waves."""
         return branch % self.groups == self.group
 
@@ -103,7 +104,7 @@ class Mesh:
                 dist.all_reduce(value, group=self._data)
         return value
 
-    def combine(self, brought: Snapshot, parts: Sequence[Sequence[str]], like: Snapshot) -> Snapshot:
+    def combine(self, returned: Snapshot, parts: Sequence[Sequence[str]], like: Snapshot) -> Snapshot:
         """Every part of a fork, each from the group that trained its branch.
 
         Args:
@@ -112,8 +113,8 @@ class Mesh:
             like: any copy of all of them, for shapes and dtypes.
         """
         if self.groups == 1:
-            return brought
-        combined = dict(brought)
+            return returned
+        combined = dict(returned)
         for branch, names in enumerate(parts):
             source = branch % self.groups * self.replicas + self.replica
             with self.waiting(f"combining branch {branch}"):
@@ -172,9 +173,11 @@ def _number(text: str) -> int:
 
 def _check_shape(world: int, replicas: int, branches: int) -> None:
     if world % replicas:
-        raise ValueError(f"{world} processes cannot be groups of {replicas} replicas: start a multiple of {replicas}")
+        raise GrowpruneError(
+            f"{world} processes cannot be groups of {replicas} replicas: start a multiple of {replicas}"
+        )
     if world // replicas > branches:
-        raise ValueError(
+        raise GrowpruneError(
             f"{world} processes with {replicas} replicas each are {world // replicas} groups, but the plan has only "
             f"{branches} branches: start at most {branches * replicas}, or set replicas={-(-world // branches)}"
         )

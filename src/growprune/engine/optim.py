@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from growprune.engine.checks import check_choices, require
+from growprune.errors import GrowpruneError
 from growprune.layers import dense_shape
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -23,13 +24,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerConfig:
     """Which optimizer, and its settings."""
 
     kind: str = "sgd"
     """A name in `OPTIMIZERS`."""
     lr: float = 0.1
-    """The peak of the learning-rate curve."""
+    """The peak of the learning-rate lr_schedule."""
     weight_decay: float = 0.0
     """On weights only: norms and biases do not decay."""
     momentum: float | None = None
@@ -66,7 +67,7 @@ class Optimizer:
         try:
             return OPTIMIZERS[self.kind]([g for g in groups if g["params"]], lr=self.lr, **options)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"optimizer {self.kind} does not take all of {', '.join(options)}: {error}") from error
+            raise GrowpruneError(f"optimizer {self.kind} does not take all of {', '.join(options)}: {error}") from error
 
 
 def _matrices(model: nn.Module) -> set[int]:
@@ -80,8 +81,8 @@ def _matrices(model: nn.Module) -> set[int]:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """The learning rate over a stretch of training, as a factor of its peak."""
+class LRSchedule:
+    """The learning rate over a phase of training, as a factor of its peak."""
 
     shape: Literal["cosine", "step", "inverse_sqrt", "constant"] = "cosine"
     warmup_epochs: float = 0.0
@@ -89,7 +90,7 @@ class Curve:
     warmup_iterations: int = 0
     """The same in iterations; counts instead of epochs if it is not 0."""
     milestones: tuple[float, ...] = ()
-    """step: the shares of the stretch after which the rate drops."""
+    """step: the shares of the phase after which the rate drops."""
     every_epochs: float = 0.0
     """step: drop each time so many epochs are over; counts instead of milestones if it is not 0."""
     gamma: float = 0.1

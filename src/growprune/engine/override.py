@@ -12,6 +12,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from growprune.engine.recipe import Recipe, own_options
+from growprune.errors import GrowpruneError
 from growprune.methods import METHODS
 
 
@@ -29,13 +30,13 @@ def parse_settings(texts: list[str]) -> dict[str, str]:
     """["a=1", "b.c=x"] -> {"a": "1", "b.c": "x"}"""
     for text in texts:
         if "=" not in text:
-            raise ValueError(f"--set got {text!r}, but wants key=value, such as sparsity=0.8")
+            raise GrowpruneError(f"--set got {text!r}, but wants key=value, such as sparsity=0.8")
     return {key.strip(): value.strip() for key, _, value in (text.partition("=") for text in texts)}
 
 
 def _with_method(recipe: Recipe, name: str) -> Recipe:
     if name not in METHODS:
-        raise ValueError(f"method is {name!r}, but must be one of {', '.join(METHODS)}")
+        raise GrowpruneError(f"method is {name!r}, but must be one of {', '.join(METHODS)}")
     taken = inspect.signature(METHODS[name]).parameters
     return replace(recipe, method=METHODS[name], options={k: v for k, v in recipe.options.items() if k in taken})
 
@@ -45,14 +46,14 @@ def _set(value: Any, path: list[str], text: str, key: str) -> Any:
         return replace(value, options={**value.options, **_option(value.method, path[1:], text, key)})
     known = {f.name: get_type_hints(type(value))[f.name] for f in fields(value)}
     if path[0] not in known:
-        raise ValueError(f"--set {key}: there is no {path[0]!r}; known are {', '.join(known)}")
+        raise GrowpruneError(f"--set {key}: there is no {path[0]!r}; known are {', '.join(known)}")
     inside = getattr(value, path[0])
     if is_dataclass(inside):
         if len(path) == 1:
-            raise ValueError(f"--set {key}: name a field of it, such as {key}.{fields(inside)[0].name}=...")
+            raise GrowpruneError(f"--set {key}: name a field of it, such as {key}.{fields(inside)[0].name}=...")
         return replace(value, **{path[0]: _set(inside, path[1:], text, key)})
     if len(path) > 1:
-        raise ValueError(f"--set {key}: {path[0]} has no fields inside")
+        raise GrowpruneError(f"--set {key}: {path[0]} has no fields inside")
     return replace(value, **{path[0]: convert(text, known[path[0]], key)})
 
 
@@ -60,7 +61,7 @@ def _option(method: Callable[..., Any], path: list[str], text: str, key: str) ->
     hints = {name: hint for name, hint in get_type_hints(method).items() if name not in ("S", "return")}
     if len(path) != 1 or path[0] not in hints:
         known = ", ".join(f"options.{name}" for name in own_options(method))
-        raise ValueError(f"--set {key}: {method.__name__} takes {known}")
+        raise GrowpruneError(f"--set {key}: {method.__name__} takes {known}")
     return {path[0]: convert(text, hints[path[0]], key)}
 
 
@@ -73,7 +74,7 @@ def convert(text: str, hint: Any, key: str) -> Any:
     readings = [text] if hint is str else [*_readings(text), text]
     fitted = next((v for v in (_fit(reading, hint) for reading in readings) if v is not _MISFIT), _MISFIT)
     if fitted is _MISFIT:
-        raise ValueError(f"--set {key}={text}: wants {_say(hint)}")
+        raise GrowpruneError(f"--set {key}={text}: wants {_say(hint)}")
     return fitted
 
 
@@ -91,7 +92,7 @@ def _readings(text: str) -> Iterator[Any]:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(name)  # NaN or Infinity, which are no JSON
+    raise GrowpruneError(name)  # NaN or Infinity, which are no JSON
 
 
 def _fit(value: Any, hint: Any) -> Any:

@@ -11,7 +11,8 @@ from torch import nn
 
 from growprune.engine.checks import check_choices, require
 from growprune.engine.device import check_device
-from growprune.engine.optim import Curve, Optimizer
+from growprune.engine.optim import LRSchedule, OptimizerConfig
+from growprune.errors import GrowpruneError
 from growprune.partition import Partition
 from growprune.plan import Plan, check_counts
 from growprune.sparse import SparseModel
@@ -35,15 +36,15 @@ class Recipe:
     parts: tuple[tuple[str, ...], ...] = ()
     """The parts by hand: for each, the names of its modules."""
     allocation: str = "uniform"
-    pattern: str = "free"
+    pattern: str = "unstructured"
     scope: str = "model"
     keep_dense: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
     storage: str = "masked"
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    curve: Curve = field(default_factory=Curve)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     restart: bool = True
-    """True (the paper): every phase has a fresh optimizer and the whole learning-rate curve.
+    """True (the paper): every phase has a fresh optimizer and the whole learning-rate lr_schedule.
     False: one curve over the whole plan, and optimizer state kept for the weights that survive."""
     clip: float | None = None
     """The largest norm of the gradient; None for any."""
@@ -51,7 +52,7 @@ class Recipe:
     """Batches to an iteration."""
     precision: Literal["fp32", "bf16"] = "fp32"
     evaluate_every: int = 1
-    """Validate after each so many epochs of a stretch, and after its last."""
+    """Validate after each so many epochs of a phase, and after its last."""
     candidates: bool = True
     """After each step, evaluate what the model would be if pruned now, on validation data, and keep the best."""
     seed: int = 0
@@ -64,7 +65,7 @@ class Recipe:
     timeout_seconds: float = 600.0
     """Under torchrun: how long to wait for another process."""
     checkpoint_seconds: float = 60.0
-    """The time between checkpoints; there is one after every stretch of training too. No influence on results."""
+    """The time between checkpoints; there is one after every phase of training too. No influence on results."""
     claim: str = ""
     """What the recipe is expected to reach, and where."""
 
@@ -80,9 +81,9 @@ class Recipe:
         known = own_options(self.method)
         for name, value in self.options.items():
             if name in SHARED:  # the plan would go by the option, and the model by the field
-                raise ValueError(f"options has {name}={value!r}: set the recipe's own field: {name}={value!r}")
+                raise GrowpruneError(f"options has {name}={value!r}: set the recipe's own field: {name}={value!r}")
             if name not in known:
-                raise ValueError(f"{self.method.__name__} has no option {name!r}; it takes {', '.join(known)}")
+                raise GrowpruneError(f"{self.method.__name__} has no option {name!r}; it takes {', '.join(known)}")
 
     def plan(self, model: nn.Module) -> Plan:
         """The recipe's plan for a model. A method that takes `kappa` draws its own parts from the finest partition."""
@@ -91,7 +92,7 @@ class Recipe:
         try:
             return self.method(self.partition(model), **shared, **self.options)
         except TypeError as error:
-            raise ValueError(f"{self.method.__name__}: {error}; give it with options") from error
+            raise GrowpruneError(f"{self.method.__name__}: {error}; give it with options") from error
 
     def partition(self, model: nn.Module) -> Partition:
         if "kappa" in inspect.signature(self.method).parameters:
@@ -108,7 +109,7 @@ class Recipe:
             pattern=self.pattern,
             scope=self.scope,
             keep_dense=self.keep_dense,
-            also=self.also,
+            include=self.include,
             seed=self.seed,
             storage=self.storage,
         )
@@ -117,7 +118,7 @@ class Recipe:
         """The same recipe with a longer search."""
         check_counts(1, extend=steps)
         if "steps" not in self.options:
-            raise ValueError(f"method {self.method.__name__} has no steps to extend")
+            raise GrowpruneError(f"method {self.method.__name__} has no steps to extend")
         return replace(self, options={**self.options, "steps": self.options["steps"] + steps})
 
 
@@ -129,7 +130,7 @@ def own_options(method: Callable[..., Plan]) -> list[str]:
 def describe(value: Any) -> Any:
     """A recipe, or anything in one, as plain JSON values; functions by their names."""
     if is_dataclass(value) and not isinstance(value, type):
-        named = {} if isinstance(value, Recipe | Optimizer | Curve) else {"name": type(value).__name__}
+        named = {} if isinstance(value, Recipe | OptimizerConfig | LRSchedule) else {"name": type(value).__name__}
         return named | {f.name: describe(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
         return {str(name): describe(item) for name, item in value.items()}

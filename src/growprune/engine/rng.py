@@ -1,4 +1,4 @@
-"""Random numbers: every stretch of training has its own seed, and a checkpoint holds where the generators are.
+"""Random numbers: every phase of training has its own seed, and a checkpoint holds where the generators are.
 
 Models and tasks may draw from the global generators of python, numpy and torch, so all of them are kept.
 """

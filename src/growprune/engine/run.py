@@ -31,10 +31,11 @@ from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.rng import rng_state, seed_all, set_rng_state
 from growprune.engine.training import Training
-from growprune.plan import Stretch, check_counts, walk
-from growprune.report import report
+from growprune.errors import GrowpruneError
+from growprune.plan import ScheduledPhase, check_counts, walk
 from growprune.snapshot import Snapshot, pack
 from growprune.sparse import SparseModel
+from growprune.summary import summarise
 
 
 class Interrupted(Exception):
@@ -95,35 +96,41 @@ class Run:
     def execute(self) -> dict[str, Any]:
         """Carry the plan out, from where the run stands to its end, and return the result."""
         reset_peak(self.device)
-        for stretch in self.sparse.stretches(self.plan, takes=self.mesh.takes, combine=self._combine):
-            if stretch.index == self._resumed_after or (stretch.branch is not None and self._restore_branch(stretch)):
+        for scheduled in self.sparse.schedule(self.plan, is_local=self.mesh.is_local, combine=self._combine):
+            if scheduled.index == self._resumed_after or (
+                scheduled.branch is not None and self._restore_branch(scheduled)
+            ):
                 continue
-            branch = "" if stretch.branch is None else f", branch {stretch.branch}"
-            self.mesh.phase = f"step {stretch.step}{branch} ({stretch.phase})"
-            if stretch.branch is None:
-                self._agree_on_masks(stretch)
+            branch = "" if scheduled.branch is None else f", branch {scheduled.branch}"
+            self.mesh.phase = f"step {scheduled.stage}{branch} ({scheduled.phase})"
+            if scheduled.branch is None:
+                self._agree_on_masks(scheduled)
             alive = self.sparse.num_alive
-            self._tell("phase", stretch, edits=str(stretch.phase), epochs=stretch.phase.epochs, alive=alive)
-            for _ in self.training.train(stretch, self._after_epoch):
-                self._after_iteration(stretch)
-            self._after_stretch(stretch)
+            self.log_event_of(
+                "phase", scheduled, edits=str(scheduled.phase), epochs=scheduled.phase.epochs, alive=alive
+            )
+            for _ in self.training.train(scheduled, self._after_epoch):
+                self._after_iteration(scheduled)
+            self._after_phase(scheduled)
         return self._finish()
 
     # Between iterations
 
-    def _after_iteration(self, stretch: Stretch) -> None:
+    def _after_iteration(self, scheduled: ScheduledPhase) -> None:
         if self.mesh.any(self._should_stop()):
-            self._save(stretch)
-            self._tell("interrupted", stretch)
+            self._save(scheduled)
+            self.log_event_of("interrupted", scheduled)
             raise Interrupted
         now = time.monotonic()
         if now >= self._checkpoint_due:
-            self._save(stretch)
+            self._save(scheduled)
         if now >= self._show_due:  # shown, not logged
             self._show_due = now + 0.2
             cursor = self.training.cursor
             batches = {"batch": cursor.batch, "batches": self.num_batches}
-            self._on_event({"event": "iteration", "epoch": cursor.epoch + 1, "epochs": stretch.phase.epochs, **batches})
+            self._on_event(
+                {"event": "iteration", "epoch": cursor.epoch + 1, "epochs": scheduled.phase.epochs, **batches}
+            )
         if now >= self._look_due:
             self._look_due = now + 1.0
             self._show_others()
@@ -134,52 +141,56 @@ class Run:
             if event.get("branch") is not None:
                 self._on_event(event)
 
-    def _after_epoch(self, stretch: Stretch, loss: float, lr: float) -> None:
+    def _after_epoch(self, scheduled: ScheduledPhase, loss: float, lr: float) -> None:
         epoch = self.training.cursor.epoch + 1
-        if epoch % self.recipe.evaluate_every and epoch < stretch.phase.epochs:
-            self._tell("epoch", stretch, epoch=epoch, loss=loss, lr=lr)
+        if epoch % self.recipe.evaluate_every and epoch < scheduled.phase.epochs:
+            self.log_event_of("epoch", scheduled, epoch=epoch, loss=loss, lr=lr)
             return
         self._validation = validation = self._evaluate(self.sparse, "validation")
-        self._tell("epoch", stretch, epoch=epoch, loss=loss, lr=lr, validation=validation)
-        if stretch.index == self.last:
-            self._consider(self.sparse, stretch, validation, epoch)
+        self.log_event_of("epoch", scheduled, epoch=epoch, loss=loss, lr=lr, validation=validation)
+        if scheduled.index == self.last:
+            self._consider(self.sparse, scheduled, validation, epoch)
 
-    def _after_stretch(self, stretch: Stretch) -> None:
-        row: dict[str, Any] = {"stretch": stretch.index, "step": stretch.step, "branch": stretch.branch}
-        row |= {"edits": str(stretch.phase), "epochs": stretch.phase.epochs, "alive": self.sparse.num_alive}
-        if stretch.phase.epochs:
+    def _after_phase(self, scheduled: ScheduledPhase) -> None:
+        row: dict[str, Any] = {"index": scheduled.index, "stage": scheduled.stage, "branch": scheduled.branch}
+        row |= {"edits": str(scheduled.phase), "epochs": scheduled.phase.epochs, "alive": self.sparse.num_alive}
+        if scheduled.phase.epochs:
             row["validation"] = self._validation
-        if self._is_candidate(stretch):
-            candidate = self.sparse.twin()
+        if self._is_candidate(scheduled):
+            candidate = self.sparse.clone()
             candidate.prune()
             row["candidate"] = self._evaluate(candidate, "validation")
-            self._consider(candidate, stretch, row["candidate"], None)
-        self._add_row(stretch, row)
-        self._tell("stretch", stretch, **{k: v for k, v in row.items() if k in ("validation", "candidate", "alive")})
-        self.training.next_stretch()
-        if stretch.phase.epochs or stretch.index == self.last - 1 or stretch.index in self._after_forks:
-            self._save(stretch, is_finished=True)
+            self._consider(candidate, scheduled, row["candidate"], None)
+        self._add_row(scheduled, row)
+        self.log_event_of(
+            "phase_end", scheduled, **{k: v for k, v in row.items() if k in ("validation", "candidate", "alive")}
+        )
+        self.training.next_phase()
+        if scheduled.phase.epochs or scheduled.index == self.last - 1 or scheduled.index in self._after_forks:
+            self._save(scheduled, is_finished=True)
 
-    def _add_row(self, stretch: Stretch, row: dict[str, Any]) -> None:
-        """Note what came of a stretch; of a branch, where all processes find it when it is combined."""
-        if stretch.branch is None:
+    def _add_row(self, scheduled: ScheduledPhase, row: dict[str, Any]) -> None:
+        """Note what came of a phase; of a branch, where all processes find it when it is combined."""
+        if scheduled.branch is None:
             self.history.append(row)
         elif self.mesh.leads_group:
-            folder = self.folder.branch(stretch.step, stretch.branch)
+            folder = self.folder.branch(scheduled.stage, scheduled.branch)
             folder.mkdir(parents=True, exist_ok=True)
             checkpoint.write_json(folder / "row.json", row)
 
-    def _is_candidate(self, stretch: Stretch) -> bool:
+    def _is_candidate(self, scheduled: ScheduledPhase) -> bool:
         """Whether the model, pruned now, is one that the plan could have ended with."""
-        inside = 0 < stretch.index < self.last and stretch.branch is None
+        inside = 0 < scheduled.index < self.last and scheduled.branch is None
         return inside and self.recipe.candidates and self.recipe.sparsity > 0
 
-    def _consider(self, sparse: SparseModel, stretch: Stretch, metrics: dict[str, float], epoch: int | None) -> None:
+    def _consider(
+        self, sparse: SparseModel, scheduled: ScheduledPhase, metrics: dict[str, float], epoch: int | None
+    ) -> None:
         """Keep the best sparse model by validation data."""
         score = metrics[self.task.metric]
         best = self.best["validation"][self.task.metric] if self.best else -math.inf
         if score >= best or math.isnan(best):  # of equals, the one trained longer
-            self.best = {"validation": metrics, "step": stretch.step, "epoch": epoch}
+            self.best = {"validation": metrics, "stage": scheduled.stage, "epoch": epoch}
             self._best_model = sparse.snapshot(device="cpu")
             if self.mesh.is_first:
                 file.save(sparse, self.folder.best)
@@ -190,71 +201,71 @@ class Run:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
             metrics = self.task.evaluate(sparse.model, split, device=self.device)
         if self.task.metric not in metrics:
-            raise ValueError(f"the task's metric is {self.task.metric!r}, but evaluate() gave {', '.join(metrics)}")
+            raise GrowpruneError(f"the task's metric is {self.task.metric!r}, but evaluate() gave {', '.join(metrics)}")
         return {name: float(value) for name, value in metrics.items()}  # tensors and numpy's numbers too
 
     # Checkpoints
 
-    def _save(self, stretch: Stretch, *, is_finished: bool = False) -> None:
+    def _save(self, scheduled: ScheduledPhase, *, is_finished: bool = False) -> None:
         """Write a checkpoint: of the run by the first process, of a branch by the first of those that train it."""
-        self.training.check_finite(stretch)  # what diverged must not replace a good checkpoint
+        self.training.check_finite(scheduled)  # what diverged must not replace a good checkpoint
         self._clock()
         state = {
             "model": self.sparse.snapshot(device="cpu"),
             "training": self.training.state_dict(),
             "rng": rng_state(),
             "seconds": self._seconds,
-            "stretch": stretch.index,
+            "index": scheduled.index,
             "is_finished": is_finished,
         }
-        if stretch.branch is None and self.mesh.is_first:
-            self._save_run(stretch, state)
-        elif stretch.branch is not None and self.mesh.leads_group:
-            self._save_branch(stretch, state)
+        if scheduled.branch is None and self.mesh.is_first:
+            self._save_run(scheduled, state)
+        elif scheduled.branch is not None and self.mesh.leads_group:
+            self._save_branch(scheduled, state)
         self._checkpoint_due = time.monotonic() + self.recipe.checkpoint_seconds
 
-    def _save_run(self, stretch: Stretch, state: dict[str, Any]) -> None:
+    def _save_run(self, scheduled: ScheduledPhase, state: dict[str, Any]) -> None:
         state |= {"sparse": self.sparse.state_dict(), "history": self.history}
         state |= {"best": self.best, "best_model": self._best_model}
         self._number += 1
         checkpoint.save(self.folder.checkpoints, self._number, state)
-        self._tell("checkpoint", stretch, number=self._number)
+        self.log_event_of("checkpoint", scheduled, number=self._number)
         self._note_search_end(state)
         checkpoint.remove_old(self.folder.checkpoints, [self._previous, self._number, *self.folder.kept()])
-        self.folder.remove_branches(before=stretch.step)
+        self.folder.remove_branches(before=scheduled.stage)
         self._previous = self._number
 
-    def _save_branch(self, stretch: Stretch, state: dict[str, Any]) -> None:
-        assert stretch.branch is not None
-        folder = self.folder.branch(stretch.step, stretch.branch)
+    def _save_branch(self, scheduled: ScheduledPhase, state: dict[str, Any]) -> None:
+        assert scheduled.branch is not None
+        folder = self.folder.branch(scheduled.stage, scheduled.branch)
         number = max(checkpoint.numbers(folder), default=0) + 1
         checkpoint.save(folder, number, state)
-        self._tell("checkpoint", stretch, number=number)
+        self.log_event_of("checkpoint", scheduled, number=number)
         checkpoint.remove_old(folder, [number - 1, number])
 
-    def _restore_branch(self, stretch: Stretch) -> bool:
+    def _restore_branch(self, scheduled: ScheduledPhase) -> bool:
         """Go on with a branch where its newest checkpoint stands, if there is one; tells whether it is finished."""
-        assert stretch.branch is not None
-        found = checkpoint.load_newest(self.folder.branch(stretch.step, stretch.branch), self.warn)
+        assert scheduled.branch is not None
+        found = checkpoint.load_newest(self.folder.branch(scheduled.stage, scheduled.branch), self.warn)
         if found is None:
             return False
         number, state = found
         self.sparse.restore(state["model"])
         self.training.load_state_dict(state["training"])
         set_rng_state(state["rng"])
-        self._tell("resumed", stretch, number=number)
+        self.log_event_of("resumed", scheduled, number=number)
         return bool(state["is_finished"])
 
-    def _combine(self, brought: Snapshot, parts: list[tuple[str, ...]], like: Snapshot) -> Snapshot:
+    def _combine(self, returned: Snapshot, parts: list[tuple[str, ...]], like: Snapshot) -> Snapshot:
         """At the end of a fork, bring its parts together, and what was noted of its branches."""
-        step = next(s.step for s in walk(self.plan) if s.index == self.sparse.position)
+        step = next(s.stage for s in walk(self.plan) if s.index == self.sparse.position)
         self.mesh.barrier(f"waiting for the branches of step {step}")
         self._show_others()
         before = self.mesh.bytes_received
-        combined = self.mesh.combine(brought, parts, like)
+        combined = self.mesh.combine(returned, parts, like)
         rows = [self.folder.branch(step, branch) / "row.json" for branch in range(len(parts))]
         self.history += [json.loads(row.read_text()) for row in rows]
-        self._note("combined", step=step, bytes_received=self.mesh.bytes_received - before)
+        self.log_event("combined", stage=step, bytes_received=self.mesh.bytes_received - before)
         return combined
 
     def restore(self, number: int, state: dict[str, Any]) -> None:
@@ -264,16 +275,16 @@ class Run:
         self.training.load_state_dict(state["training"])
         self.history, self.best, self._best_model = state["history"], state["best"], state["best_model"]
         self._seconds = state["seconds"]
-        self._resumed_after = state["stretch"] if state["is_finished"] else None
+        self._resumed_after = state["index"] if state["is_finished"] else None
         self._number = number
         self._note_search_end(state)
         self._number, self._previous = max(checkpoint.numbers(self.folder.checkpoints)), number
         set_rng_state(state["rng"])
-        self._note("resumed", number=number, step=self.history[-1]["step"] if self.history else 0)
+        self.log_event("resumed", number=number, stage=self.history[-1]["stage"] if self.history else 0)
 
     def _note_search_end(self, state: dict[str, Any]) -> None:
-        """From the end of the stretch before the last, the search can be extended: that checkpoint stays."""
-        if state["is_finished"] and state["stretch"] == self.last - 1:
+        """From the end of the phase before the last, the search can be extended: that checkpoint stays."""
+        if state["is_finished"] and state["index"] == self.last - 1:
             checkpoint.write_json(self.folder.search_end, self._number)
 
     # The end
@@ -292,13 +303,13 @@ class Run:
             "validation": self._evaluate(self.sparse, "validation"),
             "test": self._evaluate(self.sparse, "test"),
             "best": self._best_tested(),
-            "sparsity": report(self.sparse, move(self.task.example(), self.device)).to_dict(),
+            "sparsity": summarise(self.sparse, move(self.task.example(), self.device)).to_dict(),
             "file_bytes": self.folder.model.stat().st_size,
             "peak_bytes": peak_bytes(self.device),
             "seconds": self._seconds,
         }
         checkpoint.write_json(self.folder.result, result)
-        self._note("finished", test=result["test"], seconds=self._seconds)
+        self.log_event("finished", test=result["test"], seconds=self._seconds)
         return result
 
     def _wait_for_result(self) -> dict[str, Any]:
@@ -313,7 +324,7 @@ class Run:
         """The best candidate by validation data, with its test metrics, which select nothing."""
         if not self.best:
             return None
-        best = self.sparse.twin()
+        best = self.sparse.clone()
         best.restore(self._best_model)
         file.save(best, self.folder.best)
         return {**self.best, "test": self._evaluate(best, "test")}
@@ -321,20 +332,20 @@ class Run:
     # Telling
 
     def warn(self, message: str) -> None:
-        self._note("warning", message=message)
+        self.log_event("warning", message=message)
 
-    def _agree_on_masks(self, stretch: Stretch) -> None:
+    def _agree_on_masks(self, scheduled: ScheduledPhase) -> None:
         """Every process prunes by itself; that they prune alike is not left to hope."""
         if self.mesh.world > 1:
             packed = {name: pack(mask).cpu().numpy().tobytes() for name, mask in self.sparse.masks.items()}
             digests = {f"mask of {name}": hashlib.sha256(bits).hexdigest() for name, bits in packed.items()}
-            self.mesh.agree(digests, f"step {stretch.step}")
+            self.mesh.agree(digests, f"step {scheduled.stage}")
 
-    def _tell(self, event: str, stretch: Stretch, **details: Any) -> None:
-        place = {"stretch": stretch.index, "last": self.last, "step": stretch.step, "branch": stretch.branch}
-        self._note(event, **place, **details)
+    def log_event_of(self, event: str, scheduled: ScheduledPhase, **details: Any) -> None:
+        place = {"index": scheduled.index, "last": self.last, "stage": scheduled.stage, "branch": scheduled.branch}
+        self.log_event(event, **place, **details)
 
-    def _note(self, event: str, **details: Any) -> None:
+    def log_event(self, event: str, **details: Any) -> None:
         entry: Event = {"event": event, **details}
         self.folder.append(entry)
         self._on_event(entry)

@@ -1,4 +1,4 @@
-"""One stretch of training, an iteration at a time."""
+"""One phase of training, an iteration at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from growprune.engine import batchnorm
+from growprune.engine.batch_split import num_examples, split
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
-from growprune.engine.sharing import num_examples, split
-from growprune.plan import Plan, Stretch, walk
+from growprune.plan import Plan, ScheduledPhase, walk
 from growprune.scores import salt_of
 from growprune.sparse import SparseModel
 
@@ -28,20 +28,20 @@ class TrainingDiverged(RuntimeError):
 
 @dataclass
 class Cursor:
-    """Where in a stretch training stands."""
+    """Where in a phase training stands."""
 
     epoch: int = 0
     batch: int = 0
     """How many batches of the epoch are done."""
     iteration: int = 0
-    """How many steps the optimizer has taken in the stretch."""
+    """How many steps the optimizer has taken in the phase."""
     loss_sum: float = 0.0
     """Over the iterations of the epoch so far."""
     num_losses: int = 0
 
 
 class Training:
-    """Trains a sparse model through the stretches of a plan, one iteration at a time."""
+    """Trains a sparse model through the phases of a plan, one iteration at a time."""
 
     def __init__(self, recipe: Recipe, plan: Plan, sparse: SparseModel, device: torch.device, mesh: Mesh) -> None:
         self.recipe, self.plan, self.sparse, self.device, self.mesh = recipe, plan, sparse, device, mesh
@@ -54,55 +54,57 @@ class Training:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._was_branch = False
 
-    def train(self, stretch: Stretch, on_epoch: Callable[[Stretch, float, float], None]) -> Iterator[None]:
-        """Train a stretch from where the cursor stands; yields after each iteration, when all is consistent.
+    def train(
+        self, scheduled: ScheduledPhase, on_epoch: Callable[[ScheduledPhase, float, float], None]
+    ) -> Iterator[None]:
+        """Train a phase from where the cursor stands; yields after each iteration, when all is consistent.
 
         Args:
-            on_epoch: called with the stretch, the mean loss and the learning rate when an epoch is over.
+            on_epoch: called with the phase, the mean loss and the learning rate when an epoch is over.
         """
         if self.cursor == Cursor():
-            self._begin(stretch)
-        while self.cursor.epoch < stretch.phase.epochs:
-            for batches in self._iterations(stretch):
-                self._iterate(batches, stretch)
+            self._begin(scheduled)
+        while self.cursor.epoch < scheduled.phase.epochs:
+            for batches in self._iterations(scheduled):
+                self._iterate(batches, scheduled)
                 yield
-            self.check_finite(stretch)
-            on_epoch(stretch, self.cursor.loss_sum / max(1, self.cursor.num_losses), self._lr(stretch))
+            self.check_finite(scheduled)
+            on_epoch(scheduled, self.cursor.loss_sum / max(1, self.cursor.num_losses), self._lr(scheduled))
             self.cursor = Cursor(epoch=self.cursor.epoch + 1, iteration=self.cursor.iteration)
             self._loss_sum.zero_()
-        self._was_branch = stretch.branch is not None
+        self._was_branch = scheduled.branch is not None
         self._unwrap()
 
-    def next_stretch(self) -> None:
-        """Put the cursor at the start of the stretch to come."""
+    def next_phase(self) -> None:
+        """Put the cursor at the start of the phase to come."""
         self.cursor = Cursor()
         if self.recipe.restart:
             self.optimizer = None  # before the edits, which would take its state along
 
-    def _begin(self, stretch: Stretch) -> None:
-        # A stretch is a function of (seed, step, branch), so it does not matter who trains it, or what ran before.
-        seed_all(self.recipe.seed, "stretch", stretch.step, stretch.branch)
+    def _begin(self, scheduled: ScheduledPhase) -> None:
+        # A phase is a function of (seed, step, branch), so it does not matter who trains it, or what ran before.
+        seed_all(self.recipe.seed, "phase", scheduled.stage, scheduled.branch)
         # Machines that part, and machines that have combined, have no common optimizer state to go on with.
-        if self.recipe.restart or stretch.branch is not None or self._was_branch or self.optimizer is None:
+        if self.recipe.restart or scheduled.branch is not None or self._was_branch or self.optimizer is None:
             self.optimizer = None
-        if stretch.phase.epochs and self.optimizer is None:
+        if scheduled.phase.epochs and self.optimizer is None:
             self.optimizer = self._build_optimizer()
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         return self.sparse.attach(self.recipe.optimizer.build(self.sparse.model))
 
-    def _iterations(self, stretch: Stretch) -> Iterator[Iterator[Any]]:
+    def _iterations(self, scheduled: ScheduledPhase) -> Iterator[Iterator[Any]]:
         """The batches of the current epoch from where the cursor stands, `accumulate` at a time, made one by one."""
-        seed = salt_of(self.recipe.seed, "data", stretch.step, stretch.branch, self.cursor.epoch) >> 1
+        seed = salt_of(self.recipe.seed, "data", scheduled.stage, scheduled.branch, self.cursor.epoch) >> 1
         batches = iter(self._task.batches(seed=seed, start=self.cursor.batch, device=self.device))
         for first in batches:
             yield itertools.chain([first], itertools.islice(batches, self.recipe.accumulate - 1))
 
-    def _iterate(self, batches: Iterator[Any], stretch: Stretch) -> None:
+    def _iterate(self, batches: Iterator[Any], scheduled: ScheduledPhase) -> None:
         optimizer, model = self.optimizer, self.sparse.model
         assert optimizer is not None
         for parameters in optimizer.param_groups:
-            parameters["lr"] = self._lr(stretch)
+            parameters["lr"] = self._lr(scheduled)
         model.train()
         weights, loss_sum = [], torch.zeros_like(self._loss_sum)
         for batch in batches:
@@ -115,7 +117,7 @@ class Training:
             nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        self._count(len(weights), stretch)
+        self._count(len(weights), scheduled)
 
     def _weigh(self, batch: Any) -> Any:
         """What a batch counts among those of an iteration, whose loss is a mean over all examples, or tokens."""
@@ -154,35 +156,35 @@ class Training:
         self._forward = None
         batchnorm.part(self.sparse.model)
 
-    def _count(self, num_batches: int, stretch: Stretch) -> None:
+    def _count(self, num_batches: int, scheduled: ScheduledPhase) -> None:
         cursor = self.cursor
         cursor.batch += num_batches
         cursor.iteration += 1
         cursor.num_losses += 1
         if self.device.type == "cpu" or cursor.iteration % 20 == 0:  # reading the loss off a GPU makes it wait
-            self.check_finite(stretch)
+            self.check_finite(scheduled)
 
-    def check_finite(self, stretch: Stretch) -> None:
+    def check_finite(self, scheduled: ScheduledPhase) -> None:
         """Raise if any loss of the epoch so far was not finite; cheap on a CPU, a wait on a GPU."""
         self.cursor.loss_sum = float(self._loss_sum)
         if not math.isfinite(self.cursor.loss_sum):
             raise TrainingDiverged(
-                f"the loss became {self.cursor.loss_sum} in step {stretch.step} ({stretch.phase}), epoch "
-                f"{self.cursor.epoch + 1}, at learning rate {self._lr(stretch):.3g}: "
-                f"lower optimizer.lr, lengthen curve.warmup_epochs, or set clip"
+                f"the loss became {self.cursor.loss_sum} in step {scheduled.stage} ({scheduled.phase}), epoch "
+                f"{self.cursor.epoch + 1}, at learning rate {self._lr(scheduled):.3g}: "
+                f"lower optimizer.lr, lengthen lr_schedule.warmup_epochs, or set clip"
             )
 
-    def _lr(self, stretch: Stretch) -> float:
+    def _lr(self, scheduled: ScheduledPhase) -> float:
         per_epoch = math.ceil(self.recipe.task.num_batches() / self.recipe.accumulate)
-        before, epochs = (0, stretch.phase.epochs) if self.recipe.restart else self._epochs_before(stretch)
+        before, epochs = (0, scheduled.phase.epochs) if self.recipe.restart else self._epochs_before(scheduled)
         iteration = before * per_epoch + self.cursor.iteration
-        curve = self.recipe.curve.factor(iteration, total=epochs * per_epoch, per_epoch=per_epoch)
-        return self.recipe.optimizer.lr * curve
+        lr_schedule = self.recipe.lr_schedule.factor(iteration, total=epochs * per_epoch, per_epoch=per_epoch)
+        return self.recipe.optimizer.lr * lr_schedule
 
-    def _epochs_before(self, stretch: Stretch) -> tuple[int, int]:
+    def _epochs_before(self, scheduled: ScheduledPhase) -> tuple[int, int]:
         """Epochs of the plan's steps before this one, and of all; the branches of a fork run side by side."""
-        epochs = {s.step: s.phase.epochs for s in walk(self.plan)}
-        return sum(n for step, n in epochs.items() if step < stretch.step), sum(epochs.values())
+        epochs = {s.stage: s.phase.epochs for s in walk(self.plan)}
+        return sum(n for step, n in epochs.items() if step < scheduled.stage), sum(epochs.values())
 
     def state_dict(self) -> dict[str, Any]:
         return {

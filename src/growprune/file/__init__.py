@@ -15,7 +15,7 @@ other is *dense*, and is stored under its plain name.
 `in_proj_weight` has three, for q, k and v. The bits of the matrices follow one another without a gap. What lies in
 no matrix is alive and has no bits. The bits of one matrix are, by the file's pattern:
 
-    free, N:M       one a weight, in row-major order
+    unstructured, N:M   one a weight, in row-major order
     AxB             one a block. If the parameter is `transposed`, its dimensions 0 and 1 are swapped. Then dimension 1
                     goes last, and all but dimension 0 are flattened, so that (out, in, kh, kw) becomes
                     (out, kh * kw * in); a 1-D parameter becomes a single column. Blocks of A rows x B columns are laid

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from growprune.errors import GrowpruneError
 from growprune.layers import Weight
-from growprune.patterns import Block, Free, Pattern, walk_groups, write_groups
+from growprune.patterns import Block, Pattern, Unstructured, walk_groups, write_groups
 from growprune.snapshot import pack, unpack
 
 DTYPES = {
@@ -77,7 +78,7 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
     """An entry from the manifest. Nothing in it is trusted."""
     dtypes = {text: dtype for dtype, text in DTYPES.items()}
     if len(about["shape"]) > MAX_DIMENSIONS:
-        raise ValueError(f"{name} has more than {MAX_DIMENSIONS} dimensions")
+        raise GrowpruneError(f"{name} has more than {MAX_DIMENSIONS} dimensions")
     shape = tuple(whole(length) for length in about["shape"])
     whole(math.prod(shape))
     entry = Entry(name, shape, dtypes[about["dtype"]])
@@ -87,7 +88,7 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
     end = 0
     for start, stop in about["matrices"]:
         if not end <= whole(start) < whole(stop) <= shape[0] or (about["transposed"] and len(shape) < 2):
-            raise ValueError(f"the matrices of {name} do not fit its shape")
+            raise GrowpruneError(f"the matrices of {name} do not fit its shape")
         rows = None if (start, stop) == (0, shape[0]) else (start, stop)
         weights.append(Weight(name, name, (stop - start, *shape[1:]), rows, about["transposed"] is True))
         end = stop
@@ -97,16 +98,16 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
 
 def whole(number: object) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 63:
-        raise ValueError(f"{str(number)[:20]} is not a size")
+        raise GrowpruneError(f"{str(number)[:20]} is not a size")
     return number
 
 
 def bit_pattern(pattern: Pattern) -> Pattern:
     """What a bit stands for: only blocks have fewer bits than weights."""
     if not isinstance(pattern, Block):
-        return Free()
+        return Unstructured()
     if max(pattern.height, pattern.width) > MAX_BLOCK_SIDE:
-        raise ValueError(f"pattern is {pattern.name}, but blocks in a file have sides of at most {MAX_BLOCK_SIDE}")
+        raise GrowpruneError(f"pattern is {pattern.name}, but blocks in a file have sides of at most {MAX_BLOCK_SIDE}")
     return pattern
 
 
@@ -124,7 +125,7 @@ def pack_mask(mask: Tensor, weights: Sequence[Weight], pattern: Pattern, name: s
     none = torch.zeros(0, dtype=torch.bool)
     packed = pack(torch.cat([none, *(groups.cpu() for walk in walks for groups in walk)]))
     if not torch.equal(unpack_mask(packed, tuple(mask.shape), weights, pattern), mask.cpu()):
-        raise ValueError(f"the mask of {name} does not keep to pattern {pattern.name}: prune it before saving")
+        raise GrowpruneError(f"the mask of {name} does not keep to pattern {pattern.name}: prune it before saving")
     return packed
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from growprune.errors import GrowpruneError
 from growprune.file.entries import (
     DTYPES,
     Entry,
@@ -31,7 +32,7 @@ from growprune.sparse import SparseModel
 
 FORMAT, VERSION = "growprune", "1"
 
-SETTINGS = ("sparsity", "allocation", "pattern", "scope", "keep_dense", "also", "seed")
+SETTINGS = ("sparsity", "allocation", "pattern", "scope", "keep_dense", "include", "seed")
 
 
 class SparseFile:
@@ -86,7 +87,7 @@ class SparseFile:
         try:
             sparse = SparseModel(model, storage=storage, **{name: self.manifest[name] for name in SETTINGS})
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{self.path} does not fit the model: {error}") from error
+            raise GrowpruneError(f"{self.path} does not fit the model: {error}") from error
         for name in dict.fromkeys([*(w.parameter for w in sparse.weights), *(e.name for e in self.prunable)]):
             mine = [(w.rows, w.transposed) for w in sparse.weights if w.parameter == name]
             if mine != [(w.rows, w.transposed) for w in self.entries[name].weights]:
@@ -94,7 +95,7 @@ class SparseFile:
         return sparse
 
     def refuse(self, why: str, what_to_do: str = "it is damaged, fetch or save it again") -> NoReturn:
-        raise ValueError(f"{self.path} {why}: {what_to_do}")
+        raise GrowpruneError(f"{self.path} {why}: {what_to_do}")
 
     def _read_manifest(self, metadata: Mapping[str, str]) -> dict[str, Any]:
         if metadata.get("format") != FORMAT:
@@ -139,7 +140,7 @@ def open_sparse(path: str | os.PathLike[str]) -> Iterator[SparseFile]:
         handle = safe_open(path, framework="pt")
     except SafetensorError as error:
         reason = str(error).rpartition(": ")[2]
-        raise ValueError(
+        raise GrowpruneError(
             f"{path} is not a safetensors file, or not all of it ({reason}): fetch or save it again"
         ) from None
     with handle:

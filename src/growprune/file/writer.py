@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
+from growprune.errors import GrowpruneError
 from growprune.file.entries import DTYPES, Entry, num_mask_bytes, pack_mask, sha256
 from growprune.layers import prunable_weights
 from growprune.plan import Part, prune
@@ -26,7 +27,7 @@ def stored(sparse: SparseModel) -> tuple[list[Entry], dict[str, Tensor]]:
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors_of(sparse.model)[0].items():
         if tensor.dtype not in DTYPES:
-            raise ValueError(f"{name} is {tensor.dtype}, which a file cannot hold: convert it to another dtype")
+            raise GrowpruneError(f"{name} is {tensor.dtype}, which a file cannot hold: convert it to another dtype")
         weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
         if not weights:
             entries.append(Entry(name, tuple(tensor.shape), tensor.dtype))
@@ -48,10 +49,10 @@ def stored(sparse: SparseModel) -> tuple[list[Entry], dict[str, Tensor]]:
 
 def _check_nothing_was_added(sparse: SparseModel) -> None:
     """Refuse a model that its own file would not fit."""
-    now = prunable_weights(sparse.model, keep_dense=sparse.keep_dense, also=sparse.also)
+    now = prunable_weights(sparse.model, keep_dense=sparse.keep_dense, include=sparse.include)
     known = {weight.name for weight in sparse.weights}
     if added := [weight.name for weight in now if weight.name not in known]:
-        raise ValueError(f"{added[0]} was added after the SparseModel was made: make a new one before saving")
+        raise GrowpruneError(f"{added[0]} was added after the SparseModel was made: make a new one before saving")
 
 
 def describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
         "pattern": sparse.pattern.name,
         "scope": sparse.scope.value,
         "keep_dense": list(sparse.keep_dense),
-        "also": list(sparse.also),
+        "include": list(sparse.include),
         "seed": sparse.seed,
         "num_edits": sparse.num_edits,
         "aliases": tensors_of(sparse.model)[1],
@@ -124,7 +125,7 @@ def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:
     """The live values, in row-major order, whatever the storage; its parameter must hold nothing else."""
     values, _ = sparse.snapshot(Part(name, (name,)))[name]
     if torch.count_nonzero(values) != torch.count_nonzero(parameter):
-        raise ValueError(f"{name} is not zero everywhere its mask says it is pruned: call enforce() before saving")
+        raise GrowpruneError(f"{name} is not zero everywhere its mask says it is pruned: call enforce() before saving")
     return values
 
 

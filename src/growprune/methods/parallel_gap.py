@@ -3,11 +3,11 @@ Methods", ICLR 2022, Algorithm 2."""
 
 from collections.abc import Iterator
 
-from growprune.plan import Branch, By, Fork, Parts, Phase, Step, check_counts, grow, method, prune
+from growprune.plan import Branch, By, Fork, Parts, Phase, Stage, check_counts, grow, method, prune
 
 
 @method
-def parallel_gap(S: Parts, *, sparsity: float, steps: int, epochs: int, finetune: int) -> Iterator[Step]:
+def parallel_gap(S: Parts, *, sparsity: float, steps: int, epochs: int, finetune: int) -> Iterator[Stage]:
     """P-GaP: each step sends the model to len(S) machines, the i-th grows S_i; combine, prune, and again.
 
     Args:
@@ -20,6 +20,6 @@ def parallel_gap(S: Parts, *, sparsity: float, steps: int, epochs: int, finetune
     check_counts(0, epochs=epochs, finetune=finetune)
     yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM))
     for _ in range(steps):
-        yield Fork(*(Branch(Phase(grow(P), epochs=epochs), brings=P) for P in S))
+        yield Fork(*(Branch(Phase(grow(P), epochs=epochs), returns=P) for P in S))
         yield Phase(prune(S.whole, to=sparsity))
     yield Phase(epochs=finetune)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 
+from growprune.errors import GrowpruneError
 from growprune.plan import By, Parts, Phase, check_counts, grow, method, prune
 
 
@@ -21,7 +22,7 @@ def random_gap(
     check_counts(0, epochs=epochs, finetune=finetune)
     check_counts(2, kappa=kappa)
     if kappa > len(S):
-        raise ValueError(f"kappa is {kappa}, but the partition has {len(S)} parts to draw from: give at most that")
+        raise GrowpruneError(f"kappa is {kappa}, but the partition has {len(S)} parts to draw from: give at most that")
     rng = random.Random(seed)
     grown: list[int] = []
     yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM))

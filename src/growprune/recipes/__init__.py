@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from growprune.engine.recipe import Recipe
+from growprune.errors import GrowpruneError
 from growprune.recipes import classification, detection, digits, segmentation, translation
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -37,24 +38,24 @@ def find(source: str) -> Recipe:
     path, colon, function = source.rpartition(":")
     if not colon:
         close = ", ".join(difflib.get_close_matches(source, RECIPES, 3, 0.4)) or "none"
-        raise ValueError(
+        raise GrowpruneError(
             f"there is no recipe {source!r}; close are: {close}. See `growprune list recipes`, or give path.py:function"
         )
     recipe = _load_function(Path(path), function)()
     if not isinstance(recipe, Recipe):
-        raise ValueError(f"{source} returned a {type(recipe).__name__}, but a recipe function returns a Recipe")
+        raise GrowpruneError(f"{source} returned a {type(recipe).__name__}, but a recipe function returns a Recipe")
     return recipe
 
 
 def _load_function(path: Path, function: str) -> Callable[[], object]:
     if not path.is_file():
-        raise ValueError(f"there is no recipe file {path}")
+        raise GrowpruneError(f"there is no recipe file {path}")
     spec = importlib.util.spec_from_file_location(f"recipe_file_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is not a Python file")
+        raise GrowpruneError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where a dataclass defined in the file looks its own types up
     spec.loader.exec_module(module)
     if not callable(found := getattr(module, function, None)):
-        raise ValueError(f"{path} has no function {function!r}")
+        raise GrowpruneError(f"{path} has no function {function!r}")
     return found  # type: ignore[no-any-return]

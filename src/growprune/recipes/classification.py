@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from growprune import methods
-from growprune.engine.optim import Curve, Optimizer
+from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
 from growprune.recipes.study import Row, Study, measured, recipes, to_see_that_it_runs
 from growprune.tasks.classification import Classification
@@ -32,8 +32,8 @@ def imagenet() -> Study:
         task=Classification(mixup=0.2),
         method=methods.dense,
         options={"epochs": 250},
-        optimizer=Optimizer("sgd", lr=2.048, momentum=0.875, weight_decay=3.05e-5),
-        curve=Curve("cosine", warmup_epochs=2),
+        optimizer=OptimizerConfig("sgd", lr=2.048, momentum=0.875, weight_decay=3.05e-5),
+        lr_schedule=LRSchedule("cosine", warmup_epochs=2),
         accumulate=8,
         precision="bf16",
     )
@@ -46,8 +46,8 @@ def cifar10() -> Study:
         imagenet().dense,
         task=SMALL,
         options={"epochs": 60},
-        optimizer=Optimizer("sgd", lr=0.4, momentum=0.9, nesterov=True, weight_decay=5e-4),
-        curve=Curve("cosine", warmup_epochs=1),
+        optimizer=OptimizerConfig("sgd", lr=0.4, momentum=0.9, nesterov=True, weight_decay=5e-4),
+        lr_schedule=LRSchedule("cosine", warmup_epochs=1),
         accumulate=1,
     )
     return replace(imagenet(), dense=dense, steps=8, rounds=2, epochs=3, finetune=36, pretrain=24)

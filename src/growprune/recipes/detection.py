@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from growprune import methods
-from growprune.engine.optim import Curve, Optimizer
+from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
 from growprune.recipes.study import Row, Study, measured, recipes, to_see_that_it_runs
 from growprune.tasks.detection import Detection
@@ -26,8 +26,8 @@ def coco() -> Study:
         task=Detection(batch_size=64, workers=8),
         method=methods.dense,
         options={"epochs": 65},
-        optimizer=Optimizer("sgd", lr=0.0416, momentum=0.9, weight_decay=5e-4),
-        curve=Curve("step", warmup_iterations=300, milestones=(43 / 65, 54 / 65)),
+        optimizer=OptimizerConfig("sgd", lr=0.0416, momentum=0.9, weight_decay=5e-4),
+        lr_schedule=LRSchedule("step", warmup_iterations=300, milestones=(43 / 65, 54 / 65)),
         accumulate=8,
         precision="bf16",
     )
@@ -40,8 +40,8 @@ def bccd() -> Study:
         coco().dense,
         task=SMALL,
         options={"epochs": 120},
-        optimizer=Optimizer("adamw", lr=1e-3, weight_decay=1e-2),
-        curve=Curve("cosine", warmup_epochs=2),
+        optimizer=OptimizerConfig("adamw", lr=1e-3, weight_decay=1e-2),
+        lr_schedule=LRSchedule("cosine", warmup_epochs=2),
         accumulate=1,
         evaluate_every=10,
     )

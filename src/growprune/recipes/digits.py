@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from growprune import methods
-from growprune.engine.optim import Curve, Optimizer
+from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
 from growprune.tasks.digits import Digits
 
@@ -14,8 +14,8 @@ def dense() -> Recipe:
         task=Digits(),
         method=methods.dense,
         options={"epochs": 40},
-        optimizer=Optimizer("sgd", lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4),
-        curve=Curve("cosine", warmup_epochs=1),
+        optimizer=OptimizerConfig("sgd", lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4),
+        lr_schedule=LRSchedule("cosine", warmup_epochs=1),
     )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from growprune import methods
-from growprune.engine.optim import Curve, Optimizer
+from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
 from growprune.recipes.study import Row, Study, measured, recipes, to_see_that_it_runs
 from growprune.tasks.segmentation import PartSegmentation
@@ -18,8 +18,8 @@ def shapenet() -> Study:
         task=PartSegmentation(),
         method=methods.dense,
         options={"epochs": 250},
-        optimizer=Optimizer("adam", lr=1e-3, weight_decay=1e-4),
-        curve=Curve("step", every_epochs=20, gamma=0.5, floor=0.01),
+        optimizer=OptimizerConfig("adam", lr=1e-3, weight_decay=1e-4),
+        lr_schedule=LRSchedule("step", every_epochs=20, gamma=0.5, floor=0.01),
     )
     return Study(dense, PARTS, steps=40, rounds=10, epochs=25, finetune=250, pretrain=250)
 
@@ -30,7 +30,7 @@ def subset() -> Study:
         shapenet().dense,
         task=PartSegmentation(batch_size=16),
         options={"epochs": 60},
-        curve=Curve("cosine", warmup_epochs=1),
+        lr_schedule=LRSchedule("cosine", warmup_epochs=1),
         precision="bf16",
         evaluate_every=4,
     )

@@ -66,7 +66,7 @@ Row = tuple[str, Callable[[Study], Recipe]]
 """What the paper says of a row of its tables, and how to make it from a study."""
 
 
-Say = Callable[[str, str], str]
+ClaimFormat = Callable[[str, str], str]
 """Given a row's name and what the paper says of it, what to expect of the recipe."""
 
 
@@ -74,7 +74,7 @@ def in_the_paper(row: str, claim: str) -> str:
     return claim
 
 
-def measured(data: str, figures: Mapping[str, str]) -> Say:
+def measured(data: str, figures: Mapping[str, str]) -> ClaimFormat:
     """What was measured, by row, on small data; a test compares it with experiments/."""
     return lambda row, claim: f"Like {claim.partition(':')[0]}, on {data}: {figures.get(row, 'not measured')}"
 
@@ -84,7 +84,11 @@ def to_see_that_it_runs(row: str, claim: str) -> str:
 
 
 def recipes(
-    name: str, study: Study, rows: Mapping[str, Row], say: Say = in_the_paper, hardware: str = "machines of 8 V100"
+    name: str,
+    study: Study,
+    rows: Mapping[str, Row],
+    say: ClaimFormat = in_the_paper,
+    hardware: str = "machines of 8 V100",
 ) -> dict[str, Callable[[], Recipe]]:
     """Every row for a study, by its full name."""
 

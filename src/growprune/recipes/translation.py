@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from growprune import methods
-from growprune.engine.optim import Curve, Optimizer
+from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
 from growprune.recipes.study import Parts, Row, Study, measured, recipes, to_see_that_it_runs
 from growprune.tasks.translation import Translation
@@ -46,8 +46,8 @@ def wmt14() -> Study:
         task=Translation(d_model=1024, ffn=4096, heads=16, lowercase=True),
         method=methods.dense,
         options={"epochs": 40},
-        optimizer=Optimizer("adam", lr=8.46e-4, betas=(0.9, 0.997), eps=1e-9),
-        curve=Curve("inverse_sqrt", warmup_iterations=4000),
+        optimizer=OptimizerConfig("adam", lr=8.46e-4, betas=(0.9, 0.997), eps=1e-9),
+        lr_schedule=LRSchedule("inverse_sqrt", warmup_iterations=4000),
         accumulate=8,
         precision="bf16",
     )
@@ -60,8 +60,8 @@ def multi30k() -> Study:
         wmt14().dense,
         task=SMALL,
         options={"epochs": 40},
-        optimizer=Optimizer("adam", lr=2e-3, betas=(0.9, 0.98), eps=1e-9),
-        curve=Curve("cosine", warmup_epochs=1),
+        optimizer=OptimizerConfig("adam", lr=2e-3, betas=(0.9, 0.98), eps=1e-9),
+        lr_schedule=LRSchedule("cosine", warmup_epochs=1),
         accumulate=1,
         evaluate_every=10,
         candidates=False,  # decoding takes as long as training here

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from growprune.errors import GrowpruneError
 from growprune.storage.compact import Compact
 from growprune.storage.masked import Masked
 
 
-class Held(Protocol):
+class SparseParameter(Protocol):
     """One parameter of a model and the mask of its live weights."""
 
     module: nn.Module
@@ -31,12 +32,12 @@ class Held(Protocol):
         """The shape of the weight, and of its mask."""
 
     def mask(self) -> Tensor:
-        """Which weights live: bool, shaped like the weight. Edit it only to give it back to `keep`."""
+        """Which weights live: bool, shaped like the weight. Edit it only to give it back to `set_mask`."""
 
     def weight(self) -> Tensor:
         """The values, exactly zero where no weight lives, shaped like the weight."""
 
-    def keep(self, mask: Tensor) -> None:
+    def set_mask(self, mask: Tensor) -> None:
         """Let exactly these live. A weight that is new is zero, and one that is gone is gone."""
 
     def load(self, live: Tensor, mask: Tensor) -> None:
@@ -68,7 +69,7 @@ STORAGES: dict[str, type[Masked] | type[Compact]] = {"masked": Masked, "compact"
 
 def parse_storage(name: str) -> type[Masked] | type[Compact]:
     if name not in STORAGES:
-        raise ValueError(f"storage is {name!r}, but must be one of {', '.join(STORAGES)}")
+        raise GrowpruneError(f"storage is {name!r}, but must be one of {', '.join(STORAGES)}")
     return STORAGES[name]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from growprune.errors import GrowpruneError
 from growprune.layers import DENSE_SHAPES
 from growprune.patterns import Block, Pattern
 from growprune.storage import kernels
@@ -122,7 +123,7 @@ class Compact:
     def weight(self) -> Tensor:
         return self.to_dense(self.parameter.detach())
 
-    def keep(self, mask: Tensor) -> None:
+    def set_mask(self, mask: Tensor) -> None:
         self._put(self.weight(), mask)
 
     def load(self, live: Tensor, mask: Tensor) -> None:
@@ -176,7 +177,11 @@ def set_layout(module: nn.Module, local: str, layout: Layout | None) -> None:
     """Say how a parameter of a module is held; the module's class, and what its state_dict does, follow."""
     layouts = {**layouts_of(module), local: layout}
     module.__dict__["_compact_layouts"] = layouts
-    module.__dict__[DENSE_SHAPES] = {name: tuple(held.shape) for name, held in layouts.items() if held is not None}
+    module.__dict__[DENSE_SHAPES] = {
+        name: tuple(sparse_parameter.shape)
+        for name, sparse_parameter in layouts.items()
+        if sparse_parameter is not None
+    }
     plain: type[nn.Module] = getattr(type(module), "_plain_class", type(module))
     # mypy takes a class for one of its instances here, and finds no __hash__
     module.__class__ = compact_class(plain, tuple(sorted(layouts)))  # type: ignore[arg-type]
@@ -260,14 +265,16 @@ def _is_grouped(mask: Tensor, group: int) -> bool:
 def _check_holdable(model: nn.Module, name: str) -> None:
     parameter = model.get_parameter(name)
     if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.RNNBase):
-        raise ValueError(f"compact storage cannot hold {name}, a recurrent weight: use storage='masked', or keep_dense")
+        raise GrowpruneError(
+            f"compact storage cannot hold {name}, a recurrent weight: use storage='masked', or keep_dense"
+        )
     if not parameter.is_floating_point():
-        raise ValueError(
+        raise GrowpruneError(
             f"compact storage cannot hold {name}, which is {parameter.dtype}: use storage='masked', or keep_dense"
         )
     places = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
     if len(places) > 1:
-        raise ValueError(
+        raise GrowpruneError(
             f"compact storage cannot hold {name}, which is tied to {', '.join(places[1:])}: "
             f"use storage='masked', or keep_dense"
         )

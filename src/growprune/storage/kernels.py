@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from growprune.errors import GrowpruneError
 from growprune.selection import chunk_elements
 
 BLOCK = 1024
@@ -205,13 +206,13 @@ def _one_per_group(mask: Tensor, group: int) -> Tensor:
     num_groups = _num_groups(mask.numel(), group)
     groups = mask.reshape(num_groups, group)
     if group > 1 and not torch.equal(groups.all(1), groups.any(1)):
-        raise ValueError(f"the mask splits a group of {group} elements; they must live or die together")
+        raise GrowpruneError(f"the mask splits a group of {group} elements; they must live or die together")
     return groups[:, 0]
 
 
 def _num_groups(n: int, group: int) -> int:
     if group < 1 or n % group:
-        raise ValueError(f"{n} elements cannot be cut into groups of {group}; choose a group that divides {n}")
+        raise GrowpruneError(f"{n} elements cannot be cut into groups of {group}; choose a group that divides {n}")
     return n // group
 
 
@@ -221,7 +222,7 @@ def _padded(num_bits: int) -> int:
 
 def _check_bits(bits: Tensor, num_groups: int) -> None:
     if bits.dtype != torch.uint8 or bits.numel() * 8 != _padded(num_groups):
-        raise ValueError(
+        raise GrowpruneError(
             f"bits are {bits.numel()} of {bits.dtype}, but {num_groups} must be {_padded(num_groups) // 8} of uint8, "
             f"in whole blocks of {BLOCK // 8}; make them with pack()"
         )
@@ -231,7 +232,7 @@ def _check_layout(bits: Tensor, offsets: Tensor, n: int, group: int) -> None:
     """Kernels read without looking: a layout that does not fit must not reach them."""
     _check_bits(bits, _num_groups(n, group))
     if offsets.dtype != torch.int64 or offsets.numel() * (BLOCK // 8) != bits.numel():
-        raise ValueError(
+        raise GrowpruneError(
             f"offsets are {offsets.numel()} of {offsets.dtype}, but must be int64, one for each of the "
             f"{bits.numel() // (BLOCK // 8)} blocks of bits; make them with block_offsets()"
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from growprune.errors import GrowpruneError
 from growprune.patterns import Pattern
 from growprune.selection import chunk_elements
 
@@ -38,7 +39,7 @@ class Masked:
     @staticmethod
     def check(model: nn.Module, name: str) -> None:
         if model.get_parameter(name).is_complex():
-            raise ValueError(f"{name} is complex, which cannot be pruned: add it to keep_dense")
+            raise GrowpruneError(f"{name} is complex, which cannot be pruned: add it to keep_dense")
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -59,7 +60,7 @@ class Masked:
     def weight(self) -> Tensor:
         return self.parameter.detach()
 
-    def keep(self, mask: Tensor) -> None:
+    def set_mask(self, mask: Tensor) -> None:
         self._set_mask(mask)
         zero_off(self.mask(), self.parameter)
 
@@ -91,12 +92,12 @@ class Masked:
     def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
         """Starting to mask a small tensor takes a GPU longer than masking it, so all small ones go at once."""
         small: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        for held, tensors in shaped_alike:
-            mask = held.mask()
+        for sparse_parameter, tensors in shaped_alike:
+            mask = sparse_parameter.mask()
             for tensor in tensors:
                 if tensor.is_cuda and tensor.numel() <= SMALL and tensor.element_size() > 1:
                     bits = _bits(tensor)
-                    small.setdefault(bits.dtype, []).append((bits, held._wide_mask(bits.dtype)))
+                    small.setdefault(bits.dtype, []).append((bits, sparse_parameter._wide_mask(bits.dtype)))
                 else:
                     zero_off(mask, tensor)
         for pairs in small.values():
@@ -129,9 +130,9 @@ def _holders(parameter: Tensor) -> list[weakref.ref[Masked]]:
 def _mask_gradient(parameter: Tensor) -> None:
     """Mask a gradient for as long as somebody holds the mask: a model may outlive it, and must then train freely."""
     holders = _holders(parameter)
-    held = holders[-1]() if holders else None
-    if held is not None and parameter.grad is not None:
-        zero_off(held.mask(), parameter.grad)
+    sparse_parameter = holders[-1]() if holders else None
+    if sparse_parameter is not None and parameter.grad is not None:
+        zero_off(sparse_parameter.mask(), parameter.grad)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from growprune.errors import GrowpruneError
 from growprune.tasks.task import Split
 
 
@@ -28,9 +29,9 @@ class Digits:
     def __post_init__(self) -> None:
         for name in ("width", "batch_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+                raise GrowpruneError(f"{name} is {getattr(self, name)}, but must be at least 1")
         if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing is {self.label_smoothing}, but must be from 0 to below 1")
+            raise GrowpruneError(f"label_smoothing is {self.label_smoothing}, but must be from 0 to below 1")
 
     def build_model(self) -> nn.Module:
         return DigitsNet(self.width)
@@ -84,7 +85,7 @@ def _load() -> dict[str, tuple[Tensor, Tensor]]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ValueError("the digits come with scikit-learn: pip install 'growprune[digits]'") from error
+        raise GrowpruneError("the digits come with scikit-learn: pip install 'growprune[digits]'") from error
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     x = torch.from_numpy(images[order]).float().view(-1, 1, 8, 8) / 16

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from growprune.errors import GrowpruneError
+from growprune.tasks.bad_records import check_split
 from growprune.tasks.classification import augment, images, sources
 from growprune.tasks.classification.resnet import KINDS, Name, ResNet, Stem
 from growprune.tasks.classification.sources import Array
-from growprune.tasks.pictures import Shareable
-from growprune.tasks.records import check_split
+from growprune.tasks.image_loading import Shareable
 from growprune.tasks.task import Split
 
 UNREADABLE = -100
@@ -69,19 +70,19 @@ class Classification(Shareable):
     def __post_init__(self) -> None:
         for name, known in (("model", tuple(KINDS)), ("stem", ("imagenet", "cifar")), ("crop", ("resized", "padded"))):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(known)}")
+                raise GrowpruneError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(known)}")
         # A single image has no statistics to normalise with.
         for name, least in {"width": 1, "num_classes": 2, "image_size": 1, "batch_size": 2, "workers": 0}.items():
             if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least {least}")
+                raise GrowpruneError(f"{name} is {getattr(self, name)}, but must be at least {least}")
         if not 0 < self.min_scale <= 1:
-            raise ValueError(f"min_scale is {self.min_scale}, but must be above 0 and at most 1")
+            raise GrowpruneError(f"min_scale is {self.min_scale}, but must be above 0 and at most 1")
         if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing is {self.label_smoothing}, but must be from 0 to below 1")
+            raise GrowpruneError(f"label_smoothing is {self.label_smoothing}, but must be from 0 to below 1")
         if self.mixup < 0:
-            raise ValueError(f"mixup is {self.mixup}, but must be 0 (none) or more")
+            raise GrowpruneError(f"mixup is {self.mixup}, but must be 0 (none) or more")
         if min(self.std) <= 0:
-            raise ValueError(f"std is {self.std}, but must be above 0")
+            raise GrowpruneError(f"std is {self.std}, but must be above 0")
 
     def build_model(self) -> nn.Module:
         return ResNet(self.model, stem=self.stem, width=self.width, num_classes=self.num_classes)
@@ -92,7 +93,7 @@ class Classification(Shareable):
     def num_batches(self) -> int:
         images = len(self._indices("train"))
         if images < 2:
-            raise ValueError(f"{self.data}: there is 1 image to train on that can be read, but there must be two")
+            raise GrowpruneError(f"{self.data}: there is 1 image to train on that can be read, but there must be two")
         full, rest = divmod(images, self.batch_size)
         return full + (rest > 1)  # a last batch of one image has no statistics to normalise with, and is left out
 
@@ -102,7 +103,7 @@ class Classification(Shareable):
         groups = self._groups(order)[start : self.num_batches()]
         if not groups:  # an epoch can be entered at its end
             return
-        pairs = self._held(groups, seed, start, device) if self.in_memory else self._streamed(groups, seed, device)
+        pairs = self._in_memory(groups, seed, start, device) if self.in_memory else self._streamed(groups, seed, device)
         for number, (pixels, labels) in enumerate(pairs, start):
             yield self._augmented(pixels, labels, seed, number)
 
@@ -122,7 +123,7 @@ class Classification(Shareable):
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
         groups = self._groups(self._indices(split))
-        pairs = self._held(groups, None, 0, device) if self.in_memory else self._streamed(groups, None, device)
+        pairs = self._in_memory(groups, None, 0, device) if self.in_memory else self._streamed(groups, None, device)
         sums, count = torch.zeros(3, dtype=torch.float64, device=device), 0
         for pixels, labels in pairs:
             is_good = labels != UNREADABLE
@@ -169,11 +170,13 @@ class Classification(Shareable):
             return images.centre_box
         return partial(images.random_box, seed=seed, min_scale=self.min_scale)
 
-    def _held(self, groups: list[Array], seed: int | None, start: int, device: torch.device) -> Iterator[Batch]:
+    def _in_memory(self, groups: list[Array], seed: int | None, start: int, device: torch.device) -> Iterator[Batch]:
         decoded = images.decode_to(self.data, self.num_classes, self.workers, device)
         height, width = decoded.pixels.shape[1:3]
         if self.crop == "padded" and (height, width) != (self.image_size, self.image_size):
-            raise ValueError(f"crop is 'padded', and {self.data} has images of {width} x {height}: set task.image_size")
+            raise GrowpruneError(
+                f"crop is 'padded', and {self.data} has images of {width} x {height}: set task.image_size"
+            )
         order = torch.from_numpy(np.concatenate(groups)).to(device)  # at once, as each copy makes a GPU wait
         for number, indices in enumerate(torch.split(order, self.batch_size), start):
             pixels = decoded.pixels[indices]

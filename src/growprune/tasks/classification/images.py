@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from growprune.errors import GrowpruneError
+from growprune.tasks.bad_records import check_split
 from growprune.tasks.classification.augment import NUM_TRIES, draw_boxes, generator
 from growprune.tasks.classification.sources import Array, Skipped, Source, load, skipped, splits
-from growprune.tasks.pictures import decoding, pillow, to_rgb, unreadable
-from growprune.tasks.records import check_split
+from growprune.tasks.image_loading import decoding, pillow, to_rgb, unreadable
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom in pixels."""
@@ -84,7 +85,7 @@ class Reader(Dataset[tuple[int, "Array | str | None"]]):
 def _check_size(found: tuple[int, int], expected: tuple[int, int]) -> None:
     if found != expected:
         given, wanted = (f"{width} x {height}" for width, height in (found, expected))
-        raise ValueError(
+        raise GrowpruneError(
             f"it is {given}, not {wanted}; for images of several sizes set task.in_memory=false and task.crop=resized"
         )
 
@@ -180,4 +181,4 @@ def _first_size(source: Source) -> tuple[int, int]:
                 return image.size  # type: ignore[no-any-return]
         except unreadable(image_module):
             continue  # it is named when it is decoded
-    raise ValueError(f"{source.where}: none of {len(source.labels)} images can be read")
+    raise GrowpruneError(f"{source.where}: none of {len(source.labels)} images can be read")

@@ -15,7 +15,8 @@ from typing import IO, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from growprune.tasks.records import BadRecords, check_split, find
+from growprune.errors import GrowpruneError
+from growprune.tasks.bad_records import BadRecords, check_split, find
 
 LAYOUT = "DIR/train/<class>/*.jpg and DIR/val/<class>/*.jpg (jpg, jpeg or png), or a FILE.npz of packed JPEGs"
 FOLDERS = {"train": "train", "test": "val"}
@@ -100,7 +101,7 @@ def load(data: str, num_classes: int) -> Source:
     wrong = np.unique(source.labels[(source.labels < 0) | (source.labels >= num_classes)]).tolist()
     if wrong:
         shown = ", ".join(map(str, wrong[:5])) + (", ..." if len(wrong) > 5 else "")
-        raise ValueError(
+        raise GrowpruneError(
             f"{data} has labels {shown}, but the labels of {num_classes} classes are 0 to {num_classes - 1}"
         )
     for split, count in {"train": (~source.is_test).sum(), "test": source.is_test.sum()}.items():
@@ -114,7 +115,7 @@ def splits(data: str, num_classes: int, num_validation: int) -> dict[str, Array]
     source = load(data, num_classes)
     train = np.flatnonzero(~source.is_test)
     if not 0 < num_validation < len(train) - 1:
-        raise ValueError(
+        raise GrowpruneError(
             f"num_validation is {num_validation}, but {data} has {len(train)} training images, of which at least one "
             f"is to validate with and two are to train on"
         )
@@ -152,7 +153,9 @@ def _read_folder(data: str, num_classes: int) -> Folder:
     classes = _class_folders(train)
     _check_classes(f"{data}: train", len(classes), num_classes)
     if foreign := set(_class_folders(test)) - set(classes):
-        raise ValueError(f"{data}: val has the class {min(foreign)!r}, which train has not; remove it, or add it there")
+        raise GrowpruneError(
+            f"{data}: val has the class {min(foreign)!r}, which train has not; remove it, or add it there"
+        )
     paths, labels, is_test = [], [], []
     for split in (train, test):
         for label, name in enumerate(classes):
@@ -163,7 +166,7 @@ def _read_folder(data: str, num_classes: int) -> Folder:
     folder = Folder(data, paths, np.array(labels, dtype=np.int64), np.array(is_test, dtype=bool))
     trained = set(folder.labels[~folder.is_test].tolist())
     if trained and (empty := [name for label, name in enumerate(classes) if label not in trained]):
-        raise ValueError(f"{train / empty[0]} has no images; expected is {LAYOUT}: remove the folder, or fill it")
+        raise GrowpruneError(f"{train / empty[0]} has no images; expected is {LAYOUT}: remove the folder, or fill it")
     return folder
 
 
@@ -186,9 +189,11 @@ def _read_packed(data: str, num_classes: int) -> Packed:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in PACKED}
     except KeyError as error:
-        raise ValueError(f"{data} has no array {error.args[0]}; a packed file has {', '.join(PACKED)}") from error
+        raise GrowpruneError(f"{data} has no array {error.args[0]}; a packed file has {', '.join(PACKED)}") from error
     except UNREADABLE as error:
-        raise ValueError(f"{data} cannot be read ({error}); expected is an .npz with {', '.join(PACKED)}") from error
+        raise GrowpruneError(
+            f"{data} cannot be read ({error}); expected is an .npz with {', '.join(PACKED)}"
+        ) from error
     _check_packed(data, found)
     _check_classes(data, len(found["classes"]), num_classes)
     labels, is_test = found["labels"].astype(np.int64), found["split"] == 1
@@ -198,22 +203,24 @@ def _read_packed(data: str, num_classes: int) -> Packed:
 def _check_packed(data: str, found: dict[str, Array]) -> None:
     for name, array in found.items():
         if array.ndim != 1:
-            raise ValueError(f"{data}: {name} has {array.ndim} axes, but must have one")
+            raise GrowpruneError(f"{data}: {name} has {array.ndim} axes, but must have one")
         if array.dtype.kind not in KINDS.get(name, array.dtype.kind) or (name == "data" and array.itemsize > 1):
             expected = "uint8" if name == "data" else "whole numbers"
-            raise ValueError(f"{data}: {name} is of {array.dtype}, but must be {expected}")
+            raise GrowpruneError(f"{data}: {name} is of {array.dtype}, but must be {expected}")
     offsets, count = found["offsets"], len(found["labels"])
     if len(offsets) != count + 1 or len(found["split"]) != count:
-        raise ValueError(
+        raise GrowpruneError(
             f"{data} has {count} labels, {len(found['split'])} splits and {len(offsets)} offsets, but there must be as "
             f"many splits as labels, and one offset more"
         )
     if offsets[0] < 0 or offsets[-1] > len(found["data"]) or (np.diff(offsets.astype(np.int64)) < 0).any():
-        raise ValueError(f"{data}: offsets must rise, and not beyond the {len(found['data'])} bytes of data")
+        raise GrowpruneError(f"{data}: offsets must rise, and not beyond the {len(found['data'])} bytes of data")
     if wrong := sorted(set(found["split"].tolist()) - {0, 1}):
-        raise ValueError(f"{data}: split has {wrong[0]}, but must be 0 (train) or 1 (test)")
+        raise GrowpruneError(f"{data}: split has {wrong[0]}, but must be 0 (train) or 1 (test)")
 
 
 def _check_classes(where: str, found: int, num_classes: int) -> None:
     if found != num_classes:
-        raise ValueError(f"{where} has {found} classes, but num_classes is {num_classes}: set task.num_classes={found}")
+        raise GrowpruneError(
+            f"{where} has {found} classes, but num_classes is {num_classes}: set task.num_classes={found}"
+        )

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from growprune.errors import GrowpruneError
 from growprune.tasks.classification.resnet import Name
 from growprune.tasks.detection import augment
 from growprune.tasks.detection.anchors import IMAGE_SIZE, default_boxes
@@ -20,7 +21,7 @@ from growprune.tasks.detection.images import Album, Pictures, album
 from growprune.tasks.detection.loss import multibox_loss
 from growprune.tasks.detection.score import coco_numbers, cocoeval
 from growprune.tasks.detection.ssd import SSD
-from growprune.tasks.pictures import Shareable
+from growprune.tasks.image_loading import Shareable
 from growprune.tasks.task import Split
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -56,7 +57,7 @@ class Detection(Shareable):
         least = {"num_classes": 1, "width": 1, "batch_size": 2, "zoom_out": 1, "jitter": 0, "workers": 0}
         for name, limit in least.items():
             if getattr(self, name) < limit:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {limit} or more")
+                raise GrowpruneError(f"{name} is {getattr(self, name)}; it must be {limit} or more")
 
     def build_model(self) -> nn.Module:
         return SSD(self.depth, width=self.width, num_classes=self.num_classes)
@@ -70,7 +71,7 @@ class Detection(Shareable):
             self._album(split)  # and of pictures that are
         number = len(self._album("train").scenes)
         if number < 2:
-            raise ValueError(f"{self.data}: there is 1 image to train on that can be read, but there must be two")
+            raise GrowpruneError(f"{self.data}: there is 1 image to train on that can be read, but there must be two")
         # A batch of one image could not be normalised where the feature map has one cell.
         return min(-(-number // self.batch_size), number // 2)
 

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from growprune.tasks.records import BadRecords, check_split, find
+from growprune.errors import GrowpruneError
+from growprune.tasks.bad_records import BadRecords, check_split, find
 
 LAYOUT = (
     "DIR/annotations/{train,val}.json, and test.json if there is a labelled test split, with the images in "
@@ -68,7 +69,9 @@ def load(data: str, *, num_classes: int, num_validation: int) -> dict[str, tuple
         first = first or categories
         _compare(categories, first, num_classes, source)
         if not any((~scene.crowds).any() for scene in splits[name]):
-            raise ValueError(f"{source} has no box of a single object: there is nothing to find in the {name} split")
+            raise GrowpruneError(
+                f"{source} has no box of a single object: there is nothing to find in the {name} split"
+            )
     if "test" in splits:
         return {"train": splits["train"], "validation": splits["val"], "test": splits["test"]}
     train, validation = _draw(splits["train"], num_validation, data)
@@ -79,10 +82,10 @@ def _compare(categories: dict[int, str], first: dict[int, str], num_classes: int
     """Refuse categories that are not those of the training split."""
     found = len(categories)
     if found != num_classes:
-        raise ValueError(f"{source} has {found} categories, not {num_classes}: set task.num_classes={found}")
+        raise GrowpruneError(f"{source} has {found} categories, not {num_classes}: set task.num_classes={found}")
     if categories != first:
         identity, name = min(set(categories.items()) ^ set(first.items()))
-        raise ValueError(
+        raise GrowpruneError(
             f"the categories of {source} and of the training split are not alike: only one has {name!r} with the "
             f"id {identity}"
         )
@@ -90,7 +93,7 @@ def _compare(categories: dict[int, str], first: dict[int, str], num_classes: int
 
 def _draw(scenes: tuple[Scene, ...], number: int, data: str) -> tuple[tuple[Scene, ...], tuple[Scene, ...]]:
     if not 0 < number < len(scenes) - 1:
-        raise ValueError(
+        raise GrowpruneError(
             f"{data} has no labelled test split, so {number} of its {len(scenes)} training images would be the "
             f"validation split, and at least two must be left: set task.num_validation"
         )
@@ -121,18 +124,18 @@ def _parse(source: Path) -> dict[str, list[Any]]:
     try:
         content: Any = json.loads(source.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(
+        raise GrowpruneError(
             f"{source} is no JSON: {error.msg} in line {error.lineno}, column {error.colno} (character {error.pos}); "
             f"copy or make it again"
         ) from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is no JSON: byte {error.start} is not UTF-8; copy or make it again") from error
+        raise GrowpruneError(f"{source} is no JSON: byte {error.start} is not UTF-8; copy or make it again") from error
     except (ValueError, RecursionError) as error:  # a number or a nest that is too large
-        raise ValueError(f"{source} cannot be read: {error}; copy or make it again") from error
+        raise GrowpruneError(f"{source} cannot be read: {error}; copy or make it again") from error
     names = ("images", "annotations", "categories")
     for name in names:
         if not isinstance(content, dict) or not isinstance(content.get(name), list):
-            raise ValueError(f"{source} has no list {name!r}; a COCO file has images, annotations and categories")
+            raise GrowpruneError(f"{source} has no list {name!r}; a COCO file has images, annotations and categories")
     return {name: content[name] for name in names}
 
 
@@ -141,9 +144,9 @@ def _categories(records: list[Any], source: Path) -> dict[int, str]:
     try:
         names = {_whole(record, "id"): str(record.get("name", "")) for record in records}
     except ValueError as error:
-        raise ValueError(f"{source}: a category has no id: {error}") from error
+        raise GrowpruneError(f"{source}: a category has no id: {error}") from error
     if len(names) < len(records):
-        raise ValueError(f"{source}: two categories have the same id; give each its own")
+        raise GrowpruneError(f"{source}: two categories have the same id; give each its own")
     return dict(sorted(names.items()))
 
 
@@ -155,11 +158,11 @@ def _images(records: list[Any], bad: BadRecords) -> tuple[dict[int, dict[str, An
         try:
             identity = _whole(record, "id")
             if identity in images:
-                raise ValueError(f"the image {images[identity]['file_name']} has the same id")
+                raise GrowpruneError(f"the image {images[identity]['file_name']} has the same id")
             if min(_whole(record, "width"), _whole(record, "height")) < 1:
-                raise ValueError(f"its size is {record['width']} x {record['height']} pixels")
+                raise GrowpruneError(f"its size is {record['width']} x {record['height']} pixels")
             if not isinstance(record.get("file_name"), str):
-                raise ValueError(f"file_name is {record.get('file_name')!r}, not a name")
+                raise GrowpruneError(f"file_name is {record.get('file_name')!r}, not a name")
             images[identity] = record
         except ValueError as error:
             bad.skip(_name("image", number, record), error)
@@ -169,7 +172,7 @@ def _images(records: list[Any], bad: BadRecords) -> tuple[dict[int, dict[str, An
 
 def _known(identity: int, images: dict[int, dict[str, Any]]) -> int:
     if identity not in images:
-        raise ValueError(f"there is no image with the id {identity}")
+        raise GrowpruneError(f"there is no image with the id {identity}")
     return identity
 
 
@@ -177,17 +180,17 @@ def _row(record: Any, images: dict[int, dict[str, Any]], labels: dict[int, int])
     """x, y, width, height, label, area, crowd of an annotation."""
     image, category = images[record["image_id"]], _whole(record, "category_id")
     if category not in labels:
-        raise ValueError(f"there is no category with the id {category}")
+        raise GrowpruneError(f"there is no category with the id {category}")
     box = record.get("bbox")
     if not isinstance(box, list) or len(box) != 4 or not all(_is_number(value) for value in box):
-        raise ValueError(f"bbox is {box!r}, not four numbers x, y, width, height")
+        raise GrowpruneError(f"bbox is {box!r}, not four numbers x, y, width, height")
     x, y, width, height = box
     if width <= 0 or height <= 0:
-        raise ValueError(f"its box {box} has no size")
+        raise GrowpruneError(f"its box {box} has no size")
     if x >= image["width"] or y >= image["height"] or x + width <= 0 or y + height <= 0:
-        raise ValueError(f"its box {box} is outside of the image of {image['width']} x {image['height']} pixels")
+        raise GrowpruneError(f"its box {box} is outside of the image of {image['width']} x {image['height']} pixels")
     if (crowd := record.get("iscrowd") or 0) not in (0, 1):
-        raise ValueError(f"iscrowd is {crowd!r}, not 0 or 1")
+        raise GrowpruneError(f"iscrowd is {crowd!r}, not 0 or 1")
     area = record.get("area", width * height)
     return (*box, labels[category], area if _is_number(area) else width * height, crowd)
 
@@ -224,7 +227,7 @@ def targets(scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
 def _whole(record: Any, field: str) -> int:
     value = record.get(field) if isinstance(record, dict) else None
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{field} is {value!r}, not a whole number")
+        raise GrowpruneError(f"{field} is {value!r}, not a whole number")
     return value
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from growprune.tasks.bad_records import BadRecords, check_split
 from growprune.tasks.detection.coco import Scene, load, targets
-from growprune.tasks.pictures import decoding, pillow, to_rgb, unreadable
-from growprune.tasks.records import BadRecords, check_split
+from growprune.tasks.image_loading import decoding, pillow, to_rgb, unreadable
 
 MAX_HELD_BYTES = 10**9
 """A split whose pictures take less, side by side, is held in memory, on the device that uses it."""
@@ -77,7 +77,7 @@ def album(data: str, split: str, *, num_classes: int, num_validation: int, worke
     return held
 
 
-class Held(Album):
+class SparseParameter(Album):
     """All pictures of a split, decoded."""
 
     def __init__(self, scenes: Sequence[Scene], pictures: Pictures) -> None:
@@ -98,7 +98,7 @@ class Held(Album):
             yield Pictures(pixels[there], sizes[there], good[here])
 
 
-def _hold(scenes: Sequence[Scene], bad: BadRecords) -> Held:
+def _hold(scenes: Sequence[Scene], bad: BadRecords) -> SparseParameter:
     kept, decoded = [], []
     for scene in scenes:
         picture = decode(scene)
@@ -107,7 +107,7 @@ def _hold(scenes: Sequence[Scene], bad: BadRecords) -> Held:
         else:
             kept.append(scene)
             decoded.append(picture)
-    return Held(kept, _lay_out(decoded))
+    return SparseParameter(kept, _lay_out(decoded))
 
 
 class Streamed(Album):

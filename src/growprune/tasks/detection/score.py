@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from growprune.errors import GrowpruneError
 from growprune.tasks.detection.coco import Scene
 
 NAMES = (
@@ -43,7 +44,7 @@ def cocoeval() -> Any:
     try:
         from pycocotools.cocoeval import COCOeval
     except ImportError as error:
-        raise ValueError("detections are scored with pycocotools: pip install 'growprune[detection]'") from error
+        raise GrowpruneError("detections are scored with pycocotools: pip install 'growprune[detection]'") from error
     return COCOeval
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from growprune.errors import GrowpruneError
 from growprune.tasks.segmentation import shapenet
 from growprune.tasks.segmentation.categories import NUM_CATEGORIES, NUM_PARTS
 from growprune.tasks.segmentation.miou import mean_ious, predict, shape_ious
@@ -45,11 +46,13 @@ class PartSegmentation:
     def __post_init__(self) -> None:
         for name in ("num_points", "batch_size", "width", "detail", "votes"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be above 0")
+                raise GrowpruneError(f"{name} is {getattr(self, name)}, but must be above 0")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}, but must be at least 0 and below 1")
+            raise GrowpruneError(f"dropout is {self.dropout}, but must be at least 0 and below 1")
         if self.num_points < (centres := scaled(NUM_CENTRES[0], self.detail)):
-            raise ValueError(f"num_points is {self.num_points}, but the model picks {centres} of them: lower detail")
+            raise GrowpruneError(
+                f"num_points is {self.num_points}, but the model picks {centres} of them: lower detail"
+            )
 
     def build_model(self) -> nn.Module:
         return PointNet2(

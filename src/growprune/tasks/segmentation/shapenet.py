@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from growprune.tasks.records import BadRecords, check_split, find
+from growprune.errors import GrowpruneError
+from growprune.tasks.bad_records import BadRecords, check_split, find
 from growprune.tasks.segmentation import cache
 from growprune.tasks.segmentation.categories import SYNSETS, parts_by_category
 
@@ -101,7 +102,7 @@ def _opened(source: Path) -> Iterator[Reader]:
     try:
         archive = zipfile.ZipFile(source)
     except (zipfile.BadZipFile, OSError) as error:
-        raise ValueError(f"{source} is no folder and no whole zip file ({error}); expected is {LAYOUT}") from error
+        raise GrowpruneError(f"{source} is no folder and no whole zip file ({error}); expected is {LAYOUT}") from error
     with archive:
         names = set(archive.namelist())
         top = f"{NAME}/" if f"{NAME}/{INDEX}" in names else ""
@@ -125,7 +126,7 @@ def _read_all(data: str, lists: dict[str, list[str]], present: set[str], read: R
                 read_shapes.append(_read_shape(entry, present, read))
             except ValueError as error:
                 if split != "train":
-                    raise ValueError(
+                    raise GrowpruneError(
                         f"{data}: {entry}: {error}; no shape of the {split} split is skipped: repair it"
                     ) from error
                 bad.skip(entry, error)
@@ -141,7 +142,9 @@ def _read_index(data: str, read: Reader) -> set[str]:
             continue
         synset = line.split()[-1]
         if synset not in SYNSETS:
-            raise ValueError(f"{data}: {INDEX} line {number} has {line!r}, which names none of {', '.join(SYNSETS)}")
+            raise GrowpruneError(
+                f"{data}: {INDEX} line {number} has {line!r}, which names none of {', '.join(SYNSETS)}"
+            )
         present.add(synset)
     return present
 
@@ -150,9 +153,9 @@ def _read_list(data: str, relative: str, read: Reader) -> list[str]:
     try:
         entries = json.loads(_required(data, relative, read))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{data}: {relative} is no JSON ({error}); expected is a list of shapes") from error
+        raise GrowpruneError(f"{data}: {relative} is no JSON ({error}); expected is a list of shapes") from error
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        raise ValueError(f"{data}: {relative} must be a list like ['shape_data/<synset>/<id>', ...]")
+        raise GrowpruneError(f"{data}: {relative} must be a list like ['shape_data/<synset>/<id>', ...]")
     return entries
 
 
@@ -160,9 +163,9 @@ def _required(data: str, relative: str, read: Reader) -> str:
     try:
         return read(relative).decode("utf-8", "replace")
     except FileNotFoundError as error:
-        raise ValueError(f"{data} has no {relative}; expected is {LAYOUT}") from error
+        raise GrowpruneError(f"{data} has no {relative}; expected is {LAYOUT}") from error
     except UNREADABLE as error:
-        raise ValueError(f"{data}: {relative} cannot be read ({error}): get the file again") from error
+        raise GrowpruneError(f"{data}: {relative} cannot be read ({error}): get the file again") from error
 
 
 def _read_shape(entry: str, present: set[str], read: Reader) -> tuple[NDArray[np.float32], int]:
@@ -170,15 +173,15 @@ def _read_shape(entry: str, present: set[str], read: Reader) -> tuple[NDArray[np
     file = _file_name(entry)
     synset, *rest = file.split("/")
     if len(rest) != 1:
-        raise ValueError("expected is shape_data/<synset>/<id>")
+        raise GrowpruneError("expected is shape_data/<synset>/<id>")
     if synset not in present:
-        raise ValueError(f"its category {synset!r} is not in {INDEX}")
+        raise GrowpruneError(f"its category {synset!r} is not in {INDEX}")
     try:
         text = read(file).decode("latin-1")  # reads anything; what is no number is found later
     except FileNotFoundError as error:
-        raise ValueError(f"there is no {file}") from error
+        raise GrowpruneError(f"there is no {file}") from error
     except UNREADABLE as error:
-        raise ValueError(f"{file} cannot be read ({error})") from error
+        raise GrowpruneError(f"{file} cannot be read ({error})") from error
     category = list(SYNSETS).index(synset)
     return _checked(_parse(text), category), category
 
@@ -186,14 +189,14 @@ def _read_shape(entry: str, present: set[str], read: Reader) -> tuple[NDArray[np
 def _parse(text: str) -> NDArray[np.float32]:
     lines = text.splitlines()
     if not text.strip():
-        raise ValueError("the shape has no points")
+        raise GrowpruneError("the shape has no points")
     try:
         matrix = np.loadtxt(lines, dtype=np.float32, comments=None, ndmin=2)
         if matrix.shape[1] == len(COLUMNS):
             return matrix
     except ValueError:
         pass
-    raise ValueError(_first_bad(lines))
+    raise GrowpruneError(_first_bad(lines))
 
 
 def _first_bad(lines: list[str]) -> str:
@@ -214,11 +217,11 @@ def _checked(matrix: NDArray[np.float32], category: int) -> NDArray[np.float32]:
     parts = parts_by_category()[category]
     rows = ~np.isfinite(matrix).all(1)
     if rows.any():
-        raise ValueError(f"point {rows.argmax() + 1} has a value that is not finite")
+        raise GrowpruneError(f"point {rows.argmax() + 1} has a value that is not finite")
     rows = ~np.isin(matrix[:, 6], parts)
     if rows.any():
         name = list(SYNSETS.values())[category][0]
-        raise ValueError(
+        raise GrowpruneError(
             f"point {rows.argmax() + 1} has label {matrix[rows.argmax(), 6]:g}; "
             f"a shape of category {name} has {parts.start} to {parts.stop - 1}"
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from growprune.errors import GrowpruneError
 from growprune.tasks.task import Split
 from growprune.tasks.translation.batching import MULTIPLE, Batch, Batches, Pairs
 from growprune.tasks.translation.corpus import load_pieces, load_split, load_training
@@ -60,20 +61,20 @@ class Translation:
         counts = ("vocab_size", "d_model", "ffn", "heads", "encoder_layers", "decoder_layers", "max_length", "beam")
         for name in counts:
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+                raise GrowpruneError(f"{name} is {getattr(self, name)}, but must be at least 1")
         for name in ("dropout", "attention_dropout", "relu_dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 0 and below 1")
+                raise GrowpruneError(f"{name} is {getattr(self, name)}, but must be at least 0 and below 1")
         if self.d_model % self.heads or self.d_model % 2:
-            raise ValueError(f"d_model is {self.d_model}, but must be even and a multiple of heads ({self.heads})")
+            raise GrowpruneError(f"d_model is {self.d_model}, but must be even and a multiple of heads ({self.heads})")
         longest = -(-self.max_length // MULTIPLE) * MULTIPLE
         if self.max_tokens < longest:
-            raise ValueError(
+            raise GrowpruneError(
                 f"max_tokens is {self.max_tokens}, but a batch must hold a pair of max_length ({self.max_length}): "
                 f"give at least {longest}"
             )
         if self.source == self.target:
-            raise ValueError(f"source and target are both {self.source!r}, but must be two languages")
+            raise GrowpruneError(f"source and target are both {self.source!r}, but must be two languages")
 
     def build_model(self) -> nn.Module:
         rates = (self.dropout, self.attention_dropout, self.relu_dropout)
@@ -153,12 +154,12 @@ class Translation:
         try:
             from sacrebleu.metrics.bleu import BLEU
         except ImportError as error:
-            raise ValueError("BLEU needs sacrebleu: pip install 'growprune[translation]'") from error
+            raise GrowpruneError("BLEU needs sacrebleu: pip install 'growprune[translation]'") from error
         # force: it would warn about translations that end in " .", as those of a model that learns may
         try:
             return BLEU(lowercase=self.lowercase, trg_lang=self.target, force=True)
         except RuntimeError as error:  # some languages need a tokenizer of their own
-            raise ValueError(f"BLEU for target={self.target!r}: {' '.join(str(error).split())}") from error
+            raise GrowpruneError(f"BLEU for target={self.target!r}: {' '.join(str(error).split())}") from error
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:

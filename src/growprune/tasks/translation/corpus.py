@@ -7,6 +7,7 @@ import itertools
 import warnings
 from collections.abc import Iterator
 
+from growprune.errors import GrowpruneError
 from growprune.tasks.task import Split
 from growprune.tasks.translation.batching import Batches, Pairs, Sentences
 from growprune.tasks.translation.pieces import Pieces, learn_once
@@ -60,7 +61,9 @@ def _without_long(pairs: Pairs, max_length: int, data: str) -> Pairs:
     kept = ((source <= max_length) & (target <= max_length)).nonzero()[:, 0]
     num_long = len(pairs) - len(kept)
     if not len(kept):
-        raise ValueError(f"{data}: all {num_long} training pairs have more than {max_length} tokens: raise max_length")
+        raise GrowpruneError(
+            f"{data}: all {num_long} training pairs have more than {max_length} tokens: raise max_length"
+        )
     if num_long:
         warnings.warn(
             f"{data}: left out {num_long} of {len(pairs)} training pairs, which have more than {max_length} tokens",

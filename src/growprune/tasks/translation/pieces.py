@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from growprune.errors import GrowpruneError
 from growprune.tasks import cache
 from growprune.tasks.translation.transformer import BOS, EOS, PAD, UNK
 
@@ -77,7 +78,9 @@ def learn(lines: Iterable[str], vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(f"sentencepiece cannot learn {vocab_size} pieces: {error}; try a larger vocab_size") from error
+        raise GrowpruneError(
+            f"sentencepiece cannot learn {vocab_size} pieces: {error}; try a larger vocab_size"
+        ) from error
     return model.getvalue()
 
 
@@ -111,5 +114,5 @@ def _sentencepiece() -> Any:
     try:
         import sentencepiece
     except ImportError as error:
-        raise ValueError(MISSING) from error
+        raise GrowpruneError(MISSING) from error
     return sentencepiece

@@ -5,7 +5,8 @@ from __future__ import annotations
 import codecs
 from pathlib import Path
 
-from growprune.tasks.records import BadRecords, check_split, find
+from growprune.errors import GrowpruneError
+from growprune.tasks.bad_records import BadRecords, check_split, find
 
 Lines = tuple[list[str], list[str]]
 """The sentences of the source and of the target language."""
@@ -39,7 +40,7 @@ def read_whole(data: str, split: str, source: str, target: str) -> Lines:
     for number, pair in enumerate(pairs, 1):
         for path, line in zip(paths, pair, strict=True):
             if not _is_text(line):
-                raise ValueError(
+                raise GrowpruneError(
                     f"{path}: line {number} is not UTF-8; no line of the {split} split is skipped: repair it"
                 )
     return [_text(line) for line, _ in pairs], [_text(line) for _, line in pairs]
@@ -58,7 +59,7 @@ def _read(paths: tuple[Path, Path]) -> list[tuple[bytes, bytes]]:
     # Only a newline ends a line: text may hold other signs that Python takes for line breaks.
     source, target = (_lines(path.read_bytes().removeprefix(codecs.BOM_UTF8)) for path in paths)
     if len(source) != len(target):
-        raise ValueError(
+        raise GrowpruneError(
             f"{paths[0]} has {len(source)} lines but {paths[1]} has {len(target)}; line n of one must be the "
             f"translation of line n of the other"
         )

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from growprune.report import report
 from growprune.sparse import SparseModel
+from growprune.summary import summarise
 
 
 def two_layers(**options: object) -> SparseModel:
@@ -21,7 +21,7 @@ def two_layers(**options: object) -> SparseModel:
 def test_a_report_is_printed_as_a_table() -> None:
     sparse = two_layers()
     sparse.prune()
-    assert str(report(sparse)).splitlines() == [
+    assert str(summarise(sparse)).splitlines() == [
         "weight    shape    size  target  alive  sparsity",
         "0.weight  4x2x3x3    72  0.7500     18    0.7500",
         "3.weight  10x16     160  0.7500     40    0.7500",
@@ -35,7 +35,7 @@ def test_a_report_is_printed_as_a_table() -> None:
 def test_with_an_example_the_table_has_flops() -> None:
     sparse = two_layers()
     sparse.prune()
-    lines = str(report(sparse, torch.zeros(1, 2, 4, 4))).splitlines()
+    lines = str(summarise(sparse, torch.zeros(1, 2, 4, 4))).splitlines()
     assert lines == [
         "weight    shape    size  target  alive  sparsity  FLOPs dense  sparse",
         "0.weight  4x2x3x3    72  0.7500     18    0.7500          576     144",
@@ -50,14 +50,14 @@ def test_with_an_example_the_table_has_flops() -> None:
 def test_flops_of_what_is_kept_dense_are_in_the_total() -> None:
     sparse = two_layers(keep_dense=["0"])
     sparse.prune()
-    found = report(sparse, torch.zeros(1, 2, 4, 4))
+    found = summarise(sparse, torch.zeros(1, 2, 4, 4))
     assert [row.name for row in found.rows] == ["3.weight"]
     assert (found.flops_dense, found.flops_sparse) == (896, 576 + 80)
     assert (found.prunable, found.parameters) == (160, 254)
 
 
 def test_a_dense_model_saves_nothing() -> None:
-    found = report(two_layers(), torch.zeros(1, 2, 4, 4))
+    found = summarise(two_layers(), torch.zeros(1, 2, 4, 4))
     assert (found.alive, found.sparsity) == (232, 0)
     assert found.bytes_dense == found.bytes_sparse == 1056
     assert found.flops_dense == found.flops_sparse == 896
@@ -66,7 +66,7 @@ def test_a_dense_model_saves_nothing() -> None:
 def test_layers_ranked_together_have_a_target_only_in_total() -> None:
     sparse = two_layers(allocation="global")
     sparse.prune()
-    found = report(sparse)
+    found = summarise(sparse)
     assert [row.target for row in found.rows] == [None, None]
     assert (found.target, found.alive) == (0.75, 58)
     assert str(found).splitlines()[1].split()[3] == "-"
@@ -75,7 +75,7 @@ def test_layers_ranked_together_have_a_target_only_in_total() -> None:
 def test_a_report_can_be_written_as_json() -> None:
     sparse = two_layers()
     sparse.prune()
-    assert json.loads(json.dumps(report(sparse, torch.zeros(1, 2, 4, 4)).to_dict())) == {
+    assert json.loads(json.dumps(summarise(sparse, torch.zeros(1, 2, 4, 4)).to_dict())) == {
         "rows": [
             {
                 "name": "0.weight",
@@ -115,16 +115,16 @@ def test_a_report_can_be_written_as_json() -> None:
 def test_attention_has_a_row_each_for_q_k_and_v() -> None:
     sparse = SparseModel(nn.MultiheadAttention(8, 2), sparsity=0.5)
     sparse.prune()
-    found = report(sparse, (torch.zeros(3, 1, 8), torch.zeros(7, 1, 8), torch.zeros(7, 1, 8)))
+    found = summarise(sparse, (torch.zeros(3, 1, 8), torch.zeros(7, 1, 8), torch.zeros(7, 1, 8)))
     assert [(row.alive, row.flops_sparse) for row in found.rows] == [(32, 192), (32, 448), (32, 448), (32, 192)]
     assert found.flops_sparse == 192 + 448 + 448 + 192 + 2 * 2 * 3 * 7 * 8
 
 
-@pytest.mark.parametrize("pattern", ["free", "1x4", "2:4"])
+@pytest.mark.parametrize("pattern", ["unstructured", "1x4", "2:4"])
 def test_alive_is_counted_and_not_assumed(pattern: str) -> None:
     sparse = SparseModel(nn.Linear(8, 4), sparsity=0.5, pattern=pattern)
     sparse.prune(to=0.75)
-    found = report(sparse)
+    found = summarise(sparse)
     assert (found.rows[0].target, found.rows[0].sparsity) == (0.5, 0.75)
     assert found.rows[0].alive == int(sparse.model.weight.count_nonzero())
 
@@ -134,9 +134,9 @@ def test_compact_storage_makes_no_difference() -> None:
     for sparse in (masked, compact):
         sparse.prune()
     example = torch.zeros(1, 2, 4, 4)
-    assert report(compact, example) == report(masked, example)
+    assert summarise(compact, example) == summarise(masked, example)
 
 
 def test_a_sparse_model_reports_by_itself() -> None:
     sparse = two_layers()
-    assert sparse.report() == report(sparse)
+    assert sparse.summary() == summarise(sparse)

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from growprune.errors import GrowpruneError
+
 
 class Shareable:
     """A task whose streamed images are decoded only by the replica that looks at them."""
@@ -29,7 +31,7 @@ def pillow(extra: str) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ValueError(f"images are read with Pillow: pip install 'growprune[{extra}]'") from error
+        raise GrowpruneError(f"images are read with Pillow: pip install 'growprune[{extra}]'") from error
     return Image
 
 
@@ -44,7 +46,7 @@ def to_rgb(image: Any) -> Any:
         grey = (np.asarray(image) >> 8).astype(np.uint8)
         return pillow("tasks").fromarray(grey).convert("RGB")
     if image.mode in ("I", "F"):
-        raise ValueError(f"nobody knows what is white in its mode {image.mode!r}: save it with 8 or 16 bits")
+        raise GrowpruneError(f"nobody knows what is white in its mode {image.mode!r}: save it with 8 or 16 bits")
     return image.convert("RGB")
 
 

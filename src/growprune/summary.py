@@ -47,7 +47,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class Summary:
     """What lives in a sparse model. Print it for a table."""
 
     rows: tuple[Row, ...]
@@ -115,13 +115,13 @@ class Report:
         return footer
 
 
-def report(sparse: SparseModel, example: Any = None) -> Report:
-    """Report on a sparse model; given an example input (see `count_flops`), on its FLOPs too.
+def summarise(sparse: SparseModel, example: Any = None) -> Summary:
+    """Summary on a sparse model; given an example input (see `count_flops`), on its FLOPs too.
 
     >>> import torch
     >>> sparse = SparseModel(torch.nn.Linear(10, 4), sparsity=0.75)
     >>> sparse.prune()
-    >>> print(report(sparse))
+    >>> print(summarise(sparse))
     weight    shape  size  target  alive  sparsity
     weight    4x10     40  0.7500     10    0.7500
     prunable           40  0.7500     10    0.7500
@@ -140,7 +140,7 @@ def report(sparse: SparseModel, example: Any = None) -> Report:
     dense_bytes, sparse_bytes = num_bytes(sparse)
     sizes = {name: parameter.numel() for name, parameter in sparse.model.named_parameters()}
     sizes |= {name: mask.numel() for name, mask in sparse.masks.items()}  # a compact parameter is shorter
-    return Report(
+    return Summary(
         rows=tuple(rows),
         target=sparse.sparsity,
         parameters=sum(sizes.values()),

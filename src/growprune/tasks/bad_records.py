@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+from growprune.errors import GrowpruneError
+
 
 class BadRecords:
     """Names and skips records that cannot be used, each once; raises when they are more than `limit`.
@@ -32,7 +34,7 @@ class BadRecords:
             return
         self._names.add(name)
         if self.count > self.limit:
-            raise ValueError(
+            raise GrowpruneError(
                 f"{self.source}: {name}: {why}; that is bad record number {self.count}, and more than {self.limit} are "
                 f"not skipped: repair or remove them"
             )
@@ -49,12 +51,12 @@ def find(root: str, relative: str, *, layout: str) -> Path:
         layout: what the folder should look like, for the message.
     """
     if not root:
-        raise ValueError(f"say where the data is with --data DIR; expected is {layout}")
+        raise GrowpruneError(f"say where the data is with --data DIR; expected is {layout}")
     if not Path(root).exists():
-        raise ValueError(f"there is no {root}; expected is {layout}")
+        raise GrowpruneError(f"there is no {root}; expected is {layout}")
     path = Path(root) / relative
     if not path.exists():
-        raise ValueError(f"{root} has no {relative}; expected is {layout}")
+        raise GrowpruneError(f"{root} has no {relative}; expected is {layout}")
     return path
 
 
@@ -62,4 +64,4 @@ def check_split(num_examples: int, source: Path | str, split: str, *, layout: st
     """Refuse a split without examples."""
     if not num_examples:
         expected = f"; expected is {layout}" if layout else ""
-        raise ValueError(f"{source}: the {split} split has no examples{expected}")
+        raise GrowpruneError(f"{source}: the {split} split has no examples{expected}")
