@@ -388,3 +388,58 @@ def test_what_compact_storage_cannot_hold_is_named() -> None:
         SparseModel(complex_model, sparsity=0.5, storage="compact")
     with pytest.raises(ValueError, match="storage is 'tiny', but must be one of masked, compact"):
         SparseModel(nn.Linear(4, 4), sparsity=0.5, storage="tiny")
+
+
+def recorded(sparse: SparseModel, run: Callable[[nn.Module], Tensor]) -> dict[str, list[Tensor]]:
+    """The dense gradients of each weight in one backward pass."""
+    found: dict[str, list[Tensor]] = {name: [] for name in sparse.masks}
+    for name, sparse_parameter in sparse._sparse_parameters.items():
+        sparse_parameter.record = lambda gradient, name=name: found[name].append(gradient.clone())  # type: ignore[misc]
+    sparse.model.zero_grad()
+    run(sparse.model).backward()
+    return found
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_both_storages_record_the_same_dense_gradients(name: str) -> None:
+    make, shape = LAYERS[name]
+    masked, compact = pair(make, torch.float32)
+    x = torch.randn(shape)
+    for sparse in (masked, compact):
+        sparse.attach(torch.optim.SGD(sparse.model.parameters(), 0.1))
+
+    def run(model: nn.Module) -> Tensor:
+        return model(x).square().sum()
+
+    for is_grown in (False, True):
+        if is_grown:
+            masked.grow()
+            compact.grow()
+        expected = make()
+        expected.load_state_dict(masked.model.state_dict())
+        run(expected).backward()
+        for sparse in (masked, compact):
+            (gradient,) = recorded(sparse, run)["weight"]
+            assert torch.equal(gradient, expected.weight.grad)
+
+
+def test_a_weight_that_is_read_as_an_attribute_records_its_dense_gradient() -> None:
+    masked, compact = pair(Attending, torch.float32)
+    x = torch.randn(2, 3, 4, 4)
+    for sparse in (masked, compact):
+        sparse.attach(torch.optim.SGD(sparse.model.parameters(), 0.1))
+    found, other = (recorded(sparse, lambda model: model(x).square().sum()) for sparse in (masked, compact))
+    assert {name: len(gradients) for name, gradients in found.items()} == dict.fromkeys(masked.masks, 1)
+    for name, (gradient,) in found.items():
+        assert torch.equal(gradient, other[name][0])
+        assert gradient[~masked.mask(name)].any()
+
+
+def test_a_copy_records_nothing() -> None:
+    for sparse in pair(lambda: nn.Linear(8, 16), torch.float32):
+        sparse.attach(torch.optim.SGD(sparse.model.parameters(), 0.1))
+        recorded(sparse, lambda model: model(torch.ones(2, 8)).sum())
+        copied = sparse.clone()
+        assert copied._sparse_parameters["weight"].record is None
+        sparse._sparse_parameters["weight"].record = None
+        sparse.model(torch.ones(2, 8)).sum().backward()

@@ -400,6 +400,23 @@ def test_a_weight_that_thaws_is_masked_from_the_next_attach_on() -> None:
     check_zero_off_masks(sparse, optimizer)
 
 
+def test_a_weight_that_thaws_has_masked_gradients_at_once() -> None:
+    sparse = make()
+    sparse.prune()
+    for parameter in sparse.model.parameters():
+        parameter.requires_grad_(False)
+    sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    assert not any(parameter.requires_grad for parameter in sparse.model.parameters())
+    for parameter in sparse.model.parameters():
+        parameter.requires_grad_(True)
+    backward(sparse.model, next(batches()))
+    for name, mask in sparse.masks.items():
+        gradient = sparse.model.get_parameter(name).grad
+        assert gradient is not None
+        assert gradient[mask].any()
+        assert not gradient[~mask].any()
+
+
 def test_the_plain_state_loads_into_a_fresh_plain_model() -> None:
     sparse = make()
     sparse.prune()

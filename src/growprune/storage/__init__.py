@@ -1,8 +1,8 @@
-"""How a sparse parameter is held while it trains. One interface, `Held`; one file for each way."""
+"""How a sparse parameter is held while it trains. One interface, `SparseParameter`; one file for each way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,13 @@ class SparseParameter(Protocol):
 
     module: nn.Module
     """Whose parameter it is."""
+
+    record: Callable[[Tensor], None] | None
+    """If set: called once for each backward pass with the dense gradient of the weight, before anything is masked.
+
+    With masked storage it is what `parameter.grad` holds then, earlier masked gradients that add up there included.
+    A copy of the model records nothing. It works once an optimizer is attached, and not under torch.compile.
+    """
 
     @staticmethod
     def check(model: nn.Module, name: str) -> None:
@@ -73,4 +80,4 @@ def parse_storage(name: str) -> type[Masked] | type[Compact]:
     return STORAGES[name]
 
 
-__all__ = ["STORAGES", "Compact", "Held", "Masked", "parse_storage"]
+__all__ = ["STORAGES", "Compact", "Masked", "SparseParameter", "parse_storage"]

@@ -12,7 +12,8 @@ would keep.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,11 @@ from growprune.errors import GrowpruneError
 from growprune.layers import DENSE_SHAPES
 from growprune.patterns import Block, Pattern
 from growprune.storage import kernels
-from growprune.storage.compact_layers import FORWARDS, check_first_derivative
+from growprune.storage.compact_layers import FORWARDS, RECORDERS, check_first_derivative, hand_over, record
+from growprune.storage.masked import hookable
 
 
-@dataclass
+@dataclass(eq=False)
 class Layout:
     """Where the live values of one parameter belong."""
 
@@ -93,7 +95,12 @@ class Compact:
         self.module = model.get_submodule(path)
         self._shape = self.parameter.shape
         self._group = _group_of(pattern, self.module, self._shape)
+        self._record: Callable[[Tensor], None] | None = None
+        self._listening: weakref.ref[nn.Parameter] | None = None
         set_layout(self.module, self._local, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_record": None, "_listening": None}  # a copy records nothing
 
     @staticmethod
     def check(model: nn.Module, name: str) -> None:
@@ -157,6 +164,25 @@ class Compact:
     def hook_gradients(self) -> None:
         pass
 
+    @property
+    def record(self) -> Callable[[Tensor], None] | None:
+        return self._record
+
+    @record.setter
+    def record(self, record: Callable[[Tensor], None] | None) -> None:
+        self._record = record
+        self._listen()
+
+    def _listen(self) -> None:
+        """See the dense gradients from now on: in the layer, or at the parameter itself where all of it lives."""
+        parameter, me = self.parameter, weakref.ref(self)
+        if self._layout is not None:
+            RECORDERS[self._layout] = me
+        elif self._listening is None or self._listening() is not parameter:
+            with hookable(parameter):
+                parameter.register_post_accumulate_grad_hook(lambda p: hand_over(me(), p.grad))  # type: ignore[no-untyped-call]
+            self._listening = weakref.ref(parameter)
+
     def _put(self, dense: Tensor, mask: Tensor) -> None:
         old = self.parameter
         group = self._group if self._group > 1 and _is_grouped(mask, self._group) else 1
@@ -164,6 +190,8 @@ class Compact:
         values = torch.where(mask, dense, 0) if layout is None else layout.compress(dense)
         self.module._parameters[self._local] = nn.Parameter(values, requires_grad=old.requires_grad)
         set_layout(self.module, self._local, layout)
+        if self._record is not None:
+            self._listen()
 
 
 def layouts_of(module: nn.Module) -> dict[str, Layout | None]:
@@ -223,6 +251,7 @@ class Expand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         check_first_derivative(gradients[0])
+        record(ctx.layout, gradients[0])
         return ctx.layout.compress(gradients[0], ctx.dtype), None
 
 

@@ -6,12 +6,27 @@ the same bits. What they need is saved by `Hold`, before the layer computes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+RECORDERS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""By layout: the sparse parameter that may want to record dense gradients."""
+
+
+def record(layout: Any, gradient: Tensor) -> None:
+    """Give a dense gradient to the sparse parameter that records it, if there is one."""
+    if RECORDERS and layout is not None and (recorder := RECORDERS.get(layout)) is not None:
+        hand_over(recorder(), gradient)
+
+
+def hand_over(sparse_parameter: Any, gradient: Tensor | None) -> None:
+    if sparse_parameter is not None and sparse_parameter.record is not None and gradient is not None:
+        sparse_parameter.record(gradient)
 
 
 def _compute_dtype(values: Tensor) -> torch.dtype:
@@ -110,7 +125,9 @@ def _linear_gradient(rows: Tensor, x: Tensor, layout: Any, dtype: torch.dtype) -
     columns = x.reshape(-1, x.shape[-1])  # (N, in)
     if layout is None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and dtype is torch.float32:
         return torch.mm(rows.t(), columns, out_dtype=dtype)  # without a rounded copy on the way
-    return _live(rows.t() @ columns, layout, dtype)  # (out, in), or what lives of it
+    gradient = rows.t() @ columns  # (out, in)
+    record(layout, gradient)
+    return _live(gradient, layout, dtype)
 
 
 def convolution(module: Any, x: Tensor) -> Tensor:
@@ -170,6 +187,8 @@ class CompactConvolution(torch.autograd.Function):
         grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
             gradients[0], x, dense, ctx.bias_size, *ctx.shape, needs
         )
+        if needs[1]:
+            record(ctx.layout, grad_weight)
         grad_values = _live(grad_weight, ctx.layout, values.dtype) if needs[1] else None
         return grad_x, grad_values, grad_bias, None, None, None
 

@@ -7,7 +7,8 @@ happens to hold zeros.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ class Masked:
         self._mask = torch.ones_like(self.parameter, dtype=torch.bool)
         self._wide: Tensor | None = None
         self._hooked: weakref.ref[nn.Parameter] | None = None
+        self.record: Callable[[Tensor], None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "record": None}  # a copy records nothing
 
     @staticmethod
     def check(model: nn.Module, name: str) -> None:
@@ -112,11 +117,26 @@ class Masked:
     def hook_gradients(self) -> None:
         parameter = self.parameter
         is_hooked = self._hooked is not None and self._hooked() is parameter
-        if parameter.requires_grad and not is_hooked:
+        if not is_hooked and _has_gradients(parameter):
             # as soon as they are there, so that clipping, accumulation and all-reduce see masked gradients only
-            parameter.register_post_accumulate_grad_hook(_mask_gradient)  # type: ignore[no-untyped-call]
+            with hookable(parameter):
+                parameter.register_post_accumulate_grad_hook(_mask_gradient)  # type: ignore[no-untyped-call]
             self._hooked = weakref.ref(parameter)
             HOLDERS[parameter] = [*_holders(parameter), weakref.ref(self)]
+
+
+def _has_gradients(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() and not parameter.is_inference()
+
+
+@contextmanager
+def hookable(parameter: nn.Parameter) -> Iterator[None]:
+    """Let a hook be registered on a frozen parameter, which it sees to from the day the parameter is unfrozen."""
+    is_frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    yield
+    if is_frozen:
+        parameter.requires_grad_(False)
 
 
 HOLDERS: Any = WeakTensorKeyDictionary()
@@ -132,6 +152,8 @@ def _mask_gradient(parameter: Tensor) -> None:
     holders = _holders(parameter)
     sparse_parameter = holders[-1]() if holders else None
     if sparse_parameter is not None and parameter.grad is not None:
+        if sparse_parameter.record is not None:
+            sparse_parameter.record(parameter.grad)
         zero_off(sparse_parameter.mask(), parameter.grad)
 
 
