@@ -393,7 +393,7 @@ def test_what_compact_storage_cannot_hold_is_named() -> None:
 def recorded(sparse: SparseModel, run: Callable[[nn.Module], Tensor]) -> dict[str, list[Tensor]]:
     """The dense gradients of each weight in one backward pass."""
     found: dict[str, list[Tensor]] = {name: [] for name in sparse.masks}
-    for name, sparse_parameter in sparse._sparse_parameters.items():
+    for name, sparse_parameter in sparse._parameters.items():
         sparse_parameter.record = lambda gradient, name=name: found[name].append(gradient.clone())  # type: ignore[misc]
     sparse.model.zero_grad()
     run(sparse.model).backward()
@@ -440,6 +440,6 @@ def test_a_copy_records_nothing() -> None:
         sparse.attach(torch.optim.SGD(sparse.model.parameters(), 0.1))
         recorded(sparse, lambda model: model(torch.ones(2, 8)).sum())
         copied = sparse.clone()
-        assert copied._sparse_parameters["weight"].record is None
-        sparse._sparse_parameters["weight"].record = None
+        assert copied._parameters["weight"].record is None
+        sparse._parameters["weight"].record = None
         sparse.model(torch.ones(2, 8)).sum().backward()

@@ -13,10 +13,14 @@ import pytest
 import growprune
 
 SOURCE = Path(growprune.__file__).parent
-CORE = "plan layers partition selection patterns scores allocation snapshot storage optimizers edits cursor sparse"
+CORE = (
+    "plan layers partition selection patterns scores allocation snapshot storage optimizers gradients edits sparse "
+    "cursor"
+)
 
 MAY_IMPORT = {
     "errors": "",
+    "warn": "",
     # what a method may say: standard library only
     "plan": "",
     "layers": "",
@@ -31,9 +35,11 @@ MAY_IMPORT = {
     "snapshot": "",
     "storage": "layers selection patterns snapshot",
     "optimizers": "storage",
-    "edits": "plan layers selection patterns scores allocation storage optimizers",
-    "cursor": "plan snapshot",
-    "sparse": "plan layers patterns allocation snapshot storage optimizers edits cursor",
+    "gradients": "plan storage",
+    "edits": "plan layers selection patterns scores allocation storage optimizers gradients",
+    "sparse": "plan layers patterns allocation snapshot storage optimizers gradients edits",
+    "rules": "plan methods sparse",
+    "cursor": "plan snapshot rules sparse",
     "init": "plan allocation sparse",
     # what reads sparse models
     "atomic": "",
@@ -43,18 +49,18 @@ MAY_IMPORT = {
     "deploy": f"{CORE} flops file",
     # what trains them
     "tasks": "",
-    "engine": f"atomic {CORE} methods flops file summary tasks.task",
+    "engine": f"atomic {CORE} rules methods flops file summary tasks.task",
     "recipes": "plan partition methods tasks engine",
     # who runs it
     "console": "plan engine file summary",
     "cli": f"{CORE} methods flops file summary deploy tasks engine recipes console",
     "__main__": "cli",
-    "__init__": f"{CORE} init methods flops file summary deploy tasks engine",
+    "__init__": f"{CORE} rules init methods flops file summary deploy tasks engine",
 }
-WHEN_CALLED = {"sparse": "summary", "cursor": "sparse"}
+WHEN_CALLED = {"sparse": "summary cursor"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""
 
-STANDARD_LIBRARY_ONLY = ("errors", "plan", "layers", "partition", "methods")
+STANDARD_LIBRARY_ONLY = ("errors", "warn", "plan", "layers", "partition", "methods")
 
 files = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
@@ -96,7 +102,7 @@ def test_imports_go_downwards_only(file: str) -> None:
     own = room(file)
     for module, is_called in imports_of(file):
         name = module.removeprefix("growprune").removeprefix(".")
-        if module.split(".")[0] != "growprune" or room(name.replace(".", "/")) in ("", "errors", own):
+        if module.split(".")[0] != "growprune" or room(name.replace(".", "/")) in ("", "errors", "warn", own):
             continue
         allowed = MAY_IMPORT[own] + (" " + WHEN_CALLED.get(own, "") if is_called else "")
         assert is_among(name, allowed), f"{file} may not import growprune.{name}: see MAY_IMPORT"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import subprocess
 import sys
@@ -17,9 +16,7 @@ from growprune.methods import METHODS, cyclic_gap, dense, one_shot, parallel_gap
 from growprune.partition import Partition
 from growprune.plan import Action, Branch, By, Fork, Part, Phase, Plan, grow, prune
 from growprune.sparse import SparseModel
-
-OPTIONS = {"sparsity": 0.75, "steps": 3, "epochs": 1, "finetune": 1, "kappa": 2}
-"""A value for every option that has no default. A new method's new option needs one here."""
+from plan_cases import phases_of, plan_of
 
 every_method = pytest.mark.parametrize("name", list(METHODS))
 at_random = By.RANDOM
@@ -27,13 +24,6 @@ at_random = By.RANDOM
 
 def parts(kappa: int) -> Partition:
     return Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(kappa)))
-
-
-def plan_of(name: str, S: Partition, **changed: Any) -> Plan:
-    """The method's plan with the options it must have."""
-    is_local = inspect.signature(METHODS[name]).parameters.values()
-    needed = [p.name for p in is_local if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    return METHODS[name](S, **{option: changed.get(option, OPTIONS[option]) for option in needed})
 
 
 def eight_layers() -> nn.Sequential:
@@ -53,10 +43,10 @@ def test_cyclic_gap_with_two_parts_and_three_steps_is_algorithm_1() -> None:
     S = parts(2)
     assert list(cyclic_gap(S, sparsity=0.9, steps=3, epochs=10, finetune=40)) == [
         Phase(prune(S.whole, to=0.9, by=at_random), epochs=0),
-        Phase(prune(S[1], to=0.9), grow(S[0]), epochs=10),
-        Phase(prune(S[0], to=0.9), grow(S[1]), epochs=10),
-        Phase(prune(S[1], to=0.9), grow(S[0]), epochs=10),
-        Phase(prune(S[0], to=0.9), epochs=40),
+        Phase(prune(S[1], to=0.9), grow(S[0]), epochs=10, restart=True),
+        Phase(prune(S[0], to=0.9), grow(S[1]), epochs=10, restart=True),
+        Phase(prune(S[1], to=0.9), grow(S[0]), epochs=10, restart=True),
+        Phase(prune(S[0], to=0.9), epochs=40, restart=True),
     ]
 
 
@@ -64,12 +54,12 @@ def test_cyclic_gap_may_stop_in_the_middle_of_a_round() -> None:
     S = parts(3)
     assert list(cyclic_gap(S, sparsity=0.8, steps=5, epochs=1, finetune=2)) == [
         Phase(prune(S.whole, to=0.8, by=at_random)),
-        Phase(prune(S[2], to=0.8), grow(S[0]), epochs=1),
-        Phase(prune(S[0], to=0.8), grow(S[1]), epochs=1),
-        Phase(prune(S[1], to=0.8), grow(S[2]), epochs=1),
-        Phase(prune(S[2], to=0.8), grow(S[0]), epochs=1),
-        Phase(prune(S[0], to=0.8), grow(S[1]), epochs=1),
-        Phase(prune(S[1], to=0.8), epochs=2),
+        Phase(prune(S[2], to=0.8), grow(S[0]), epochs=1, restart=True),
+        Phase(prune(S[0], to=0.8), grow(S[1]), epochs=1, restart=True),
+        Phase(prune(S[1], to=0.8), grow(S[2]), epochs=1, restart=True),
+        Phase(prune(S[2], to=0.8), grow(S[0]), epochs=1, restart=True),
+        Phase(prune(S[0], to=0.8), grow(S[1]), epochs=1, restart=True),
+        Phase(prune(S[1], to=0.8), epochs=2, restart=True),
     ]
 
 
@@ -77,9 +67,9 @@ def test_cyclic_gap_with_one_part_prunes_and_grows_the_whole_model() -> None:
     S = parts(1)
     assert list(cyclic_gap(S, sparsity=0.9, steps=2, epochs=3, finetune=4)) == [
         Phase(prune(S.whole, to=0.9, by=at_random)),
-        Phase(prune(S[0], to=0.9), grow(S[0]), epochs=3),
-        Phase(prune(S[0], to=0.9), grow(S[0]), epochs=3),
-        Phase(prune(S[0], to=0.9), epochs=4),
+        Phase(prune(S[0], to=0.9), grow(S[0]), epochs=3, restart=True),
+        Phase(prune(S[0], to=0.9), grow(S[0]), epochs=3, restart=True),
+        Phase(prune(S[0], to=0.9), epochs=4, restart=True),
     ]
 
 
@@ -92,14 +82,17 @@ def test_cyclic_gap_prunes_before_it_grows() -> None:
 
 def test_parallel_gap_with_two_parts_and_two_steps_is_algorithm_2() -> None:
     S = parts(2)
-    fork = Fork(Branch(Phase(grow(S[0]), epochs=10), S[0]), Branch(Phase(grow(S[1]), epochs=10), S[1]))
+    fork = Fork(
+        Branch(Phase(grow(S[0]), epochs=10, restart=True), S[0]),
+        Branch(Phase(grow(S[1]), epochs=10, restart=True), S[1]),
+    )
     assert list(parallel_gap(S, sparsity=0.9, steps=2, epochs=10, finetune=40)) == [
         Phase(prune(S.whole, to=0.9, by=at_random)),
         fork,
         Phase(prune(S.whole, to=0.9)),
         fork,
         Phase(prune(S.whole, to=0.9)),
-        Phase(epochs=40),
+        Phase(epochs=40, restart=True),
     ]
 
 
@@ -107,9 +100,9 @@ def test_parallel_gap_with_one_part_is_a_fork_of_one_machine() -> None:
     S = parts(1)
     assert list(parallel_gap(S, sparsity=0.5, steps=1, epochs=2, finetune=3)) == [
         Phase(prune(S.whole, to=0.5, by=at_random)),
-        Fork(Branch(Phase(grow(S[0]), epochs=2), S[0])),
+        Fork(Branch(Phase(grow(S[0]), epochs=2, restart=True), S[0])),
         Phase(prune(S.whole, to=0.5)),
-        Phase(epochs=3),
+        Phase(epochs=3, restart=True),
     ]
 
 
@@ -117,7 +110,7 @@ def test_one_shot_trains_prunes_once_and_fine_tunes() -> None:
     S = parts(2)
     assert list(one_shot(S, sparsity=0.9, epochs=5, finetune=6)) == [
         Phase(epochs=5),
-        Phase(prune(S.whole, to=0.9), epochs=6),
+        Phase(prune(S.whole, to=0.9), epochs=6, restart=True),
     ]
 
 
@@ -209,7 +202,7 @@ def test_a_method_says_what_it_is(name: str) -> None:
 def test_every_method_ends_at_the_target_sparsity(name: str, allocation: str) -> None:
     model, generator = eight_layers(), torch.Generator().manual_seed(0)
     sparse = SparseModel(model, sparsity=0.75, allocation=allocation)
-    for phase in sparse.follow(plan_of(name, Partition.contiguous(model, 4))):
+    for phase in sparse.follow(plan_of(name, Partition.contiguous(model, 4), sparsity=0.75)):
         for _ in range(phase.epochs):
             disturb(model, sparse, generator)
     alive = {weight.name: sparse.alive_in(weight) for weight in sparse.weights}
@@ -231,7 +224,7 @@ def test_after_one_round_every_prunable_weight_has_been_trainable(name: str, kap
     S = Partition.contiguous(model, kappa)
     ever = {name: torch.zeros_like(mask) for name, mask in sparse.masks.items()}
     plan = plan_of(name, S, steps={"cyclic_gap": kappa, "parallel_gap": 1}[name])
-    for scheduled in sparse.schedule(plan):
+    for scheduled in phases_of(sparse, plan):
         is_finetuning = scheduled.stage == len(plan) - 1
         if scheduled.phase.epochs and not is_finetuning:
             for parameter, mask in sparse.masks.items():

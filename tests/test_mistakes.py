@@ -100,7 +100,10 @@ def test_a_plan_is_not_gone_on_with_by_another() -> None:
     state = sparse.state_dict()
     for again in (sparse, gp.SparseModel(mlp(), sparsity=0.9)):
         again.load_state_dict(state)
-        with pytest.raises(ValueError, match=r"in phase 1 of another plan: go on with that, or call leave_plan\(\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"is of phase 1 of another plan: go on with that plan, or, if it was followed, call leave_plan\(\)",
+        ):
             next(again.follow(one_shot(S, sparsity=0.9, epochs=1, finetune=1)))
         assert str(next(again.follow(one_shot(S, sparsity=0.5, epochs=1, finetune=1)))) == "prune all to 0.5"
 
@@ -228,7 +231,7 @@ def test_looking_for_computed_weights_computes_none() -> None:
 def test_weights_that_are_computed_are_warned_of() -> None:
     model = mlp()
     weight_norm(model[2])
-    with pytest.warns(UserWarning, match=r"not pruned, since computed .* 2.weight; name those parameters in also="):
+    with pytest.warns(UserWarning, match=r"not pruned, since computed .* 2.weight; name those parameters in include="):
         gp.SparseModel(model, sparsity=0.5)
 
 

@@ -21,13 +21,13 @@ def one_each(S: Partition, *, epochs: int = 1) -> Iterator[Phase | Fork]:
 
 
 def test_prune_goes_by_magnitude_unless_told_otherwise() -> None:
-    assert prune(A, to=0.9) == Edit(Action.PRUNE, A, 0.9, By.MAGNITUDE)
-    assert prune(A, to=0.9, by=By.RANDOM) == Edit(Action.PRUNE, A, 0.9, By.RANDOM)
+    assert prune(A, to=0.9) == Edit(Action.PRUNE, A, By.MAGNITUDE, 0.9)
+    assert prune(A, to=0.9, by=By.RANDOM) == Edit(Action.PRUNE, A, By.RANDOM, 0.9)
 
 
 def test_grow_goes_to_dense_unless_told_otherwise() -> None:
-    assert grow(A) == Edit(Action.GROW, A, 0.0, By.RANDOM)
-    assert grow(A, to=0.5) == Edit(Action.GROW, A, 0.5, By.RANDOM)
+    assert grow(A) == Edit(Action.GROW, A, By.RANDOM, 0.0)
+    assert grow(A, to=0.5) == Edit(Action.GROW, A, By.RANDOM, 0.5)
 
 
 @pytest.mark.parametrize("sparsity", [-0.1, 1, 1.0, 1.5, float("nan"), float("inf")])
@@ -46,7 +46,7 @@ def test_a_phase_refuses_epochs_that_are_no_count(epochs: int) -> None:
 
 def test_edits_and_phases_print_as_sentences() -> None:
     assert str(prune(A, to=0.9)) == "prune A to 0.9"
-    assert str(prune(A, to=0.9, by=By.RANDOM)) == "prune A to 0.9 at random"
+    assert str(prune(A, to=0.9, by=By.RANDOM)) == "prune A to 0.9 by random"
     assert str(Phase(prune(A, to=0.95), grow(B, to=0.5), epochs=3)) == "prune A to 0.95, grow B to 0.5 at random"
     assert str(Phase(grow(B))).startswith("grow B to dense")
     assert str(Phase(epochs=3)) == "train"
@@ -88,9 +88,9 @@ def test_a_method_keeps_its_name_its_docstring_and_its_signature() -> None:
 def test_walking_takes_the_branches_of_a_fork_one_after_the_other() -> None:
     grow_a, grow_b, end = Phase(grow(A), epochs=1), Phase(grow(B), epochs=1), Phase(prune(S.whole, to=0.5))
     assert list(walk(one_each(S))) == [
-        ScheduledPhase(0, step=0, branch=0, phase=grow_a, returns=A, is_last_branch=False),
-        ScheduledPhase(1, step=0, branch=1, phase=grow_b, returns=B, is_last_branch=True),
-        ScheduledPhase(2, step=1, branch=None, phase=end, returns=None, is_last_branch=False),
+        ScheduledPhase(0, stage=0, branch=0, phase=grow_a, returns=A, is_last_branch=False),
+        ScheduledPhase(1, stage=0, branch=1, phase=grow_b, returns=B, is_last_branch=True),
+        ScheduledPhase(2, stage=1, branch=None, phase=end, returns=None, is_last_branch=False),
     ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from growprune.layers import Weight
 from growprune.patterns import parse_pattern
 from growprune.plan import By, Edit, Part, grow, prune
-from growprune.scores import ALWAYS, check_finite, edit_keys, random_keys, salt_of
+from growprune.scores import check_finite, edit_keys, random_keys, salt_of
 from growprune.selection import magnitude_keys
 
 CPU = torch.device("cpu")
@@ -93,12 +93,12 @@ def test_pruning_at_random_looks_at_no_value() -> None:
 
 def test_growing_keeps_the_living_before_all_others() -> None:
     values, mask = torch.tensor([[3.0, 0.0, 1.0, 0.0]]), torch.tensor([[True, False, True, False]])
-    assert keys_of(grow(PART, to=0.5), values, mask) == [ALWAYS, splitmix(1, 7), ALWAYS, splitmix(3, 7)]
+    assert keys_of(grow(PART, to=0.5), values, mask) == [((1 << 31) - 1), splitmix(1, 7), ALWAYS, splitmix(3, 7)]
 
 
 def test_always_is_above_every_finite_magnitude_and_every_random_key() -> None:
-    assert int(magnitude_keys(torch.tensor(torch.finfo(torch.float32).max))) < ALWAYS
-    assert 1 << 30 < ALWAYS < 1 << 31
+    assert int(magnitude_keys(torch.tensor(torch.finfo(torch.float32).max))) < ((1 << 31) - 1)
+    assert 1 << 30 < ((1 << 31) - 1) < 1 << 31
 
 
 def test_blocks_are_ranked_by_their_sums_and_die_together() -> None:

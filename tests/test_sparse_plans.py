@@ -19,6 +19,7 @@ from growprune.patterns import count_groups
 from growprune.plan import Branch, By, Fork, Phase, Plan, Stage, grow, prune, walk
 from growprune.snapshot import Snapshot, pack, unpack
 from growprune.sparse import SparseModel
+from plan_cases import phases_of
 
 STEPS = 3
 """Batches in an epoch."""
@@ -82,9 +83,9 @@ def run(
         if saved is not None:
             optimizer.load_state_dict(saved)
         for number in range(start, STEPS * phase.epochs):
-            if (sparse.position, number) == stop:
+            if (sparse.cursor.position, number) == stop:
                 return save(sparse.model.state_dict(), optimizer.state_dict(), sparse.state_dict(), number)
-            train_step(sparse.model, optimizer, sparse.position, number)
+            train_step(sparse.model, optimizer, sparse.cursor.position, number)
         start, saved = 0, None
     return None
 
@@ -107,7 +108,7 @@ def test_each_phase_is_handed_out_with_its_edits_done() -> None:
     seen = []
     plan = cyclic_gap(S, sparsity=0.75, steps=3, epochs=1, finetune=2)
     for phase in sparse.follow(plan):
-        seen.append((sparse.position, phase.epochs, alive(sparse)))
+        seen.append((sparse.cursor.position, phase.epochs, alive(sparse)))
     assert seen == [
         (0, 0, [18, 36, 9]),
         (1, 1, [72, 36, 9]),
@@ -122,7 +123,7 @@ def test_under_a_global_ranking_the_model_without_the_grown_part_has_the_target_
     S = Partition.per_layer(sparse.model)
     plan = cyclic_gap(S, sparsity=0.75, steps=4, epochs=1, finetune=1)
     before = 252
-    for scheduled in sparse.schedule(plan):
+    for scheduled in phases_of(sparse, plan):
         grown = [edit.part for edit in scheduled.phase.edits if edit.action.value == "grow"]
         for part in grown:
             (weight,) = sparse.weights_of(part)
@@ -166,7 +167,7 @@ def test_every_branch_starts_from_the_same_model() -> None:
     sparse = make()
     S = two_halves(sparse.model)
     starts = []
-    for scheduled in sparse.schedule(parallel_gap(S, sparsity=0.75, steps=1, epochs=1, finetune=0)):
+    for scheduled in phases_of(sparse, parallel_gap(S, sparsity=0.75, steps=1, epochs=1, finetune=0)):
         if scheduled.branch is not None:
             starts.append((copy.deepcopy(sparse.model.state_dict()), sparse.masks))
             with torch.no_grad():
@@ -184,7 +185,7 @@ def test_after_a_fork_every_tensor_of_a_part_comes_from_its_branch() -> None:
     ends = []
     plan = parallel_gap(S, sparsity=0.75, steps=1, epochs=2, finetune=0)
     merged: dict[str, Tensor] = {}
-    for scheduled in sparse.schedule([*plan][:2] + [Phase()]):
+    for scheduled in phases_of(sparse, [*plan][:2] + [Phase()]):
         if scheduled.branch is None and ends:
             merged = copy.deepcopy(sparse.model.state_dict())
         optimizer = sparse.attach(sgd(sparse.model))
@@ -234,7 +235,7 @@ def test_what_no_branch_brings_is_as_it_was_before_the_fork() -> None:
 
 def test_two_branches_cannot_bring_the_same() -> None:
     S = Partition.per_layer(Net())
-    with pytest.raises(ValueError, match=r"two branches of a fork bring 'fc1.weight'"):
+    with pytest.raises(ValueError, match=r"two branches of a fork return 'fc1.weight'"):
         Fork(Branch(Phase(epochs=1), S[0]), Branch(Phase(epochs=1), S.whole))
 
 
@@ -263,7 +264,7 @@ def test_running_statistics_at_a_merge_by_hand() -> None:
     sparse = SparseModel(model, sparsity=0.5)
     S = Partition.of(model, [["0", "1"], ["2", "3"]])
     fork = Fork(*(Branch(Phase(grow(P), epochs=1), returns=P) for P in S))
-    for scheduled in sparse.schedule([fork, Phase()]):
+    for scheduled in phases_of(sparse, [fork, Phase()]):
         if scheduled.branch is not None:
             model[1].running_mean.fill_(10 + scheduled.branch)
             model[3].running_mean.fill_(20 + scheduled.branch)
@@ -302,12 +303,12 @@ def test_a_state_taken_in_a_fork_is_not_changed_by_going_on() -> None:
     sparse = make()
     plan = parallel_gap(Partition.contiguous(sparse.model, 3), sparsity=0.75, steps=1, epochs=1, finetune=1)
     states = []
-    for scheduled in sparse.schedule(plan):
+    for scheduled in phases_of(sparse, plan):
         if scheduled.branch is not None:
-            states.append((sparse.state_dict(), len(sparse.state_dict()["returned"])))
+            states.append((sparse.state_dict(), len(sparse.state_dict()["cursor"]["returned"])))
             with torch.no_grad():
                 sparse.model.fc1.bias.add_(1)
-    assert [len(state["returned"]) for state, _ in states] == [count for _, count in states]
+    assert [len(state["cursor"]["returned"]) for state, _ in states] == [count for _, count in states]
 
 
 def test_growing_at_random_goes_on_as_if_nothing_had_happened() -> None:
@@ -476,7 +477,7 @@ def test_a_part_is_pruned_before_it_is_brought_unless_it_is_ranked_with_the_othe
         counts.append(sum(values.numel() for values, mask in parts.values() if mask is not None))
         return parts
 
-    for _ in sparse.schedule(plan, combine=combine):
+    for _ in phases_of(sparse, plan, combine=combine):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)  # as training would

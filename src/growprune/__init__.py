@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from growprune import methods, tasks
+    from growprune.cursor import Cursor
     from growprune.engine import resume, train
     from growprune.engine.optim import LRSchedule, OptimizerConfig
     from growprune.engine.recipe import Recipe
+    from growprune.errors import GrowpruneError
     from growprune.file import load, manifest, read, save
     from growprune.flops import count_flops
     from growprune.init import sparse_init
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "growprune": ("methods", "tasks"),
+    "growprune.cursor": ("Cursor",),
     "growprune.engine": ("resume", "train"),
+    "growprune.errors": ("GrowpruneError",),
     "growprune.engine.optim": ("LRSchedule", "OptimizerConfig"),
     "growprune.engine.recipe": ("Recipe",),
     "growprune.file": ("load", "manifest", "read", "save"),
@@ -37,7 +41,9 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Branch",
     "By",
+    "Cursor",
     "Fork",
+    "GrowpruneError",
     "LRSchedule",
     "OptimizerConfig",
     "Part",

@@ -1,113 +1,339 @@
-"""Walking a plan: where a model stands in it, and what the branches of a fork bring together."""
+"""Where a model stands in a plan: one cursor for every loop, whoever owns it.
+
+    for phase in cursor: ...                 # one's own loop over phases (SparseModel.follow is a short form)
+    cursor.advance(iteration)                # a trainer's loop: does every edit that is due
+    optimizer = cursor.attach(optimizer)     # a plain loop over epochs: each step advances by itself
+
+Iterations are optimizer steps, counted from the start of the plan, the branches of a fork one after the other.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
+
+import torch
 
 from growprune.errors import GrowpruneError
-from growprune.plan import Action, By, ScheduledPhase
+from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, walk
+from growprune.rules import running
 from growprune.snapshot import Snapshot
+from growprune.sparse import SparseModel
 
-if TYPE_CHECKING:
-    from growprune.sparse import SparseModel
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 Combine = Callable[[Snapshot, list[tuple[str, ...]], Snapshot], Snapshot]
-"""Given the parts brought here, by branch the names each brings, and a copy of the model as it was when the fork began,
-returns the parts of all branches."""
+"""Given the parts returned here, by branch the names each returns, and a copy of the model as it was before the fork,
+gives the parts of all branches."""
+
+OnPhase = Callable[[ScheduledPhase], None]
 
 
-class Walk:
-    """Where a model stands: edits of the phase at `position`, and of all before it, are done."""
+class Cursor:
+    """A place in a plan, and the model that stands there. It can be iterated over once, for the phases that are left.
 
-    def __init__(self) -> None:
+    Args:
+        iterations_per_epoch: how many optimizer steps an epoch has; `advance` needs it if phases are told in epochs.
+        accumulate: how many backward passes an iteration has, if that is known. With 1, compact storage keeps of the
+            gradients that an edit looks at only what it may choose.
+        is_local: which branches of a fork are trained here; the others are trained elsewhere.
+        combine: brings the parts of all branches together.
+        score: called where an edit looks at gradients and there was no iteration to see them; calls `sparse.score`.
+        on_enter, on_leave: told of each phase once its edits are done, and before the model leaves it.
+
+    >>> from growprune import Partition, SparseModel, methods
+    >>> model = torch.nn.Linear(10, 10)
+    >>> plan = methods.gmp(Partition.contiguous(model, 1), sparsity=0.9, iterations=10, every=2)
+    >>> cursor = Cursor(SparseModel(model, sparsity=0.9), plan)
+    >>> for iteration in range(10 + 1):
+    ...     phase = cursor.advance(iteration)
+    >>> cursor.sparse.num_alive, cursor.is_over
+    (10, True)
+    """
+
+    def __init__(
+        self,
+        sparse: SparseModel,
+        plan: Plan | Sequence[Stage],
+        *,
+        iterations_per_epoch: int | None = None,
+        accumulate: int | None = None,
+        is_local: Callable[[int], bool] = lambda branch: True,
+        combine: Combine = lambda returned, parts, like: returned,
+        score: Callable[[By], None] | None = None,
+        on_enter: OnPhase = lambda scheduled: None,
+        on_leave: OnPhase = lambda scheduled: None,
+    ) -> None:
+        self.sparse = sparse
+        self.schedule = tuple(walk(plan))
+        _check(sparse, self.schedule)
+        self._per_epoch, self._accumulate = iterations_per_epoch, accumulate
+        self._is_local, self._combine = is_local, combine
+        self._score, self._on_enter, self._on_leave = score, on_enter, on_leave
+        self._is_counting = False
+        """Whether somebody advances; if not, phases are handed out and nobody says when they are over."""
+        self._attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.iteration = 0
+        """How many iterations of the plan are done."""
+        self.start = 0
+        """At which iteration the current phase began."""
         self.position = -1
         """The number of the phase that is being trained; -1 before the first."""
-        self.trail = ""
-        """A digest of the phases up to that one, so that no other plan is gone on with."""
         self.is_over = False
-        self.base: Snapshot | None = None
+        self._trail = ""
+        """A digest of the phases up to the current one, so that no other plan is gone on with."""
+        self._base: Snapshot | None = None
         """The model as it was when the fork began that it is in."""
-        self.returned: Snapshot = {}
+        self._returned: Snapshot = {}
 
-    def along(
-        self, listed: Sequence[ScheduledPhase], sparse: SparseModel, is_local: Callable[[int], bool], combine: Combine
-    ) -> Iterator[ScheduledPhase]:
-        """Do the edits of each phase, and hand it out; see `SparseModel.schedule`."""
-        self._begin(listed)
-        parts: list[tuple[str, ...]] = []
-        for scheduled in listed:
-            parts = [] if scheduled.branch in (None, 0) else parts
-            parts += [scheduled.returns.tensors] if scheduled.returns is not None else []
-            if scheduled.index < self.position or self.is_over:
-                continue
-            is_mine = scheduled.branch is None or is_local(scheduled.branch)
-            if scheduled.index > self.position:
-                self._enter(scheduled, sparse, is_mine=is_mine)
-            if is_mine:
-                yield scheduled
-            if scheduled.returns is not None and is_mine:
-                _prune_early(sparse, scheduled, listed)
-                self.returned |= sparse.snapshot(scheduled.returns)
-            if scheduled.is_last_branch:  # every tensor comes from the branch that brings it
-                assert self.base is not None
-                sparse.restore(self.base | combine(self.returned, parts, self.base))  # what none brings is as it was
-                self.base, self.returned = None, {}
-        self.is_over = True
+    # Three ways to go through a plan
 
-    def _begin(self, listed: Sequence[ScheduledPhase]) -> None:
-        """Go on with the plan that was begun, or begin one."""
-        trail = functools.reduce(_onward, listed[: self.position + 1], "")
-        is_same = trail == self.trail and (self.position == len(listed) - 1 or not self.is_over)
-        if self.is_over and not is_same:
-            self.position, self.trail, self.is_over = -1, "", False
-        elif not is_same or self.position >= len(listed):
+    def __iter__(self) -> Iterator[Phase]:
+        current = self.current or self._enter_next()
+        while current is not None:
+            yield current.phase
+            current = self._enter_next()
+
+    def advance(self, iteration: int) -> Phase | None:
+        """Say how many iterations are done. Does every edit that is due, and gives the phase that began, if one did.
+
+        Call it with 0 before the first iteration.
+        """
+        if iteration < self.iteration:
             raise GrowpruneError(
-                f"the model is in phase {self.position} of another plan: go on with that, or call leave_plan()"
+                f"advance({iteration}) goes backwards: {self.iteration} iterations of the plan are done; "
+                f"to go back, load the state of the model and of the cursor from then"
             )
+        self._is_counting = True
+        self.iteration = iteration
+        began = self._enter_next() if self.position < 0 else None
+        while self.current is not None and self.iteration - self.start >= self.length:
+            began = self._enter_next(start=self.start + self.length)
+        self._watch()
+        return began.phase if began is not None and not self.is_over else None
 
-    def _enter(self, scheduled: ScheduledPhase, sparse: SparseModel, *, is_mine: bool) -> None:
-        if scheduled.branch == 0:
-            self.base, self.returned = sparse.snapshot(), {}
-        elif scheduled.branch is not None and is_mine:
-            assert self.base is not None
-            sparse.restore(self.base)
-        if is_mine:
-            sparse.apply(*scheduled.phase.edits)
-        else:  # so that later edits draw the same random numbers wherever the branch was trained
-            for _ in scheduled.phase.edits:
-                sparse.count_edit()
-        self.position, self.trail = scheduled.index, _onward(self.trail, scheduled)
+    def attach(self, optimizer: Optimizer) -> Optimizer:
+        """Keep what is pruned exactly zero under this optimizer, and advance the plan with each of its steps.
+
+        Begins the plan, if that was not done. A phase that restarts empties the optimizer's state; its learning rate is
+        yours. Returns the optimizer, so that it can be made and attached in one line.
+        """
+        if self.position < 0:
+            self.advance(0)
+        self.sparse.attach(optimizer)
+        if optimizer not in self._attached:
+            self._attached.add(optimizer)
+            own = weakref.ref(self)
+            optimizer.register_step_post_hook(lambda *_: _stepped(own))
+        return optimizer
+
+    def _step(self) -> None:
+        if self.is_over:
+            return
+        began = self.advance(self.iteration + 1)
+        if began is not None and began.restart:
+            self.sparse.reset_optimizers()
+
+    # Where it stands
+
+    @property
+    def current(self) -> ScheduledPhase | None:
+        """The phase that is being trained; None before the first and after the last."""
+        return None if self.position < 0 or self.is_over else self.schedule[self.position]
+
+    @property
+    def length(self) -> int:
+        """How many iterations the current phase has."""
+        assert self.current is not None
+        return self.length_of(self.current.phase)
+
+    @property
+    def left(self) -> int:
+        """How many iterations of the current phase are left."""
+        return self.start + self.length - self.iteration
+
+    def length_of(self, phase: Phase) -> int:
+        if phase.epochs and self._per_epoch is None:
+            raise GrowpruneError(
+                f"a phase of the plan has {phase.epochs} epochs ({phase}): give Cursor iterations_per_epoch=len(loader)"
+            )
+        return phase.num_iterations(self._per_epoch or 0)
+
+    def skip_to(self, done: int) -> None:
+        """Note that so many iterations of the current phase are done already."""
+        self.iteration = self.start + done
+
+    # Phases
+
+    def _enter_next(self, start: int | None = None) -> ScheduledPhase | None:
+        """Leave the current phase and enter the next that is trained here, with its edits; None if there is none."""
+        if self.current is not None:
+            self._leave(self.current)
+        while self.position + 1 < len(self.schedule):
+            scheduled = self.schedule[self.position + 1]
+            if self._is_mine(scheduled):
+                self.start = self.iteration if start is None else start
+                self._enter(scheduled)
+                return scheduled
+            self._pass(scheduled)
+        self.is_over, self.sparse.rule = True, None
+        self.sparse.watch(())
+        return None
+
+    def _is_mine(self, scheduled: ScheduledPhase) -> bool:
+        return scheduled.branch is None or self._is_local(scheduled.branch)
+
+    def _enter(self, scheduled: ScheduledPhase) -> None:
+        if scheduled.branch is not None:
+            self._begin_branch(scheduled)
+        try:
+            self._look(scheduled.phase)
+            self.sparse.apply(*scheduled.phase.edits)
+        except GrowpruneError as error:
+            raise GrowpruneError(f"{scheduled}, at iteration {self.start}: {error}") from error
+        self._place_at(scheduled)
+        self.sparse.rule = running(scheduled.phase.rule, self.sparse)
+        self._on_enter(scheduled)
+        if not self._is_counting:
+            self._watch()
+
+    def _look(self, phase: Phase) -> None:
+        for by in {edit.by for edit in phase.edits if edit.by.needs_gradients}:
+            if self._score is not None and not self.sparse.gradients.are_seen(by):
+                self._score(by)
+
+    def _leave(self, scheduled: ScheduledPhase) -> None:
+        self._on_leave(scheduled)
+        if scheduled.returns is not None:
+            _prune_early(self.sparse, scheduled, self.schedule)
+            self._returned |= self.sparse.snapshot(scheduled.returns)
+            self._end_fork_after(scheduled)
+
+    def _pass(self, scheduled: ScheduledPhase) -> None:
+        """Go past a branch that is trained elsewhere."""
+        if self._base is None:
+            self._base, self._returned = self.sparse.snapshot(), {}
+        for _ in scheduled.phase.edits:  # so that later edits draw the same random numbers wherever it was trained
+            self.sparse.count_edit()
+        self._place_at(scheduled)
+        self._end_fork_after(scheduled)
+
+    def _begin_branch(self, scheduled: ScheduledPhase) -> None:
+        if self._base is None:
+            self._base, self._returned = self.sparse.snapshot(), {}
+        elif scheduled.branch:
+            self.sparse.restore(self._base)
+
+    def _end_fork_after(self, scheduled: ScheduledPhase) -> None:
+        if not scheduled.is_last_branch:
+            return
+        assert self._base is not None
+        same = [s for s in self.schedule[: scheduled.index + 1] if s.stage == scheduled.stage]
+        parts = [s.returns.tensors for s in same if s.returns is not None]
+        # every tensor comes from the branch that returns it, and what none returns is as it was
+        self.sparse.restore(self._base | self._combine(self._returned, parts, self._base))
+        self._base, self._returned = None, {}
+
+    def _place_at(self, scheduled: ScheduledPhase) -> None:
+        self.position, self._trail = scheduled.index, _onward(self._trail, scheduled)
+
+    def _watch(self) -> None:
+        """See to it that gradients are there when the edits to come look at them."""
+        edits = [] if self.current is None else _next_edits(self.schedule, self.current)
+        is_last = not self._is_counting or (self.current is not None and self.left == 1)
+        by = {edit.by for edit in edits if edit.by.needs_gradients}
+        is_due = bool(by) and (is_last or By.MOMENTUM in by)
+        self.sparse.watch(edits if is_due else (), is_one_backward=self._accumulate == 1)
+
+    # State
 
     def state_dict(self) -> dict[str, Any]:
-        place = {"position": self.position, "trail": self.trail, "is_over": self.is_over}
-        return {**place, "base": self.base, "returned": dict(self.returned)}
+        """Beside the state of the model, of its SparseModel and of the optimizer, what an exact resume needs."""
+        place = {"position": self.position, "trail": self._trail, "is_over": self.is_over}
+        count = {"iteration": self.iteration, "start": self.start, "is_counting": self._is_counting}
+        rule = {} if self.sparse.rule is None else self.sparse.rule.state_dict()
+        return {**place, **count, "rule": rule, "base": self._base, "returned": dict(self._returned)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.position, self.trail, self.is_over = state["position"], state["trail"], state["is_over"]
-        self.base, self.returned = state["base"], dict(state["returned"])
+        """Go on where another cursor of the same plan stood. Load the SparseModel's state before."""
+        if not self.is_place(state):
+            raise GrowpruneError(
+                f"the state is of phase {state['position']} of another plan: go on with that plan, or, if it was "
+                f"followed, call leave_plan() and begin anew"
+            )
+        self.position, self._trail, self.is_over = state["position"], state["trail"], state["is_over"]
+        self.iteration, self.start, self._is_counting = state["iteration"], state["start"], state["is_counting"]
+        self._base, self._returned = state["base"], dict(state["returned"])
+        if self.current is not None:
+            self.sparse.rule = running(self.current.phase.rule, self.sparse)
+            if self.sparse.rule is not None:
+                self.sparse.rule.load_state_dict(state["rule"])
+            self._watch()
+
+    def is_place(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state is of this plan, as far as it went."""
+        position, is_end = state["position"], state["position"] == len(self.schedule) - 1
+        known = self.schedule[: position + 1]
+        return (
+            position < len(self.schedule)
+            and functools.reduce(_onward, known, "") == state["trail"]
+            and (is_end or not state["is_over"])
+        )
+
+
+def _stepped(reference: weakref.ref[Cursor]) -> None:
+    cursor = reference()
+    if cursor is not None:
+        cursor._step()
+
+
+def _check(sparse: SparseModel, schedule: Sequence[ScheduledPhase]) -> None:
+    """Raise, before anything is done, if the plan is one of another model, or does not go with how it is stored."""
+    sparse.check(*{id(part): part for scheduled in schedule for part in scheduled.parts}.values())
+    for by in {edit.by for scheduled in schedule for edit in scheduled.phase.edits}:
+        sparse.check_by(by)
+    for rule in {scheduled.phase.rule for scheduled in schedule}:
+        running(rule, sparse)
+
+
+def _next_edits(schedule: Sequence[ScheduledPhase], current: ScheduledPhase) -> list[Edit]:
+    """The edits that follow when a phase is over, up to the next iteration."""
+    edits: list[Edit] = []
+    for index in range(current.index + 1, len(schedule)):
+        edits += schedule[index].phase.edits
+        if schedule[index].phase.is_trained or schedule[index].branch is not None:
+            break
+    return edits
 
 
 def _onward(trail: str, scheduled: ScheduledPhase) -> str:
-    return hashlib.sha256(f"{trail}{scheduled!r}".encode()).hexdigest()
+    phase, returns = scheduled.phase, scheduled.returns
+    edits = [(e.action.value, _digest(e.part), e.by.value, e.to, e.share) for e in phase.edits]
+    place = (scheduled.stage, scheduled.branch, None if returns is None else _digest(returns))
+    how = (phase.epochs, phase.iterations, phase.restart, repr(phase.rule))
+    return hashlib.sha256(f"{trail}{edits}{place}{how}".encode()).hexdigest()
 
 
-def _prune_early(sparse: SparseModel, scheduled: ScheduledPhase, listed: Sequence[ScheduledPhase]) -> None:
+@functools.lru_cache(maxsize=4096)
+def _digest(part: Part) -> str:
+    return hashlib.sha256(repr(part).encode()).hexdigest()
+
+
+def _prune_early(sparse: SparseModel, scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase]) -> None:
     """Prune a part where it was trained, as the plan does right after the fork, if that does not look at the others.
 
-    The result is the same, but no more than one part is ever dense, and only what lives has to be sent.
+    The result is the same, but no more than one part is ever dense, and only live weights have to be sent.
     """
     assert scheduled.returns is not None
-    after = next((later for later in listed[scheduled.index :] if later.stage > scheduled.stage), None)
+    after = next((later for later in schedule[scheduled.index :] if later.stage > scheduled.stage), None)
     edits = () if after is None or after.branch is not None else after.phase.edits
-    if any(edit.action is not Action.PRUNE or edit.by is not By.MAGNITUDE for edit in edits):
+    if any(edit.action is not Action.PRUNE or edit.by is not By.MAGNITUDE or edit.to is None for edit in edits):
         return
+    own = set(scheduled.returns.tensors)
     for edit in edits:
-        pools = sparse.pools(edit) if edit.to > 0 else []
-        own = [
-            pool for pool in pools if {weight.parameter for weight in pool.weights} <= set(scheduled.returns.tensors)
-        ]
-        sparse.select(own, edit)
+        pools = sparse.pools(edit) if edit.to else []
+        sparse.select([pool for pool in pools if {weight.parameter for weight in pool.weights} <= own], edit)
     sparse.enforce()

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from growprune.allocation import Pool, Scope, parse_allocation
 from growprune.errors import GrowpruneError
+from growprune.gradients import Gradients, Keep
 from growprune.layers import Weight
 from growprune.optimizers import Optimizers
 from growprune.patterns import Pattern, count_groups, write_groups
 from growprune.plan import Action, By, Edit, Part
-from growprune.scores import check_finite, edit_keys, salt_of
-from growprune.selection import choose, key_bits
+from growprune.scores import check_finite, edit_keys, key_bits_of, salt_of
+from growprune.selection import choose
 from growprune.storage import SparseParameter
+from growprune.warn import warn
+
+Values = Callable[[Weight], Tensor]
+"""What the groups of a weight are ranked by, shaped like the weight."""
 
 
 class Editor:
@@ -24,23 +31,26 @@ class Editor:
 
     Args:
         weights: all that may be pruned.
-        held: their parameters by name.
+        parameters: how their parameters are stored, by name.
         optimizers: those that train them.
+        gradients: what edits that look at gradients go by.
         seed: decides every random choice, with the number of the edit.
     """
 
     def __init__(
         self,
         weights: Sequence[Weight],
-        sparse_parameter: Mapping[str, SparseParameter],
+        parameters: Mapping[str, SparseParameter],
         optimizers: Optimizers,
+        gradients: Gradients,
         *,
         pattern: Pattern,
         allocation: str,
         scope: Scope,
         seed: int,
     ) -> None:
-        self.weights, self._sparse_parameters, self._optimizers = tuple(weights), sparse_parameter, optimizers
+        self.weights, self._parameters, self._optimizers = tuple(weights), parameters, optimizers
+        self._gradients = gradients
         self._pattern, self._allocate, self._scope = pattern, parse_allocation(allocation), scope
         self._seed = seed
         self.num_edits = 0
@@ -49,83 +59,203 @@ class Editor:
         names = set(part.tensors)
         return tuple(w for w in self.weights if w.parameter in names)
 
-    def pools(self, edit: Edit) -> list[Pool]:
-        """How many groups an edit leaves alive, of which weights ranked together."""
+    def pools(self, edit: Edit, alive: Mapping[str, int] | None = None) -> list[Pool]:
+        """How many groups an edit leaves alive, of which weights ranked together.
+
+        Args:
+            alive: how many groups of each weight live before it, by name; counted if not given.
+        """
         part = self.weights_of(edit.part)
+        if edit.to is None:
+            alive = self.num_alive(part) if alive is None else alive
+            return [Pool((w,), _shared(edit, alive[w.name])) for w in part]
         for weight in part:
             self._pattern.check(weight, edit.to)
         scope = self._scope if edit.action is Action.PRUNE else Scope.PART  # to grow a part leaves the others alone
         return self._allocate(self.weights, part, edit.to, self._pattern, scope) if part else []
 
     def apply(self, edit: Edit) -> None:
-        if edit.to > 0:
+        if edit.to == 0:
+            self._grow_all(edit)
+        else:
             self.select(self.pools(edit), edit)
-        elif edit.action is Action.GROW:
-            if not self.weights_of(edit.part):
-                what = "no weight of it may be pruned; give Partition keep_dense too"
-                warnings.warn(f"{edit.part.name} has nothing to grow: {what}", stacklevel=7)
-            for name in dict.fromkeys(w.parameter for w in self.weights_of(edit.part)):
-                sparse_parameter = self._sparse_parameters[name]
-                with self._optimizers.following(sparse_parameter):
-                    sparse_parameter.set_mask(torch.ones_like(sparse_parameter.mask()))
+
+    def _grow_all(self, edit: Edit) -> None:
+        weights = self.weights_of(edit.part) if edit.action is Action.GROW else ()
+        if edit.action is Action.GROW and not weights:
+            what = "no weight of it may be pruned; give Partition keep_dense too"
+            warn(f"{edit.part.name} has nothing to grow: {what}")
+        for name in dict.fromkeys(w.parameter for w in weights):
+            parameter = self._parameters[name]
+            with self._optimizers.following(parameter):
+                parameter.set_mask(torch.ones_like(parameter.mask()))
+
+    def is_possible(self, edit: Edit) -> bool:
+        """Whether an edit can reach its count."""
+        alive = self.num_alive(self.weights)
+        return not any(_is_wrong_way(edit, pool, _total(pool, alive)) for pool in self.pools(edit, alive))
 
     def select(self, pools: Sequence[Pool], edit: Edit) -> None:
         """Do what an edit does to some of its pools; if one of them cannot be, nothing changes."""
+        alive = self.num_alive([weight for pool in pools for weight in pool.weights])
+        pools = _within_one(pools, alive) if edit.action is Action.PRUNE else pools
+        values = self._values(edit)
         for pool in pools:
-            self._check(pool, edit)
+            self._check(pool, edit, _total(pool, alive), values)
         for pool in pools:
-            self._select(pool, edit)
+            if pool.kept != _total(pool, alive):
+                for weight, chosen in self._chosen(pool, edit, values, self._mask):
+                    self._set_mask(weight, chosen)
+                self._warn_of_dead_layers(pool)
 
-    def _check(self, pool: Pool, edit: Edit) -> None:
+    def preview(self, edit: Edit) -> list[Callable[[], None]]:
+        """Prune, but leave optimizers alone; returns what undoes it, to be called in reverse."""
+        alive, values = self.num_alive(self.weights), self._values(edit)
+        undo = []
+        for pool in _within_one(self.pools(edit, alive), alive):
+            for weight, chosen in (
+                self._chosen(pool, edit, values, self._mask) if pool.kept < _total(pool, alive) else ()
+            ):
+                undo.append(self._parameters[weight.parameter].preview(self._new_mask(weight, chosen)))
+        return undo
+
+    def _chosen(
+        self, pool: Pool, edit: Edit, values: Values, mask: Values
+    ) -> Iterator[tuple[Weight, Iterator[Tensor]]]:
+        """The best `pool.kept` groups of a pool: for each weight, in order, a walk over which of its groups live."""
+        dtypes = {self._parameters[w.parameter].parameter.dtype for w in pool.weights}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        sources = [self._keys(edit, w, dtype, values, mask) for w in pool.weights]
+        yield from zip(pool.weights, choose(sources, pool.kept, bits=key_bits_of(edit, dtype)), strict=True)
+
+    def projected(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By parameter: these values, but zero where pruning them would prune. No mask changes."""
+
+        def own(weight: Weight) -> Tensor:
+            return weight.of(values[weight.parameter])  # type: ignore[no-any-return]
+
+        masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in values.items()}
+        for pool in self.pools(edit):
+            for weight, chosen in self._chosen(pool, edit, own, lambda w: torch.ones_like(own(w), dtype=torch.bool)):
+                write_groups(self._pattern, weight.of(masks[weight.parameter]), weight, chosen)
+        return {name: torch.where(masks[name], tensor, 0) for name, tensor in values.items()}
+
+    def candidates(self, edits: Sequence[Edit]) -> Keep | None:
+        """What edits that grow by a dense gradient may look at: the best, and the live. None if all of it counts."""
+        by_gradient = [edit for edit in edits if edit.by.needs_gradients]
+        if any(edit.action is Action.PRUNE or edit.by is not By.GRADIENT for edit in by_gradient):
+            return None
+        grown = self.num_grown(edits)
+
+        def useful(name: str, gradient: Tensor) -> Tensor:
+            mask = self._parameters[name].mask().clone()
+            own = [weight for weight in self.weights if weight.parameter == name]
+            for weight, alive in zip(own, self.num_alive(own).values(), strict=True):
+                pool = Pool((weight,), min(self._pattern.most_alive(weight), alive + grown[weight.name]))
+                for _, chosen in self._chosen(pool, by_gradient[0], lambda w: w.of(gradient), self._mask):
+                    write_groups(self._pattern, weight.of(mask), weight, chosen)
+            return mask
+
+        return useful
+
+    def num_grown(self, edits: Sequence[Edit]) -> dict[str, int]:
+        """How many groups of each weight edits may grow at most, by its name."""
+        alive = self.num_alive(self.weights)
+        grown = dict.fromkeys(alive, 0)
+        for edit in edits:
+            for pool in self.pools(edit, alive):
+                more = max(0, pool.kept - _total(pool, alive))
+                for weight in pool.weights if edit.action is Action.GROW else ():
+                    grown[weight.name] = min(self._pattern.num_groups(weight), grown[weight.name] + more)
+                if len(pool.weights) == 1:
+                    alive[pool.weights[0].name] = pool.kept
+        return grown
+
+    def _values(self, edit: Edit) -> Values:
+        """What an edit ranks by."""
+        if edit.by in (By.MAGNITUDE, By.RANDOM):
+            return lambda weight: weight.of(self._parameters[weight.parameter].weight())
+        return lambda weight: weight.of(self._gradients.scores(edit.by, weight.parameter))
+
+    def _check(self, pool: Pool, edit: Edit, alive: int, values: Values) -> None:
         """Raise if an edit cannot reach its count, or would rank what is not a number."""
-        alive = self._alive_groups(pool)
-        if pool.kept != alive and (pool.kept > alive) is (edit.action is Action.PRUNE):
+        if _is_wrong_way(edit, pool, alive):
             raise GrowpruneError(
                 f"cannot {edit.action.value} to sparsity {edit.to}: that is {pool.kept} alive, but {alive} are alive "
                 f"in {_names(pool.weights)}; {'grow' if edit.action is Action.PRUNE else 'prune'} first"
             )
-        for weight in pool.weights if edit.by is By.MAGNITUDE else ():
-            check_finite(weight.of(self._sparse_parameters[weight.parameter].weight()), weight)
+        most = sum(self._pattern.most_alive(weight) for weight in pool.weights)
+        if pool.kept > most:
+            raise GrowpruneError(
+                f"cannot {edit}: that is {pool.kept} alive in {_names(pool.weights)}, which have room for {most}"
+            )
+        for weight in pool.weights if edit.by is not By.RANDOM else ():
+            check_finite(values(weight), weight)
 
-    def _alive_groups(self, pool: Pool) -> int:
-        return sum(
-            count_groups(self._pattern, w.of(self._sparse_parameters[w.parameter].mask()), w) for w in pool.weights
-        )
+    def num_alive(self, weights: Sequence[Weight]) -> dict[str, int]:
+        """How many groups of each weight live, by its name; the device is waited for once."""
+        counts = [count_groups(self._pattern, self._mask(weight), weight) for weight in weights]
+        return dict(zip((w.name for w in weights), torch.stack(counts).tolist() if counts else (), strict=True))
 
-    def _select(self, pool: Pool, edit: Edit) -> None:
-        """Let the best `pool.kept` groups of a pool live."""
-        if pool.kept == self._alive_groups(pool):
-            return
-        dtypes = {self._sparse_parameters[w.parameter].parameter.dtype for w in pool.weights}
-        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        sources = [self._keys(edit, w, dtype) for w in pool.weights]
-        for weight, chosen in zip(pool.weights, choose(sources, pool.kept, bits=key_bits(dtype)), strict=True):
-            sparse_parameter = self._sparse_parameters[weight.parameter]
-            mask = sparse_parameter.mask()
-            write_groups(self._pattern, weight.of(mask), weight, chosen)
-            with self._optimizers.following(sparse_parameter):
-                sparse_parameter.set_mask(mask)
-        self._warn_of_dead_layers(pool)
+    def _mask(self, weight: Weight) -> Tensor:
+        return weight.of(self._parameters[weight.parameter].mask())  # type: ignore[no-any-return]
 
-    def _keys(self, edit: Edit, weight: Weight, dtype: torch.dtype) -> Any:
-        sparse_parameter = self._sparse_parameters[weight.parameter]
+    def _set_mask(self, weight: Weight, chosen: Iterator[Tensor]) -> None:
+        parameter, mask = self._parameters[weight.parameter], self._new_mask(weight, chosen)
+        with self._optimizers.following(parameter):
+            parameter.set_mask(mask)
+
+    def _new_mask(self, weight: Weight, chosen: Iterator[Tensor]) -> Tensor:
+        """The mask of a weight's parameter, with other groups of that weight."""
+        mask = self._parameters[weight.parameter].mask().clone()
+        write_groups(self._pattern, weight.of(mask), weight, chosen)
+        return mask
+
+    def _keys(self, edit: Edit, weight: Weight, dtype: torch.dtype, values: Values, mask: Values) -> Any:
         return edit_keys(
             edit,
             weight,
             self._pattern,
-            values=lambda: weight.of(sparse_parameter.weight()),
-            mask=lambda: weight.of(sparse_parameter.mask()),
+            values=lambda: values(weight),
+            mask=lambda: mask(weight),
             salt=salt_of(self._seed, self.num_edits, weight.name),
             dtype=dtype,
         )
 
     def _warn_of_dead_layers(self, pool: Pool) -> None:
-        dead = [w for w in pool.weights if not bool(w.of(self._sparse_parameters[w.parameter].mask()).any())]
+        dead = [w for w in pool.weights if not bool(w.of(self._parameters[w.parameter].mask()).any())]
         if dead:
-            warnings.warn(
-                f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense",
-                stacklevel=7,
-            )
+            warn(f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense")
+
+
+def _is_wrong_way(edit: Edit, pool: Pool, alive: int) -> bool:
+    """Whether an edit would have to prune in order to grow, or to grow in order to prune."""
+    return pool.kept != alive and (pool.kept > alive) is (edit.action is Action.PRUNE)
+
+
+def _shared(edit: Edit, alive: int) -> int:
+    """How many live after an edit by a share of them, rounded down, in exact arithmetic."""
+    change = int(Fraction(str(edit.share)) * alive)
+    return alive - change if edit.action is Action.PRUNE else alive + change
+
+
+def _total(pool: Pool, alive: Mapping[str, int]) -> int:
+    return sum(alive[weight.name] for weight in pool.weights)
+
+
+def _within_one(pools: Sequence[Pool], alive: Mapping[str, int]) -> list[Pool]:
+    """Pools of which none asks for one group more than there is, with the same total.
+
+    ERK's counts add up to an exact total, so with a rising sparsity the rounded count of a layer may rise by one. What
+    one layer lacks, the next that has it gives.
+    """
+    counts = [_total(pool, alive) for pool in pools]
+    kept = [pool.kept - (pool.kept == count + 1) for pool, count in zip(pools, counts, strict=True)]
+    lacking = sum(pool.kept for pool in pools) - sum(kept)
+    for i, count in enumerate(counts):
+        more = min(lacking, max(0, count - kept[i]))
+        kept[i], lacking = kept[i] + more, lacking - more
+    return [replace(pool, kept=k) for pool, k in zip(pools, kept, strict=True)] if not lacking else list(pools)
 
 
 def _names(weights: Sequence[Weight]) -> str:

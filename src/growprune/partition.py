@@ -6,6 +6,7 @@ parallel machines combine, each tensor has one owner. Standard library only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -30,7 +31,7 @@ class Partition:
 
     parts: tuple[Part, ...]
 
-    @property
+    @functools.cached_property
     def whole(self) -> Part:
         """The model as one part."""
         return Part("all", tuple(name for part in self.parts for name in part.tensors))

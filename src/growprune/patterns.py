@@ -214,5 +214,7 @@ def walk_groups(pattern: Pattern, mask: Tensor, weight: Weight) -> Iterator[Tens
         yield pattern.alive(pattern.fold(rows))
 
 
-def count_groups(pattern: Pattern, mask: Tensor, weight: Weight) -> int:
-    return int(sum(torch.count_nonzero(groups) for groups in walk_groups(pattern, mask, weight)))
+def count_groups(pattern: Pattern, mask: Tensor, weight: Weight) -> Tensor:
+    """How many groups live, on the device of the mask, so that nobody has to wait for it."""
+    none = torch.zeros((), dtype=torch.int64, device=mask.device)
+    return sum((torch.count_nonzero(groups) for groups in walk_groups(pattern, mask, weight)), none)

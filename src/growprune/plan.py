@@ -1,8 +1,9 @@
 """What a sparsification method says: a plan, which is a repeatable listing of phases.
 
-Read this file first. A *phase* is a few edits of the masks, then a phase of training. There are two edits:
-`prune` a part to a sparsity, and `grow` a part to a sparsity. A *fork* sends several machines off with the same
-model, each through a phase of its own, and each brings back one part. That is all a method may say.
+Read this file first. A *phase* is a few edits of the masks, then some training. There are two edits: `prune` a part,
+and `grow` a part, to a sparsity or by a share of its live weights. A phase costs its edits and nothing else, so a
+method may yield one every few iterations. A *fork* sends several machines off with the same model, each through a phase
+of its own, and each returns one part. That is all a method may say.
 
 A plan builds values and touches nothing, so it can be listed, printed, costed, tested, and resumed by skipping
 what is done, with no model, no GPU and no torch.
@@ -11,6 +12,7 @@ what is done, with no model, no GPU and no torch.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,12 +22,27 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, overload
 
 from growprune.errors import GrowpruneError
 
+MAX_STAGES = 100_000
+"""The longest plan: an edit every iteration of a run of that many."""
+
 
 class By(Enum):
-    """What decides which weights an edit takes."""
+    """What decides which weights an edit chooses. All but the first two look at gradients."""
 
     MAGNITUDE = "magnitude"
     RANDOM = "random"
+    GRADIENT = "gradient"
+    """The magnitude of the loss's gradient, of dead weights too, in the iteration before the edit."""
+    MOMENTUM = "momentum"
+    """The magnitude of the gradient's moving average over the phase before the edit."""
+    SNIP = "snip"
+    """|gradient x weight|: Lee et al., ICLR 2019."""
+    GRASP = "grasp"
+    """weight x (Hessian x gradient), the larger the better: Wang et al., ICLR 2020."""
+
+    @property
+    def needs_gradients(self) -> bool:
+        return self not in (By.MAGNITUDE, By.RANDOM)
 
 
 def parse_by(name: str) -> By:
@@ -61,63 +78,119 @@ class Parts(Protocol):
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of the masks of one part."""
+    """One change of the masks of one part: to a sparsity, or by a share of each layer's live weights."""
 
     action: Action
     part: Part
-    to: float
-    """The sparsity (fraction of zeros) after the edit."""
     by: By
+    to: float | None = None
+    """The sparsity (fraction of zeros) after the edit."""
+    share: float | None = None
+    """How many weights of each layer it takes or adds, as a share of those that live there, rounded down."""
 
     def __post_init__(self) -> None:
-        check_sparsity(self.to)
-        object.__setattr__(self, "to", float(self.to))  # so that what is equal is also written alike
+        if (self.to is None) is (self.share is None):
+            raise GrowpruneError(f"{self.action.value} has to={self.to}, share={self.share}: give one of the two")
+        if self.to is not None:
+            check_sparsity(self.to)
+            object.__setattr__(self, "to", float(self.to))  # so that what is equal is written alike
+        if self.share is not None:
+            check_share(share=self.share)
+            object.__setattr__(self, "share", float(self.share))
         if not isinstance(self.by, By):
             object.__setattr__(self, "by", parse_by(self.by))
 
     def __str__(self) -> str:
-        to = "dense" if self.to == 0 else f"{self.to:.4g}"
-        how = " at random" if self.by is By.RANDOM and self.to > 0 else ""
-        return f"{self.action.value} {self.part.name} to {to}{how}"
+        how = "" if self.is_usual else f" by {self.by.value}"
+        if self.share is not None:
+            more = "more of " if self.action is Action.GROW else "of "
+            return f"{self.action.value} {self.share:.4g} {more}{self.part.name}{how}"
+        return f"{self.action.value} {self.part.name} to {'dense' if self.to == 0 else f'{self.to:.4g}'}{how}"
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it chooses as one would expect if nothing is said: prune by magnitude, grow all or at random."""
+        if self.action is Action.GROW:
+            return self.by is By.RANDOM or self.to == 0
+        return self.by is By.MAGNITUDE
 
 
-def prune(part: Part, *, to: float, by: By = By.MAGNITUDE) -> Edit:
+def prune(part: Part, *, to: float | None = None, share: float | None = None, by: By = By.MAGNITUDE) -> Edit:
     """ArgPruneTo: keep the best `1 - to` of a part's weights, and make the rest exactly zero.
+
+    With `share` instead of `to`: prune that share of the live weights of each of its layers.
 
     >>> print(prune(Part("S0", ("fc.weight",)), to=0.9))
     prune S0 to 0.9
+    >>> print(prune(Part("S0", ("fc.weight",)), share=0.3))
+    prune 0.3 of S0
     """
-    return Edit(Action.PRUNE, part, to, by)
+    return Edit(Action.PRUNE, part, by, to, share)
 
 
-def grow(part: Part, *, to: float = 0.0, by: By = By.RANDOM) -> Edit:
+def grow(part: Part, *, to: float | None = None, share: float | None = None, by: By = By.RANDOM) -> Edit:
     """ArgGrowTo: let more of a part's weights live, all of them by default. A grown weight starts at exactly zero.
 
     >>> print(grow(Part("S0", ("fc.weight",))))
     grow S0 to dense
+    >>> print(grow(Part("S0", ("fc.weight",)), to=0.9, by=By.GRADIENT))
+    grow S0 to 0.9 by gradient
     """
-    return Edit(Action.GROW, part, to, by)
+    return Edit(Action.GROW, part, by, 0.0 if to is None and share is None else to, share)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a phase does in each iteration beside the optimizer's step, as a value; `growprune.rules` carries it out."""
+
+    part: Part
 
 
 @dataclass(frozen=True, init=False)
 class Phase:
-    """A few edits, then `epochs` epochs of training (none, if the phase only edits)."""
+    """A few edits, then some epochs or iterations of training (none, if the phase only edits).
+
+    Args:
+        restart: begin with a fresh optimizer and the learning-rate schedule from its start, as the paper's C-GaP does.
+            Without it, the optimizer goes on, with its state of the weights that survive.
+        rule: what else happens in each iteration.
+    """
 
     edits: tuple[Edit, ...]
     epochs: int
+    iterations: int
+    restart: bool
+    rule: Rule | None
 
-    def __init__(self, *edits: Edit, epochs: int = 0) -> None:
-        check_counts(0, epochs=epochs)
-        object.__setattr__(self, "edits", edits)
-        object.__setattr__(self, "epochs", epochs)
+    def __init__(
+        self, *edits: Edit, epochs: int = 0, iterations: int = 0, restart: bool = False, rule: Rule | None = None
+    ) -> None:
+        check_counts(0, epochs=epochs, iterations=iterations)
+        if epochs and iterations:
+            raise GrowpruneError(f"a phase has epochs={epochs} and iterations={iterations}: give one of the two")
+        for name, value in zip(Phase.__dataclass_fields__, (edits, epochs, iterations, restart, rule), strict=True):
+            object.__setattr__(self, name, value)
+
+    @property
+    def is_trained(self) -> bool:
+        return self.epochs > 0 or self.iterations > 0
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether an edit of it looks at gradients."""
+        return any(edit.by.needs_gradients for edit in self.edits)
+
+    def num_iterations(self, per_epoch: int) -> int:
+        return self.iterations or self.epochs * per_epoch
 
     def __str__(self) -> str:
-        return ", ".join(map(str, self.edits)) or "train"
+        edits = ", ".join(map(str, self.edits)) or "train"
+        return edits if self.rule is None else f"{edits} ({type(self.rule).__name__} on {self.rule.part.name})"
 
 
 @dataclass(frozen=True)
 class Branch:
-    """What one machine does in a fork: a phase, after which it brings back the part."""
+    """What one machine does in a fork: a phase, after which it returns the part. Its optimizer is always fresh."""
 
     phase: Phase
     returns: Part
@@ -125,14 +198,14 @@ class Branch:
 
 @dataclass(frozen=True, init=False)
 class Fork:
-    """Branches that start from the same model and combine: each tensor comes from the branch that brings it."""
+    """Branches that start from the same model and combine: each tensor comes from the branch that returns it."""
 
     branches: tuple[Branch, ...]
 
     def __init__(self, *branches: Branch) -> None:
         owners = Counter(name for branch in branches for name in branch.returns.tensors)
         if shared := [name for name, count in owners.items() if count > 1]:
-            raise GrowpruneError(f"two branches of a fork bring {shared[0]!r}: every tensor can come from one only")
+            raise GrowpruneError(f"two branches of a fork return {shared[0]!r}: every tensor can come from one only")
         object.__setattr__(self, "branches", branches)
 
 
@@ -141,15 +214,19 @@ Stage: TypeAlias = Phase | Fork
 
 @dataclass(frozen=True)
 class Plan:
-    """A method together with its arguments: list it as often as you like, it yields the same steps."""
+    """A method together with its arguments: list it as often as you like, it yields the same stages."""
 
     method: Callable[..., Iterator[Stage]]
     partition: Parts
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
-        for _ in self:  # a wrong option should fail where the plan is written, not where it is run
-            pass
+        # all of it, since a wrong option should fail where the plan is written, not where it is run
+        count = sum(1 for _ in itertools.islice(self, MAX_STAGES + 1))
+        if count > MAX_STAGES:
+            raise GrowpruneError(
+                f"the plan of {self.method.__name__} has over {MAX_STAGES:,} phases: raise `every`, or lower `steps`"
+            )
 
     def __iter__(self) -> Iterator[Stage]:
         return self.method(self.partition, **self.options)
@@ -171,7 +248,7 @@ Options = ParamSpec("Options")
 def method(
     generator: Callable[Concatenate[Any, Options], Iterator[Stage]],
 ) -> Callable[Concatenate[Parts, Options], Plan]:
-    """Turn a generator of steps into a method: calling it gives a `Plan`.
+    """Turn a generator of stages into a method: calling it gives a `Plan`.
 
     `__wrapped__` stays reachable, so the options a method takes can be read off its signature.
     """
@@ -187,10 +264,10 @@ def method(
 
 @dataclass(frozen=True)
 class ScheduledPhase:
-    """One phase as a single machine meets it, walking a plan from left to right, a fork's branches in turn."""
+    """One phase as a single machine meets it, going through a plan from left to right, a fork's branches in turn."""
 
     index: int
-    """Its number in the walk."""
+    """Its number among all of them."""
     stage: int
     """The number of the stage of the plan it belongs to."""
     branch: int | None
@@ -199,9 +276,19 @@ class ScheduledPhase:
     returns: Part | None = None
     is_last_branch: bool = False
 
+    @property
+    def parts(self) -> list[Part]:
+        """All that it names."""
+        named = [edit.part for edit in self.phase.edits] + ([] if self.returns is None else [self.returns])
+        return named if self.phase.rule is None else [*named, self.phase.rule.part]
+
+    def __str__(self) -> str:
+        branch = "" if self.branch is None else f", branch {self.branch}"
+        return f"phase {self.index} (stage {self.stage}{branch}: {self.phase})"
+
 
 def walk(plan: Plan | Sequence[Stage]) -> Iterator[ScheduledPhase]:
-    """Every phase of a plan in the order in which one machine takes them."""
+    """Every phase of a plan in the order in which one machine trains them."""
     index = 0
     for number, stage in enumerate(plan):
         if isinstance(stage, Phase):
@@ -217,6 +304,12 @@ def walk(plan: Plan | Sequence[Stage]) -> Iterator[ScheduledPhase]:
 def check_sparsity(sparsity: float) -> None:
     if isinstance(sparsity, bool) or not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
         raise GrowpruneError(f"sparsity is {sparsity!r}, but it is the fraction of zeros: give a number in [0, 1)")
+
+
+def check_share(**shares: float) -> None:
+    for name, share in shares.items():
+        if isinstance(share, bool) or not isinstance(share, Real) or not 0 <= share <= 1:
+            raise GrowpruneError(f"{name} is {share!r}, but it is a share of a whole: give a number in [0, 1]")
 
 
 def check_counts(least: int, **counts: int) -> None:

@@ -1,4 +1,4 @@
-"""What an edit ranks weights by: their magnitude, or a random number.
+"""What an edit ranks weights by: a magnitude (of values, or of gradients), a signed score, or a random number.
 
 Randomness is a hash of (salt, position), not a stream: any chunk can be made on its own, on any device, and is the
 same everywhere, so machines agree on a random mask without sending it.
@@ -17,10 +17,7 @@ from growprune.errors import GrowpruneError
 from growprune.layers import Weight
 from growprune.patterns import Pattern, row_chunks
 from growprune.plan import Action, By, Edit
-from growprune.selection import KeyChunks, magnitude_keys
-
-ALWAYS = (1 << 31) - 1
-"""A 31-bit key above that of every finite float: a weight that lives stays when its part grows."""
+from growprune.selection import KeyChunks, key_bits, magnitude_keys
 
 
 def check_finite(values: Tensor, weight: Weight) -> None:
@@ -43,6 +40,23 @@ def salt_of(*what: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little")
 
 
+def key_bits_of(edit: Edit, dtype: torch.dtype) -> int:
+    """How many bits the keys of an edit have, for weights whose widest float is `dtype`."""
+    if edit.by is By.RANDOM:
+        return 31
+    return key_bits(torch.float64 if edit.by is By.GRASP else dtype)
+
+
+def signed_keys(scores: Tensor) -> Tensor:
+    """63-bit keys that sort like float64 scores, the negative ones too; two that differ in the last bit may tie.
+
+    >>> signed_keys(torch.tensor([0.5, -2.0, -1.0, 0.0])).argsort().tolist()
+    [1, 2, 3, 0]
+    """
+    bits = scores.double().view(torch.int64) >> 1  # the sign stays in front
+    return torch.where(bits < 0, -(bits & ((1 << 62) - 1)), bits) + (1 << 62)
+
+
 def edit_keys(
     edit: Edit,
     weight: Weight,
@@ -61,6 +75,7 @@ def edit_keys(
         dtype: the widest float among the weights ranked together, whose keys must be comparable.
     """
     wide = dtype == torch.float64
+    always = (1 << key_bits_of(edit, dtype)) - 1  # above the key of every finite float: what lives stays
 
     def chunks() -> Iterator[Tensor]:
         start = 0
@@ -69,11 +84,14 @@ def edit_keys(
             alive = pattern.alive(pattern.fold(mask_rows))
             if edit.by is By.RANDOM:
                 keys = random_keys(start, alive.numel(), salt, alive.device)
+            elif edit.by is By.GRASP:
+                matrix = pattern.fold(rows)  # a pattern adds up magnitudes, so those of both signs apart
+                keys = signed_keys(pattern.score(matrix.clamp(min=0)) - pattern.score((-matrix).clamp(min=0)))
             else:
                 scores = pattern.score(pattern.fold(rows))
                 keys = magnitude_keys(scores.double() if wide else scores)
             start += alive.numel()
-            keys = keys.mul_(alive) if edit.action is Action.PRUNE else torch.where(alive, ALWAYS, keys)
+            keys = keys.mul_(alive) if edit.action is Action.PRUNE else torch.where(alive, always, keys)
             yield pattern.restrict(keys)
             del alive, keys  # before the next are made
 

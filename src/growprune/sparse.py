@@ -1,36 +1,49 @@
 """SparseModel: the one mutable place where sparsity lives.
 
-It applies edits to a model's weights, sees to it that what is pruned stays exactly zero while an optimizer trains,
-walks a plan, and tells what is alive.
+It applies edits to a model's weights, sees to it that what is pruned stays exactly zero while an optimizer trains, and
+tells what is alive. Where it stands in a plan is a Cursor's to know (cursor.py).
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from growprune.allocation import Pool, Scope, parse_scope
-from growprune.cursor import Combine, Walk
 from growprune.edits import Editor
 from growprune.errors import GrowpruneError
+from growprune.gradients import Gradients
 from growprune.layers import Weight, computed_weights, is_compact, prunable_weights
 from growprune.optimizers import Optimizers
 from growprune.patterns import Pattern, parse_pattern
-from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, check_sparsity, walk
+from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, check_sparsity, prune
 from growprune.snapshot import Snapshot, check_packed, pack, unpack
 from growprune.storage import SparseParameter, parse_storage
+from growprune.warn import warn
 
 if TYPE_CHECKING:
+    from growprune.cursor import Cursor
     from growprune.summary import Summary
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+
+class RunningRule(Protocol):
+    """What happens around each step of an attached optimizer, while a phase has a rule (see growprune.rules)."""
+
+    def before_step(self) -> None:
+        """Called when gradients are there."""
+
+    def after_step(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
 
 class SparseModel:
@@ -84,30 +97,40 @@ class SparseModel:
         names = dict.fromkeys(weight.parameter for weight in self.weights)
         for name in names:  # before any is held, since holding may change the model
             parse_storage(storage).check(model, name)
-        self._sparse_parameters: dict[str, SparseParameter] = {
+        self._parameters: dict[str, SparseParameter] = {
             name: parse_storage(storage)(model, name, self.pattern) for name in names
         }
-        self._optimizers = Optimizers(self._sparse_parameters, storage)
+        self._optimizers = Optimizers(self._parameters, storage)
+        self.gradients = Gradients(self._parameters)
         self._editor = Editor(
             self.weights,
-            self._sparse_parameters,
+            self._parameters,
             self._optimizers,
+            self.gradients,
             pattern=self.pattern,
             allocation=allocation,
             scope=self.scope,
             seed=seed,
         )
-        self._walk = Walk()
+        self.rule: RunningRule | None = None
+        """What happens around each step of an attached optimizer."""
+        self._cursor: Cursor | None = None
+        self._place: Mapping[str, Any] | None = None
 
     # Edits
 
-    def prune(self, part: Part | None = None, *, to: float | None = None, by: By = By.MAGNITUDE) -> None:
+    def prune(
+        self, part: Part | None = None, *, to: float | None = None, share: float | None = None, by: By = By.MAGNITUDE
+    ) -> None:
         """Keep the best weights of a part (the whole model by default) and make the others exactly zero."""
-        self.apply(Edit(Action.PRUNE, part or self._all(), self.sparsity if to is None else to, by))
+        to = self.sparsity if to is None and share is None else to
+        self.apply(Edit(Action.PRUNE, part or self._all(), by, to, share))
 
-    def grow(self, part: Part | None = None, *, to: float = 0.0, by: By = By.RANDOM) -> None:
+    def grow(
+        self, part: Part | None = None, *, to: float | None = None, share: float | None = None, by: By = By.RANDOM
+    ) -> None:
         """Let more weights of a part (the whole model by default) live, all by default, each from exactly zero."""
-        self.apply(Edit(Action.GROW, part or self._all(), to, by))
+        self.apply(Edit(Action.GROW, part or self._all(), by, 0.0 if to is None and share is None else to, share))
 
     def apply(self, *edits: Edit) -> None:
         """Apply edits in order; optimizer state of attached optimizers follows."""
@@ -117,6 +140,41 @@ class SparseModel:
             self._editor.apply(edit)
             self.enforce()  # after each: what is pruned and grown again in one phase must start from zero state too
             self.count_edit()
+        if any(edit.by.needs_gradients for edit in edits):
+            self.gradients.clear()
+
+    def score(self, by: By, losses: Sequence[Callable[[], Tensor]]) -> None:
+        """Look at gradients before there was any training, so that the next edit can choose by them.
+
+        Args:
+            losses: functions that compute a loss each; GraSP calls them twice.
+        """
+        self.check_by(by)
+        self.gradients.observe(by, self.model, losses)
+
+    def check_by(self, by: By) -> None:
+        """Raise if this storage has not what an edit would look at."""
+        if by in (By.MOMENTUM, By.GRASP) and self.storage == "compact":
+            raise GrowpruneError(f"by is {by.value}, which needs dense tensors of all weights: use storage='masked'")
+
+    @contextmanager
+    def pruned(self) -> Iterator[None]:
+        """While it lasts, the model is what it would be if it were pruned now. Optimizers must not step meanwhile."""
+        undo = self._editor.preview(prune(self._all(), to=self.sparsity))
+        try:
+            yield
+        finally:
+            for step in reversed(undo):
+                step()
+
+    @property
+    def can_be_pruned(self) -> bool:
+        """Whether `prune()` can reach its count: not if the model is sparser already."""
+        return self._editor.is_possible(prune(self._all(), to=self.sparsity))
+
+    def projected(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By parameter: these values, but zero where an edit would prune them. The model does not change."""
+        return self._editor.projected(edit, values)
 
     def count_edit(self) -> None:
         """Note that an edit is done, so that the next one draws other random numbers."""
@@ -125,8 +183,8 @@ class SparseModel:
     def check(self, *parts: Part) -> None:
         """Raise if parts name what the model has not, or if it has other layers than when it was made sparse."""
         own = {id(parameter) for parameter in self.model.parameters()}
-        for name, sparse_parameter in self._sparse_parameters.items():
-            if id(sparse_parameter.module._parameters.get(name.rpartition(".")[2])) not in own:
+        for name, parameter in self._parameters.items():
+            if id(parameter.module._parameters.get(name.rpartition(".")[2])) not in own:
                 raise GrowpruneError(
                     f"{name} is not the parameter it was when the SparseModel was made: make a new one after changing "
                     f"layers"
@@ -143,9 +201,25 @@ class SparseModel:
         """The prunable weights of a part; none, if it holds only norms or layers kept dense."""
         return self._editor.weights_of(part)
 
-    def pools(self, edit: Edit) -> list[Pool]:
-        """How many groups an edit leaves alive, of which weights ranked together."""
-        return self._editor.pools(edit)
+    def pools(self, edit: Edit, alive: Mapping[str, int] | None = None) -> list[Pool]:
+        """How many groups an edit leaves alive, of which weights ranked together.
+
+        Args:
+            alive: how many groups of each weight live before it, by name; counted if not given.
+        """
+        return self._editor.pools(edit, alive)
+
+    def watch(self, edits: Sequence[Edit], *, is_one_backward: bool = False) -> None:
+        """Watch the gradients of the iterations to come for edits that look at them; with no edits, stop.
+
+        Args:
+            is_one_backward: whether an iteration has a single backward pass.
+        """
+        by = next((edit.by for edit in edits if edit.by.needs_gradients), None)
+        if by is not None:
+            self.check_by(by)
+        keep = self._editor.candidates(edits) if by and is_one_backward and self.storage == "compact" else None
+        self.gradients.watch(by, keep=keep)
 
     def select(self, pools: Sequence[Pool], edit: Edit) -> None:
         """Do what an edit does to some of its pools: let the best `pool.kept` groups of each live."""
@@ -159,9 +233,19 @@ class SparseModel:
         Works with any optimizer: state shaped like its parameter is masked, other state is left alone.
         Returns the optimizer, so that it can be made and attached in one line.
         """
+        is_new = optimizer not in self._optimizers.attached
         self._optimizers.attach(optimizer, own={id(parameter) for parameter in self.model.parameters()})
+        if is_new:
+            own = weakref.ref(self)
+            optimizer.register_step_pre_hook(lambda *_: _around_step(own, "before_step"))
+            optimizer.register_step_post_hook(lambda *_: _around_step(own, "after_step"))
         self.enforce()
         return optimizer
+
+    def reset_optimizers(self) -> None:
+        """Empty the state of attached optimizers, as if they were new."""
+        for optimizer in self._optimizers.attached:
+            optimizer.state.clear()
 
     def enforce(self) -> None:
         """Make weights, and the state of attached optimizers, exactly zero off the masks."""
@@ -172,13 +256,13 @@ class SparseModel:
 
         A compact copy is as sparse as the model was when it was made; after an edit, make it anew.
         """
-        parameters = _named_alike(copy, self._sparse_parameters)
+        parameters = _named_alike(copy, self._parameters)
         with torch.no_grad():
-            for name, sparse_parameter in self._sparse_parameters.items():
+            for name, parameter in self._parameters.items():
                 target = parameters[name]
-                if target.shape == sparse_parameter.shape:
-                    target.copy_(torch.where(sparse_parameter.mask().to(target.device), target, 0))
-                elif target.shape != sparse_parameter.parameter.shape:
+                if target.shape == parameter.shape:
+                    target.copy_(torch.where(parameter.mask().to(target.device), target, 0))
+                elif target.shape != parameter.parameter.shape:
                     raise GrowpruneError(
                         f"{name} of the copy has shape {tuple(target.shape)}: it is of another model, or compact with "
                         f"another mask; make it anew after an edit"
@@ -191,41 +275,30 @@ class SparseModel:
         """How many edits there were, which makes each random one draw its own numbers."""
         return self._editor.num_edits
 
-    @property
-    def position(self) -> int:
-        """The number of the phase of the plan that is being trained; -1 before the first."""
-        return self._walk.position
-
     def follow(self, plan: Plan | Sequence[Stage]) -> Iterator[Phase]:
-        """Walk a plan: do the edits of each phase, and hand the phase out to be trained.
+        """Go through a plan: do the edits of each phase, and hand the phase out to be trained.
 
         A fork's branches are handed out one after the other, each from the same model, and combined after the last.
-        After `load_state_dict`, the walk goes on with the phase that was being trained, whose edits are done. A plan
-        that is over has no more phases, and another can begin.
+        After `load_state_dict`, it goes on with the phase that was being trained, whose edits are done. A plan that is
+        over has no more phases, and another can begin. A short form of `Cursor`, whose state goes with the model's.
         """
-        for scheduled in self.schedule(plan):
-            yield scheduled.phase
+        from growprune.cursor import Cursor  # it changes a SparseModel, so it lies above this file
 
-    def schedule(
-        self,
-        plan: Plan | Sequence[Stage],
-        *,
-        is_local: Callable[[int], bool] = lambda branch: True,
-        combine: Combine = lambda returned, parts, like: returned,
-    ) -> Iterator[ScheduledPhase]:
-        """Like `follow`, with the number of each phase, step and branch.
+        place = self._place if self._cursor is None else self._cursor.state_dict()
+        cursor = Cursor(self, plan)
+        if place is not None and not (place["is_over"] and not cursor.is_place(place)):
+            cursor.load_state_dict(place)
+        self._cursor, self._place = cursor, None
+        yield from cursor
 
-        Args:
-            takes: which branches of a fork are trained here; the others are trained elsewhere.
-            combine: brings the parts of all branches together.
-        """
-        listed = list(walk(plan))
-        self.check(*(part for scheduled in listed for part in _parts_of(scheduled)))
-        return self._walk.along(listed, self, is_local, combine)
+    @property
+    def cursor(self) -> Cursor | None:
+        """Where the model stands in the plan that is being followed; None if none is."""
+        return self._cursor
 
     def leave_plan(self) -> None:
         """Forget the plan that is being followed, wherever it stands, so that another can begin."""
-        self._walk = Walk()
+        self._cursor = self._place = None
 
     def snapshot(self, part: Part | None = None, *, device: torch.device | str | None = None) -> Snapshot:
         """A copy of the tensors and masks of a part, or of the whole model; of sparse weights, what lives.
@@ -241,10 +314,10 @@ class SparseModel:
         }
 
     def _copied(self, name: str, tensor: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
-        if name not in self._sparse_parameters:
+        if name not in self._parameters:
             return tensor.detach().to(device, copy=True), None
-        sparse_parameter = self._sparse_parameters[name]
-        return sparse_parameter.to_live(tensor.detach()).to(device, copy=True), pack(sparse_parameter.mask()).to(device)
+        parameter = self._parameters[name]
+        return parameter.to_live(tensor.detach()).to(device, copy=True), pack(parameter.mask()).to(device)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put copied tensors and masks back, whatever storage they were copied from."""
@@ -254,49 +327,47 @@ class SparseModel:
                 with torch.no_grad():
                     tensors[name].copy_(values)
             else:
-                sparse_parameter = self._sparse_parameters[name]
-                with self._optimizers.following(sparse_parameter):
-                    sparse_parameter.load(
-                        values, unpack(mask, sparse_parameter.shape, sparse_parameter.parameter.device)
-                    )
+                parameter = self._parameters[name]
+                with self._optimizers.following(parameter):
+                    parameter.load(values, unpack(mask, parameter.shape, parameter.parameter.device))
         self.enforce()
 
     def clone(self) -> SparseModel:
-        """An independent copy of the model and its masks, attached to no optimizer."""
-        attached, walk = self._optimizers.attached, self._walk
-        without: dict[int, Any] = {id(attached): weakref.WeakSet(), id(walk.base): None, id(walk.returned): {}}
-        return copy.deepcopy(self, without)
+        """An independent copy of the model and its masks, attached to no optimizer, in no plan."""
+        alone: dict[int, Any] = {id(self._optimizers.attached): weakref.WeakSet()}
+        for passing in (self._cursor, self._place, self.rule, self.gradients.add_up):
+            if passing is not None:
+                alone[id(passing)] = None
+        return copy.deepcopy(self, alone)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """Masks and place in the plan: beside the model's and the optimizer's state, all that an exact resume needs."""
         return {
-            "masks": {
-                name: pack(sparse_parameter.mask()) for name, sparse_parameter in self._sparse_parameters.items()
-            },
+            "masks": {name: pack(parameter.mask()) for name, parameter in self._parameters.items()},
             "num_edits": self._editor.num_edits,
-            **self._walk.state_dict(),
+            "gradients": self.gradients.state_dict(),
+            "cursor": self._place if self._cursor is None else self._cursor.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state back. Load the model's own state before."""
-        if missing := {"masks", "num_edits", *Walk().state_dict()} - state.keys():
+        if missing := {"masks", "num_edits", "gradients", "cursor"} - state.keys():
             raise GrowpruneError(
                 f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"
             )
-        unknown = set(state["masks"]) ^ set(self._sparse_parameters)
+        unknown = set(state["masks"]) ^ set(self._parameters)
         if unknown:
             raise GrowpruneError(f"the state's masks and the model's prunable weights differ in {sorted(unknown)}")
-        for name, sparse_parameter in self._sparse_parameters.items():  # all, before any is changed
-            check_packed(state["masks"][name], sparse_parameter.shape)
-        for name, sparse_parameter in self._sparse_parameters.items():
-            with self._optimizers.following(sparse_parameter):
-                sparse_parameter.set_mask(
-                    unpack(state["masks"][name], sparse_parameter.shape, sparse_parameter.parameter.device)
-                )
+        for name, parameter in self._parameters.items():  # all, before any is changed
+            check_packed(state["masks"][name], parameter.shape)
+        for name, parameter in self._parameters.items():
+            with self._optimizers.following(parameter):
+                parameter.set_mask(unpack(state["masks"][name], parameter.shape, parameter.parameter.device))
         self._editor.num_edits = state["num_edits"]
-        self._walk.load_state_dict(state)
+        self.gradients.load_state_dict(state["gradients"])
+        self._cursor, self._place = None, state["cursor"]
         self.enforce()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -311,13 +382,13 @@ class SparseModel:
 
     def mask(self, name: str) -> Tensor:
         """Which weights of a parameter live, as a bool tensor that is yours."""
-        if name not in self._sparse_parameters:
-            raise KeyError(f"{name!r} is not prunable; prunable are {', '.join(self._sparse_parameters)}")
-        return self._sparse_parameters[name].mask().clone()
+        if name not in self._parameters:
+            raise KeyError(f"{name!r} is not prunable; prunable are {', '.join(self._parameters)}")
+        return self._parameters[name].mask().clone()
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        return {name: self.mask(name) for name in self._sparse_parameters}
+        return {name: self.mask(name) for name in self._parameters}
 
     @property
     def num_alive(self) -> int:
@@ -336,10 +407,10 @@ class SparseModel:
         return summarise(self, example)
 
     def alive_in(self, weight: Weight) -> int:
-        return int(torch.count_nonzero(weight.of(self._sparse_parameters[weight.parameter].mask())))
+        return int(torch.count_nonzero(weight.of(self._parameters[weight.parameter].mask())))
 
     def _all(self) -> Part:
-        return Part("all", tuple(self._sparse_parameters))
+        return Part("all", tuple(self._parameters))
 
 
 def _check_model(model: nn.Module) -> None:
@@ -351,10 +422,9 @@ def _check_model(model: nn.Module) -> None:
         if is_compact(module):
             raise GrowpruneError(f"{path or 'the model'} is held compact by another SparseModel: use a fresh model")
     if made := computed_weights(model):
-        warnings.warn(
+        warn(
             f"not pruned, since computed from other parameters (as by weight_norm): {', '.join(made[:3])}; name those "
-            f"parameters in include=[...], or remove the parametrization",
-            stacklevel=3,
+            f"parameters in include=[...], or remove the parametrization"
         )
 
 
@@ -368,8 +438,15 @@ def _named_alike(copy: nn.Module, names: Iterable[str]) -> dict[str, nn.Paramete
     raise GrowpruneError(f"the copy lacks {missing}: it is of another model")
 
 
-def _parts_of(scheduled: ScheduledPhase) -> list[Part]:
-    return [edit.part for edit in scheduled.phase.edits] + ([] if scheduled.returns is None else [scheduled.returns])
+def _around_step(reference: weakref.ref[SparseModel], when: str) -> None:
+    """Let a rule act around an optimizer's step, as long as there is somebody to have one."""
+    sparse = reference()
+    if sparse is None:
+        return
+    if sparse.rule is not None:
+        getattr(sparse.rule, when)()
+    if when == "after_step":
+        sparse.gradients.end_iteration()
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

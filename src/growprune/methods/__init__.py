@@ -1,24 +1,50 @@
 """Every method, one paper per file. To add one: write its file, add its line here.
 
 A method sees a partition S and yields phases (see `growprune.plan`); it never sees a model, so nothing here may
-import torch.
+import torch. Those that edit every few iterations take `iterations`, the length of the whole training, and `every`, the
+iterations between two edits; a recipe gives them its epochs, in iterations.
 """
 
 from collections.abc import Callable
 
+from growprune.methods.acdc import acdc
+from growprune.methods.admm import admm
 from growprune.methods.cyclic_gap import cyclic_gap
 from growprune.methods.dense import dense
+from growprune.methods.gmp import gmp
 from growprune.methods.one_shot import one_shot
 from growprune.methods.parallel_gap import parallel_gap
 from growprune.methods.random_gap import random_gap
+from growprune.methods.rigl import rigl
+from growprune.methods.set_ import set_
+from growprune.methods.static_random import static_random
 from growprune.plan import Plan
 
 METHODS: dict[str, Callable[..., Plan]] = {
     "cyclic_gap": cyclic_gap,
     "parallel_gap": parallel_gap,
     "random_gap": random_gap,
+    "gmp": gmp,
+    "rigl": rigl,
+    "set_": set_,
+    "acdc": acdc,
+    "admm": admm,
     "one_shot": one_shot,
+    "static_random": static_random,
     "dense": dense,
 }
 
-__all__ = ["METHODS", "cyclic_gap", "dense", "one_shot", "parallel_gap", "random_gap"]
+__all__ = [
+    "METHODS",
+    "acdc",
+    "admm",
+    "cyclic_gap",
+    "dense",
+    "gmp",
+    "one_shot",
+    "parallel_gap",
+    "random_gap",
+    "rigl",
+    "set_",
+    "static_random",
+]

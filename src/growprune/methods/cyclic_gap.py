@@ -7,7 +7,9 @@ from growprune.plan import By, Parts, Phase, check_counts, grow, method, prune
 
 
 @method
-def cyclic_gap(S: Parts, *, sparsity: float, steps: int, epochs: int, finetune: int) -> Iterator[Phase]:
+def cyclic_gap(
+    S: Parts, *, sparsity: float, steps: int, epochs: int, finetune: int, restart: bool = True
+) -> Iterator[Phase]:
     """C-GaP: each step grows one part to dense and prunes the one grown before; at the end, fine-tune.
 
     Args:
@@ -15,11 +17,14 @@ def cyclic_gap(S: Parts, *, sparsity: float, steps: int, epochs: int, finetune: 
         steps: K, how many parts are grown in all; len(S) of them are one round.
         epochs: T, the epochs trained in each step.
         finetune: T', the epochs trained at the end with all parts sparse.
+        restart: whether each step has a fresh optimizer and the whole learning-rate schedule, as in the paper.
+
+    Example: cyclic_gap(S, sparsity=0.8, steps=3, epochs=1, finetune=1)
     """
     check_counts(1, steps=steps)
     check_counts(0, epochs=epochs, finetune=finetune)
     yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM))
     for step in range(steps):
         i, j = step % len(S), (step - 1) % len(S)
-        yield Phase(prune(S[j], to=sparsity), grow(S[i]), epochs=epochs)
-    yield Phase(prune(S[i], to=sparsity), epochs=finetune)
+        yield Phase(prune(S[j], to=sparsity), grow(S[i]), epochs=epochs, restart=restart)
+    yield Phase(prune(S[i], to=sparsity), epochs=finetune, restart=restart)

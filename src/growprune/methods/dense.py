@@ -7,6 +7,9 @@ from growprune.plan import Parts, Phase, method
 
 @method
 def dense(S: Parts, *, epochs: int) -> Iterator[Phase]:
-    """Train with every weight alive for `epochs` epochs."""
+    """Train with every weight alive for `epochs` epochs.
+
+    Example: dense(S, epochs=2)
+    """
     del S
     yield Phase(epochs=epochs)

@@ -6,8 +6,14 @@ from growprune.plan import Parts, Phase, check_counts, method, prune
 
 
 @method
-def one_shot(S: Parts, *, sparsity: float, epochs: int, finetune: int) -> Iterator[Phase]:
-    """Train dense for `epochs`, prune the smallest magnitudes once, fine-tune for `finetune` epochs."""
+def one_shot(S: Parts, *, sparsity: float, epochs: int, finetune: int, restart: bool = True) -> Iterator[Phase]:
+    """Train dense for `epochs`, prune the smallest magnitudes once, fine-tune for `finetune` epochs.
+
+    Args:
+        restart: whether fine-tuning has a fresh optimizer and a learning-rate schedule of its own.
+
+    Example: one_shot(S, sparsity=0.8, epochs=1, finetune=1)
+    """
     check_counts(0, epochs=epochs, finetune=finetune)
     yield Phase(epochs=epochs)
-    yield Phase(prune(S.whole, to=sparsity), epochs=finetune)
+    yield Phase(prune(S.whole, to=sparsity), epochs=finetune, restart=restart)

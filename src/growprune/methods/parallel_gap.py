@@ -7,7 +7,9 @@ from growprune.plan import Branch, By, Fork, Parts, Phase, Stage, check_counts, 
 
 
 @method
-def parallel_gap(S: Parts, *, sparsity: float, steps: int, epochs: int, finetune: int) -> Iterator[Stage]:
+def parallel_gap(
+    S: Parts, *, sparsity: float, steps: int, epochs: int, finetune: int, restart: bool = True
+) -> Iterator[Stage]:
     """P-GaP: each step sends the model to len(S) machines, the i-th grows S_i; combine, prune, and again.
 
     Args:
@@ -15,11 +17,14 @@ def parallel_gap(S: Parts, *, sparsity: float, steps: int, epochs: int, finetune
         steps: K, how many times the machines part and combine; one step is one round.
         epochs: T, the epochs each machine trains in each step.
         finetune: T', the epochs trained at the end with all parts sparse.
+        restart: whether each step has the whole learning-rate schedule, as in the paper. Its optimizer is always fresh.
+
+    Example: parallel_gap(S, sparsity=0.8, steps=2, epochs=1, finetune=1)
     """
     check_counts(1, steps=steps)
     check_counts(0, epochs=epochs, finetune=finetune)
     yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM))
     for _ in range(steps):
-        yield Fork(*(Branch(Phase(grow(P), epochs=epochs), returns=P) for P in S))
+        yield Fork(*(Branch(Phase(grow(P), epochs=epochs, restart=restart), returns=P) for P in S))
         yield Phase(prune(S.whole, to=sparsity))
-    yield Phase(epochs=finetune)
+    yield Phase(epochs=finetune, restart=restart)

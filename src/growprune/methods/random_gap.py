@@ -9,7 +9,15 @@ from growprune.plan import By, Parts, Phase, check_counts, grow, method, prune
 
 @method
 def random_gap(
-    S: Parts, *, sparsity: float, steps: int, epochs: int, finetune: int, kappa: int, seed: int = 0
+    S: Parts,
+    *,
+    sparsity: float,
+    steps: int,
+    epochs: int,
+    finetune: int,
+    kappa: int,
+    seed: int = 0,
+    restart: bool = True,
 ) -> Iterator[Phase]:
     """C-GaP where each step grows a uniformly random set of layers, none of which was grown in the step before.
 
@@ -17,6 +25,8 @@ def random_gap(
         S: a fine partition, usually `Partition.per_layer(model)`; each draw takes len(S) // kappa parts of it.
         kappa: the share of the layers grown in a step is 1 / kappa.
         seed: decides the draws; the same seed draws the same sets.
+
+    Example: random_gap(S, sparsity=0.8, steps=3, epochs=1, finetune=1, kappa=2)
     """
     check_counts(1, steps=steps)
     check_counts(0, epochs=epochs, finetune=finetune)
@@ -30,5 +40,5 @@ def random_gap(
         previous = grown
         grown = sorted(rng.sample([i for i in range(len(S)) if i not in previous], len(S) // kappa))
         edits = [*(prune(S[j], to=sparsity) for j in previous), *(grow(S[i]) for i in grown)]
-        yield Phase(*edits, epochs=epochs)
-    yield Phase(*(prune(S[i], to=sparsity) for i in grown), epochs=finetune)
+        yield Phase(*edits, epochs=epochs, restart=restart)
+    yield Phase(*(prune(S[i], to=sparsity) for i in grown), epochs=finetune, restart=restart)

@@ -26,6 +26,9 @@ class SparseParameter(Protocol):
     A copy of the model records nothing. It works once an optimizer is attached, and not under torch.compile.
     """
 
+    adds_up_gradients: bool
+    """Whether `record` is given what lives as a sum over the backward passes of an iteration."""
+
     @staticmethod
     def check(model: nn.Module, name: str) -> None:
         """Raise if a parameter of a model cannot be held."""
@@ -46,6 +49,9 @@ class SparseParameter(Protocol):
 
     def set_mask(self, mask: Tensor) -> None:
         """Let exactly these live. A weight that is new is zero, and one that is gone is gone."""
+
+    def preview(self, mask: Tensor) -> Callable[[], None]:
+        """Let only these of the live weights live, until what is returned is called: then all is as it was."""
 
     def load(self, live: Tensor, mask: Tensor) -> None:
         """Let exactly these live, with these values in row-major order."""

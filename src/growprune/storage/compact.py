@@ -90,6 +90,8 @@ class Layout:
 class Compact:
     """A parameter held as its live values."""
 
+    adds_up_gradients = False
+
     def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
         path, _, self._local = name.rpartition(".")
         self.module = model.get_submodule(path)
@@ -137,6 +139,16 @@ class Compact:
         dense = torch.zeros(self._shape, dtype=self.parameter.dtype, device=mask.device)
         dense[mask] = live.to(mask.device, dense.dtype)
         self._put(dense, mask)
+
+    def preview(self, mask: Tensor) -> Callable[[], None]:
+        parameter, layout = self.parameter, self._layout
+        self.set_mask(mask)
+
+        def undo() -> None:
+            self.module._parameters[self._local] = parameter
+            set_layout(self.module, self._local, layout)
+
+        return undo
 
     def to_dense(self, tensor: Tensor) -> Tensor:
         return tensor if self._layout is None else self._layout.expand(tensor)

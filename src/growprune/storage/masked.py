@@ -29,6 +29,8 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Masked:
     """A parameter held dense, with the mask of its live weights."""
 
+    adds_up_gradients = True
+
     def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
         del pattern
         path, _, self._local = name.rpartition(".")
@@ -72,6 +74,19 @@ class Masked:
     def _set_mask(self, mask: Tensor) -> None:
         self.mask().copy_(mask)  # in place, so that nothing compiled around it is compiled again
         self._wide = None
+
+    def preview(self, mask: Tensor) -> Callable[[], None]:
+        before = self.mask().clone()
+        gone = before & ~mask
+        values = self.weight()[gone]
+        self.set_mask(mask)
+
+        def undo() -> None:
+            self._set_mask(before)
+            with torch.no_grad():
+                self.parameter[gone] = values
+
+        return undo
 
     def load(self, live: Tensor, mask: Tensor) -> None:
         self._set_mask(mask)

@@ -1,0 +1,158 @@
+"""The gradients that edits look at: those of dead weights too, which training never needs.
+
+They exist for a moment in each backward pass, and are masked as they accumulate. Where an edit looks at them, they are
+*watched* in the iteration before it: `Gradients` is told of each dense gradient before it is masked, adds up those of
+the iteration, and keeps the sum until the edit. Compact storage has the dense gradient of one layer at a time; there,
+if an iteration is known to have one backward pass, only the best candidates for growth are kept of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growprune.errors import GrowpruneError
+from growprune.plan import By
+from growprune.storage import SparseParameter
+
+DECAY = 0.9
+"""What a moving average of gradients keeps of itself in an iteration, as in RigL's code for "momentum"."""
+
+Keep = Callable[[str, Tensor], Tensor]
+"""Given a parameter's name and its dense gradient, which of its weights an edit may look at, as a bool tensor."""
+
+
+class Gradients:
+    """Watches the gradients of sparse parameters.
+
+    Args:
+        parameters: how they are stored, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, SparseParameter]) -> None:
+        self._parameters = parameters
+        self._sums: dict[str, Tensor] = {}
+        """Of the last iteration that was watched, by parameter; flat and sparse if only some are kept."""
+        self._averages: dict[str, Tensor] = {}
+        self._is_over = False
+        """Whether the iteration that the sums are of is over."""
+        self._is_hessian = False
+        """Whether the sums are of the Hessian times the gradient."""
+        self._watched: By | None = None
+        self._keep: Keep | None = None
+        self.add_up: Callable[[Tensor], Tensor] | None = None
+        """Adds up a tensor over the replicas of the model, if there are several."""
+
+    def watch(self, by: By | None, *, keep: Keep | None = None) -> None:
+        """Watch the iterations to come for an edit that looks at gradients, or stop watching.
+
+        Args:
+            keep: what to keep of a gradient as soon as it is there; for iterations of one backward pass.
+        """
+        self._keep = keep
+        if by is not self._watched:
+            self._watched = by
+            for name, parameter in self._parameters.items():
+                parameter.record = None if by is None else partial(self._add, name)
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        """Take a gradient in: the first of an iteration, or one more of it."""
+        if self._is_over:
+            self._sums, self._is_over = {}, False
+        parameter, before = self._parameters[name], self._sums.get(name)
+        gradient = gradient.detach().float() if gradient.dtype != torch.float64 else gradient.detach()
+        if before is None:
+            self._sums[name] = gradient.clone() if self._keep is None else _only(self._keep(name, gradient), gradient)
+        elif self._keep is not None:
+            raise GrowpruneError(
+                f"{name} has a second gradient in one iteration, but one was expected: give Cursor accumulate=2 or more"
+            )
+        elif parameter.adds_up_gradients:  # what is alive is a sum already
+            self._sums[name] = torch.where(parameter.mask(), gradient, before + gradient)
+        else:
+            before += gradient
+
+    def end_iteration(self) -> None:
+        """An optimizer has stepped: what is watched next belongs to another iteration."""
+        if self._watched is None or self._is_over or not self._sums:
+            return
+        self._is_over = True
+        if self.add_up is not None:
+            self._sums = {name: self.add_up(total) for name, total in self._sums.items()}
+        if self._watched is By.MOMENTUM:
+            for name, total in self._sums.items():
+                average = self._averages.setdefault(name, torch.zeros_like(total))
+                average.mul_(DECAY).add_(total, alpha=1 - DECAY)
+
+    def are_seen(self, by: By) -> bool:
+        """Whether there is what an edit looks at."""
+        if by is By.GRASP:
+            return self._is_hessian
+        return bool(self._averages if by is By.MOMENTUM else self._sums)
+
+    def scores(self, by: By, name: str) -> Tensor:
+        """What an edit ranks the weights of a parameter by; its sign counts for GraSP alone."""
+        found = self._averages if by is By.MOMENTUM else self._sums
+        parameter = self._parameters[name]
+        if not self.are_seen(by):
+            raise GrowpruneError(
+                f"an edit by {by.value} needs gradients, but none were seen: attach the optimizer before the iteration "
+                f"that comes before it, or call SparseModel.score() with losses first"
+            )
+        if name not in found:  # it took no part in the loss
+            return torch.zeros(parameter.shape, device=parameter.parameter.device)
+        seen = (found[name].to_dense() if found[name].is_sparse else found[name]).view(parameter.shape)
+        return seen * parameter.weight() if by in (By.SNIP, By.GRASP) else seen
+
+    def clear(self) -> None:
+        """Forget everything; edits that needed it are done."""
+        self._sums, self._averages, self._is_over, self._is_hessian = {}, {}, False, False
+
+    def state_dict(self) -> dict[str, Any]:
+        sums = {name: total.to_dense() if total.is_sparse else total for name, total in self._sums.items()}
+        return {"sums": sums, "averages": dict(self._averages), "is_over": self._is_over}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for mine, stored in ((self._sums, state["sums"]), (self._averages, state["averages"])):
+            mine.clear()
+            mine |= {name: tensor.to(self._parameters[name].parameter.device) for name, tensor in stored.items()}
+        self._is_over = state["is_over"]
+
+    # Before any training
+
+    def observe(self, by: By, model: nn.Module, losses: Sequence[Callable[[], Tensor]]) -> None:
+        """Look at some losses once, without a step: their gradients, or for GraSP the Hessian times their gradient."""
+        self.clear()
+        if by is By.GRASP:
+            self._sums, self._is_hessian = self._hessian_gradient(losses), True
+            return
+        self.watch(by)
+        for loss in losses:
+            loss().backward()  # type: ignore[no-untyped-call]
+        self.end_iteration()
+        self.watch(None)
+        model.zero_grad(set_to_none=True)
+
+    def _hessian_gradient(self, losses: Sequence[Callable[[], Tensor]]) -> dict[str, Tensor]:
+        """H g: first g over all losses, then for each loss the gradient of the product of its own gradient with g."""
+        names, tensors = list(self._parameters), [p.parameter for p in self._parameters.values()]
+        total = _sum(torch.autograd.grad(loss(), tensors, materialize_grads=True) for loss in losses)
+        products = []
+        for loss in losses:
+            own = torch.autograd.grad(loss(), tensors, create_graph=True, materialize_grads=True)
+            product = torch.stack([(g * o).sum() for g, o in zip(total, own, strict=True)]).sum()
+            products.append(torch.autograd.grad(product, tensors, materialize_grads=True))
+        return dict(zip(names, _sum(products), strict=True))
+
+
+def _only(which: Tensor, gradient: Tensor) -> Tensor:
+    """Some elements of a gradient, flat and sparse. Zeros are left out, and read as zeros all the same."""
+    return torch.where(which, gradient, 0).flatten().to_sparse()
+
+
+def _sum(many: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+    return [torch.stack(list(same)).sum(0) for same in zip(*many, strict=True)]

@@ -1,0 +1,44 @@
+"""AC/DC: Peste et al., "AC/DC: Alternating Compressed/DeCompressed Training of Deep Neural Networks", NeurIPS 2021."""
+
+from collections.abc import Iterator
+
+from growprune.plan import Parts, Phase, check_counts, check_share, grow, method, prune
+
+
+@method
+def acdc(
+    S: Parts,
+    *,
+    sparsity: float,
+    iterations: int,
+    every: int | None = None,
+    begin: float = 0.1,
+    until: float = 0.75,
+    finetune: float = 0.15,
+) -> Iterator[Phase]:
+    """Train dense, then sparse and dense in turns; a last, longer dense phase, and end sparse.
+
+    In the paper, of 100 epochs: 10 dense, 5 sparse and 5 dense in turns up to the 75th, dense to the 85th, then sparse.
+    The authors reset all momentum at each growth; here only that of the weights that grow is zero.
+
+    Args:
+        sparsity: the fraction of zeros in a sparse phase.
+        iterations: of the whole training.
+        every: the iterations between two edits; a twentieth of the training if not given.
+        begin, until: when the turns begin and end, as shares of the training.
+        finetune: the share of the training at its end that is sparse.
+
+    Example: acdc(S, sparsity=0.8, iterations=20)
+    """
+    every = max(1, iterations // 20) if every is None else every
+    check_counts(1, every=every)
+    check_counts(0, iterations=iterations)
+    check_share(begin=begin, until=until, finetune=finetune)
+    first, last = round(begin * iterations), round(until * iterations)
+    end = max(last, iterations - round(finetune * iterations))
+    yield Phase(iterations=first)
+    for turn, t in enumerate(range(first, last, every)):
+        edit = prune(S.whole, to=sparsity) if turn % 2 == 0 else grow(S.whole)
+        yield Phase(edit, iterations=min(every, last - t))
+    yield Phase(grow(S.whole), iterations=end - max(first, last))
+    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - max(first, end))

@@ -1,0 +1,52 @@
+"""ADMM pruning: Zhang et al., "A Systematic DNN Weight Pruning Framework using Alternating Direction Method of
+Multipliers", ECCV 2018. It is what the GaP paper calls prune-from-dense."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from growprune.plan import Parts, Phase, Rule, check_counts, check_share, check_sparsity, method, prune
+
+
+@dataclass(frozen=True)
+class Admm(Rule):
+    """Pull the weights W of a part towards the nearest sparse ones: each step is that of loss + rho/2 |W - Z + U|^2."""
+
+    to: float
+    """The sparsity of Z."""
+    rho: float = 1e-2
+    every: int = 100
+    """The iterations between two updates: Z becomes the projection of W + U, and U grows by W - Z."""
+
+    def __post_init__(self) -> None:
+        check_sparsity(self.to)
+        check_counts(1, every=self.every)
+
+
+@method
+def admm(
+    S: Parts,
+    *,
+    sparsity: float,
+    iterations: int,
+    every: int = 100,
+    begin: float = 0.4,
+    until: float = 0.75,
+    rho: float = 1e-2,
+) -> Iterator[Phase]:
+    """Train dense, then pulled towards sparse weights, then prune and fine-tune.
+
+    Args:
+        sparsity: the fraction of zeros to reach.
+        iterations: of the whole training.
+        every: the iterations between two updates of Z and U.
+        begin, until: when the pull begins and ends, as shares of the training.
+        rho: how strong it is.
+
+    Example: admm(S, sparsity=0.8, iterations=8, every=2)
+    """
+    check_counts(0, iterations=iterations)
+    check_share(begin=begin, until=until)
+    first, last = round(begin * iterations), round(until * iterations)
+    yield Phase(iterations=first)
+    yield Phase(iterations=max(0, last - first), rule=Admm(S.whole, to=sparsity, rho=rho, every=every))
+    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - max(first, last))

@@ -1,0 +1,32 @@
+"""Gradual magnitude pruning (GMP): Zhu and Gupta, "To prune, or not to prune", 2017."""
+
+from collections.abc import Iterator
+
+from growprune.plan import Parts, Phase, check_counts, check_share, method, prune
+
+
+@method
+def gmp(
+    S: Parts, *, sparsity: float, iterations: int, every: int = 100, begin: float = 0.1, until: float = 0.75
+) -> Iterator[Phase]:
+    """Begin dense; between `begin` and `until` of the training, prune a little more every so many iterations.
+
+    At t the sparsity is s_f + (s_i - s_f) (1 - (t - t_0) / (n dt))^3, with s_i = 0.
+
+    Args:
+        sparsity: s_f, the fraction of zeros to reach.
+        iterations: of the whole training.
+        every: dt, the iterations between two edits.
+        begin, until: t_0 and t_0 + n dt, as shares of the training.
+
+    Example: gmp(S, sparsity=0.8, iterations=8, every=2)
+    """
+    check_counts(1, every=every)
+    check_counts(0, iterations=iterations)
+    check_share(begin=begin, until=until)
+    first, last = round(begin * iterations), round(until * iterations)
+    yield Phase(iterations=first)
+    for t in range(first, last, every):
+        left = 1 - (t - first) / (last - first)
+        yield Phase(prune(S.whole, to=sparsity * (1 - left**3)), iterations=min(every, last - t))
+    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - max(first, last))

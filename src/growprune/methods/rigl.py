@@ -1,0 +1,42 @@
+"""RigL: Evci et al., "Rigging the Lottery: Making All Tickets Winners", ICML 2020."""
+
+import math
+from collections.abc import Iterator
+
+from growprune.plan import By, Parts, Phase, check_counts, check_share, grow, method, prune
+
+
+@method
+def rigl(
+    S: Parts, *, sparsity: float, iterations: int, every: int = 100, drop: float = 0.3, until: float = 0.75
+) -> Iterator[Phase]:
+    """Begin with a random mask; every so many iterations, swap the smallest weights for those of the largest gradient.
+
+    The authors' code skips the optimizer's step in the iteration of a swap, and lets a weight that is dropped and grown
+    at once keep its value. Here the step is taken, and what grows starts from zero.
+
+    Args:
+        sparsity: S, the fraction of zeros, the same throughout.
+        iterations: of the whole training.
+        every: dT, the iterations between two swaps.
+        drop: alpha, the share of each layer's live weights that is swapped at first; it falls to 0 with a cosine.
+        until: T_end, after which nothing is swapped any more, as a share of the training.
+
+    Example: rigl(S, sparsity=0.8, iterations=8, every=2)
+    """
+    yield from swapping(S, sparsity, iterations, every, drop, until, By.GRADIENT)
+
+
+def swapping(
+    S: Parts, sparsity: float, iterations: int, every: int, drop: float, until: float, by: By
+) -> Iterator[Phase]:
+    """What RigL and SET have in common."""
+    check_counts(1, every=every)
+    check_counts(0, iterations=iterations)
+    check_share(drop=drop, until=until)
+    end = until * iterations
+    yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM), iterations=min(every, iterations))
+    for t in range(every, iterations, every):
+        share = drop / 2 * (1 + math.cos(math.pi * t / end)) if t < end else 0.0
+        swap = prune(S.whole, share=share), grow(S.whole, to=sparsity, by=by)
+        yield Phase(*(swap if t < end else ()), iterations=min(every, iterations - t))

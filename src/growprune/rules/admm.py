@@ -1,0 +1,60 @@
+"""ADMM: the weights W are pulled towards Z, their projection onto sparse weights, with the scaled dual variable U."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from growprune.errors import GrowpruneError
+from growprune.methods.admm import Admm
+from growprune.plan import prune
+from growprune.sparse import SparseModel
+
+
+class AdmmRule:
+    """Adds rho (W - Z + U) to the gradients, and every so often makes Z and U anew."""
+
+    def __init__(self, rule: Admm, sparse: SparseModel) -> None:
+        if sparse.storage != "masked":
+            raise GrowpruneError(
+                f"ADMM needs all weights dense, but storage is {sparse.storage!r}: use storage='masked'"
+            )
+        self.rule, self._sparse = rule, sparse
+        self._names = tuple(dict.fromkeys(weight.parameter for weight in sparse.weights_of(rule.part)))
+        self._iteration = 0
+        self.Z: dict[str, Tensor] = {}
+        self.U: dict[str, Tensor] = {}
+
+    @property
+    def W(self) -> dict[str, Tensor]:
+        return {name: self._sparse.model.get_parameter(name) for name in self._names}
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        W = self.W
+        if self._iteration == 0:
+            self.U = {name: torch.zeros_like(w) for name, w in W.items()}
+            self.Z = self._project(W)
+        elif self._iteration % self.rule.every == 0:
+            self.Z = self._project({name: w + self.U[name] for name, w in W.items()})
+            self.U = {name: self.U[name] + w - self.Z[name] for name, w in W.items()}
+        for name, w in W.items():
+            if w.grad is not None:
+                w.grad.add_(w - self.Z[name] + self.U[name], alpha=self.rule.rho)
+
+    def after_step(self) -> None:
+        self._iteration += 1
+
+    def _project(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self._sparse.projected(prune(self.rule.part, to=self.rule.to), values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iteration": self._iteration, "Z": dict(self.Z), "U": dict(self.U)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        device = {name: w.device for name, w in self.W.items()}
+        self._iteration = state["iteration"]
+        self.Z, self.U = ({name: t.to(device[name]) for name, t in state[key].items()} for key in ("Z", "U"))
