@@ -39,6 +39,7 @@ class Cursor:
         iterations_per_epoch: how many optimizer steps an epoch has; `advance` needs it if phases are told in epochs.
         accumulate: how many backward passes an iteration has, if that is known. With 1, compact storage keeps of the
             gradients that an edit looks at only what it may choose.
+        is_begun: whether the edits of the first phase are done already, as `sparse_init` does a random prune.
         is_local: which branches of a fork are trained here; the others are trained elsewhere.
         combine: brings the parts of all branches together.
         score: called where an edit looks at gradients and there was no iteration to see them; calls `sparse.score`.
@@ -61,6 +62,7 @@ class Cursor:
         *,
         iterations_per_epoch: int | None = None,
         accumulate: int | None = None,
+        is_begun: bool = False,
         is_local: Callable[[int], bool] = lambda branch: True,
         combine: Combine = lambda returned, parts, like: returned,
         score: Callable[[By], None] | None = None,
@@ -71,7 +73,7 @@ class Cursor:
         self.schedule = tuple(walk(plan))
         _check(sparse, self.schedule)
         self._per_epoch, self._accumulate = iterations_per_epoch, accumulate
-        self._is_local, self._combine = is_local, combine
+        self._is_begun, self._is_local, self._combine = is_begun, is_local, combine
         self._score, self._on_enter, self._on_leave = score, on_enter, on_leave
         self._is_counting = False
         """Whether somebody advances; if not, phases are handed out and nobody says when they are over."""
@@ -190,8 +192,9 @@ class Cursor:
         if scheduled.branch is not None:
             self._begin_branch(scheduled)
         try:
-            self._look(scheduled.phase)
-            self.sparse.apply(*scheduled.phase.edits)
+            if not (self._is_begun and scheduled.index == 0):
+                self._look(scheduled.phase)
+                self.sparse.apply(*scheduled.phase.edits)
         except GrowpruneError as error:
             raise GrowpruneError(f"{scheduled}, at iteration {self.start}: {error}") from error
         self._place_at(scheduled)

@@ -95,6 +95,11 @@ class Editor:
         alive = self.num_alive(self.weights)
         return not any(_is_wrong_way(edit, pool, _total(pool, alive)) for pool in self.pools(edit, alive))
 
+    def is_done(self, edit: Edit) -> bool:
+        """Whether there is nothing left to do for an edit."""
+        alive = self.num_alive(self.weights)
+        return all(pool.kept == _total(pool, alive) for pool in self.pools(edit, alive))
+
     def select(self, pools: Sequence[Pool], edit: Edit) -> None:
         """Do what an edit does to some of its pools; if one of them cannot be, nothing changes."""
         alive = self.num_alive([weight for pool in pools for weight in pool.weights])

@@ -59,6 +59,10 @@ class Gradients:
             for name, parameter in self._parameters.items():
                 parameter.record = None if by is None else partial(self._add, name)
 
+    @property
+    def is_watching(self) -> bool:
+        return self._watched is not None
+
     def _add(self, name: str, gradient: Tensor) -> None:
         """Take a gradient in: the first of an iteration, or one more of it."""
         if self._is_over:

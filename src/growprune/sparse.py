@@ -172,6 +172,11 @@ class SparseModel:
         """Whether `prune()` can reach its count: not if the model is sparser already."""
         return self._editor.is_possible(prune(self._all(), to=self.sparsity))
 
+    @property
+    def is_at_target(self) -> bool:
+        """Whether just so many weights live as `prune()` leaves."""
+        return self._editor.is_done(prune(self._all(), to=self.sparsity))
+
     def projected(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """By parameter: these values, but zero where an edit would prune them. The model does not change."""
         return self._editor.projected(edit, values)

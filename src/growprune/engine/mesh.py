@@ -22,6 +22,10 @@ from growprune.plan import Fork, Plan
 from growprune.snapshot import Snapshot
 
 
+ASK_EVERY = 16
+"""How many iterations to wait, on GPUs, before the replicas are asked again whether to stop."""
+
+
 class Mesh:
     """Where this process stands among the others.
 
@@ -91,10 +95,12 @@ class Mesh:
                 if here != there:
                     raise PeerFailed(f"{where}: rank {rank} has another {name} than rank 0: all must have the same")
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is up on any replica of this group."""
+    def any(self, flag: bool, iteration: int) -> bool:
+        """Whether the flag is up on any replica of this group. Asked seldom where the answer makes a GPU wait."""
         if self._data is None:
             return flag
+        if self._device().type == "cuda" and iteration % ASK_EVERY:
+            return False
         return bool(self.sum_over_replicas(torch.tensor(float(flag), device=self._device())))
 
     def sum_over_replicas(self, value: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ from torch import nn
 from growprune.engine.checks import check_choices, require
 from growprune.engine.device import check_device
 from growprune.engine.optim import LRSchedule, OptimizerConfig
+from growprune.engine.partitions import Contiguous, PartitionConfig
 from growprune.errors import GrowpruneError
-from growprune.partition import Partition
 from growprune.plan import Plan, check_counts
 from growprune.sparse import SparseModel
 from growprune.tasks.task import Task
 
-SHARED = ("sparsity", "kappa", "seed")
+SHARED = ("sparsity", "seed")
 """Fields of a recipe that its method is given too, if it takes them."""
 
 
@@ -29,12 +29,11 @@ class Recipe:
     task: Task
     method: Callable[..., Plan]
     options: Mapping[str, Any]
-    """The method's own arguments, such as steps, epochs and finetune."""
+    """The method's own arguments, such as steps, epochs and finetune. Where a method counts in `iterations`, `epochs`
+    may be given instead."""
     sparsity: float = 0.0
-    kappa: int = 4
-    """The number of parts, cut automatically, unless `parts` says how."""
-    parts: tuple[tuple[str, ...], ...] = ()
-    """The parts by hand: for each, the names of its modules."""
+    partition: PartitionConfig = field(default_factory=Contiguous)
+    """How the model is cut into parts: contiguous(4), named([...]) or per_layer()."""
     allocation: str = "uniform"
     pattern: str = "unstructured"
     scope: str = "model"
@@ -43,18 +42,19 @@ class Recipe:
     storage: str = "masked"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
-    restart: bool = True
-    """True (the paper): every phase has a fresh optimizer and the whole learning-rate lr_schedule.
-    False: one curve over the whole plan, and optimizer state kept for the weights that survive."""
+    """From each phase that restarts to the next that does; over the whole plan, if none does."""
     clip: float | None = None
     """The largest norm of the gradient; None for any."""
     accumulate: int = 1
     """Batches to an iteration."""
     precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False
+    """On a GPU, compile the model, and replay forward and backward passes of batches of one shape as a CUDA graph."""
     evaluate_every: int = 1
-    """Validate after each so many epochs of a phase, and after its last."""
+    """Validate after each so many epochs, and after the last."""
     candidates: bool = True
-    """After each step, evaluate what the model would be if pruned now, on validation data, and keep the best."""
+    """Where a phase ends with an epoch that is validated, also evaluate what the model would be if it were pruned now. The
+    best of all models at the target sparsity, by validation data, is kept."""
     seed: int = 0
     device: str = "auto"
     """"auto" for a GPU if there is one, or as torch names it: "cpu", "cuda", "cuda:1"."""
@@ -65,7 +65,7 @@ class Recipe:
     timeout_seconds: float = 600.0
     """Under torchrun: how long to wait for another process."""
     checkpoint_seconds: float = 60.0
-    """The time between checkpoints; there is one after every phase of training too. No influence on results."""
+    """The time between checkpoints; there is one after every branch of a fork too. No influence on results."""
     claim: str = ""
     """What the recipe is expected to reach, and where."""
 
@@ -82,44 +82,46 @@ class Recipe:
         for name, value in self.options.items():
             if name in SHARED:  # the plan would go by the option, and the model by the field
                 raise GrowpruneError(f"options has {name}={value!r}: set the recipe's own field: {name}={value!r}")
-            if name not in known:
+            if name not in known and not (name == "epochs" and "iterations" in known):
                 raise GrowpruneError(f"{self.method.__name__} has no option {name!r}; it takes {', '.join(known)}")
 
-    def plan(self, model: nn.Module) -> Plan:
-        """The recipe's plan for a model. A method that takes `kappa` draws its own parts from the finest partition."""
-        known = inspect.signature(self.method).parameters
-        shared = {name: getattr(self, name) for name in SHARED if name in known}
+    @property
+    def counts_iterations(self) -> bool:
+        """Whether the plan depends on how many iterations an epoch has."""
+        return "epochs" in self.options and "epochs" not in inspect.signature(self.method).parameters
+
+    def plan(self, model: nn.Module, iterations_per_epoch: int = 0) -> Plan:
+        """The recipe's plan for a model."""
+        signature = inspect.signature(self.method)
+        shared = {name: getattr(self, name) for name in SHARED if name in signature.parameters}
+        options = dict(self.options)
+        if self.counts_iterations:
+            options["iterations"] = options.pop("epochs") * iterations_per_epoch
+        partition = self.partition.cut(model, self.keep_dense)
         try:
-            return self.method(self.partition(model), **shared, **self.options)
+            signature.bind(partition, **shared, **options)
         except TypeError as error:
             raise GrowpruneError(f"{self.method.__name__}: {error}; give it with options") from error
+        return self.method(partition, **shared, **options)
 
-    def partition(self, model: nn.Module) -> Partition:
-        if "kappa" in inspect.signature(self.method).parameters:
-            return Partition.per_layer(model, keep_dense=self.keep_dense)
-        if self.parts:
-            return Partition.of(model, self.parts)
-        return Partition.contiguous(model, self.kappa, keep_dense=self.keep_dense)
+    def sparse_settings(self) -> dict[str, Any]:
+        """What a SparseModel is told beside its model and its storage."""
+        names = ("sparsity", "allocation", "pattern", "scope", "keep_dense", "include", "seed")
+        return {name: getattr(self, name) for name in names}
 
     def sparse_model(self, model: nn.Module) -> SparseModel:
-        return SparseModel(
-            model,
-            sparsity=self.sparsity,
-            allocation=self.allocation,
-            pattern=self.pattern,
-            scope=self.scope,
-            keep_dense=self.keep_dense,
-            include=self.include,
-            seed=self.seed,
-            storage=self.storage,
-        )
+        return SparseModel(model, storage=self.storage, **self.sparse_settings())
 
     def extended(self, steps: int) -> Recipe:
         """The same recipe with a longer search."""
         check_counts(1, extend=steps)
-        if "steps" not in self.options:
+        if not self.can_be_extended:
             raise GrowpruneError(f"method {self.method.__name__} has no steps to extend")
         return replace(self, options={**self.options, "steps": self.options["steps"] + steps})
+
+    @property
+    def can_be_extended(self) -> bool:
+        return "steps" in self.options
 
 
 def own_options(method: Callable[..., Plan]) -> list[str]:

@@ -1,40 +1,46 @@
 """A run: a recipe carried out in a folder. Read this file second, after plan.py.
 
     recipe.json           where the recipe came from, and all it says
-    plan.json             the steps it unrolls to
+    plan.json             the phases it unrolls to
     log.jsonl             one object per event, appended
     checkpoints/          see checkpoint.py
-    best.safetensors      the best sparse candidate by validation data
+    best.safetensors      the best sparse model by validation data
     model.safetensors     the final sparse model
     result.json           what came out; there once the run is finished
 
-A run can be killed at any moment; it resumes to the bits it would have reached.
+A run can be killed at any moment; it resumes to the bits it would have reached. This file is the order of events; what
+they do is in training.py, saving.py, best.py and events.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import itertools
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from growprune import file
+from growprune.cursor import Cursor
 from growprune.engine import checkpoint
+from growprune.engine.best import Best
+from growprune.engine.building import build
 from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
-from growprune.engine.folder import Event, OtherLogs, RunFolder
+from growprune.engine.events import Events, Listener
+from growprune.engine.folder import OtherLogs, RunFolder
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.rng import rng_state, seed_all, set_rng_state
+from growprune.engine.saving import Checkpoints
 from growprune.engine.training import Training
 from growprune.errors import GrowpruneError
-from growprune.plan import ScheduledPhase, check_counts, walk
+from growprune.plan import By, ScheduledPhase, check_counts
 from growprune.snapshot import Snapshot, pack
-from growprune.sparse import SparseModel
 from growprune.summary import summarise
 
 
@@ -46,7 +52,7 @@ class Run:
     """One recipe in one folder.
 
     Args:
-        on_event: told of everything that goes to the log.
+        listeners: told of everything that happens.
         should_stop: asked after each iteration; True ends the run with a checkpoint and `Interrupted`.
     """
 
@@ -55,242 +61,245 @@ class Run:
         recipe: Recipe,
         folder: RunFolder,
         *,
-        on_event: Callable[[Event], None] = lambda event: None,
+        listeners: Sequence[Listener] = (),
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.recipe, self.folder = recipe, folder
-        self._on_event, self._should_stop = on_event, should_stop
+        self.recipe, self.folder, self.task = recipe, folder, recipe.task
+        self._should_stop = should_stop
         self.device = choose_device(recipe.device)
-        self.task = recipe.task
         self.num_batches = self.task.num_batches()  # first, because it looks at the data, and data may be missing
         check_counts(1, num_batches=self.num_batches)
-        seed_all(recipe.seed, "model")
-        model = self.task.build_model().to(self.device)
-        recipe.optimizer.build(model)  # on trial: if it cannot be built, better to hear of it before there is a folder
-        self.plan = recipe.plan(model)
-        self.sparse = recipe.sparse_model(model)
+        per_epoch = math.ceil(self.num_batches / recipe.accumulate)
+        self.sparse, self.plan, is_begun = build(recipe, self.device, per_epoch)
         self.mesh = Mesh(self.plan, recipe.replicas, recipe.timeout_seconds)
-        self.training = Training(recipe, self.plan, self.sparse, self.device, self.mesh)
-        walked = list(walk(self.plan))
-        self.last = len(walked) - 1
-        pairs = itertools.pairwise(walked)
-        self._after_forks = {b.index for a, b in pairs if a.branch is not None and b.branch is None}
+        self.cursor = Cursor(
+            self.sparse,
+            self.plan,
+            iterations_per_epoch=per_epoch,
+            accumulate=recipe.accumulate if self.mesh.replicas == 1 else None,
+            is_begun=is_begun,
+            is_local=self.mesh.is_local,
+            combine=self._combine,
+            score=self._score,
+            on_enter=self._enter,
+            on_leave=self._leave,
+        )
+        self.last = len(self.cursor.schedule) - 1
+        self.training = Training(recipe, self.cursor.schedule, self.sparse, self.device, self.mesh, per_epoch)
+        self.events = Events(folder.append, listeners, self.last)
+        self.checkpoints = Checkpoints(folder, self.events, recipe.checkpoint_seconds)
+        self.best = Best(folder.best, self.task.metric, is_writer=self.mesh.is_first)
         self.history: list[dict[str, Any]] = []
-        self.best: dict[str, Any] = {}
-        self._best_model: Snapshot = {}
-        self._seconds = 0.0
-        self._since = time.monotonic()
-        self._checkpoint_due = self._since + recipe.checkpoint_seconds
-        self._validation: dict[str, float] = {}
-        self._show_due = self._look_due = 0.0
+        self._branch_rows: list[dict[str, Any]] = []
+        self._seconds, self._since = 0.0, time.monotonic()
         heads = range(self.mesh.replicas, self.mesh.world, self.mesh.replicas) if self.mesh.is_first else ()
         self._others = OtherLogs(folder, heads)
-        self._number = max(checkpoint.numbers(folder.checkpoints), default=0)  # even if none of them can be loaded
-        self._previous = 0
-        self._resumed_after: int | None = None
-
-    def files(self) -> dict[str, bytes]:
-        """What the task made of its data, without which its models are of no use."""
-        return self.task.files() if hasattr(self.task, "files") else {}
+        if self.mesh.data_group is not None:
+            self.sparse.gradients.add_up = self.mesh.sum_over_replicas
 
     def execute(self) -> dict[str, Any]:
         """Carry the plan out, from where the run stands to its end, and return the result."""
         reset_peak(self.device)
-        for scheduled in self.sparse.schedule(self.plan, is_local=self.mesh.is_local, combine=self._combine):
-            if scheduled.index == self._resumed_after or (
-                scheduled.branch is not None and self._restore_branch(scheduled)
-            ):
-                continue
-            branch = "" if scheduled.branch is None else f", branch {scheduled.branch}"
-            self.mesh.phase = f"step {scheduled.stage}{branch} ({scheduled.phase})"
-            if scheduled.branch is None:
-                self._agree_on_masks(scheduled)
-            alive = self.sparse.num_alive
-            self.log_event_of(
-                "phase", scheduled, edits=str(scheduled.phase), epochs=scheduled.phase.epochs, alive=alive
-            )
-            for _ in self.training.train(scheduled, self._after_epoch):
+        with self._own_stream():
+            self.cursor.advance(self.cursor.iteration)
+            while (scheduled := self.cursor.current) is not None:
+                self.training.iterate(scheduled, self._done)
                 self._after_iteration(scheduled)
-            self._after_phase(scheduled)
-        return self._finish()
+            return self._finish()
 
-    # Between iterations
+    def _own_stream(self) -> Any:
+        """A CUDA graph cannot be recorded on the default stream, nor if what went before was on another one."""
+        is_recorded = self.recipe.compile and self.device.type == "cuda"
+        return torch.cuda.stream(torch.cuda.Stream(self.device)) if is_recorded else contextlib.nullcontext()
+
+    @property
+    def _done(self) -> int:
+        """How many iterations of the current phase are done."""
+        return self.cursor.iteration - self.cursor.start
+
+    # Phases
+
+    def _enter(self, scheduled: ScheduledPhase) -> None:
+        """A phase begins, and its edits are done."""
+        self.mesh.phase = str(scheduled)
+        self.training.enter(scheduled)
+        self._branch_rows = []
+        if scheduled.branch is not None:
+            self._restore_branch(scheduled)
+        elif scheduled.phase.edits:
+            self._agree_on_masks(scheduled)
+        if self.cursor.left > 0 or not scheduled.phase.is_trained:
+            phase = {"edits": str(scheduled.phase), "epochs": scheduled.phase.epochs}
+            length = {"iterations": self.cursor.length, "alive": self.sparse.num_alive}
+            self.events.log_event("phase", scheduled, **phase, **length)
+
+    def _leave(self, scheduled: ScheduledPhase) -> None:
+        """A phase is over; the edits of the next come next."""
+        if scheduled.branch is not None:
+            self._end_branch(scheduled)
+        elif self._is_search_end(scheduled) or self._is_after_fork(scheduled):
+            self._save(scheduled)
+
+    def _is_search_end(self, scheduled: ScheduledPhase) -> bool:
+        """Whether it is the phase before the last of a search that can be extended."""
+        return scheduled.index == self.last - 1 and self.recipe.can_be_extended
+
+    def _is_after_fork(self, scheduled: ScheduledPhase) -> bool:
+        before = self.cursor.schedule[scheduled.index - 1] if scheduled.index else None
+        return before is not None and before.branch is not None
+
+    def _score(self, by: By) -> None:
+        """Look at the first batches of the data, for an edit by gradient before there was any training."""
+        self.sparse.model.train()
+        losses = [partial(self.training.backward.loss, batch) for batch in self.training.first_batches()]
+        self.sparse.score(by, losses)
+
+    # Iterations
 
     def _after_iteration(self, scheduled: ScheduledPhase) -> None:
-        if self.mesh.any(self._should_stop()):
+        epoch, rest = divmod(self.training.spans[scheduled.index].start + self._done + 1, self.training.per_epoch)
+        if rest == 0 or (scheduled.index == self.last and self.cursor.left == 1):
+            self._after_epoch(scheduled, epoch + (rest > 0))
+        self.cursor.advance(self.cursor.iteration + 1)
+        if self.cursor.current is not None:
+            self._between_iterations(self.cursor.current)
+
+    def _between_iterations(self, scheduled: ScheduledPhase) -> None:
+        if self.mesh.any(self._should_stop(), self.cursor.iteration):
             self._save(scheduled)
-            self.log_event_of("interrupted", scheduled)
+            self.events.log_event("interrupted", scheduled)
             raise Interrupted
-        now = time.monotonic()
-        if now >= self._checkpoint_due:
+        if self.checkpoints.is_due():
             self._save(scheduled)
-        if now >= self._show_due:  # shown, not logged
-            self._show_due = now + 0.2
-            cursor = self.training.cursor
-            batches = {"batch": cursor.batch, "batches": self.num_batches}
-            self._on_event(
-                {"event": "iteration", "epoch": cursor.epoch + 1, "epochs": scheduled.phase.epochs, **batches}
-            )
-        if now >= self._look_due:
-            self._look_due = now + 1.0
+        if self.events.is_show_due():
+            done = {"iteration": self._done, "iterations": self.cursor.length, "lr": self.training.lr}
+            self.events.show("iteration", scheduled, **done, loss=self.training.shown_loss())
+        if self.events.is_look_due():
             self._show_others()
+
+    def _after_epoch(self, scheduled: ScheduledPhase, epoch: int) -> None:
+        self.training.check_finite(scheduled, self._done)
+        row: dict[str, Any] = {"epoch": epoch, "iteration": self.cursor.iteration + 1, "stage": scheduled.stage}
+        row |= {"branch": scheduled.branch, "edits": str(scheduled.phase), "alive": self.sparse.num_alive}
+        row |= {"loss": self.training.end_epoch(), "lr": self.training.lr}
+        is_last = scheduled.index == self.last and self.cursor.left == 1
+        if epoch % self.recipe.evaluate_every == 0 or is_last:
+            row["validation"] = self._evaluate("validation")
+            self._consider(scheduled, row)
+        (self.history if scheduled.branch is None else self._branch_rows).append(row)
+        self.events.log_event("epoch", scheduled, **{k: v for k, v in row.items() if k not in ("stage", "branch")})
+
+    def _consider(self, scheduled: ScheduledPhase, row: dict[str, Any]) -> None:
+        """Keep the best model at the target sparsity: this one, or what it would be if it were pruned now."""
+        if scheduled.branch is not None or self.recipe.sparsity == 0:
+            return
+        where = {name: row[name] for name in ("stage", "epoch")}
+        if self.sparse.is_at_target:
+            self.best.consider(self.sparse, row["validation"], **where)
+        elif self.recipe.candidates and self.cursor.left == 1 and self.sparse.can_be_pruned:
+            with self.sparse.pruned():
+                row["candidate"] = self._evaluate("validation")
+                self.best.consider(self.sparse, row["candidate"], **where)
+
+    @torch.no_grad()
+    def _evaluate(self, split: Any) -> dict[str, float]:
+        model = self.sparse.model.eval()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+            metrics = self.task.evaluate(model, split, device=self.device)
+        if self.task.metric not in metrics:
+            raise GrowpruneError(f"the task's metric is {self.task.metric!r}, but evaluate() gave {', '.join(metrics)}")
+        return {name: float(value) for name, value in metrics.items()}  # tensors and numpy's numbers too
+
+    # Forks
+
+    def _end_branch(self, scheduled: ScheduledPhase) -> None:
+        """Note what came of a branch where all processes find it when it is combined."""
+        assert scheduled.branch is not None
+        if self.mesh.leads_group:
+            folder = self.folder.branch(scheduled.stage, scheduled.branch)
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.write_json(folder / "rows.json", self._branch_rows)
+        self._save(scheduled)
+
+    def _restore_branch(self, scheduled: ScheduledPhase) -> None:
+        """Go on with a branch where its newest checkpoint stands, if there is one."""
+        state = self.checkpoints.load_branch(scheduled)
+        if state is not None:
+            self.sparse.restore(state["model"])
+            self.training.load_state_dict(state["training"])
+            self._branch_rows = state["branch_rows"]
+            self.cursor.skip_to(state["done"])
+            set_rng_state(state["rng"])
+
+    def _combine(self, returned: Snapshot, parts: list[tuple[str, ...]], like: Snapshot) -> Snapshot:
+        """At the end of a fork, bring its parts together, and what was noted of its branches."""
+        stage = self.cursor.schedule[self.cursor.position].stage
+        self.mesh.barrier(f"waiting for the branches of stage {stage}")
+        self._show_others()
+        before = self.mesh.bytes_received
+        combined = self.mesh.combine(returned, parts, like)
+        for branch in range(len(parts)):
+            self.history += self.folder.read_rows(stage, branch)
+        self.events.log_event("combined", stage=stage, bytes_received=self.mesh.bytes_received - before)
+        return combined
 
     def _show_others(self) -> None:
         """Show how far the other branches of a fork are; the first process speaks for all."""
         for event in self._others.news():
             if event.get("branch") is not None:
-                self._on_event(event)
+                self.events.show(**event)
 
-    def _after_epoch(self, scheduled: ScheduledPhase, loss: float, lr: float) -> None:
-        epoch = self.training.cursor.epoch + 1
-        if epoch % self.recipe.evaluate_every and epoch < scheduled.phase.epochs:
-            self.log_event_of("epoch", scheduled, epoch=epoch, loss=loss, lr=lr)
-            return
-        self._validation = validation = self._evaluate(self.sparse, "validation")
-        self.log_event_of("epoch", scheduled, epoch=epoch, loss=loss, lr=lr, validation=validation)
-        if scheduled.index == self.last:
-            self._consider(self.sparse, scheduled, validation, epoch)
-
-    def _after_phase(self, scheduled: ScheduledPhase) -> None:
-        row: dict[str, Any] = {"index": scheduled.index, "stage": scheduled.stage, "branch": scheduled.branch}
-        row |= {"edits": str(scheduled.phase), "epochs": scheduled.phase.epochs, "alive": self.sparse.num_alive}
-        if scheduled.phase.epochs:
-            row["validation"] = self._validation
-        if self._is_candidate(scheduled):
-            candidate = self.sparse.clone()
-            candidate.prune()
-            row["candidate"] = self._evaluate(candidate, "validation")
-            self._consider(candidate, scheduled, row["candidate"], None)
-        self._add_row(scheduled, row)
-        self.log_event_of(
-            "phase_end", scheduled, **{k: v for k, v in row.items() if k in ("validation", "candidate", "alive")}
-        )
-        self.training.next_phase()
-        if scheduled.phase.epochs or scheduled.index == self.last - 1 or scheduled.index in self._after_forks:
-            self._save(scheduled, is_finished=True)
-
-    def _add_row(self, scheduled: ScheduledPhase, row: dict[str, Any]) -> None:
-        """Note what came of a phase; of a branch, where all processes find it when it is combined."""
-        if scheduled.branch is None:
-            self.history.append(row)
-        elif self.mesh.leads_group:
-            folder = self.folder.branch(scheduled.stage, scheduled.branch)
-            folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.write_json(folder / "row.json", row)
-
-    def _is_candidate(self, scheduled: ScheduledPhase) -> bool:
-        """Whether the model, pruned now, is one that the plan could have ended with."""
-        inside = 0 < scheduled.index < self.last and scheduled.branch is None
-        return inside and self.recipe.candidates and self.recipe.sparsity > 0
-
-    def _consider(
-        self, sparse: SparseModel, scheduled: ScheduledPhase, metrics: dict[str, float], epoch: int | None
-    ) -> None:
-        """Keep the best sparse model by validation data."""
-        score = metrics[self.task.metric]
-        best = self.best["validation"][self.task.metric] if self.best else -math.inf
-        if score >= best or math.isnan(best):  # of equals, the one trained longer
-            self.best = {"validation": metrics, "stage": scheduled.stage, "epoch": epoch}
-            self._best_model = sparse.snapshot(device="cpu")
-            if self.mesh.is_first:
-                file.save(sparse, self.folder.best)
-
-    @torch.no_grad()
-    def _evaluate(self, sparse: SparseModel, split: Any) -> dict[str, float]:
-        sparse.model.eval()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
-            metrics = self.task.evaluate(sparse.model, split, device=self.device)
-        if self.task.metric not in metrics:
-            raise GrowpruneError(f"the task's metric is {self.task.metric!r}, but evaluate() gave {', '.join(metrics)}")
-        return {name: float(value) for name, value in metrics.items()}  # tensors and numpy's numbers too
+    def _agree_on_masks(self, scheduled: ScheduledPhase) -> None:
+        """Every process prunes by itself; that they prune alike is not left to hope."""
+        if self.mesh.world > 1:
+            packed = {name: pack(mask).cpu().numpy().tobytes() for name, mask in self.sparse.masks.items()}
+            digests = {f"mask of {name}": hashlib.sha256(bits).hexdigest() for name, bits in packed.items()}
+            self.mesh.agree(digests, f"stage {scheduled.stage}")
 
     # Checkpoints
 
-    def _save(self, scheduled: ScheduledPhase, *, is_finished: bool = False) -> None:
+    def _save(self, scheduled: ScheduledPhase) -> None:
         """Write a checkpoint: of the run by the first process, of a branch by the first of those that train it."""
-        self.training.check_finite(scheduled)  # what diverged must not replace a good checkpoint
+        self.training.check_finite(scheduled, self._done)  # what diverged must not replace a good checkpoint
         self._clock()
-        state = {
+        if scheduled.branch is None and self.mesh.is_first:
+            state = self._state() | {"sparse": self.sparse.state_dict(), "cursor": self.cursor.state_dict()}
+            state |= {"history": self.history, "best": self.best.state_dict()}
+            is_end = self._is_search_end(scheduled) and self.cursor.left == 0
+            self.checkpoints.save(scheduled, state, is_search_end=is_end)
+        elif scheduled.branch is not None and self.mesh.leads_group:
+            self.checkpoints.save_branch(scheduled, self._state() | {"branch_rows": self._branch_rows})
+        self.checkpoints.put_off()
+
+    def _state(self) -> dict[str, Any]:
+        return {
             "model": self.sparse.snapshot(device="cpu"),
             "training": self.training.state_dict(),
             "rng": rng_state(),
             "seconds": self._seconds,
-            "index": scheduled.index,
-            "is_finished": is_finished,
+            "done": self._done,
         }
-        if scheduled.branch is None and self.mesh.is_first:
-            self._save_run(scheduled, state)
-        elif scheduled.branch is not None and self.mesh.leads_group:
-            self._save_branch(scheduled, state)
-        self._checkpoint_due = time.monotonic() + self.recipe.checkpoint_seconds
-
-    def _save_run(self, scheduled: ScheduledPhase, state: dict[str, Any]) -> None:
-        state |= {"sparse": self.sparse.state_dict(), "history": self.history}
-        state |= {"best": self.best, "best_model": self._best_model}
-        self._number += 1
-        checkpoint.save(self.folder.checkpoints, self._number, state)
-        self.log_event_of("checkpoint", scheduled, number=self._number)
-        self._note_search_end(state)
-        checkpoint.remove_old(self.folder.checkpoints, [self._previous, self._number, *self.folder.kept()])
-        self.folder.remove_branches(before=scheduled.stage)
-        self._previous = self._number
-
-    def _save_branch(self, scheduled: ScheduledPhase, state: dict[str, Any]) -> None:
-        assert scheduled.branch is not None
-        folder = self.folder.branch(scheduled.stage, scheduled.branch)
-        number = max(checkpoint.numbers(folder), default=0) + 1
-        checkpoint.save(folder, number, state)
-        self.log_event_of("checkpoint", scheduled, number=number)
-        checkpoint.remove_old(folder, [number - 1, number])
-
-    def _restore_branch(self, scheduled: ScheduledPhase) -> bool:
-        """Go on with a branch where its newest checkpoint stands, if there is one; tells whether it is finished."""
-        assert scheduled.branch is not None
-        found = checkpoint.load_newest(self.folder.branch(scheduled.stage, scheduled.branch), self.warn)
-        if found is None:
-            return False
-        number, state = found
-        self.sparse.restore(state["model"])
-        self.training.load_state_dict(state["training"])
-        set_rng_state(state["rng"])
-        self.log_event_of("resumed", scheduled, number=number)
-        return bool(state["is_finished"])
-
-    def _combine(self, returned: Snapshot, parts: list[tuple[str, ...]], like: Snapshot) -> Snapshot:
-        """At the end of a fork, bring its parts together, and what was noted of its branches."""
-        step = next(s.stage for s in walk(self.plan) if s.index == self.sparse.position)
-        self.mesh.barrier(f"waiting for the branches of step {step}")
-        self._show_others()
-        before = self.mesh.bytes_received
-        combined = self.mesh.combine(returned, parts, like)
-        rows = [self.folder.branch(step, branch) / "row.json" for branch in range(len(parts))]
-        self.history += [json.loads(row.read_text()) for row in rows]
-        self.log_event("combined", stage=step, bytes_received=self.mesh.bytes_received - before)
-        return combined
 
     def restore(self, number: int, state: dict[str, Any]) -> None:
         """Go back to exactly where a checkpoint was written."""
+        check_same_tensors(self.sparse.model, state["model"])
         self.sparse.restore(state["model"])
         self.sparse.load_state_dict(state["sparse"])
+        self.cursor.load_state_dict(state["cursor"])
         self.training.load_state_dict(state["training"])
-        self.history, self.best, self._best_model = state["history"], state["best"], state["best_model"]
-        self._seconds = state["seconds"]
-        self._resumed_after = state["index"] if state["is_finished"] else None
-        self._number = number
-        self._note_search_end(state)
-        self._number, self._previous = max(checkpoint.numbers(self.folder.checkpoints)), number
+        self.best.load_state_dict(state["best"])
+        self.history, self._seconds = state["history"], state["seconds"]
+        current = self.cursor.current
+        is_end = current is not None and self._is_search_end(current) and self.cursor.left == 0
+        self.checkpoints.go_back_to(number, is_search_end=is_end)
         set_rng_state(state["rng"])
-        self.log_event("resumed", number=number, stage=self.history[-1]["stage"] if self.history else 0)
-
-    def _note_search_end(self, state: dict[str, Any]) -> None:
-        """From the end of the phase before the last, the search can be extended: that checkpoint stays."""
-        if state["is_finished"] and state["index"] == self.last - 1:
-            checkpoint.write_json(self.folder.search_end, self._number)
+        self.events.log_event("resumed", current, number=number)
 
     # The end
 
     def _finish(self) -> dict[str, Any]:
         self._clock()
+        self.training.backward.unwrap()
         if not self.mesh.is_first:
             return self._wait_for_result()
         file.save(self.sparse, self.folder.model)
@@ -298,18 +307,18 @@ class Run:
             "recipe": describe(self.recipe),
             "seed": self.recipe.seed,
             "environment": environment(self.device),
-            "phases": self.history,
-            "signature": getattr(self.task, "signature", ""),
-            "validation": self._evaluate(self.sparse, "validation"),
-            "test": self._evaluate(self.sparse, "test"),
-            "best": self._best_tested(),
+            "history": self.history,
+            "signature": self.task.signature,
+            "validation": self._evaluate("validation"),
+            "test": self._evaluate("test"),
             "sparsity": summarise(self.sparse, move(self.task.example(), self.device)).to_dict(),
             "file_bytes": self.folder.model.stat().st_size,
             "peak_bytes": peak_bytes(self.device),
             "seconds": self._seconds,
         }
+        result["best"] = self._best_tested()  # last, because the model becomes the best one
         checkpoint.write_json(self.folder.result, result)
-        self.log_event("finished", test=result["test"], seconds=self._seconds)
+        self.events.log_event("finished", test=result["test"], seconds=self._seconds)
         return result
 
     def _wait_for_result(self) -> dict[str, Any]:
@@ -321,34 +330,11 @@ class Run:
         return self.folder.read_result()
 
     def _best_tested(self) -> dict[str, Any] | None:
-        """The best candidate by validation data, with its test metrics, which select nothing."""
-        if not self.best:
+        """The best model by validation data, with its test metrics, which select nothing."""
+        if not self.best.found:
             return None
-        best = self.sparse.clone()
-        best.restore(self._best_model)
-        file.save(best, self.folder.best)
-        return {**self.best, "test": self._evaluate(best, "test")}
-
-    # Telling
-
-    def warn(self, message: str) -> None:
-        self.log_event("warning", message=message)
-
-    def _agree_on_masks(self, scheduled: ScheduledPhase) -> None:
-        """Every process prunes by itself; that they prune alike is not left to hope."""
-        if self.mesh.world > 1:
-            packed = {name: pack(mask).cpu().numpy().tobytes() for name, mask in self.sparse.masks.items()}
-            digests = {f"mask of {name}": hashlib.sha256(bits).hexdigest() for name, bits in packed.items()}
-            self.mesh.agree(digests, f"step {scheduled.stage}")
-
-    def log_event_of(self, event: str, scheduled: ScheduledPhase, **details: Any) -> None:
-        place = {"index": scheduled.index, "last": self.last, "stage": scheduled.stage, "branch": scheduled.branch}
-        self.log_event(event, **place, **details)
-
-    def log_event(self, event: str, **details: Any) -> None:
-        entry: Event = {"event": event, **details}
-        self.folder.append(entry)
-        self._on_event(entry)
+        self.best.put_into(self.sparse)
+        return {**self.best.found, "test": self._evaluate("test")}
 
     def _clock(self) -> None:
         now = time.monotonic()

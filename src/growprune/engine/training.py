@@ -1,23 +1,22 @@
-"""One phase of training, an iteration at a time."""
+"""Training: one iteration after another, with the batches and the learning rate that belong to it."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from growprune.engine import batchnorm
-from growprune.engine.batch_split import num_examples, split
+from growprune.engine.backward import Backward
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
-from growprune.plan import Plan, ScheduledPhase, walk
+from growprune.engine.timeline import timeline
+from growprune.errors import GrowpruneError
+from growprune.plan import ScheduledPhase
 from growprune.scores import salt_of
 from growprune.sparse import SparseModel
 
@@ -26,90 +25,62 @@ class TrainingDiverged(RuntimeError):
     """The loss is no longer a number."""
 
 
-@dataclass
-class Cursor:
-    """Where in a phase training stands."""
-
-    epoch: int = 0
-    batch: int = 0
-    """How many batches of the epoch are done."""
-    iteration: int = 0
-    """How many steps the optimizer has taken in the phase."""
-    loss_sum: float = 0.0
-    """Over the iterations of the epoch so far."""
-    num_losses: int = 0
-
-
 class Training:
-    """Trains a sparse model through the phases of a plan, one iteration at a time."""
+    """Trains a sparse model through the phases of a plan, one iteration at a time.
 
-    def __init__(self, recipe: Recipe, plan: Plan, sparse: SparseModel, device: torch.device, mesh: Mesh) -> None:
-        self.recipe, self.plan, self.sparse, self.device, self.mesh = recipe, plan, sparse, device, mesh
-        self._task: Any = recipe.task
-        if mesh.replicas > 1 and hasattr(recipe.task, "for_replica"):
-            self._task = recipe.task.for_replica(mesh.replica, mesh.replicas)
-        self._forward: nn.Module | None = None
-        self.cursor = Cursor()
+    Args:
+        per_epoch: how many iterations an epoch has.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        schedule: Sequence[ScheduledPhase],
+        sparse: SparseModel,
+        device: torch.device,
+        mesh: Mesh,
+        per_epoch: int,
+    ) -> None:
+        self.recipe, self.sparse, self.device, self.mesh = recipe, sparse, device, mesh
+        self.per_epoch = per_epoch
+        self.spans = timeline(schedule, per_epoch)
+        self.backward = Backward(recipe, sparse, device, mesh)
+        task = recipe.task if mesh.replicas == 1 else recipe.task.for_replica(mesh.replica, mesh.replicas)
+        self._batches = Batches(recipe, task, device, per_epoch)
         self.optimizer: torch.optim.Optimizer | None = None
+        self.lr = 0.0
+        """The learning rate of the last iteration."""
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._num_losses = 0
+        self._shown: tuple[Tensor, int] | None = None
         self._was_branch = False
 
-    def train(
-        self, scheduled: ScheduledPhase, on_epoch: Callable[[ScheduledPhase, float, float], None]
-    ) -> Iterator[None]:
-        """Train a phase from where the cursor stands; yields after each iteration, when all is consistent.
-
-        Args:
-            on_epoch: called with the phase, the mean loss and the learning rate when an epoch is over.
-        """
-        if self.cursor == Cursor():
-            self._begin(scheduled)
-        while self.cursor.epoch < scheduled.phase.epochs:
-            for batches in self._iterations(scheduled):
-                self._iterate(batches, scheduled)
-                yield
-            self.check_finite(scheduled)
-            on_epoch(scheduled, self.cursor.loss_sum / max(1, self.cursor.num_losses), self._lr(scheduled))
-            self.cursor = Cursor(epoch=self.cursor.epoch + 1, iteration=self.cursor.iteration)
-            self._loss_sum.zero_()
-        self._was_branch = scheduled.branch is not None
-        self._unwrap()
-
-    def next_phase(self) -> None:
-        """Put the cursor at the start of the phase to come."""
-        self.cursor = Cursor()
-        if self.recipe.restart:
-            self.optimizer = None  # before the edits, which would take its state along
-
-    def _begin(self, scheduled: ScheduledPhase) -> None:
-        # A phase is a function of (seed, step, branch), so it does not matter who trains it, or what ran before.
-        seed_all(self.recipe.seed, "phase", scheduled.stage, scheduled.branch)
-        # Machines that part, and machines that have combined, have no common optimizer state to go on with.
-        if self.recipe.restart or scheduled.branch is not None or self._was_branch or self.optimizer is None:
+    def enter(self, scheduled: ScheduledPhase) -> None:
+        """Begin a phase, whose edits are done."""
+        if scheduled.branch is not None or self._was_branch:
+            # It does not matter who trains a branch, or what ran before; and machines that part, and machines that have
+            # combined, have no common optimizer state to go on with.
+            seed_all(self.recipe.seed, "phase", scheduled.stage, scheduled.branch)
             self.optimizer = None
-        if scheduled.phase.epochs and self.optimizer is None:
+        if scheduled.phase.restart:
+            self.optimizer = None
+        self._was_branch = scheduled.branch is not None
+        if scheduled.phase.is_trained and self.optimizer is None:
             self.optimizer = self._build_optimizer()
 
-    def _build_optimizer(self) -> torch.optim.Optimizer:
-        return self.sparse.attach(self.recipe.optimizer.build(self.sparse.model))
-
-    def _iterations(self, scheduled: ScheduledPhase) -> Iterator[Iterator[Any]]:
-        """The batches of the current epoch from where the cursor stands, `accumulate` at a time, made one by one."""
-        seed = salt_of(self.recipe.seed, "data", scheduled.stage, scheduled.branch, self.cursor.epoch) >> 1
-        batches = iter(self._task.batches(seed=seed, start=self.cursor.batch, device=self.device))
-        for first in batches:
-            yield itertools.chain([first], itertools.islice(batches, self.recipe.accumulate - 1))
-
-    def _iterate(self, batches: Iterator[Any], scheduled: ScheduledPhase) -> None:
+    def iterate(self, scheduled: ScheduledPhase, done: int) -> None:
+        """Train one iteration of a phase of which so many are done."""
         optimizer, model = self.optimizer, self.sparse.model
         assert optimizer is not None
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = self._lr(scheduled)
+        iteration = self.spans[scheduled.index].start + done
+        self.lr = self.learning_rate(scheduled, done)
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr
         model.train()
         weights, loss_sum = [], torch.zeros_like(self._loss_sum)
-        for batch in batches:
-            weights.append(self._weigh(batch))
-            loss_sum += self._add_gradients(batch, weights[-1])
+        for batch in self._batches.of(scheduled.branch, iteration):
+            weights.append(1 if self.recipe.accumulate == 1 else self.recipe.task.weigh(batch))
+            loss_sum += self.backward(batch, weights[-1])
         self._loss_sum += loss_sum / sum(weights)
         if self.recipe.accumulate > 1:
             self._divide_gradients(sum(weights))
@@ -117,87 +88,89 @@ class Training:
             nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        self._count(len(weights), scheduled)
+        self._num_losses += 1
+        if self.device.type == "cpu" or self._num_losses % 20 == 0:  # reading the loss off a GPU makes it wait
+            self.check_finite(scheduled, done)
 
-    def _weigh(self, batch: Any) -> Any:
-        """What a batch counts among those of an iteration, whose loss is a mean over all examples, or tokens."""
-        if self.recipe.accumulate == 1:
-            return 1
-        return self.recipe.task.weigh(batch) if hasattr(self.recipe.task, "weigh") else num_examples(batch) or 1
+    def first_batches(self) -> list[Any]:
+        """Those of the first iteration."""
+        return list(self._batches.of(None, 0))
 
-    def _add_gradients(self, batch: Any, weight: Any) -> Tensor:
-        """Add those of a batch to the parameters' own; returns its loss, times its weight."""
-        forward = self._wrapped()
-        mine, share = split(batch, self.mesh.replica, self.mesh.replicas)
-        with self.mesh.waiting("adding up gradients over replicas"), batchnorm.counting(share > 0):
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
-                loss = self.recipe.task.loss(forward, mine) * weight * share
-            (loss * self.mesh.replicas).backward()  # which replicas average
-        return self.mesh.sum_over_replicas(loss.detach().double())
+    def shown_loss(self) -> float | None:
+        """The mean loss of the epoch as it was when this was last asked: reading it right now would make a GPU wait."""
+        before, self._shown = self._shown, (self._loss_sum.to("cpu", non_blocking=True), self._num_losses)
+        return float(before[0]) / before[1] if before is not None and before[1] else None
+
+    def end_epoch(self) -> float:
+        """The mean loss of the epoch, which is over."""
+        mean = float(self._loss_sum) / max(1, self._num_losses)
+        self._loss_sum.zero_()
+        self._num_losses = 0
+        return mean
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        return self.sparse.attach(self.recipe.optimizer.build(self.sparse.model))
 
     def _divide_gradients(self, total: Any) -> None:
         for parameter in self.sparse.model.parameters():
             if parameter.grad is not None:
                 parameter.grad /= total
 
-    def _wrapped(self) -> nn.Module:
-        """The model, or what keeps the gradients of its replicas the same."""
-        if self.mesh.data_group is None:
-            return self.sparse.model
-        if self._forward is None:
-            if self.recipe.sync_batchnorm:
-                batchnorm.synchronise(self.sparse.model, self.mesh.data_group)
-            with self.mesh.waiting("comparing the models of replicas"):
-                self._forward = DistributedDataParallel(self.sparse.model, process_group=self.mesh.data_group)
-        return self._forward
+    def learning_rate(self, scheduled: ScheduledPhase, done: int) -> float:
+        span, schedule = self.spans[scheduled.index], self.recipe.lr_schedule
+        iteration = span.start + done - span.schedule_start
+        return self.recipe.optimizer.lr * schedule.factor(
+            iteration, total=span.schedule_length, per_epoch=self.per_epoch
+        )
 
-    def _unwrap(self) -> None:
-        """Before edits, which may give layers new parameters, and copies, which cannot take a process group along."""
-        self._forward = None
-        batchnorm.part(self.sparse.model)
-
-    def _count(self, num_batches: int, scheduled: ScheduledPhase) -> None:
-        cursor = self.cursor
-        cursor.batch += num_batches
-        cursor.iteration += 1
-        cursor.num_losses += 1
-        if self.device.type == "cpu" or cursor.iteration % 20 == 0:  # reading the loss off a GPU makes it wait
-            self.check_finite(scheduled)
-
-    def check_finite(self, scheduled: ScheduledPhase) -> None:
+    def check_finite(self, scheduled: ScheduledPhase, done: int) -> None:
         """Raise if any loss of the epoch so far was not finite; cheap on a CPU, a wait on a GPU."""
-        self.cursor.loss_sum = float(self._loss_sum)
-        if not math.isfinite(self.cursor.loss_sum):
+        loss_sum = float(self._loss_sum)
+        if not math.isfinite(loss_sum):
+            epoch = (self.spans[scheduled.index].start + done) // self.per_epoch + 1
             raise TrainingDiverged(
-                f"the loss became {self.cursor.loss_sum} in step {scheduled.stage} ({scheduled.phase}), epoch "
-                f"{self.cursor.epoch + 1}, at learning rate {self._lr(scheduled):.3g}: "
+                f"the loss became {loss_sum} in {scheduled}, epoch {epoch} of the run, at learning rate {self.lr:.3g}: "
                 f"lower optimizer.lr, lengthen lr_schedule.warmup_epochs, or set clip"
             )
 
-    def _lr(self, scheduled: ScheduledPhase) -> float:
-        per_epoch = math.ceil(self.recipe.task.num_batches() / self.recipe.accumulate)
-        before, epochs = (0, scheduled.phase.epochs) if self.recipe.restart else self._epochs_before(scheduled)
-        iteration = before * per_epoch + self.cursor.iteration
-        lr_schedule = self.recipe.lr_schedule.factor(iteration, total=epochs * per_epoch, per_epoch=per_epoch)
-        return self.recipe.optimizer.lr * lr_schedule
-
-    def _epochs_before(self, scheduled: ScheduledPhase) -> tuple[int, int]:
-        """Epochs of the plan's steps before this one, and of all; the branches of a fork run side by side."""
-        epochs = {s.stage: s.phase.epochs for s in walk(self.plan)}
-        return sum(n for step, n in epochs.items() if step < scheduled.stage), sum(epochs.values())
-
     def state_dict(self) -> dict[str, Any]:
         return {
-            "cursor": asdict(self.cursor),
             "optimizer": None if self.optimizer is None else self.sparse.optimizer_state(self.optimizer),
             "was_branch": self._was_branch,
+            "loss_sum": float(self._loss_sum),
+            "num_losses": self._num_losses,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.cursor = Cursor(**state["cursor"])
-        self._loss_sum = torch.tensor(self.cursor.loss_sum, dtype=torch.float64, device=self.device)
-        self._was_branch = state["was_branch"]
+        self._loss_sum = torch.tensor(state["loss_sum"], dtype=torch.float64, device=self.device)
+        self._num_losses, self._was_branch = state["num_losses"], state["was_branch"]
         self.optimizer = None
         if state["optimizer"] is not None:
             self.optimizer = self._build_optimizer()
             self.sparse.load_optimizer_state(self.optimizer, state["optimizer"])
+
+
+class Batches:
+    """The batches of a run, wherever it stands. Which they are depends on the seed, the branch and the epoch."""
+
+    def __init__(self, recipe: Recipe, task: Any, device: torch.device, per_epoch: int) -> None:
+        self._recipe, self._task, self._device, self._per_epoch = recipe, task, device, per_epoch
+        self._open: Iterator[Any] = iter(())
+        self._place: tuple[int | None, int] | None = None
+        """The branch, and the iteration whose batches come next."""
+
+    def of(self, branch: int | None, iteration: int) -> Iterator[Any]:
+        """Those of an iteration, made one by one; take them all before those of the next."""
+        epoch, number = divmod(iteration, self._per_epoch)
+        if self._place != (branch, iteration) or number == 0:
+            seed = salt_of(self._recipe.seed, "data", branch, epoch) >> 1
+            start = number * self._recipe.accumulate
+            self._open = iter(self._task.batches(seed=seed, start=start, device=self._device))
+        self._place = branch, iteration + 1
+        first = next(self._open, None)
+        if first is None:
+            raise GrowpruneError(
+                f"the task has no more batches in iteration {number + 1} of an epoch, but num_batches() promised "
+                f"{self._task.num_batches()}: both must go by the same data"
+            )
+        return itertools.chain([first], itertools.islice(self._open, self._recipe.accumulate - 1))

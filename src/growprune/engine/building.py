@@ -1,0 +1,44 @@
+"""Building the model of a run: made sparse as it is built, where its plan begins with a random mask."""
+
+from __future__ import annotations
+
+import torch
+
+from growprune.engine.recipe import Recipe
+from growprune.engine.rng import seed_all
+from growprune.init import dense_init, sparse_init
+from growprune.plan import Action, By, Edit, Phase, Plan
+from growprune.sparse import SparseModel
+
+
+def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseModel, Plan, bool]:
+    """The model, its plan, and whether the first edit of the plan is done already.
+
+    A task that can initialise its model module by module has it built so, whatever the storage, so that the bits are the
+    same; in compact storage, no more than one layer is then ever dense.
+    """
+    task = recipe.task
+    seed_all(recipe.seed, "model")
+    if not task.initialises_modules:
+        model = task.build_model().to(device)
+        plan = recipe.plan(model, per_epoch)
+        recipe.optimizer.build(model)  # on trial: if it cannot be built, better to hear of it before there is a folder
+        return recipe.sparse_model(model), plan, False
+    with torch.device("meta"):
+        shapes = task.build_model()
+    plan = recipe.plan(shapes, per_epoch)
+    recipe.optimizer.build(shapes)
+    if recipe.storage == "compact" and _begins_at_random(plan, recipe.sparsity):
+        sparse = sparse_init(task.build_model, initialise=task.initialise, **recipe.sparse_settings())
+        sparse.model.to(device)
+        return sparse, plan, True
+    model = dense_init(task.build_model, initialise=task.initialise).to(device)
+    return recipe.sparse_model(model), plan, False
+
+
+def _begins_at_random(plan: Plan, sparsity: float) -> bool:
+    """Whether the first edit is a random mask of the whole model at its sparsity, and the first phase has no other."""
+    first = next(iter(plan), None)
+    if not isinstance(first, Phase) or len(first.edits) != 1:
+        return False
+    return first.edits[0] == Edit(Action.PRUNE, plan.partition.whole, By.RANDOM, sparsity) and sparsity > 0

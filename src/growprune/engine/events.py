@@ -1,0 +1,58 @@
+"""What happens in a run, told to whoever listens: the log, the console, and others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from growprune.plan import ScheduledPhase
+
+Event: TypeAlias = dict[str, Any]
+Listener: TypeAlias = Callable[[Event], None]
+
+SHOW_SECONDS, LOOK_SECONDS = 0.2, 1.0
+"""How often iterations are shown, and the logs of other processes looked at."""
+
+
+class Events:
+    """Tells listeners. What is *logged* goes to all of them; what is only *shown* to those who show it.
+
+    Args:
+        log: keeps every event that is logged.
+        listeners: are told of what is logged and of what is shown.
+    """
+
+    def __init__(self, log: Listener, listeners: Sequence[Listener], last: int) -> None:
+        self._log, self._listeners, self._last = log, listeners, last
+        self._show_due = self._look_due = 0.0
+
+    def log_event(self, event: str, scheduled: ScheduledPhase | None = None, **details: Any) -> None:
+        self._log(self.show(event, scheduled, **details))
+
+    def show(self, event: str, scheduled: ScheduledPhase | None = None, **details: Any) -> Event:
+        """Tell an event without logging it."""
+        entry: Event = {"event": event} | ({} if scheduled is None else self._place(scheduled)) | details
+        for listener in self._listeners:
+            listener(entry)
+        return entry
+
+    def warn(self, message: str) -> None:
+        self.log_event("warning", message=message)
+
+    def _place(self, scheduled: ScheduledPhase) -> Event:
+        return {"index": scheduled.index, "last": self._last, "stage": scheduled.stage, "branch": scheduled.branch}
+
+    def is_show_due(self) -> bool:
+        """Whether it is time to show an iteration."""
+        now = time.monotonic()
+        is_due = now >= self._show_due
+        self._show_due = now + SHOW_SECONDS if is_due else self._show_due
+        return is_due
+
+    def is_look_due(self) -> bool:
+        """Whether it is time to look at what other processes do."""
+        now = time.monotonic()
+        is_due = now >= self._look_due
+        self._look_due = now + LOOK_SECONDS if is_due else self._look_due
+        return is_due

@@ -1,0 +1,59 @@
+"""How a recipe cuts its model into parts, as values: contiguous(4), named([...]), per_layer()."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+from growprune.partition import Partition
+from growprune.plan import check_counts
+
+
+@dataclass(frozen=True)
+class Contiguous:
+    """kappa parts of neighbouring layers, as equal as can be, that split no residual or attention block."""
+
+    kappa: int = 4
+
+    def __post_init__(self) -> None:
+        check_counts(1, kappa=self.kappa)
+
+    def cut(self, model: nn.Module, keep_dense: Sequence[str]) -> Partition:
+        return Partition.contiguous(model, self.kappa, keep_dense=keep_dense)
+
+
+@dataclass(frozen=True)
+class Named:
+    """Parts written by hand: for each, the names of its modules."""
+
+    parts: tuple[tuple[str, ...], ...]
+
+    def cut(self, model: nn.Module, keep_dense: Sequence[str]) -> Partition:
+        del keep_dense
+        return Partition.of(model, self.parts)
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """Every layer is a part: for methods that draw their own sets of layers."""
+
+    def cut(self, model: nn.Module, keep_dense: Sequence[str]) -> Partition:
+        return Partition.per_layer(model, keep_dense=keep_dense)
+
+
+PartitionConfig: TypeAlias = Contiguous | Named | PerLayer
+
+
+def contiguous(kappa: int) -> Contiguous:
+    return Contiguous(kappa)
+
+
+def named(parts: Sequence[Sequence[str]]) -> Named:
+    return Named(tuple(tuple(names) for names in parts))
+
+
+def per_layer() -> PerLayer:
+    return PerLayer()

@@ -1,0 +1,83 @@
+"""A plan of thousands of phases in a few rows: neighbours that do the same to another degree are one row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from growprune.plan import Edit, ScheduledPhase
+
+MAX_ROWS = 60
+"""Beyond so many rows, phases that edit other parts in the same way count as alike too."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Phases in a row that are alike."""
+
+    phases: tuple[ScheduledPhase, ...]
+
+    @property
+    def first(self) -> ScheduledPhase:
+        return self.phases[0]
+
+    @property
+    def last(self) -> ScheduledPhase:
+        return self.phases[-1]
+
+    def __str__(self) -> str:
+        """What they do: "prune all to 0.1 ... 0.9"."""
+        edits = zip(self.first.phase.edits, self.last.phase.edits, strict=True)
+        are_same_parts = all(_parts(phase) == _parts(self.first) for phase in self.phases)
+        said = ", ".join(_say(a, b) for a, b in edits) if are_same_parts else f"{_kinds(self.first)} of changing parts"
+        return said or str(self.first.phase)
+
+    def to_dict(self) -> dict[str, Any]:
+        phase = self.first.phase
+        length = {"epochs": phase.epochs} if phase.epochs else {"iterations": phase.iterations}
+        about = {"stage": self.first.stage, "edits": str(self), **length, "restart": phase.restart}
+        if self.first.returns is not None:
+            about |= {"branch": self.first.branch, "returns": self.first.returns.name}
+        return about | ({"times": len(self.phases)} if len(self.phases) > 1 else {})
+
+
+def fold(schedule: Iterable[ScheduledPhase]) -> list[Row]:
+    """The rows of a plan; each stands for one or more phases that follow one another.
+
+    >>> from growprune import methods, Partition
+    >>> from growprune.plan import Part, walk
+    >>> S = Partition((Part("S0", ("w",)),))
+    >>> [f"{len(row.phases)} x {row}" for row in fold(walk(methods.gmp(S, sparsity=0.9, iterations=1000, every=10)))]
+    ['1 x train', '65 x prune all to 0 ... 0.9', '1 x prune all to 0.9']
+    """
+    schedule = list(schedule)
+    rows = [Row(tuple(group)) for _, group in groupby(schedule, key=_alike)]
+    if len(rows) > MAX_ROWS:
+        rows = [Row(tuple(group)) for _, group in groupby(schedule, key=lambda s: _alike(s)[:-1])]
+    return rows
+
+
+def _alike(scheduled: ScheduledPhase) -> tuple[Any, ...]:
+    """Equal for phases that differ in the degree of their edits only; last of all, which parts they edit."""
+    phase = scheduled.phase
+    what = tuple((edit.action, edit.by, edit.to is None) for edit in phase.edits)
+    return (what, phase.epochs, phase.iterations, phase.restart, phase.rule, scheduled.returns, _parts(scheduled))
+
+
+def _parts(scheduled: ScheduledPhase) -> tuple[str, ...]:
+    return tuple(edit.part.name for edit in scheduled.phase.edits)
+
+
+def _kinds(scheduled: ScheduledPhase) -> str:
+    return ", ".join(edit.action.value for edit in scheduled.phase.edits)
+
+
+def _say(first: Edit, last: Edit) -> str:
+    if first == last:
+        return str(first)
+    text, end = str(first), first.share if first.to is None else first.to
+    begin, other = f"{end:.4g}", f"{last.share if last.to is None else last.to:.4g}"
+    text = text.replace("dense", "0")
+    return text.replace(begin, f"{begin} ... {other}", 1)
