@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
+from growprune.tasks import Task
 
 
 class NoisyNet(nn.Module):
@@ -37,7 +38,7 @@ class NoisyNet(nn.Module):
 
 
 @dataclass(frozen=True)
-class Toy:
+class Toy(Task):
     num_examples: int = 50
     batch_size: int = 16
     poison: int = -1
@@ -78,7 +79,7 @@ class Toy:
                 yield number, x[indices].to(device), y[indices].to(device)
 
     def for_replica(self, index: int, count: int) -> OneReplica:
-        return OneReplica(self, index, count)
+        return OneReplica(**vars(self), index=index, count=count)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         number, x, y = batch
@@ -94,15 +95,14 @@ class Toy:
 
 
 @dataclass(frozen=True)
-class OneReplica:
+class OneReplica(Toy):
     """The batches of a replica: the examples of others are blank."""
 
-    task: Toy
-    index: int
-    count: int
+    index: int = 0
+    count: int = 1
 
     def batches(self, **arguments: Any) -> Iterator[Any]:
-        for number, x, y in self.task.batches(**arguments):
+        for number, x, y in super().batches(**arguments):
             mine = torch.arange(len(x)) % self.count == self.index
             yield number, torch.where(mine[:, None], x, 0), torch.where(mine, y, 0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from growprune.plan import Action, By, Edit, Part
 from growprune.scores import check_finite, edit_keys, salt_of
 from growprune.selection import choose, key_bits
 from growprune.storage import SparseParameter
+from growprune.warn import warn
 
 
 class Editor:
@@ -63,7 +63,7 @@ class Editor:
         elif edit.action is Action.GROW:
             if not self.weights_of(edit.part):
                 what = "no weight of it may be pruned; give Partition keep_dense too"
-                warnings.warn(f"{edit.part.name} has nothing to grow: {what}", stacklevel=7)
+                warn(f"{edit.part.name} has nothing to grow: {what}")
             for name in dict.fromkeys(w.parameter for w in self.weights_of(edit.part)):
                 sparse_parameter = self._sparse_parameters[name]
                 with self._optimizers.following(sparse_parameter):
@@ -122,10 +122,7 @@ class Editor:
     def _warn_of_dead_layers(self, pool: Pool) -> None:
         dead = [w for w in pool.weights if not bool(w.of(self._sparse_parameters[w.parameter].mask()).any())]
         if dead:
-            warnings.warn(
-                f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense",
-                stacklevel=7,
-            )
+            warn(f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense")
 
 
 def _names(weights: Sequence[Weight]) -> str:

@@ -7,7 +7,6 @@ walks a plan, and tells what is alive.
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +25,7 @@ from growprune.patterns import Pattern, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, check_sparsity, walk
 from growprune.snapshot import Snapshot, check_packed, pack, unpack
 from growprune.storage import SparseParameter, parse_storage
+from growprune.warn import warn
 
 if TYPE_CHECKING:
     from growprune.summary import Summary
@@ -351,10 +351,9 @@ def _check_model(model: nn.Module) -> None:
         if is_compact(module):
             raise GrowpruneError(f"{path or 'the model'} is held compact by another SparseModel: use a fresh model")
     if made := computed_weights(model):
-        warnings.warn(
+        warn(
             f"not pruned, since computed from other parameters (as by weight_norm): {', '.join(made[:3])}; name those "
-            f"parameters in include=[...], or remove the parametrization",
-            stacklevel=3,
+            f"parameters in include=[...], or remove the parametrization"
         )
 
 

@@ -264,10 +264,31 @@ def test_a_missing_package_is_named_before_training(package: str, data: Path, mo
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
+    translation.bleu.cache_clear()
     task = tiny(data)
     task.build_model()
     with pytest.raises(ValueError, match=rf"needs {package}: pip install 'growprune\[translation\]'"):
         task.num_batches()
+
+
+def test_sacrebleu_is_built_once_however_often_batches_are_counted(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sacrebleu.metrics import bleu
+
+    built: list[Any] = []
+    original = bleu.BLEU.__init__
+
+    def count(self: Any, *args: Any, **options: Any) -> None:
+        built.append(options)
+        original(self, *args, **options)
+
+    monkeypatch.setattr(bleu.BLEU, "__init__", count)
+    task = tiny(data, target="fr")  # a language of which no other test has made one
+    for ending in ("train", "val", "test"):
+        (data / f"{ending}.de").rename(data / f"{ending}.fr")
+    for _ in range(5):
+        task.num_batches()
+    assert "case:mixed" in task.signature
+    assert len(built) == 1
 
 
 def test_a_language_that_sacrebleu_needs_more_for_is_said_before_training(

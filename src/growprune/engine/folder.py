@@ -14,15 +14,51 @@ from pathlib import Path
 from typing import Any
 
 from growprune import atomic
-from growprune.engine import checkpoint
+from growprune.engine import checkpoint, json_file, process_group
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
 from growprune.plan import Fork, Phase, Plan
 
 Event = dict[str, Any]
 
+FORMAT = 2
+"""Of run folders. It grows when a run of before cannot be gone on with; 1 is what recipe.json does not say."""
+
 PATIENCE = 15.0
 """Seconds to wait for the lock of a folder."""
+
+_RECIPE: json_file.Names = {
+    "recipe.task.name": str,
+    "recipe.method": str,
+    "recipe.sparsity": json_file.NUMBER,
+    "format?": int,
+    "job?": str,
+    "source?": str,
+    "settings?": dict,
+    "settings?.*": str,
+    "extended?": int,
+}
+_ROW: json_file.Names = {
+    "stage": int,
+    "branch": (int, type(None)),
+    "edits": str,
+    "epochs": object,
+    "alive": int,
+    "validation?.*": json_file.NUMBER,
+    "candidate?.*": json_file.NUMBER,
+}
+_RESULT: json_file.Names = {
+    "phases": list,
+    **{f"phases.*.{name}": kind for name, kind in _ROW.items()},
+    "test": dict,
+    "test.*": json_file.NUMBER,
+    "best": (dict, type(None)),
+    "best?.stage": int,
+    "best?.test.*": json_file.NUMBER,
+    "sparsity.totals.alive": int,
+    "sparsity.totals.prunable": int,
+    "file_bytes": int,
+}
 
 
 @dataclass(frozen=True)
@@ -98,24 +134,43 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
-    def create(self, recipe: Recipe, origin: dict[str, Any]) -> None:
-        """Make the folder of a recipe's run; `origin` says how to find the recipe again."""
+    def make(self) -> None:
+        """Make the folder itself, so that it can be locked; one that is there stays as it is."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.write_recipe(recipe, origin)
         except OSError as error:
             raise OSError(f"cannot write to {self.path}: {error}") from error
 
     def write_recipe(self, recipe: Recipe, origin: dict[str, Any]) -> None:
-        checkpoint.write_json(self.recipe, {**origin, "recipe": describe(recipe)})
+        """Say what runs here; `origin` says how to find the recipe again."""
+        job = {"job": process_group.job()} if process_group.job() else {}
+        checkpoint.write_json(self.recipe, {"format": FORMAT, **job, **origin, "recipe": describe(recipe)})
 
     def read_recipe(self) -> dict[str, Any]:
-        """What `create` wrote; raises ValueError if the folder holds no run."""
-        wanted = ("recipe.task.name", "recipe.method", "recipe.sparsity")
+        """What `write_recipe` wrote; raises GrowpruneError if the folder holds no run, or one of a newer format."""
         try:
-            return _read(self.recipe, wanted, "put a copy of it back, or start a new run elsewhere")
+            content = json_file.read(self.recipe, _RECIPE, "put a copy of it back, or start a new run elsewhere")
         except OSError as error:
             raise GrowpruneError(f"{self.path} holds no run: {self.recipe.name} cannot be read ({error})") from error
+        if (found := content.get("format") or 1) > FORMAT:
+            raise GrowpruneError(
+                f"{self.path} was started by a newer growprune (format {found}, and this one reads up to {FORMAT}): "
+                f"upgrade growprune"
+            )
+        return content
+
+    def check_format(self) -> None:
+        """Raise if the run was started by a growprune that this one cannot go on for."""
+        if (found := self.read_recipe().get("format") or 1) < FORMAT:
+            raise GrowpruneError(
+                f"{self.path} was started by an older growprune (format {found}, and this one goes on with {FORMAT}): "
+                f"resume it with that one, or start a new run; `growprune inspect` still shows it"
+            )
+
+    @property
+    def job(self) -> str:
+        """The job of torchrun's that started the run, or last went on with it."""
+        return str(self.read_recipe().get("job") or "")
 
     def store_files(self, files: Mapping[str, bytes]) -> None:
         """Keep what a task made of its data, by file name; what is there already must be the same."""
@@ -135,17 +190,22 @@ class RunFolder:
 
     def read_origin(self) -> dict[str, Any]:
         """How to find the recipe again."""
-        return {name: value for name, value in self.read_recipe().items() if name != "recipe"}
+        return {name: value for name, value in self.read_recipe().items() if name not in ("recipe", "format", "job")}
 
     def how_to_resume(self) -> str:
         """The command line finds the recipe again if it started the run; one from Python only Python has."""
-        if "source" in self.read_origin():
+        if self.read_origin().get("source"):
             return f"`growprune resume {self.path}`"
         return f"growprune.resume(recipe, {str(self.path)!r})"
 
     def read_result(self) -> dict[str, Any]:
-        wanted = ("phases", "test", "best", "sparsity.totals.alive", "sparsity.totals.prunable", "file_bytes")
-        return _read(self.result, wanted, "remove it and resume the run, which makes it again")
+        remedy = "remove it and resume the run, which makes it again"
+        return json_file.read(self.result, _RESULT, remedy, upgrade=_of_this_format)
+
+    def read_row(self, step: int, branch: int) -> dict[str, Any]:
+        """What came of a branch of a fork."""
+        folder = self.branch(step, branch)
+        return json_file.read(folder / "row.json", _ROW, f"remove {folder} and resume, which trains that branch again")
 
     def write_plan(self, plan: Plan) -> None:
         parts = {part.name: part.tensors for part in plan.partition}
@@ -196,7 +256,7 @@ class OtherLogs:
             whole = new[: new.rfind(b"\n") + 1]
             self._read[rank] = log, start + len(whole)
             for line in whole.splitlines():
-                with contextlib.suppress(ValueError):  # a line that a kill cut short
+                with contextlib.suppress(ValueError, RecursionError, TypeError):  # a line that a kill cut short
                     yield {**json.loads(line), "rank": rank}
 
 
@@ -216,19 +276,14 @@ def _lock(descriptor: int) -> bool:
             return True
 
 
-def _read(path: Path, wanted: Iterable[str], remedy: str) -> dict[str, Any]:
-    """A JSON file of ours, in which some names must be; dots reach inside."""
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise GrowpruneError(f"{path} is damaged ({error}): {remedy}") from error
-    for name in wanted:
-        inside = content
-        for key in name.split("."):
-            if not isinstance(inside, dict) or key not in inside:
-                raise GrowpruneError(f"{path} is damaged (it has no {name}): {remedy}")
-            inside = inside[key]
-    return content  # type: ignore[no-any-return]
+def _of_this_format(result: Any) -> Any:
+    """A result of format 1 in the words of this one: what is a stage of the plan now was a step."""
+    inside = result if isinstance(result, dict) else {}
+    phases = inside.get("phases")
+    for row in [*(phases if isinstance(phases, list) else ()), inside.get("best")]:
+        if isinstance(row, dict) and "stage" not in row and "step" in row:
+            row["stage"] = row.pop("step")
+    return result
 
 
 def _describe_stage(stage: Phase | Fork) -> dict[str, Any]:

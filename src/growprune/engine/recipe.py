@@ -14,7 +14,7 @@ from growprune.engine.device import check_device
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.errors import GrowpruneError
 from growprune.partition import Partition
-from growprune.plan import Plan, check_counts
+from growprune.plan import Parts, Plan, check_counts
 from growprune.sparse import SparseModel
 from growprune.tasks.task import Task
 
@@ -70,6 +70,8 @@ class Recipe:
     """What the recipe is expected to reach, and where."""
 
     def __post_init__(self) -> None:
+        must = "an object of a class derived from growprune.tasks.Task"
+        require(isinstance(self.task, Task), "task", self.task, must)
         check_choices(self)
         check_device(self.device)
         check_counts(1, accumulate=self.accumulate, evaluate_every=self.evaluate_every)
@@ -87,12 +89,17 @@ class Recipe:
 
     def plan(self, model: nn.Module) -> Plan:
         """The recipe's plan for a model. A method that takes `kappa` draws its own parts from the finest partition."""
-        known = inspect.signature(self.method).parameters
-        shared = {name: getattr(self, name) for name in SHARED if name in known}
+        return self.plan_over(self.partition(model))
+
+    def plan_over(self, parts: Parts) -> Plan:
+        """The recipe's plan for a partition of any model."""
+        signature = inspect.signature(self.method)
+        options = {name: getattr(self, name) for name in SHARED if name in signature.parameters} | dict(self.options)
         try:
-            return self.method(self.partition(model), **shared, **self.options)
+            signature.bind(parts, **options)  # before calling it, since a method may have errors of its own
         except TypeError as error:
             raise GrowpruneError(f"{self.method.__name__}: {error}; give it with options") from error
+        return self.method(parts, **options)
 
     def partition(self, model: nn.Module) -> Partition:
         if "kappa" in inspect.signature(self.method).parameters:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import torch
 
 from growprune import file
 from growprune.engine import checkpoint
+from growprune.engine.compatibility import check_same_tensors, tensors_of
 from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
 from growprune.engine.folder import Event, OtherLogs, RunFolder
 from growprune.engine.mesh import Mesh
@@ -91,7 +91,7 @@ class Run:
 
     def files(self) -> dict[str, bytes]:
         """What the task made of its data, without which its models are of no use."""
-        return self.task.files() if hasattr(self.task, "files") else {}
+        return self.task.files()
 
     def execute(self) -> dict[str, Any]:
         """Carry the plan out, from where the run stands to its end, and return the result."""
@@ -211,6 +211,7 @@ class Run:
         self.training.check_finite(scheduled)  # what diverged must not replace a good checkpoint
         self._clock()
         state = {
+            "tensors": tensors_of(self.sparse),
             "model": self.sparse.snapshot(device="cpu"),
             "training": self.training.state_dict(),
             "rng": rng_state(),
@@ -250,6 +251,7 @@ class Run:
         if found is None:
             return False
         number, state = found
+        check_same_tensors(self.sparse, state["tensors"])
         self.sparse.restore(state["model"])
         self.training.load_state_dict(state["training"])
         set_rng_state(state["rng"])
@@ -263,13 +265,13 @@ class Run:
         self._show_others()
         before = self.mesh.bytes_received
         combined = self.mesh.combine(returned, parts, like)
-        rows = [self.folder.branch(step, branch) / "row.json" for branch in range(len(parts))]
-        self.history += [json.loads(row.read_text()) for row in rows]
+        self.history += [self.folder.read_row(step, branch) for branch in range(len(parts))]
         self.log_event("combined", stage=step, bytes_received=self.mesh.bytes_received - before)
         return combined
 
     def restore(self, number: int, state: dict[str, Any]) -> None:
         """Go back to exactly where a checkpoint was written."""
+        check_same_tensors(self.sparse, state["tensors"])
         self.sparse.restore(state["model"])
         self.sparse.load_state_dict(state["sparse"])
         self.training.load_state_dict(state["training"])
@@ -299,7 +301,7 @@ class Run:
             "seed": self.recipe.seed,
             "environment": environment(self.device),
             "phases": self.history,
-            "signature": getattr(self.task, "signature", ""),
+            "signature": self.task.signature,
             "validation": self._evaluate(self.sparse, "validation"),
             "test": self._evaluate(self.sparse, "test"),
             "best": self._best_tested(),

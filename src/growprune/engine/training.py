@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from growprune.engine import batchnorm
-from growprune.engine.batch_split import num_examples, split
+from growprune.engine.batch_split import split
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
@@ -45,9 +45,7 @@ class Training:
 
     def __init__(self, recipe: Recipe, plan: Plan, sparse: SparseModel, device: torch.device, mesh: Mesh) -> None:
         self.recipe, self.plan, self.sparse, self.device, self.mesh = recipe, plan, sparse, device, mesh
-        self._task: Any = recipe.task
-        if mesh.replicas > 1 and hasattr(recipe.task, "for_replica"):
-            self._task = recipe.task.for_replica(mesh.replica, mesh.replicas)
+        self._task = recipe.task.for_replica(mesh.replica, mesh.replicas) if mesh.replicas > 1 else recipe.task
         self._forward: nn.Module | None = None
         self.cursor = Cursor()
         self.optimizer: torch.optim.Optimizer | None = None
@@ -121,9 +119,7 @@ class Training:
 
     def _weigh(self, batch: Any) -> Any:
         """What a batch counts among those of an iteration, whose loss is a mean over all examples, or tokens."""
-        if self.recipe.accumulate == 1:
-            return 1
-        return self.recipe.task.weigh(batch) if hasattr(self.recipe.task, "weigh") else num_examples(batch) or 1
+        return 1 if self.recipe.accumulate == 1 else self.recipe.task.weigh(batch)
 
     def _add_gradients(self, batch: Any, weight: Any) -> Tensor:
         """Add those of a batch to the parameters' own; returns its loss, times its weight."""

@@ -15,6 +15,8 @@ from typing import Any
 
 from growprune import methods
 from growprune.engine.recipe import Recipe
+from growprune.partition import Partition
+from growprune.plan import Part, walk
 
 Parts = tuple[tuple[str, ...], ...]
 
@@ -103,7 +105,6 @@ def recipes(
 
 
 def total_epochs(recipe: Recipe) -> int:
-    """Of all steps, and of all machines, as the paper counts them."""
-    machines = recipe.kappa if recipe.method is methods.parallel_gap else 1
-    options = recipe.options
-    return int(options.get("steps", 1) * machines * options["epochs"] + options.get("finetune", 0))
+    """Of all steps, and of all machines, as the paper counts them; of any model, since a plan needs none."""
+    parts = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(recipe.kappa)))
+    return sum(scheduled.phase.epochs for scheduled in walk(recipe.plan_over(parts)))
