@@ -166,6 +166,7 @@ def test_replicas_may_compute_in_bfloat16(tmp_path: Path) -> None:
         assert float((two[name] - one[name]).norm() / (1e-6 + one[name].norm())) < 0.2  # whose sums are rounded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe, waits",
     [
@@ -302,6 +303,7 @@ def progress_of(folder: Path) -> int:
     return sum(log.read_bytes().count(b"\n") for log in folder.glob("log*.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes in /proc")
 def test_a_run_whose_workers_are_killed_twenty_times_ends_with_the_undisturbed_bits(tmp_path: Path) -> None:
     from toy import slow_parallel
@@ -328,6 +330,7 @@ def test_a_run_whose_workers_are_killed_twenty_times_ends_with_the_undisturbed_b
     assert model_bytes(folder) == model_bytes(tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes in /proc")
 def test_a_machine_that_is_lost_for_good_is_not_waited_for(tmp_path: Path) -> None:
     from toy import slow_parallel
