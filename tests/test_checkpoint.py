@@ -84,6 +84,25 @@ def test_old_checkpoints_and_what_a_kill_left_are_removed(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", "00000003"]
 
 
+def test_a_file_named_like_a_checkpoint_is_passed_over_and_left_alone(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"x": 1})
+    (tmp_path / "00000007").write_text("mine")
+    (tmp_path / "²").mkdir()  # a digit, if Python is asked
+    said: list[str] = []
+    assert checkpoint.load_newest(tmp_path, said.append) == (1, {"x": 1})
+    assert len(said) == 1 and "00000007 is incomplete" in said[0]
+    assert checkpoint.numbers(tmp_path) == [1, 7]  # so that the next one is not written over it
+    checkpoint.remove_old(tmp_path, keep=[1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", "00000007", "²"]
+
+
+def test_a_marker_nested_too_deep_to_read_counts_as_none(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"x": 1})
+    (tmp_path / "00000001" / "COMPLETE").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="00000001 is incomplete"):
+        checkpoint.load(tmp_path / "00000001")
+
+
 def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
     def draw() -> tuple[float, ...]:
         return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), float(torch.rand(()))  # noqa: NPY002

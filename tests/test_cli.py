@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -204,6 +205,100 @@ def test_a_damaged_file_of_a_run_gives_one_line_that_names_it(name: str, content
         assert f"{run / name} is damaged" in refused(command, str(run))
 
 
+def changed(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"source": 3}, "its source is 3"),
+        ({"settings": ["a"]}, "its settings is ['a']"),
+        ({"settings": {"seed": 3}}, "its settings.* is 3"),
+        ({"extended": "many"}, "its extended is 'many'"),
+        ({"recipe": {"task": {"name": 3}, "method": "m", "sparsity": 0.5}}, "its recipe.task.name is 3"),
+        ({"recipe": {"task": {"name": "T"}, "method": "m", "sparsity": "0.5"}}, "its recipe.sparsity is '0.5'"),
+        ({"format": True}, "its format is True"),
+        ({"source": ["x" * 100_000]}, "its source is ['xxx"),
+    ],
+)
+def test_a_recipe_with_a_value_of_a_wrong_kind_gives_one_short_line(values: Any, what: str, run: Path) -> None:
+    changed(run / "recipe.json", **values)
+    for command in ("inspect", "resume"):
+        said = refused(command, str(run))
+        assert f"recipe.json is damaged ({what}" in said
+        assert len(said) < 1200
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"phases": 3}, "its phases is 3"),
+        ({"phases": [{"stage": 1}]}, "it has no phases.*.branch"),
+        ({"test": {"accuracy": None}}, "its test.* is None"),
+        ({"best": {"stage": "last"}}, "its best.stage is 'last'"),
+        ({"file_bytes": "many"}, "its file_bytes is 'many'"),
+    ],
+)
+def test_a_result_with_a_value_of_a_wrong_kind_gives_one_line(values: Any, what: str, run: Path) -> None:
+    changed(run / "result.json", **values)
+    for command in ("inspect", "resume"):
+        assert f"result.json is damaged ({what}" in refused(command, str(run))
+
+
+@pytest.mark.parametrize("name", ["recipe.json", "result.json"])
+def test_json_nested_too_deep_to_read_gives_one_line(name: str, run: Path) -> None:
+    (run / name).write_text("[" * 100_000 + "]" * 100_000)
+    assert f"{run / name} is damaged" in refused("inspect", str(run))
+
+
+def test_long_input_is_not_echoed_whole(tmp_path: Path) -> None:
+    out, long = ["--out", str(tmp_path / "run")], "x" * 100_000
+    for arguments in (
+        ["plan", long],
+        ["list", long],
+        ["plan", "digits/tiny", "--set", f"{long}=1"],
+        ["plan", "digits/tiny", "--set", f"sparsity={long}"],
+        ["plan", "digits/tiny", "--set", f"sparsity={'[' * 100_000}"],
+        ["train", "digits/tiny", *out, "--set", f'keep_dense=["{long}"]'],
+        ["train", "digits/tiny", "--out", long],
+    ):
+        assert len(refused(*arguments)) < 1200
+
+
+def test_a_path_in_square_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
+    out = tmp_path / "[" / "run]"
+    done = CliRunner().invoke(app, ["train", "digits/tiny", "--out", str(out), *TINY])
+    assert done.exit_code == 0, done.output
+    shown = CliRunner().invoke(app, ["inspect", str(out)])
+    assert shown.exit_code == 0, shown.output
+    (out / "result.json").unlink()
+    assert f"go on with `growprune resume {out}`" in CliRunner().invoke(app, ["inspect", str(out)]).stdout
+
+
+def test_a_run_of_the_first_format_is_shown_but_not_resumed(run: Path) -> None:
+    recipe, result = (json.loads((run / name).read_text()) for name in ("recipe.json", "result.json"))
+    recipe.pop("format", None)
+    recipe["recipe"]["pattern"] = "free"
+    for row in [*result["phases"], result["best"]]:
+        row["step"] = row.pop("stage")
+    (run / "recipe.json").write_text(json.dumps(recipe))
+    (run / "result.json").write_text(json.dumps(result))
+    shown = CliRunner().invoke(app, ["inspect", str(run)])
+    assert shown.exit_code == 0, shown.output
+    assert "best by validation: step" in shown.stdout
+    assert "was started by an older growprune" in refused("resume", str(run))
+
+
+def test_the_version_is_shown() -> None:
+    from importlib.metadata import version
+
+    import growprune as gp
+
+    assert gp.__version__ == version("growprune")
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"growprune {version('growprune')}\n"
+
+
 def test_a_run_without_its_settings_is_not_resumed_with_others(run: Path) -> None:
     stored = json.loads((run / "recipe.json").read_text())
     del stored["settings"]
@@ -219,19 +314,28 @@ def test_a_run_from_python_is_shown_with_how_to_go_on_in_python(tmp_path: Path) 
     assert "was started from Python" in refused("resume", str(tmp_path))
 
 
-def test_an_error_in_a_users_own_file_shows_its_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mistake", ["torch.Generator().manual_seed(2**70)", "int('many')"])
+def test_an_error_in_a_users_own_file_shows_its_place(mistake: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from dataclasses import replace\n"
         "import torch\n"
         "from growprune.recipes import digits\n"
         "class Mine(digits.Digits):\n"
         "    def num_batches(self):\n"
-        "        torch.Generator().manual_seed(2**70)\n"
+        f"        {mistake}\n"
         "def recipe():\n    return replace(digits.tiny(), task=Mine())\n"
     )
     done = growprune("train", "mine.py:recipe", "--out", "run", cwd=tmp_path)
     assert done.returncode == 1
     assert 'mine.py", line 6, in num_batches' in done.stderr
+
+
+def test_an_error_meant_for_users_is_one_line_wherever_it_is_raised(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from growprune.errors import GrowpruneError\n"
+        "def recipe():\n    raise GrowpruneError('there is no data for Mondays')\n"
+    )
+    assert refused("plan", f"{tmp_path / 'mine.py'}:recipe") == "growprune: there is no data for Mondays"
 
 
 def test_a_disk_that_takes_no_more_ends_in_one_line_and_the_run_resumes_with_room(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from growprune import engine
 from growprune.engine.batch_split import split
 from growprune.engine.folder import OtherLogs, RunFolder
 from growprune.engine.mesh import Mesh
+from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe
 from toy import Toy, continuing, parallel, plain
 
@@ -74,7 +75,7 @@ def model_bytes(folder: Path) -> bytes:
 @pytest.mark.parametrize("recipe", [parallel(), continuing(parallel())], ids=["restart", "continue"])
 def test_any_number_of_processes_gives_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    recipe = replace(recipe, task=Toy(depth=4), kappa=4)
+    recipe = replace(recipe, task=Toy(depth=4), partition=contiguous(4))
     engine.train(recipe, tmp_path / "1")
     result = json.loads((tmp_path / "1" / "result.json").read_text())
     for world in (2, 3, 4):
@@ -86,7 +87,7 @@ def test_any_number_of_processes_gives_the_same_bits(recipe: Recipe, tmp_path: P
 
 
 def test_each_part_is_sent_once_a_round_and_no_more(tmp_path: Path) -> None:
-    recipe = replace(parallel(), task=Toy(depth=4), kappa=4)
+    recipe = replace(parallel(), task=Toy(depth=4), partition=contiguous(4))
     assert run_on(2, recipe, tmp_path / "run") == []
     model = recipe.task.build_model()
     names = {part.name: part.tensors for part in recipe.partition(model)}
@@ -104,7 +105,7 @@ def test_each_part_is_sent_once_a_round_and_no_more(tmp_path: Path) -> None:
 
 
 def test_with_one_ranking_over_the_model_parts_are_sent_dense_and_pruned_together(tmp_path: Path) -> None:
-    recipe = replace(parallel(), task=Toy(depth=4), kappa=4, allocation="global")
+    recipe = replace(parallel(), task=Toy(depth=4), partition=contiguous(4), allocation="global")
     engine.train(recipe, tmp_path / "one")
     assert run_on(2, recipe, tmp_path / "two") == []
     assert model_bytes(tmp_path / "two") == model_bytes(tmp_path / "one")
@@ -134,7 +135,7 @@ def test_batchnorm_sees_the_examples_of_all_replicas_and_no_others(
     world: int, num_examples: int, tmp_path: Path
 ) -> None:
     task = Toy(is_normed=True, num_examples=num_examples)  # what the last batch leaves for the last replica
-    recipe = replace(plain(), task=task, kappa=2)
+    recipe = replace(plain(), task=task, partition=contiguous(2))
     one = engine.train(recipe, tmp_path / "one")
     assert run_on(world, recipe, tmp_path / "two") == []
     two = json.loads((tmp_path / "two" / "result.json").read_text())
@@ -146,7 +147,7 @@ def test_batchnorm_sees_the_examples_of_all_replicas_and_no_others(
 
 
 def test_batchnorm_of_a_single_example_is_refused_on_replicas_too(tmp_path: Path) -> None:
-    recipe = replace(plain(), task=Toy(is_normed=True, num_examples=49), kappa=2)
+    recipe = replace(plain(), task=Toy(is_normed=True, num_examples=49), partition=contiguous(2))
     errors = run_on(2, recipe, tmp_path / "two")
     assert errors and all("more than one value per channel" in error or "gave up" in error for error in errors)
 
@@ -166,6 +167,7 @@ def test_replicas_may_compute_in_bfloat16(tmp_path: Path) -> None:
         assert float((two[name] - one[name]).norm() / (1e-6 + one[name].norm())) < 0.2  # whose sums are rounded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe, waits",
     [
@@ -227,7 +229,12 @@ def test_the_first_process_sees_how_far_the_others_are(tmp_path: Path) -> None:
 
 
 def test_branches_may_have_replicas_too(tmp_path: Path) -> None:
-    recipe = replace(plain(), method=gp.methods.parallel_gap, options={"steps": 1, "epochs": 1, "finetune": 1}, kappa=2)
+    recipe = replace(
+        plain(),
+        method=gp.methods.parallel_gap,
+        options={"steps": 1, "epochs": 1, "finetune": 1},
+        partition=contiguous(2),
+    )
     engine.train(recipe, tmp_path / "one")
     assert run_on(4, replace(recipe, replicas=2), tmp_path / "four") == []
     one, four = (gp.read(tmp_path / name / "model.safetensors") for name in ("one", "four"))
@@ -236,7 +243,7 @@ def test_branches_may_have_replicas_too(tmp_path: Path) -> None:
 
 
 def test_a_run_may_be_resumed_on_another_number_of_processes(tmp_path: Path) -> None:
-    recipe = replace(parallel(), task=Toy(depth=4), kappa=4)
+    recipe = replace(parallel(), task=Toy(depth=4), partition=contiguous(4))
     engine.train(recipe, tmp_path / "undisturbed")
     countdown = iter([False] * 11)  # into the third branch of the first fork
     with pytest.raises(engine.Interrupted):
@@ -302,6 +309,7 @@ def progress_of(folder: Path) -> int:
     return sum(log.read_bytes().count(b"\n") for log in folder.glob("log*.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes in /proc")
 def test_a_run_whose_workers_are_killed_twenty_times_ends_with_the_undisturbed_bits(tmp_path: Path) -> None:
     from toy import slow_parallel
@@ -328,6 +336,7 @@ def test_a_run_whose_workers_are_killed_twenty_times_ends_with_the_undisturbed_b
     assert model_bytes(folder) == model_bytes(tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes in /proc")
 def test_a_machine_that_is_lost_for_good_is_not_waited_for(tmp_path: Path) -> None:
     from toy import slow_parallel

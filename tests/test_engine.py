@@ -17,6 +17,7 @@ import growprune as gp
 from growprune import engine, methods
 from growprune.engine.mesh import Mesh
 from growprune.engine.optim import OptimizerConfig
+from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe
 from growprune.engine.training import Training
 from growprune.methods import METHODS
@@ -27,7 +28,7 @@ OPTIONS: dict[str, dict[str, int]] = {"dense": {"epochs": 2}, "one_shot": {"epoc
 
 
 def recipe_for(name: str) -> Recipe:
-    return replace(cyclic(), method=METHODS[name], options=OPTIONS.get(name, cyclic().options), kappa=2)
+    return replace(cyclic(), method=METHODS[name], options=OPTIONS.get(name, cyclic().options), partition=contiguous(2))
 
 
 def events_of(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
@@ -280,7 +281,13 @@ def test_a_recipe_that_cannot_run_leaves_no_folder(tmp_path: Path) -> None:
         {"optimizer": OptimizerConfig("sgd", nesterov=True)},
         {"optimizer": OptimizerConfig("adam", momentum=0.9)},
     )
-    for wrong in ({"kappa": 9}, {"sparsity": 1.0}, {"pattern": "2:5"}, {"keep_dense": ("nothing",)}, *optimizers):
+    for wrong in (
+        {"partition": contiguous(9)},
+        {"sparsity": 1.0},
+        {"pattern": "2:5"},
+        {"keep_dense": ("nothing",)},
+        *optimizers,
+    ):
         with pytest.raises(ValueError):
             engine.train(replace(cyclic(), **wrong), tmp_path / "run")
     assert not (tmp_path / "run").exists()

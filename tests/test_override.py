@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+import growprune as gp
 from growprune import methods
 from growprune.engine.override import override, parse_settings
-from toy import cyclic
+from growprune.recipes.study import total_epochs
+from toy import cyclic, parallel
 
 
 def test_fields_are_set_with_the_type_they_have() -> None:
@@ -98,3 +102,67 @@ def test_settings_without_an_equals_sign_are_refused() -> None:
     assert parse_settings(["a=1", "b.c=x=y"]) == {"a": "1", "b.c": "x=y"}
     with pytest.raises(ValueError, match="'sparsity', but wants key=value"):
         parse_settings(["sparsity"])
+
+
+@gp.method
+def unannotated(S, *, sparsity, steps, epochs=1, drop=0.3, name="cosine", is_fast=False, until=None):  # type: ignore[no-untyped-def]
+    """A method of a user who writes no types."""
+    yield gp.Phase(gp.prune(S.whole, to=sparsity), epochs=epochs * steps)
+
+
+def test_options_without_annotations_have_the_type_of_their_default_or_present_value() -> None:
+    recipe = replace(cyclic(), method=unannotated, options={"steps": 3})
+    settings = {"steps": "7", "epochs": "2", "drop": "1", "name": "5", "is_fast": "true", "until": "[1, 2]"}
+    options = override(recipe, {f"options.{name}": text for name, text in settings.items()}).options
+    assert options == {"steps": 7, "epochs": 2, "drop": 1.0, "name": "5", "is_fast": True, "until": [1, 2]}
+    assert isinstance(options["drop"], float)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"options.steps": "many"}, "--set options.steps=many: wants a whole number"),
+        ({"options.epochs": "0.5"}, "--set options.epochs=0.5: wants a whole number"),
+        ({"options.drop": "a"}, "--set options.drop=a: wants a number"),
+        ({"options.x": "3"}, "unannotated takes options.steps, options.epochs, options.drop, options.name"),
+        ({"options.S": "3"}, "unannotated takes options.steps"),
+    ],
+)
+def test_a_wrong_option_of_a_method_without_annotations_says_what_is_allowed(
+    setting: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        override(replace(cyclic(), method=unannotated, options={"steps": 3}), setting)
+    assert message in str(error.value)
+
+
+def test_a_method_that_takes_no_options_is_said_to() -> None:
+    @gp.method
+    def nothing(S):  # type: ignore[no-untyped-def]
+        yield gp.Phase(epochs=1)
+
+    with pytest.raises(ValueError, match=r"--set options\.x: nothing takes no options"):
+        override(replace(cyclic(), method=nothing, options={}), {"options.x": "1"})
+
+
+def test_a_missing_option_is_named_before_the_method_is_called() -> None:
+    recipe = replace(cyclic(), method=unannotated, options={})
+    with pytest.raises(ValueError, match=r"unannotated: missing a required .*'steps'; give it with options"):
+        recipe.plan(recipe.task.build_model())
+
+
+def test_an_error_inside_a_method_is_not_told_as_a_missing_option() -> None:
+    @gp.method
+    def broken(S, *, epochs):  # type: ignore[no-untyped-def]
+        yield gp.Phase(epochs=len(epochs))
+
+    recipe = replace(cyclic(), method=broken, options={"epochs": 3})
+    with pytest.raises(TypeError, match=r"object of type 'int' has no len"):
+        recipe.plan(recipe.task.build_model())
+
+
+def test_epochs_of_a_recipe_are_those_of_its_plan_whatever_its_options_are_called() -> None:
+    assert total_epochs(replace(cyclic(), method=unannotated, options={"steps": 3, "epochs": 2})) == 6
+    assert total_epochs(replace(cyclic(), method=unannotated, options={"steps": 3})) == 3
+    assert total_epochs(cyclic()) == 3 * 2 + 3
+    assert total_epochs(parallel()) == 2 * 3 * 1 + 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -58,6 +59,7 @@ def wait_for_progress(log: Path, lines: int, process: Any) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_run_killed_at_twenty_random_points_ends_with_the_undisturbed_bits(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
@@ -172,3 +174,27 @@ def test_resuming_a_finished_run_returns_its_result_and_trains_nothing(tmp_path:
     before = (tmp_path / "run" / "log.jsonl").read_bytes()
     assert engine.resume(cyclic(), tmp_path / "run")["test"] == result["test"]
     assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ['{"stage": 1, "bra', "{}", '{"stage": "one"}', "[" * 100_000])
+def test_a_damaged_row_of_a_branch_is_named_with_a_remedy_that_works(content: str, tmp_path: Path) -> None:
+    engine.train(parallel(), tmp_path / "undisturbed")
+    folder, countdown = tmp_path / "run", iter([False] * 5)  # into the second branch
+    with pytest.raises(engine.Interrupted):
+        engine.train(parallel(), folder, should_stop=lambda: next(countdown, True))
+    row = folder / "checkpoints" / "branches" / "1-0" / "row.json"
+    row.write_text(content)
+    with pytest.raises(ValueError, match=r"row\.json is damaged .*: remove .*1-0 and resume, which trains that branch"):
+        engine.resume(parallel(), folder)
+    shutil.rmtree(row.parent)
+    engine.resume(parallel(), folder)
+    assert outcome(folder)[:2] == outcome(tmp_path / "undisturbed")[:2]
+
+
+def test_a_file_named_like_a_checkpoint_does_not_stop_a_run(tmp_path: Path) -> None:
+    countdown = iter([False] * 9)
+    with pytest.raises(engine.Interrupted):
+        engine.train(cyclic(), tmp_path, should_stop=lambda: next(countdown, True))
+    (tmp_path / "checkpoints" / "00000007").write_text("mine")
+    assert engine.resume(cyclic(), tmp_path)["test"]
+    assert (tmp_path / "checkpoints" / "00000007").read_text() == "mine"

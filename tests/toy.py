@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
+from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe
+from growprune.tasks import Task
 
 
 class NoisyNet(nn.Module):
@@ -37,7 +39,7 @@ class NoisyNet(nn.Module):
 
 
 @dataclass(frozen=True)
-class Toy:
+class Toy(Task):
     num_examples: int = 50
     batch_size: int = 16
     poison: int = -1
@@ -78,7 +80,7 @@ class Toy:
                 yield number, x[indices].to(device), y[indices].to(device)
 
     def for_replica(self, index: int, count: int) -> OneReplica:
-        return OneReplica(self, index, count)
+        return OneReplica(**vars(self), index=index, count=count)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         number, x, y = batch
@@ -94,15 +96,14 @@ class Toy:
 
 
 @dataclass(frozen=True)
-class OneReplica:
+class OneReplica(Toy):
     """The batches of a replica: the examples of others are blank."""
 
-    task: Toy
-    index: int
-    count: int
+    index: int = 0
+    count: int = 1
 
     def batches(self, **arguments: Any) -> Iterator[Any]:
-        for number, x, y in self.task.batches(**arguments):
+        for number, x, y in super().batches(**arguments):
             mine = torch.arange(len(x)) % self.count == self.index
             yield number, torch.where(mine[:, None], x, 0), torch.where(mine, y, 0)
 
@@ -119,7 +120,7 @@ def cyclic() -> Recipe:
         method=methods.cyclic_gap,
         options={"steps": 3, "epochs": 2, "finetune": 3},
         sparsity=0.8,
-        kappa=3,
+        partition=contiguous(3),
         optimizer=OptimizerConfig("sgd", lr=0.05, momentum=0.9, weight_decay=1e-4),
         lr_schedule=LRSchedule("cosine", warmup_epochs=1),
         device="cpu",
@@ -131,11 +132,11 @@ def parallel() -> Recipe:
 
 
 def continuing(recipe: Recipe) -> Recipe:
-    return replace(recipe, restart=False, optimizer=OptimizerConfig("adamw", lr=0.01))
+    return replace(recipe, options={**recipe.options, "restart": False}, optimizer=OptimizerConfig("adamw", lr=0.01))
 
 
 def plain() -> Recipe:
-    return replace(cyclic(), task=Toy(is_plain=True), kappa=3)
+    return replace(cyclic(), task=Toy(is_plain=True), partition=contiguous(3))
 
 
 def slow_parallel() -> Recipe:

@@ -6,6 +6,7 @@ Names are loaded when first used, so that `import growprune` is instant and `gro
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -69,12 +70,21 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _HOME:
         raise AttributeError(f"module 'growprune' has no attribute {name!r}")
     home = _HOME[name]
     return (
         importlib.import_module(f"{home}.{name}") if home == __name__ else getattr(importlib.import_module(home), name)
     )
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("growprune")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from growprune.errors import GrowpruneError
+import growprune
+from growprune.errors import GrowpruneError, shorten
 
 if TYPE_CHECKING:
     from growprune.engine import Recipe
@@ -27,7 +27,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Train sparse neural networks by scheduled grow-and-prune.",
 )
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A name (see `growprune list`) or path.py:function.")]
@@ -47,27 +46,32 @@ def one_line_errors(command: Callable[Parameters, Result]) -> Callable[Parameter
     def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         try:
             return command(*args, **kwargs)
-        except (ValueError, OSError, RuntimeError) as error:
-            if not _is_for_users(error):
+        except (GrowpruneError, OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not _is_for_users(error):
                 raise
-            print(f"growprune: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"growprune: {shorten(' '.join(str(error).split()))}", file=sys.stderr)
             raise typer.Exit(2) from error
 
     return guarded
 
 
-def _is_for_users(error: Exception) -> bool:
-    from growprune.engine import PeerFailed, TrainingDiverged
+def _is_for_users(error: RuntimeError) -> bool:
+    from growprune.engine import PeerFailed, TrainingDiverged  # not above: `growprune --help` imports no torch
 
-    # kinds of ValueError and RuntimeError that we do not raise ourselves are bugs
-    is_known = type(error) is ValueError and _is_raised_by_us(error)
-    return is_known or isinstance(error, OSError | TrainingDiverged | PeerFailed)
+    return isinstance(error, TrainingDiverged | PeerFailed)
 
 
-def _is_raised_by_us(error: Exception) -> bool:
-    """What torch, or the task in a user's file, has to say makes no sense without the place."""
-    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-    return Path(__file__).parent in Path(innermost.f_code.co_filename).parents
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"growprune {growprune.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def growprune_command(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Train sparse neural networks by scheduled grow-and-prune."""
 
 
 @app.command()
@@ -161,11 +165,11 @@ def resume(
     from growprune.recipes import find
 
     origin = engine.RunFolder(folder).read_origin()
-    if "source" not in origin:
+    if not origin.get("source"):
         raise GrowpruneError(f"{folder} was started from Python: resume it with growprune.resume(recipe, folder)")
     recipe = find(origin["source"])
     # without them the recipe is not the one that was stored, and resume says so
-    origin["settings"] = origin.get("settings", {}) | parse_settings(settings) | _place(data, recipe)
+    origin["settings"] = (origin.get("settings") or {}) | parse_settings(settings) | _place(data, recipe)
     recipe = override(recipe, origin["settings"])
     if origin.get("extended"):
         recipe = recipe.extended(origin["extended"])
@@ -187,7 +191,7 @@ def inspect(
 
 def _place(data: str, recipe: Recipe) -> dict[str, str]:
     """The setting that `--data` stands for; absolute, so that a run can be resumed from any folder."""
-    if data and not hasattr(recipe.task, "data"):
+    if data and not recipe.task.reads_files:
         raise GrowpruneError(
             f"--data is {data}, but the task {type(recipe.task).__name__} reads no files: leave it out"
         )

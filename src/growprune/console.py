@@ -20,8 +20,8 @@ from growprune.engine.cost import Estimate
 
 is_first = os.environ.get("RANK", "0") == "0"
 """Under torchrun, the first process speaks for all."""
-out = Console(quiet=not is_first)
-err = Console(stderr=True, quiet=not is_first)
+out = Console(quiet=not is_first, markup=False, emoji=False)  # texts are shown as they are
+err = Console(stderr=True, quiet=not is_first, markup=False, emoji=False)
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def progress(title: str = "") -> Iterator[Callable[[Event], None]]:
     if not err.is_terminal:
         yield lambda event: _show_line(title, event)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as bars:
         whole, phase = bars.add_task(title, total=None), bars.add_task("", total=None)
         others: dict[int, TaskID] = {}

@@ -98,7 +98,7 @@ class Editor:
     def is_done(self, edit: Edit) -> bool:
         """Whether there is nothing left to do for an edit."""
         alive = self.num_alive(self.weights)
-        return all(pool.kept == _total(pool, alive) for pool in self.pools(edit, alive))
+        return all(pool.kept == _total(pool, alive) for pool in _within_one(self.pools(edit, alive), alive))
 
     def select(self, pools: Sequence[Pool], edit: Edit) -> None:
         """Do what an edit does to some of its pools; if one of them cannot be, nothing changes."""

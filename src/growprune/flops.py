@@ -9,7 +9,6 @@ Norms, activations and biases count nothing.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from growprune.errors import GrowpruneError
 from growprune.layers import Weight, dense_shape, layer_weights
+from growprune.warn import warn
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def count_flops(model: nn.Module, example: Any) -> Flops:
     192
     """
     if any(isinstance(m, nn.RNNBase) and not next(m.parameters()).is_meta for m in model.modules()):
-        warnings.warn("recurrent layers run as one and are not counted: count on the meta device", stacklevel=2)
+        warn("recurrent layers run as one and are not counted: count on the meta device")
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     layers = layer_weights(model)
     weights = [weight for group in layers.values() for weight in group]

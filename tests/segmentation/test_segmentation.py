@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune import engine, methods
+from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe
 from growprune.tasks.segmentation import PartSegmentation, shapenet
 from growprune.tasks.segmentation.categories import NUM_CATEGORIES, NUM_PARTS, SYNSETS, parts_by_category, parts_of
@@ -201,7 +202,7 @@ def test_a_sparse_run_lowers_the_loss(folder: Path, tmp_path: Path) -> None:
         method=methods.cyclic_gap,
         options={"steps": 2, "epochs": 2, "finetune": 2},
         sparsity=0.5,
-        kappa=2,
+        partition=contiguous(2),
         device="cpu",
     )
     engine.train(recipe, tmp_path / "run")

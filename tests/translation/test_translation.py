@@ -17,6 +17,7 @@ from translation_cases import CPU, MULTI30K, model_of, naive_losses, remove, sen
 
 from growprune import engine, methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
+from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe
 from growprune.tasks import translation
 from growprune.tasks.translation import Translation, corpus
@@ -130,7 +131,7 @@ def test_grow_and_prune_trains_a_translator(data: Path, tmp_path: Path) -> None:
         method=methods.cyclic_gap,
         options={"steps": 2, "epochs": 1, "finetune": 2},
         sparsity=0.8,
-        kappa=2,
+        partition=contiguous(2),
         optimizer=OptimizerConfig("adam", lr=1e-2, betas=(0.9, 0.98)),
         lr_schedule=LRSchedule("inverse_sqrt", warmup_epochs=0.5),
         device="cpu",
@@ -264,10 +265,31 @@ def test_a_missing_package_is_named_before_training(package: str, data: Path, mo
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
+    translation.bleu.cache_clear()
     task = tiny(data)
     task.build_model()
     with pytest.raises(ValueError, match=rf"needs {package}: pip install 'growprune\[translation\]'"):
         task.num_batches()
+
+
+def test_sacrebleu_is_built_once_however_often_batches_are_counted(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sacrebleu.metrics import bleu
+
+    built: list[Any] = []
+    original = bleu.BLEU.__init__
+
+    def count(self: Any, *args: Any, **options: Any) -> None:
+        built.append(options)
+        original(self, *args, **options)
+
+    monkeypatch.setattr(bleu.BLEU, "__init__", count)
+    task = tiny(data, target="fr")  # a language of which no other test has made one
+    for ending in ("train", "val", "test"):
+        (data / f"{ending}.de").rename(data / f"{ending}.fr")
+    for _ in range(5):
+        task.num_batches()
+    assert "case:mixed" in task.signature
+    assert len(built) == 1
 
 
 def test_a_language_that_sacrebleu_needs_more_for_is_said_before_training(

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from growprune.tasks.task import num_examples
+
 
 def split(batch: Any, index: int, count: int) -> tuple[Any, float]:
     """A replica's share of a batch, and what share it is: every count-th example, from number `index` on.
@@ -28,14 +30,6 @@ def _sliced(batch: Any, taken: slice) -> Any:
     if isinstance(batch, tuple | list):
         return type(batch)(_sliced(item, taken) for item in batch)
     return batch[taken] if isinstance(batch, Tensor) else batch
-
-
-def num_examples(batch: Any) -> int:
-    """How long the first tensor of a batch is."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 0
-    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return next((count for count in map(num_examples, items) if count), 0)
 
 
 def digest(batch: Any) -> str:

@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from growprune.errors import GrowpruneError
 log = logging.getLogger(__name__)
 
 FILES = ("tensors.safetensors", "state.json")
+_NAME = re.compile("[0-9]{8,12}")
 
 
 def save(folder: Path, number: int, state: dict[str, Any]) -> Path:
@@ -62,7 +64,7 @@ def load(checkpoint: Path) -> dict[str, Any]:
     try:
         digests = json.loads((checkpoint / "COMPLETE").read_text())
         wrong = [name for name in FILES if _digest(checkpoint / name) != digests[name]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise GrowpruneError(f"checkpoint {checkpoint} is incomplete ({error})") from error
     if wrong:
         raise GrowpruneError(f"checkpoint {checkpoint} is damaged: {', '.join(wrong)} is not what was written")
@@ -86,13 +88,14 @@ def load_newest(folder: Path, warn: Callable[[str], None]) -> tuple[int, dict[st
 
 def numbers(folder: Path) -> list[int]:
     """The numbers of the checkpoints in a folder, whole or not, in order."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+    return sorted(int(path.name) for path in folder.glob("*") if _NAME.fullmatch(path.name))
 
 
 def remove_old(folder: Path, keep: Sequence[int]) -> None:
     """Remove all checkpoints but some, and what interrupted writes left."""
     for path in folder.glob("*"):
-        if path.name.startswith(".writing-") or (path.name.isdigit() and int(path.name) not in keep):
+        is_old = _NAME.fullmatch(path.name) and int(path.name) not in keep
+        if path.is_dir() and (is_old or path.name.startswith(".writing-")):  # a file of such a name is not ours
             with contextlib.suppress(FileNotFoundError):  # without its marker it is no checkpoint, however far we get
                 (path / "COMPLETE").unlink()
             shutil.rmtree(path, ignore_errors=True)

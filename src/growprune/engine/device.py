@@ -7,12 +7,12 @@ import platform
 import resource
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import growprune
 from growprune.errors import GrowpruneError
 
 
@@ -48,20 +48,13 @@ def environment(device: torch.device) -> dict[str, Any]:
     """What a result depends on beside its recipe."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
-        "growprune": _version(),
+        "growprune": growprune.__version__,
         "commit": _commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": f"{device.type} ({name})",
         "threads": torch.get_num_threads(),
     }
-
-
-def _version() -> str:
-    try:
-        return version("growprune")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _commit() -> str:

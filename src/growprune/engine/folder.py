@@ -8,21 +8,57 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from growprune import atomic
-from growprune.engine import checkpoint
+from growprune.engine import checkpoint, json_file, process_group
+from growprune.engine.events import Event
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
-from growprune.plan import Fork, Phase, Plan
+from growprune.folding import fold
+from growprune.plan import Plan, walk
 
-Event = dict[str, Any]
+FORMAT = 2
+"""Of run folders. It grows when a run of before cannot be gone on with; 1 is what recipe.json does not say."""
 
 PATIENCE = 15.0
 """Seconds to wait for the lock of a folder."""
+
+_RECIPE: json_file.Names = {
+    "recipe.task.name": str,
+    "recipe.method": str,
+    "recipe.sparsity": json_file.NUMBER,
+    "format?": int,
+    "job?": str,
+    "source?": str,
+    "settings?": dict,
+    "settings?.*": str,
+    "extended?": int,
+}
+_ROW: json_file.Names = {
+    "stage": int,
+    "branch": (int, type(None)),
+    "edits": str,
+    "epoch": int,
+    "alive": int,
+    "validation?.*": json_file.NUMBER,
+    "candidate?.*": json_file.NUMBER,
+}
+_RESULT: json_file.Names = {
+    "history": list,
+    **{f"history.*.{name}": kind for name, kind in _ROW.items()},
+    "test": dict,
+    "test.*": json_file.NUMBER,
+    "best": (dict, type(None)),
+    "best?.stage": int,
+    "best?.test.*": json_file.NUMBER,
+    "sparsity.totals.alive": int,
+    "sparsity.totals.prunable": int,
+    "file_bytes": int,
+}
 
 
 @dataclass(frozen=True)
@@ -52,9 +88,9 @@ class RunFolder:
         """Holds the number of the checkpoint at the end of the search, from which the search can be extended."""
         return self.checkpoints / "search_end"
 
-    def branch(self, step: int, branch: int) -> Path:
+    def branch(self, stage: int, branch: int) -> Path:
         """Checkpoints of one branch of a fork, by the processes that train it."""
-        return self.checkpoints / "branches" / f"{step}-{branch}"
+        return self.checkpoints / "branches" / f"{stage}-{branch}"
 
     def remove_branches(self, before: int) -> None:
         """Remove the checkpoints of forks before a step of the plan."""
@@ -98,24 +134,43 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
-    def create(self, recipe: Recipe, origin: dict[str, Any]) -> None:
-        """Make the folder of a recipe's run; `origin` says how to find the recipe again."""
+    def make(self) -> None:
+        """Make the folder itself, so that it can be locked; one that is there stays as it is."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.write_recipe(recipe, origin)
         except OSError as error:
             raise OSError(f"cannot write to {self.path}: {error}") from error
 
     def write_recipe(self, recipe: Recipe, origin: dict[str, Any]) -> None:
-        checkpoint.write_json(self.recipe, {**origin, "recipe": describe(recipe)})
+        """Say what runs here; `origin` says how to find the recipe again."""
+        job = {"job": process_group.job()} if process_group.job() else {}
+        checkpoint.write_json(self.recipe, {"format": FORMAT, **job, **origin, "recipe": describe(recipe)})
 
     def read_recipe(self) -> dict[str, Any]:
-        """What `create` wrote; raises ValueError if the folder holds no run."""
-        wanted = ("recipe.task.name", "recipe.method", "recipe.sparsity")
+        """What `write_recipe` wrote; raises GrowpruneError if the folder holds no run, or one of a newer format."""
         try:
-            return _read(self.recipe, wanted, "put a copy of it back, or start a new run elsewhere")
+            content = json_file.read(self.recipe, _RECIPE, "put a copy of it back, or start a new run elsewhere")
         except OSError as error:
             raise GrowpruneError(f"{self.path} holds no run: {self.recipe.name} cannot be read ({error})") from error
+        if (found := content.get("format") or 1) > FORMAT:
+            raise GrowpruneError(
+                f"{self.path} was started by a newer growprune (format {found}, and this one reads up to {FORMAT}): "
+                f"upgrade growprune"
+            )
+        return content
+
+    def check_format(self) -> None:
+        """Raise if the run was started by a growprune that this one cannot go on for."""
+        if (found := self.read_recipe().get("format") or 1) < FORMAT:
+            raise GrowpruneError(
+                f"{self.path} was started by an older growprune (format {found}, and this one goes on with {FORMAT}): "
+                f"resume it with that one, or start a new run; `growprune inspect` still shows it"
+            )
+
+    @property
+    def job(self) -> str:
+        """The job of torchrun's that started the run, or last went on with it."""
+        return str(self.read_recipe().get("job") or "")
 
     def store_files(self, files: Mapping[str, bytes]) -> None:
         """Keep what a task made of its data, by file name; what is there already must be the same."""
@@ -135,21 +190,34 @@ class RunFolder:
 
     def read_origin(self) -> dict[str, Any]:
         """How to find the recipe again."""
-        return {name: value for name, value in self.read_recipe().items() if name != "recipe"}
+        return {name: value for name, value in self.read_recipe().items() if name not in ("recipe", "format", "job")}
 
     def how_to_resume(self) -> str:
         """The command line finds the recipe again if it started the run; one from Python only Python has."""
-        if "source" in self.read_origin():
+        if self.read_origin().get("source"):
             return f"`growprune resume {self.path}`"
         return f"growprune.resume(recipe, {str(self.path)!r})"
 
     def read_result(self) -> dict[str, Any]:
-        wanted = ("phases", "test", "best", "sparsity.totals.alive", "sparsity.totals.prunable", "file_bytes")
-        return _read(self.result, wanted, "remove it and resume the run, which makes it again")
+        remedy = "remove it and resume the run, which makes it again"
+        return json_file.read(self.result, _RESULT, remedy, upgrade=_of_this_format)
+
+    def read_rows(self, stage: int, branch: int) -> list[dict[str, Any]]:
+        """What came of a branch of a fork, epoch by epoch."""
+        folder = self.branch(stage, branch)
+        names = {"rows": list, **{f"rows.*.{name}": kind for name, kind in _ROW.items()}}
+        remedy = f"remove {folder} and resume, which trains that branch again"
+        return json_file.read(folder / "rows.json", names, remedy)["rows"]  # type: ignore[no-any-return]
+
+    def write_rows(self, stage: int, branch: int, rows: Sequence[dict[str, Any]]) -> None:
+        folder = self.branch(stage, branch)
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_json(folder / "rows.json", {"rows": list(rows)})
 
     def write_plan(self, plan: Plan) -> None:
+        """The parts, and the phases with those that are alike folded into one row; a long plan has thousands."""
         parts = {part.name: part.tensors for part in plan.partition}
-        checkpoint.write_json(self.plan, {"parts": parts, "stages": [_describe_stage(stage) for stage in plan]})
+        checkpoint.write_json(self.plan, {"parts": parts, "phases": [row.to_dict() for row in fold(walk(plan))]})
 
     def append(self, event: Event) -> None:
         """Add a line to the log. A line cut short by a kill is ended first, so that it spoils no other."""
@@ -196,7 +264,7 @@ class OtherLogs:
             whole = new[: new.rfind(b"\n") + 1]
             self._read[rank] = log, start + len(whole)
             for line in whole.splitlines():
-                with contextlib.suppress(ValueError):  # a line that a kill cut short
+                with contextlib.suppress(ValueError, RecursionError, TypeError):  # a line that a kill cut short
                     yield {**json.loads(line), "rank": rank}
 
 
@@ -216,22 +284,15 @@ def _lock(descriptor: int) -> bool:
             return True
 
 
-def _read(path: Path, wanted: Iterable[str], remedy: str) -> dict[str, Any]:
-    """A JSON file of ours, in which some names must be; dots reach inside."""
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise GrowpruneError(f"{path} is damaged ({error}): {remedy}") from error
-    for name in wanted:
-        inside = content
-        for key in name.split("."):
-            if not isinstance(inside, dict) or key not in inside:
-                raise GrowpruneError(f"{path} is damaged (it has no {name}): {remedy}")
-            inside = inside[key]
-    return content  # type: ignore[no-any-return]
-
-
-def _describe_stage(stage: Phase | Fork) -> dict[str, Any]:
-    if isinstance(stage, Phase):
-        return {"edits": [str(edit) for edit in stage.edits], "epochs": stage.epochs}
-    return {"fork": [{**_describe_stage(b.phase), "returns": b.returns.name} for b in stage.branches]}
+def _of_this_format(result: Any) -> Any:
+    """A result of format 1 in the words of this one: it had a row for each phase, of a step of the plan."""
+    if not isinstance(result, dict) or "phases" not in result:
+        return result
+    rows, epoch = [], 0
+    for row in result.pop("phases"):
+        epoch += row["epochs"]
+        rows.append({**row, "stage": row["step"], "epoch": epoch})
+    result["history"] = rows
+    if result.get("best"):
+        result["best"]["stage"] = result["best"]["step"]
+    return result

@@ -21,7 +21,6 @@ from growprune.errors import GrowpruneError
 from growprune.plan import Fork, Plan
 from growprune.snapshot import Snapshot
 
-
 ASK_EVERY = 16
 """How many iterations to wait, on GPUs, before the replicas are asked again whether to stop."""
 

@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -43,7 +43,7 @@ def _with_method(recipe: Recipe, name: str) -> Recipe:
 
 def _set(value: Any, path: list[str], text: str, key: str) -> Any:
     if isinstance(value, Recipe) and path[0] == "options":
-        return replace(value, options={**value.options, **_option(value.method, path[1:], text, key)})
+        return replace(value, options={**value.options, **_option(value, path[1:], text, key)})
     known = {f.name: get_type_hints(type(value))[f.name] for f in fields(value)}
     if path[0] not in known:
         raise GrowpruneError(f"--set {key}: there is no {path[0]!r}; known are {', '.join(known)}")
@@ -57,12 +57,23 @@ def _set(value: Any, path: list[str], text: str, key: str) -> Any:
     return replace(value, **{path[0]: convert(text, known[path[0]], key)})
 
 
-def _option(method: Callable[..., Any], path: list[str], text: str, key: str) -> dict[str, Any]:
-    hints = {name: hint for name, hint in get_type_hints(method).items() if name not in ("S", "return")}
-    if len(path) != 1 or path[0] not in hints:
+def _option(recipe: Recipe, path: list[str], text: str, key: str) -> dict[str, Any]:
+    method = recipe.method
+    if len(path) != 1 or path[0] not in list(inspect.signature(method).parameters)[1:]:
         known = ", ".join(f"options.{name}" for name in own_options(method))
-        raise GrowpruneError(f"--set {key}: {method.__name__} takes {known}")
-    return {path[0]: convert(text, hints[path[0]], key)}
+        raise GrowpruneError(f"--set {key}: {method.__name__} takes {known or 'no options'}")
+    return {path[0]: convert(text, _type_of_option(recipe, path[0]), key)}
+
+
+def _type_of_option(recipe: Recipe, name: str) -> Any:
+    """As the method annotates it; if it does not, that of its default, or of the present value; else anything."""
+    hints = get_type_hints(recipe.method)
+    if name in hints:
+        return hints[name]
+    default = inspect.signature(recipe.method).parameters[name].default
+    known = (default, recipe.options.get(name))
+    kinds = [type(value) for value in known if isinstance(value, bool | int | float | str)]
+    return kinds[0] if kinds else object
 
 
 def convert(text: str, hint: Any, key: str) -> Any:
@@ -82,7 +93,7 @@ _MISFIT: Any = object()
 
 
 def _readings(text: str) -> Iterator[Any]:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         yield json.loads(text, parse_constant=_refuse)
     with contextlib.suppress(ValueError):
         yield int(text)
@@ -103,6 +114,8 @@ def _fit(value: Any, hint: Any) -> Any:
         return value if value in arguments else _MISFIT
     if origin is tuple:
         return _fit_tuple(value, arguments)
+    if hint is object:  # a method that does not say
+        return value
     if hint is types.NoneType:
         return None if value is None else _MISFIT
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

@@ -21,6 +21,10 @@ class Contiguous:
     def __post_init__(self) -> None:
         check_counts(1, kappa=self.kappa)
 
+    @property
+    def num_parts(self) -> int | None:
+        return self.kappa
+
     def cut(self, model: nn.Module, keep_dense: Sequence[str]) -> Partition:
         return Partition.contiguous(model, self.kappa, keep_dense=keep_dense)
 
@@ -31,6 +35,10 @@ class Named:
 
     parts: tuple[tuple[str, ...], ...]
 
+    @property
+    def num_parts(self) -> int | None:
+        return len(self.parts)
+
     def cut(self, model: nn.Module, keep_dense: Sequence[str]) -> Partition:
         del keep_dense
         return Partition.of(model, self.parts)
@@ -39,6 +47,11 @@ class Named:
 @dataclass(frozen=True)
 class PerLayer:
     """Every layer is a part: for methods that draw their own sets of layers."""
+
+    @property
+    def num_parts(self) -> int | None:
+        """As many as the model has layers, which is not known before."""
+        return None
 
     def cut(self, model: nn.Module, keep_dense: Sequence[str]) -> Partition:
         return Partition.per_layer(model, keep_dense=keep_dense)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+
+from growprune.errors import shorten
 
 
 class PeerFailed(RuntimeError):
@@ -78,9 +83,43 @@ def may_be_restarted() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def job() -> str:
+    """A name for the job that torchrun is carrying out, the same after each restart; empty without torchrun.
+
+    Its run id alone would not do, which is "none" unless a user gives one: the folder of its logs is a fresh one.
+    """
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # <logs of the job>/attempt_0/<rank>/error.json
+    return error_file.parent.parent.parent.name or os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def is_restart_of(earlier_job: str) -> bool:
+    """Whether torchrun has started this process again, after a fault, in a job."""
+    is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return is_again and may_be_restarted() and job() == earlier_job
+
+
+def ask_first(flag: bool) -> bool:
+    """What the first process says, on all of them: they look at one folder, but not from one machine."""
+    if not dist.is_initialized():
+        return flag
+    answer = torch.tensor(int(flag), device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    with _starting():
+        dist.broadcast(answer, 0)
+    return bool(answer)
+
+
 def wait_for_all() -> None:
     if dist.is_initialized():
-        dist.barrier()
+        with _starting():
+            dist.barrier()
+
+
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # as torch tells of a connection that is gone
+        raise PeerFailed(f"rank {dist.get_rank()} gave up while starting: {reason_of(error)}") from error
 
 
 def leave() -> None:
@@ -91,4 +130,4 @@ def leave() -> None:
 
 def reason_of(error: Exception) -> str:
     """What an error says, in one line of bearable length."""
-    return " ".join(str(error).split())[:300]
+    return shorten(" ".join(str(error).split()), 300)

@@ -14,6 +14,7 @@ from growprune.engine.device import check_device
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.partitions import Contiguous, PartitionConfig
 from growprune.errors import GrowpruneError
+from growprune.partition import Partition
 from growprune.plan import Plan, check_counts
 from growprune.sparse import SparseModel
 from growprune.tasks.task import Task
@@ -92,12 +93,15 @@ class Recipe:
 
     def plan(self, model: nn.Module, iterations_per_epoch: int = 0) -> Plan:
         """The recipe's plan for a model."""
+        return self.plan_over(self.partition.cut(model, self.keep_dense), iterations_per_epoch)
+
+    def plan_over(self, partition: Partition, iterations_per_epoch: int = 0) -> Plan:
+        """The recipe's plan for any partition."""
         signature = inspect.signature(self.method)
         shared = {name: getattr(self, name) for name in SHARED if name in signature.parameters}
         options = dict(self.options)
         if self.counts_iterations:
             options["iterations"] = options.pop("epochs") * iterations_per_epoch
-        partition = self.partition.cut(model, self.keep_dense)
         try:
             signature.bind(partition, **shared, **options)
         except TypeError as error:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -30,12 +29,13 @@ from growprune.cursor import Cursor
 from growprune.engine import checkpoint
 from growprune.engine.best import Best
 from growprune.engine.building import build
+from growprune.engine.compatibility import check_same_tensors, tensors_of
 from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
 from growprune.engine.events import Events, Listener
 from growprune.engine.folder import OtherLogs, RunFolder
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe, describe
-from growprune.engine.rng import rng_state, seed_all, set_rng_state
+from growprune.engine.rng import rng_state, set_rng_state
 from growprune.engine.saving import Checkpoints
 from growprune.engine.training import Training
 from growprune.errors import GrowpruneError
@@ -216,9 +216,7 @@ class Run:
         """Note what came of a branch where all processes find it when it is combined."""
         assert scheduled.branch is not None
         if self.mesh.leads_group:
-            folder = self.folder.branch(scheduled.stage, scheduled.branch)
-            folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.write_json(folder / "rows.json", self._branch_rows)
+            self.folder.write_rows(scheduled.stage, scheduled.branch, self._branch_rows)
         self._save(scheduled)
 
     def _restore_branch(self, scheduled: ScheduledPhase) -> None:
@@ -273,6 +271,7 @@ class Run:
 
     def _state(self) -> dict[str, Any]:
         return {
+            "tensors": tensors_of(self.sparse),
             "model": self.sparse.snapshot(device="cpu"),
             "training": self.training.state_dict(),
             "rng": rng_state(),
@@ -282,7 +281,7 @@ class Run:
 
     def restore(self, number: int, state: dict[str, Any]) -> None:
         """Go back to exactly where a checkpoint was written."""
-        check_same_tensors(self.sparse.model, state["model"])
+        check_same_tensors(self.sparse, state["tensors"])
         self.sparse.restore(state["model"])
         self.sparse.load_state_dict(state["sparse"])
         self.cursor.load_state_dict(state["cursor"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from growprune.engine import checkpoint
@@ -67,7 +66,3 @@ class Checkpoints:
         if is_search_end:
             checkpoint.write_json(self._folder.search_end, number)
         self._number, self._previous = max(checkpoint.numbers(self._folder.checkpoints)), number
-
-
-def load_newest(folder: RunFolder, warn: Callable[[str], None]) -> tuple[int, State] | None:
-    return checkpoint.load_newest(folder.checkpoints, warn)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
@@ -16,6 +15,7 @@ from growprune.layers import prunable_weights
 from growprune.plan import Part, prune
 from growprune.selection import num_kept
 from growprune.sparse import SparseModel
+from growprune.warn import warn
 
 
 def stored(sparse: SparseModel) -> tuple[list[Entry], dict[str, Tensor]]:
@@ -118,7 +118,7 @@ def warn_of_unsaved(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             what = f"the extra state of {path or 'the model'} ({type(module).__name__})"
-            warnings.warn(f"{what} is not saved: a sparse file holds parameters and buffers only", stacklevel=3)
+            warn(f"{what} is not saved: a sparse file holds parameters and buffers only")
 
 
 def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
+from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe
 from growprune.recipes.study import Row, Study, measured, recipes, to_see_that_it_runs
 from growprune.tasks.classification import Classification
@@ -90,7 +91,7 @@ ROWS: dict[str, Row] = {
     ),
     "cyclic-90-uniform-kappa1": (
         "Ablation of the number of parts, kappa = 1: top-1 75.9",
-        lambda s: s.cyclic(0.9, parts=(), kappa=1),
+        lambda s: s.cyclic(0.9, partition=contiguous(1)),
     ),
     "random-90-global": (
         "Ablation of the partition, random: top-1 77.8",

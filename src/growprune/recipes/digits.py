@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
+from growprune.engine.partitions import contiguous, per_layer
 from growprune.engine.recipe import Recipe
 from growprune.tasks.digits import Digits
 
@@ -26,7 +27,7 @@ def cyclic_90() -> Recipe:
         method=methods.cyclic_gap,
         options={"steps": 8, "epochs": 2, "finetune": 24},
         sparsity=0.9,
-        kappa=4,
+        partition=contiguous(4),
     )
 
 
@@ -42,7 +43,8 @@ def parallel_90() -> Recipe:
 
 def random_90() -> Recipe:
     """C-GaP at 90 % that grows a random half of the layers in each step."""
-    return replace(cyclic_90(), method=methods.random_gap, kappa=2)
+    options = {**cyclic_90().options, "kappa": 2}
+    return replace(cyclic_90(), method=methods.random_gap, options=options, partition=per_layer())
 
 
 def one_shot_90() -> Recipe:
@@ -56,5 +58,5 @@ def tiny() -> Recipe:
         cyclic_90(),
         task=Digits(width=4, batch_size=256),
         options={"steps": 3, "epochs": 1, "finetune": 1},
-        kappa=3,
+        partition=contiguous(3),
     )

@@ -14,7 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from growprune import methods
+from growprune.engine.partitions import contiguous, named, per_layer
 from growprune.engine.recipe import Recipe
+from growprune.partition import Partition
+from growprune.plan import Part, walk
 
 Parts = tuple[tuple[str, ...], ...]
 
@@ -49,16 +52,17 @@ class Study:
 
     def random(self, sparsity: float, **changes: Any) -> Recipe:
         options = {"steps": self.steps, "epochs": self.epochs, "finetune": self.finetune}
-        return self._sparse(methods.random_gap, sparsity, options, {"parts": (), **changes})
+        options["kappa"] = len(self.parts)
+        return self._sparse(methods.random_gap, sparsity, options, {"partition": per_layer(), **changes})
 
     def one_shot(self, sparsity: float, **changes: Any) -> Recipe:
         options = {"epochs": self.pretrain, "finetune": self.finetune}
-        return self._sparse(methods.one_shot, sparsity, options, {"parts": (), "kappa": 1, **changes})
+        return self._sparse(methods.one_shot, sparsity, options, {"partition": contiguous(1), **changes})
 
     def _sparse(self, method: Any, sparsity: float, options: Mapping[str, int], changes: Mapping[str, Any]) -> Recipe:
         # a ranking over the whole model leaves it to the weights which layers stay dense
         keep_dense = () if changes.get("allocation") == "global" else self.keep_dense
-        settings = {"parts": self.parts, "kappa": len(self.parts), "keep_dense": keep_dense, **changes}
+        settings = {"partition": named(self.parts), "keep_dense": keep_dense, **changes}
         return replace(self.dense, method=method, sparsity=sparsity, options=options, **settings)
 
 
@@ -103,7 +107,6 @@ def recipes(
 
 
 def total_epochs(recipe: Recipe) -> int:
-    """Of all steps, and of all machines, as the paper counts them."""
-    machines = recipe.kappa if recipe.method is methods.parallel_gap else 1
-    options = recipe.options
-    return int(options.get("steps", 1) * machines * options["epochs"] + options.get("finetune", 0))
+    """Of all steps, and of all machines, as the paper counts them; of any model, since a plan needs none."""
+    parts = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(recipe.partition.num_parts or 100)))
+    return sum(scheduled.phase.num_iterations(1) for scheduled in walk(recipe.plan_over(parts, 1)))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
+from growprune.engine.partitions import contiguous, named
 from growprune.engine.recipe import Recipe
 from growprune.recipes.study import Parts, Row, Study, measured, recipes, to_see_that_it_runs
 from growprune.tasks.translation import Translation
@@ -91,11 +92,11 @@ ROWS: dict[str, Row] = {
     "cyclic-90-uniform": ("Table 4, C-GaP 90 %, kappa = 3: BLEU 27.7", lambda s: s.cyclic(0.9)),
     "cyclic-80-uniform-kappa6": (
         "Table 4, C-GaP 80 %, kappa = 6: BLEU 27.6",
-        lambda s: s.cyclic(0.8, parts=kappa6(s), kappa=6),
+        lambda s: s.cyclic(0.8, partition=named(kappa6(s))),
     ),
     "cyclic-90-uniform-kappa6": (
         "Table 4, C-GaP 90 %, kappa = 6: BLEU 27.1",
-        lambda s: s.cyclic(0.9, parts=kappa6(s), kappa=6),
+        lambda s: s.cyclic(0.9, partition=named(kappa6(s))),
     ),
     "parallel-80-uniform": (
         "Table 4, P-GaP 80 %, kappa = 3: BLEU 27.9",
@@ -107,15 +108,15 @@ ROWS: dict[str, Row] = {
     ),
     "parallel-80-uniform-kappa6": (
         "Table 4, P-GaP 80 %, kappa = 6: BLEU 27.7",
-        lambda s: replace(s, rounds=(s.rounds + 1) // 2).parallel(0.8, parts=kappa6(s), kappa=6),
+        lambda s: replace(s, rounds=(s.rounds + 1) // 2).parallel(0.8, partition=named(kappa6(s))),
     ),
     "parallel-90-uniform-kappa6": (
         "Table 4, P-GaP 90 %, kappa = 6: BLEU 26.9",
-        lambda s: replace(s, rounds=(s.rounds + 1) // 2).parallel(0.9, parts=kappa6(s), kappa=6),
+        lambda s: replace(s, rounds=(s.rounds + 1) // 2).parallel(0.9, partition=named(kappa6(s))),
     ),
     "cyclic-90-uniform-kappa1": (
         "Ablation of the number of parts, kappa = 1: BLEU 26.8",
-        lambda s: s.cyclic(0.9, parts=(), kappa=1),
+        lambda s: s.cyclic(0.9, partition=contiguous(1)),
     ),
     "random-90-uniform": ("Ablation of the partition, random: BLEU 27.0", lambda s: s.random(0.9)),
     "random-90-global": (

@@ -3,8 +3,6 @@
 A task knows nothing of sparsity, methods or the engine.
 """
 
-from collections.abc import Callable
-
 from growprune.tasks.classification import Classification
 from growprune.tasks.detection import Detection
 from growprune.tasks.digits import Digits
@@ -12,7 +10,7 @@ from growprune.tasks.segmentation import PartSegmentation
 from growprune.tasks.task import Split, Task
 from growprune.tasks.translation import Translation
 
-TASKS: dict[str, Callable[..., Task]] = {
+TASKS: dict[str, type[Task]] = {
     "digits": Digits,
     "classification": Classification,
     "detection": Detection,

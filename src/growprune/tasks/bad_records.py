@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 from growprune.errors import GrowpruneError
+from growprune.warn import warn
 
 
 class BadRecords:
@@ -39,7 +39,7 @@ class BadRecords:
                 f"not skipped: repair or remove them"
             )
         if self.count % 10 ** (len(str(self.count - 1)) - 1) == 0:
-            warnings.warn(f"{self.source}: skipped {name}: {why} ({self.count} so far)", stacklevel=2)
+            warn(f"{self.source}: skipped {name}: {why} ({self.count} so far)")
 
 
 def find(root: str, relative: str, *, layout: str) -> Path:

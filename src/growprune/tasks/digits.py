@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError
-from growprune.tasks.task import Split
+from growprune.tasks.task import Split, Task
 
 
 @dataclass(frozen=True)
-class Digits:
+class Digits(Task):
     """Classify handwritten digits."""
 
     width: int = 32

@@ -12,15 +12,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from growprune.errors import GrowpruneError
+from growprune.tasks.task import Task
 
 
-class Shareable:
+class Shareable(Task):
     """A task whose streamed images are decoded only by the replica that looks at them."""
 
     _replica = 0, 1
 
     def for_replica(self, index: int, count: int) -> Self:
-        """The same task for replica `index` of `count`; see `Task.batches`."""
+        """The same task for replica `index` of `count`; see `Task`."""
         task = copy.copy(self)
         object.__setattr__(task, "_replica", (index, count))  # not a setting of the dataclass: it changes no result
         return task

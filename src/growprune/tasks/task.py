@@ -1,9 +1,11 @@
-"""The protocol every task follows."""
+"""The base class of every task."""
 
 from __future__ import annotations
 
+import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,29 +13,34 @@ from torch import Tensor, nn
 Split = Literal["validation", "test"]
 
 
-class Task(Protocol):
-    """A frozen dataclass of settings with these methods. Its fields can be set from the command line.
+class Task(ABC):
+    """What is trained: data, a model, a loss and a metric. Derive a frozen dataclass of settings from it.
 
-    A task that reads files has a field `data`, the folder given with `--data`. Building the model and its example needs
-    no data, and works on the meta device. A task whose metric can be counted in several ways has a `signature`, a text
-    that says which it was and goes to `result.json`. A task that makes something of its data without which a model is
-    of no use, such as a vocabulary, has a method `files()` that returns it as bytes by file name: it is kept in the run
-    folder, and must be the same when the run is resumed.
+    Its fields can be set from the command line. A task that reads files has a field `data: str = ""`, the folder given
+    with `--data`. Building the model and its example needs no data, and works on the meta device.
+
+    The methods without a default must be written; the others have one that suits most tasks.
     """
 
-    @property
-    def metric(self) -> str:
-        """The name of the number, among those `evaluate` returns, that a better model has more of."""
+    metric: str
+    """The name of the number, among those `evaluate` returns, that a better model has more of."""
 
+    @abstractmethod
     def build_model(self) -> nn.Module:
         """A freshly initialised model; the engine seeds torch before."""
 
+    @abstractmethod
     def example(self) -> Any:
         """One input of the model, in a batch of one, to count FLOPs with."""
 
+    @abstractmethod
     def num_batches(self) -> int:
-        """How many batches an epoch has; called first of all, so what is wrong with the data is said here."""
+        """How many batches an epoch has; called first of all, so what is wrong with the data is said here.
 
+        It may be called often: what is slow is done once.
+        """
+
+    @abstractmethod
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Any]:
         """The batches of an epoch from number `start` on; which they are depends on the seed alone.
 
@@ -42,18 +49,54 @@ class Task(Protocol):
         A batch is a tensor, or a tuple, list or dict of tensors whose first axis counts the examples: replicas take
         every n-th example of each. What is drawn for batch i, such as its augmentation, is drawn from (seed, i), so
         that an epoch can be entered anywhere.
-
-        A task for which making an example is costly may have a method `for_replica(index, count)` that returns a task
-        whose batches have the same shapes and the same examples number index, index + count, ..., and blank ones in
-        the places of the others.
         """
 
+    @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a batch, as a mean over its examples, so that the losses of its shares add up to it.
+        """The loss of a batch, as a mean over its examples, so that the losses of its shares add up to it."""
 
-        When several batches are accumulated, each counts by its examples. A task whose loss is a mean over something
-        else, such as tokens, may have a method `weigh(batch)` that says how many of these there are.
-        """
-
+    @abstractmethod
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
         """Metrics of a model in eval mode on data it was not trained on."""
+
+    def weigh(self, batch: Any) -> int | Tensor:
+        """What a batch counts among those that are accumulated: its examples, or what else its loss is a mean over."""
+        return num_examples(batch) or 1
+
+    def for_replica(self, index: int, count: int) -> Task:
+        """The task as replica `index` of `count` needs it.
+
+        Where making an example is costly, its batches may have blank ones in the places of all but the examples
+        number index, index + count, ...; their shapes stay the same.
+        """
+        del index, count
+        return self
+
+    def files(self) -> dict[str, bytes]:
+        """What the task makes of its data without which a model is of no use, such as a vocabulary, by file name.
+
+        It is kept in the run folder, and must be the same when the run is resumed.
+        """
+        return {}
+
+    @property
+    def signature(self) -> str:
+        """How the metric is counted, if there are several ways; goes to `result.json`."""
+        return ""
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether `--data` says where its files are, that is, whether it has a field `data`."""
+        return dataclasses.is_dataclass(self) and "data" in {field.name for field in dataclasses.fields(self)}
+
+
+def num_examples(batch: Any) -> int:
+    """How long the first tensor of a batch is.
+
+    >>> num_examples((7, {"image": torch.zeros(5, 3)}))
+    5
+    """
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 0
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+    return next((count for count in map(num_examples, items) if count), 0)

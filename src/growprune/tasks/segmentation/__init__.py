@@ -16,11 +16,11 @@ from growprune.tasks.segmentation.categories import NUM_CATEGORIES, NUM_PARTS
 from growprune.tasks.segmentation.miou import mean_ious, predict, shape_ious
 from growprune.tasks.segmentation.pointnet2 import NUM_CENTRES, PointNet2, scaled
 from growprune.tasks.segmentation.sampling import Batch, draw, evaluation_set, mixed, shapes_on
-from growprune.tasks.task import Split
+from growprune.tasks.task import Split, Task
 
 
 @dataclass(frozen=True)
-class PartSegmentation:
+class PartSegmentation(Task):
     """Find the parts of ShapeNet's objects: 50 parts of 16 categories, which the model is told."""
 
     data: str = ""

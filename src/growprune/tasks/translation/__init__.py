@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError
-from growprune.tasks.task import Split
+from growprune.tasks.task import Split, Task
 from growprune.tasks.translation.batching import MULTIPLE, Batch, Batches, Pairs
 from growprune.tasks.translation.corpus import load_pieces, load_split, load_training
 from growprune.tasks.translation.pieces import Pieces
@@ -20,7 +21,7 @@ from growprune.tasks.translation.transformer import EOS, PAD, Shape, Transformer
 
 
 @dataclass(frozen=True)
-class Translation:
+class Translation(Task):
     """Translate from one language to another.
 
     The sizes are those of the base Transformer; the big one has d_model 1024, ffn 4096 and 16 heads.
@@ -86,7 +87,7 @@ class Translation:
         return torch.full((1, 64), EOS), torch.full((1, 64), EOS)
 
     def num_batches(self) -> int:
-        self._bleu()  # if that is missing, better to hear of it now than after an epoch
+        bleu(self.target, self.lowercase)  # if that is missing, better to hear of it now than after an epoch
         return len(self._training())
 
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Batch]:
@@ -112,15 +113,15 @@ class Translation:
         model = cast(Transformer, model)
         translations = self._translate(model, pairs, beam=self.beam if split == "test" else 1, device=device)
         loss = self._token_loss(model, pairs, device)
-        score = self._bleu().corpus_score(translations, [references]).score
+        score = bleu(self.target, self.lowercase).corpus_score(translations, [references]).score
         return {"bleu": score, "loss": float(loss), "perplexity": float(loss.exp())}
 
     @property
     def signature(self) -> str:
         """How BLEU is counted, in sacreBLEU's words; goes to result.json."""
-        bleu = self._bleu()
-        bleu.corpus_score([""], [[""]])  # it has none before it has seen references
-        return str(bleu.get_signature())
+        counter = bleu(self.target, self.lowercase)
+        counter.corpus_score([""], [[""]])  # it has none before it has seen references
+        return str(counter.get_signature())
 
     def _translate(self, model: Transformer, pairs: Pairs, *, beam: int, device: torch.device) -> list[str]:
         pieces = self._pieces()
@@ -150,16 +151,19 @@ class Translation:
     def _pieces(self) -> Pieces:
         return load_pieces(self.data, self.source, self.target, self.vocab_size)
 
-    def _bleu(self) -> Any:
-        try:
-            from sacrebleu.metrics.bleu import BLEU
-        except ImportError as error:
-            raise GrowpruneError("BLEU needs sacrebleu: pip install 'growprune[translation]'") from error
-        # force: it would warn about translations that end in " .", as those of a model that learns may
-        try:
-            return BLEU(lowercase=self.lowercase, trg_lang=self.target, force=True)
-        except RuntimeError as error:  # some languages need a tokenizer of their own
-            raise GrowpruneError(f"BLEU for target={self.target!r}: {' '.join(str(error).split())}") from error
+
+@functools.cache
+def bleu(target: str, lowercase: bool) -> Any:
+    """sacreBLEU's counter for a language; made once, since its tokenizer may be slow to load."""
+    try:
+        from sacrebleu.metrics.bleu import BLEU
+    except ImportError as error:
+        raise GrowpruneError("BLEU needs sacrebleu: pip install 'growprune[translation]'") from error
+    # force: it would warn about translations that end in " .", as those of a model that learns may
+    try:
+        return BLEU(lowercase=lowercase, trg_lang=target, force=True)
+    except RuntimeError as error:  # some languages need a tokenizer of their own
+        raise GrowpruneError(f"BLEU for target={target!r}: {' '.join(str(error).split())}") from error
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Iterator
 
 from growprune.errors import GrowpruneError
@@ -12,6 +11,7 @@ from growprune.tasks.task import Split
 from growprune.tasks.translation.batching import Batches, Pairs, Sentences
 from growprune.tasks.translation.pieces import Pieces, learn_once
 from growprune.tasks.translation.text import Lines, find_pair, read_training, read_whole
+from growprune.warn import warn
 
 
 @functools.cache
@@ -65,8 +65,5 @@ def _without_long(pairs: Pairs, max_length: int, data: str) -> Pairs:
             f"{data}: all {num_long} training pairs have more than {max_length} tokens: raise max_length"
         )
     if num_long:
-        warnings.warn(
-            f"{data}: left out {num_long} of {len(pairs)} training pairs, which have more than {max_length} tokens",
-            stacklevel=2,
-        )
+        warn(f"{data}: left out {num_long} of {len(pairs)} training pairs, which have more than {max_length} tokens")
     return Pairs(pairs.source.keep(kept), pairs.target.keep(kept))

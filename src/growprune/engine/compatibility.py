@@ -1,0 +1,117 @@
+"""What must be the same for a run to go on: its recipe, and the tensors of its model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from growprune.engine.folder import RunFolder
+from growprune.engine.recipe import Recipe, describe
+from growprune.errors import GrowpruneError, shorten
+from growprune.layers import dense_shape
+from growprune.sparse import SparseModel
+
+MAY_CHANGE = {
+    "task.data",
+    "task.workers",
+    "storage",
+    "checkpoint_seconds",
+    "claim",
+    "replicas",
+    "timeout_seconds",
+}
+"""Fields of a recipe that may be other when a run is resumed: they have no influence on results."""
+
+
+def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:
+    """Raise, naming the first field that differs, unless a run was started with this recipe.
+
+    A field that the recipe of the run does not have yet counts as its default: it was what the run did.
+    """
+    folder.check_format()
+    given = fields_of(recipe)
+    stored = _flat(_with_defaults(folder.read_recipe()["recipe"], recipe))
+    for name in [name for name in {**given, **stored} if name not in MAY_CHANGE]:
+        if name not in given:
+            raise GrowpruneError(
+                f"{folder.path} was started with {name}={_short(stored[name])}, but the recipe now has no {name}: put "
+                f"it back, or start a new run"
+            )
+        if name not in stored or stored[name] != given[name]:
+            with_what = f"with {name}={_short(stored[name])}" if name in stored else f"without {name}"
+            raise GrowpruneError(
+                f"{folder.path} was started {with_what}, but the recipe now says {_short(given[name])}: put it back, "
+                f"or start a new run"
+            )
+
+
+def fields_of(recipe: Recipe) -> dict[str, Any]:
+    """Every setting of a recipe as plain JSON values, by dotted names such as `task.width`."""
+    return _flat(_plain(recipe))
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from a JSON file."""
+    return json.loads(json.dumps(describe(value)))
+
+
+def _with_defaults(stored: Any, value: Any) -> Any:
+    """A stored description of a dataclass, with the defaults of the fields it lacks."""
+    if not dataclasses.is_dataclass(value) or not isinstance(stored, dict):
+        return stored
+    if stored.get("name", type(value).__name__) != type(value).__name__:  # of another class, whose fields are others
+        return stored
+    whole = dict(stored)
+    for field in dataclasses.fields(value):
+        if field.name in stored:
+            whole[field.name] = _with_defaults(stored[field.name], getattr(value, field.name))
+        elif field.default is not dataclasses.MISSING:
+            whole[field.name] = _plain(field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            whole[field.name] = _plain(field.default_factory())
+    return whole
+
+
+def _flat(content: Any, prefix: str = "") -> dict[str, Any]:
+    """{"task": {"width": 3}} -> {"task.width": 3}"""
+    if not isinstance(content, dict) or not content:
+        return {prefix.removesuffix("."): content}
+    return {name: value for key, inside in content.items() for name, value in _flat(inside, f"{prefix}{key}.").items()}
+
+
+def _short(value: Any) -> str:
+    return shorten(repr(value), 200)
+
+
+def tensors_of(sparse: SparseModel) -> dict[str, str]:
+    """Every parameter and buffer of a model, and what it is, whatever its storage.
+
+    >>> tensors_of(SparseModel(torch.nn.Linear(4, 2), sparsity=0.5))
+    {'weight': 'prunable float32 (2, 4)', 'bias': 'float32 (2,)'}
+    """
+    prunable = {weight.parameter for weight in sparse.weights}
+    found = {}
+    for name, parameter in sparse.model.named_parameters():
+        path, _, local = name.rpartition(".")
+        what = _describe_tensor(dense_shape(sparse.model.get_submodule(path), local), parameter.dtype)
+        found[name] = f"prunable {what}" if name in prunable else what
+    return found | {name: _describe_tensor(tuple(b.shape), b.dtype) for name, b in sparse.model.named_buffers()}
+
+
+def _describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {shape}"
+
+
+def check_same_tensors(sparse: SparseModel, stored: Mapping[str, str]) -> None:
+    """Raise, naming the first that differs, unless a model has the tensors that a checkpoint has (`tensors_of`)."""
+    found = tensors_of(sparse)
+    for name in {**found, **stored}:
+        if found.get(name) != stored.get(name):
+            raise GrowpruneError(
+                f"the model is not the one that was trained: {name} is {found.get(name, 'not there')} now, and "
+                f"{stored.get(name, 'not there')} in the checkpoint; go back to that code, or start a new run"
+            )

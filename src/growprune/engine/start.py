@@ -1,0 +1,149 @@
+"""Starting a run in a new folder, and going on with one.
+
+Whoever writes to a folder has its lock. What can be refused is refused before there is a folder; what depends on the
+folder is looked at again under the lock, since another process may have come first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from growprune.engine import checkpoint
+from growprune.engine.batch_split import digest
+from growprune.engine.compatibility import check_same_recipe, fields_of
+from growprune.engine.device import choose_device, environment
+from growprune.engine.events import Event
+from growprune.engine.folder import RunFolder
+from growprune.engine.process_group import ask_first, is_restart_of, join, may_be_restarted, wait_for_all
+from growprune.engine.recipe import Recipe
+from growprune.engine.run import Run
+from growprune.errors import GrowpruneError
+from growprune.plan import walk
+
+
+def train(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    origin: dict[str, Any] | None = None,
+    on_event: Callable[[Event], None] = lambda event: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Carry a recipe out in a new folder, and return what `result.json` holds."""
+    folder = RunFolder(Path(out), join(choose_device(recipe.device), recipe.timeout_seconds))
+    if ask_first(_is_ours(folder)):
+        if folder.result.exists():
+            _say(folder, on_event, f"{folder.path} was finished before this restart: its result stands")
+        return resume(recipe, out, origin=origin, on_event=on_event, should_stop=should_stop)
+    folder.check_free(recipe)
+    run = Run(recipe, folder, listeners=[on_event], should_stop=should_stop)  # one that cannot run leaves no folder
+    run.mesh.barrier("starting")
+    if run.mesh.is_first:
+        folder.make()
+    with folder.locked():
+        if run.mesh.is_first:
+            folder.check_free(recipe)
+            _write_what_runs(run, origin or {})
+            folder.store_files(run.task.files())
+        check_processes_agree(run)
+        return run.execute()
+
+
+def _is_ours(folder: RunFolder) -> bool:
+    """Whether torchrun, which starts processes again after a fault, has us find the run that we began.
+
+    One that is not finished is gone on with whoever began it; the outcome of an earlier job is not taken for ours.
+    """
+    if not may_be_restarted() or not folder.recipe.exists():
+        return False
+    return not folder.result.exists() or is_restart_of(folder.job)
+
+
+def _say(folder: RunFolder, on_event: Callable[[Event], None], message: str) -> None:
+    event = {"event": "warning", "message": message}
+    folder.append(event)
+    on_event(event)
+
+
+def _write_what_runs(run: Run, origin: dict[str, Any]) -> None:
+    run.folder.write_recipe(run.recipe, origin)
+    run.folder.write_plan(run.plan)
+
+
+def check_processes_agree(run: Run) -> None:
+    """Make sure that all processes of a run do the same, before they do it."""
+    run.mesh.barrier("starting")
+    batches = iter(run.task.batches(seed=0, start=0, device=torch.device("cpu")))
+    batch = next(batches, None) if run.mesh.world > 1 else None
+    recipe = fields_of(run.recipe) | {"task.data": None}  # which may lie elsewhere on each machine
+    version = environment(run.device) | {"commit": None}  # which a machine without git does not know
+    texts = {"recipe": json.dumps(recipe), "version": json.dumps(version)}
+    texts |= {"data": digest(batch), "view of the run folder, which all must share,": run.folder.recipe_text()}
+    run.mesh.agree(texts, "starting")
+
+
+def resume(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    extend: int = 0,
+    origin: dict[str, Any] | None = None,
+    on_event: Callable[[Event], None] = lambda event: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Go on with a run where its newest whole checkpoint stands; with `extend`, search that many steps more.
+
+    The recipe must be the one the run was started with, but for what has no influence on results (`MAY_CHANGE`).
+    """
+    folder = RunFolder(Path(out), join(choose_device(recipe.device), recipe.timeout_seconds))
+    check_same_recipe(folder, recipe)
+    with folder.locked():
+        wait_for_all()
+        check_same_recipe(folder, recipe)
+        if extend:
+            recipe = _extend(folder, recipe, extend)
+        elif ask_first(folder.result.exists()):
+            return folder.read_result()
+        run = Run(recipe, folder, listeners=[on_event], should_stop=should_stop)
+        folder.store_files(run.task.files())
+        run.mesh.barrier("resuming")
+        if run.mesh.is_first:
+            _write_what_runs(run, folder.read_origin() if origin is None or extend else origin)
+        check_processes_agree(run)
+        found = checkpoint.load_newest(folder.checkpoints, run.events.warn)
+        if found is not None:
+            run.restore(*found)
+        return run.execute()
+
+
+def _extend(folder: RunFolder, recipe: Recipe, steps: int) -> Recipe:
+    """Take a finished run back to the end of its search, and lengthen the search."""
+    longer = recipe.extended(steps)
+    if not folder.result.exists():
+        raise GrowpruneError(
+            f"{folder.path} is not finished, so it cannot be extended: resume it without --extend first"
+        )
+    number = folder.kept()
+    if not number:
+        raise GrowpruneError(f"{folder.path} has no checkpoint at the end of its search, so it cannot be extended")
+    state = checkpoint.load(folder.checkpoints / f"{number[0]:08d}")
+    model = recipe.task.build_model()
+    old, new = list(walk(recipe.plan(model))), list(walk(longer.plan(model)))
+    done = state["cursor"]["position"] + 1
+    if old[:done] != new[:done]:
+        raise GrowpruneError(
+            f"{folder.path} cannot be extended: with more steps, its method would have begun otherwise"
+        )
+    wait_for_all()  # until here every process looks; from here the first one changes what they looked at
+    if folder.rank == 0:
+        origin = folder.read_origin()
+        folder.set_aside()
+        checkpoint.remove_old(folder.checkpoints, number)
+        folder.write_recipe(longer, {**origin, "extended": (origin.get("extended") or 0) + steps})
+    wait_for_all()
+    return longer
