@@ -24,32 +24,50 @@ def read(path):
     """Every tensor of a sparse file, dense, by name."""
     content = Path(path).read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    metadata = header.get("__metadata__", {})
-    if (metadata.get("format"), metadata.get("version")) != ("growprune", "1"):
-        raise ValueError(f"{path} is not a growprune file of version 1")
-    manifest = json.loads(metadata["manifest"])
+    manifest = read_manifest(path, header.get("__metadata__", {}))
     stored = {name: to_array(tensor) for name, tensor in safetensors.deserialize(content)}
     dense = {}
     for name, about in manifest["tensors"].items():
-        if name in stored:
-            dense[name] = stored[name]
-            continue
-        values, packed = stored[f"{name}.values"], stored[f"{name}.mask"]
-        if hashlib.sha256(packed.tobytes()).hexdigest() != about["mask_sha256"]:
-            raise ValueError(f"the mask of {name} is damaged")
-        mask = expand(packed, about, manifest["pattern"])
-        if not mask.sum() == len(values) == about["nnz"]:
-            raise ValueError(f"{name} has {len(values)} values, but {mask.sum()} alive")
-        dense[name] = np.zeros(about["shape"], values.dtype)
-        dense[name][mask] = values
+        values = stored[name if name in stored else f"{name}.values"]
+        if "sha256" in about and sha256(values) != about["sha256"]:  # version 1 has none
+            raise ValueError(f"the values of {name} are damaged")
+        values = widen(values, about["dtype"])
+        dense[name] = values if name in stored else scatter(values, stored[f"{name}.mask"], name, about, manifest)
     return dense | {alias: dense[name] for alias, name in manifest["aliases"].items()}
 
 
+def read_manifest(path, metadata):
+    if metadata.get("format") != "growprune" or metadata.get("version") not in ("1", "2"):
+        raise ValueError(f"{path} is not a growprune file of version 1 or 2")
+    text = metadata["manifest"]
+    if metadata["version"] != "1" and sha256(text.encode()) != metadata["manifest_sha256"]:
+        raise ValueError(f"the manifest of {path} is damaged")
+    return json.loads(text)
+
+
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
+
+
 def to_array(tensor):
-    array = np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
-    if tensor["dtype"] == "BF16":  # the upper half of a float32
-        array = (array.astype("<u4") << 16).view("<f4")
-    return array
+    return np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+
+
+def widen(array, dtype):
+    """A bfloat16 is the upper half of a float32."""
+    return (array.astype("<u4") << 16).view("<f4") if dtype == "BF16" else array
+
+
+def scatter(values, packed, name, about, manifest):
+    """The dense tensor, from its live values and its mask."""
+    if sha256(packed) != about["mask_sha256"]:
+        raise ValueError(f"the mask of {name} is damaged")
+    mask = expand(packed, about, manifest["pattern"])
+    if not mask.sum() == len(values) == about["nnz"]:
+        raise ValueError(f"{name} has {len(values)} values, but {mask.sum()} alive")
+    dense = np.zeros(about["shape"], values.dtype)
+    dense[mask] = values
+    return dense
 
 
 def expand(packed, about, pattern):

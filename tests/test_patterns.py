@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from growprune import patterns
+from growprune.errors import GrowpruneError
 from growprune.layers import Weight
 from growprune.patterns import (
     Block,
@@ -45,15 +46,15 @@ def as_rows(mask: Tensor) -> list[str]:
     return ["".join("x" if alive else "." for alive in row) for row in mask.flatten(1).tolist()]
 
 
-# Free
+# Unstructured
 
 
-def test_free_keeps_the_largest_magnitudes_anywhere() -> None:
+def test_unstructured_keeps_the_largest_magnitudes_anywhere() -> None:
     values = torch.tensor([[1.0, -4.0, 2.0], [0.0, 3.0, -5.0]])
     assert as_rows(kept("unstructured", values, 3)) == [".x.", ".xx"]
 
 
-def test_free_breaks_ties_by_flat_index() -> None:
+def test_unstructured_breaks_ties_by_flat_index() -> None:
     assert as_rows(kept("unstructured", torch.ones(2, 4), 5)) == ["xxxx", "x..."]
     assert as_rows(kept("unstructured", torch.zeros(2, 4), 3)) == ["xxx.", "...."]
 
@@ -66,12 +67,12 @@ def test_ties_go_by_logical_position_whatever_the_memory_layout() -> None:
     assert as_rows(kept("unstructured", torch.ones(4, 2).T, 5)) == ["xxxx", "x..."]
 
 
-def test_free_works_on_a_vector() -> None:
+def test_unstructured_works_on_a_vector() -> None:
     assert kept("unstructured", torch.tensor([1.0, 3.0, -2.0]), 2).tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_free_works_in_every_float_type(dtype: torch.dtype) -> None:
+def test_unstructured_works_in_every_float_type(dtype: torch.dtype) -> None:
     assert as_rows(kept("unstructured", torch.tensor([[1.0, -4.0, 2.0, 0.5]], dtype=dtype), 2)) == [".xx."]
 
 
@@ -200,16 +201,67 @@ def test_at_most_n_of_m_can_live() -> None:
 # All of them
 
 
+def test_only_blocks_share_a_bit() -> None:
+    assert parse_pattern("3x2").bit_pattern == Block(height=3, width=2)
+    for text in ("unstructured", "2:4"):
+        assert parse_pattern(text).bit_pattern == Unstructured()
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "transposed", "length"),
+    [
+        ("1x4", (3, 8), False, 4),
+        ("1x4", (3, 8, 5, 5), False, 4),
+        ("1x4", (3, 6), False, 1),  # a block would run over into the next row or kernel position
+        ("1x4", (8, 8, 3), True, 1),  # its inputs are not last
+        ("1x4", (8,), False, 1),
+        ("2x4", (4, 8), False, 1),
+        ("2:4", (4, 8), False, 1),
+        ("unstructured", (4, 8), False, 1),
+    ],
+)
+def test_blocks_one_row_high_that_fit_the_inputs_are_runs(
+    text: str, shape: tuple[int, ...], transposed: bool, length: int
+) -> None:
+    assert parse_pattern(text).run_length(shape, transposed=transposed) == length
+
+
 @pytest.mark.parametrize("text", ["unstructured", "1x1", "1x8", "16x4", "2:4", "1:2", "4:4"])
 def test_a_pattern_has_the_name_it_is_written_with(text: str) -> None:
     assert parse_pattern(text).name == text
     assert parse_pattern(parse_pattern(text)) == parse_pattern(text)
 
 
-@pytest.mark.parametrize("text", ["", "Free", "0x8", "1x0", "8", "x8", "1x8x2", "3:2", "0:4", "2:", "-1x8", "1 x 8"])
-def test_an_unknown_pattern_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="but must be 'unstructured', a block like '1x8', or N:M like '2:4'"):
-        parse_pattern(text)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "free",
+        "Unstructured",
+        "0x8",
+        "1x0",
+        "8",
+        "x8",
+        "1x8x2",
+        "3:2",
+        "0:4",
+        "2:",
+        "-1x8",
+        "1 x 8",
+        "1x8\n",
+        8,
+        None,
+    ],
+)
+def test_an_unknown_pattern_is_refused(text: object) -> None:
+    with pytest.raises(GrowpruneError, match="but must be 'unstructured', a block like '1x8', or N:M like '2:4'"):
+        parse_pattern(text)  # type: ignore[arg-type]
+
+
+def test_a_long_pattern_is_not_shown_whole() -> None:
+    with pytest.raises(GrowpruneError) as caught:
+        parse_pattern("1x" + "9" * 100_000)
+    assert len(str(caught.value)) < 200
 
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)

@@ -9,7 +9,7 @@ What is chosen or not is a *group*: a single weight, or a block.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -28,10 +28,22 @@ class Unstructured:
 
     height: int = 1
     """Rows in a group."""
+    width: int = 1
+    """Columns in a group."""
 
     @property
     def name(self) -> str:
         return "unstructured"
+
+    @property
+    def bit_pattern(self) -> Pattern:
+        """The pattern whose groups have one bit each in a packed mask: single weights, if not blocks."""
+        return Unstructured()
+
+    def run_length(self, shape: Sequence[int], *, transposed: bool) -> int:
+        """How many consecutive elements of a parameter, its inputs last, always live or die together."""
+        fits = len(shape) > 1 and shape[1] % self.width == 0 and not transposed
+        return self.width if fits and self.height == 1 else 1
 
     def check(self, weight: Weight, sparsity: float) -> None:
         """Raise if the weight cannot have this pattern at this sparsity."""
@@ -96,11 +108,13 @@ class Block(Folded):
     Edges that a block overhangs count as zeros.
     """
 
-    width: int = 1
-
     @property
     def name(self) -> str:
         return f"{self.height}x{self.width}"
+
+    @property
+    def bit_pattern(self) -> Pattern:
+        return self
 
     def num_groups(self, weight: Weight) -> int:
         rows, columns = matrix_shape(weight)
@@ -177,12 +191,13 @@ def parse_pattern(text: str | Pattern) -> Pattern:
         return text
     if text == "unstructured":
         return Unstructured()
-    if found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text):
-        return Block(height=int(found[1]), width=int(found[2]))
-    if (found := re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)) and int(found[1]) <= int(found[2]):
-        return NofM(n=int(found[1]), m=int(found[2]))
+    found = re.fullmatch(r"([1-9][0-9]{0,9})([x:])([1-9][0-9]{0,9})", text) if isinstance(text, str) else None
+    if found and found[2] == "x":
+        return Block(height=int(found[1]), width=int(found[3]))
+    if found and int(found[1]) <= int(found[3]):
+        return NofM(n=int(found[1]), m=int(found[3]))
     raise GrowpruneError(
-        f"pattern is {text!r}, but must be 'unstructured', a block like '1x8', or N:M like '2:4' with N <= M"
+        f"pattern is {repr(text)[:60]}, but must be 'unstructured', a block like '1x8', or N:M like '2:4' with N <= M"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -78,13 +79,31 @@ def metadata(path: Path) -> dict[str, str]:
         return dict(opened.metadata())
 
 
+def header_of(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert isinstance(header, dict)
+    return header
+
+
+def with_header(path: Path, header: dict[str, Any], text: str | None = None) -> Path:
+    """A copy of a file with the same bytes of tensors behind another header."""
+    content = path.read_bytes()
+    new = (json.dumps(header) if text is None else text).encode()
+    other = path.with_name("other_header.safetensors")
+    other.write_bytes(len(new).to_bytes(8, "little") + new + content[8 + int.from_bytes(content[:8], "little") :])
+    return other
+
+
 def tampered(path: Path, change: Callable[[dict[str, Tensor], dict[str, str], dict[str, Any]], None]) -> Path:
-    """A copy of a file with changes to its tensors, its metadata and its manifest."""
+    """A copy of a file with changes to its tensors, its metadata and its manifest, whose digest is made to fit."""
     tensors, about = stored(path), metadata(path)
-    manifest = json.loads(about["manifest"])
+    manifest, digest = json.loads(about["manifest"]), about.get("manifest_sha256")
     change(tensors, about, manifest)
     if about.get("manifest", "{").startswith("{"):
         about["manifest"] = json.dumps(manifest)
+    if digest is not None and about.get("manifest_sha256") == digest:
+        about["manifest_sha256"] = hashlib.sha256(about["manifest"].encode()).hexdigest()
     other = path.with_name("tampered.safetensors")
     safetensors.torch.save_file(tensors, other, about)
     return other

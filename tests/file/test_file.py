@@ -200,7 +200,8 @@ def test_a_tiny_file_is_as_specified(tmp_path: Path) -> None:
     assert content[8 + size :] == np.array([9, -8, 7], "<f4").tobytes() + bytes([0b00100001, 0b00001000])
     assert {key: value for key, value in header["__metadata__"].items() if key != "manifest"} == {
         "format": "growprune",
-        "version": "1",
+        "version": "2",
+        "manifest_sha256": hashlib.sha256(header["__metadata__"]["manifest"].encode()).hexdigest(),
     }
     assert json.loads(header["__metadata__"]["manifest"]) == {
         "sparsity": 0.75,
@@ -216,6 +217,7 @@ def test_a_tiny_file_is_as_specified(tmp_path: Path) -> None:
             "weight": {
                 "shape": [3, 4],
                 "dtype": "F32",
+                "sha256": hashlib.sha256(np.array([9, -8, 7], "<f4").tobytes()).hexdigest(),
                 "matrices": [[0, 3]],
                 "transposed": False,
                 "target": 0.75,
@@ -309,7 +311,8 @@ def test_the_manifest_lists_targets_counts_and_totals(tmp_path: Path) -> None:
     sparse.prune()
     file.save(sparse, tmp_path / "model.safetensors")
     manifest = file.manifest(tmp_path / "model.safetensors")
-    assert manifest["tensors"]["0.bias"] == {"shape": [10], "dtype": "F32"}
+    digest = hashlib.sha256(model[0].bias.detach().numpy().tobytes()).hexdigest()
+    assert manifest["tensors"]["0.bias"] == {"shape": [10], "dtype": "F32", "sha256": digest}
     alive = [manifest["tensors"][name]["nnz"] for name in ("0.weight", "1.weight")]
     assert alive == [sparse.alive_in(weight) for weight in sparse.weights]
     assert manifest["totals"] == {

@@ -12,12 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from file_cases import THREE_BY_FOUR, linear, three_of_twelve, zoo
 from torch import nn
 
 from growprune import file
+from growprune.errors import GrowpruneError
+from growprune.file.versions import write_metadata
 from growprune.sparse import SparseModel
 
 # What is refused on saving
@@ -53,6 +56,20 @@ def test_a_dtype_that_safetensors_cannot_hold_is_refused(tmp_path: Path) -> None
     model.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
     with pytest.raises(ValueError, match=r"phase is torch.complex128, which a file cannot hold"):
         file.save(SparseModel(model, sparsity=0.5), tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(("setting", "value"), [("seed", np.int64(3)), ("sparsity", np.float32(0.75))])
+def test_a_setting_that_is_not_json_is_named(setting: str, value: object, tmp_path: Path) -> None:
+    sparse = three_of_twelve()
+    setattr(sparse, setting, value)
+    with pytest.raises(GrowpruneError, match=rf"^{setting} is .*, which a file cannot hold \(.*\): make the"):
+        file.save(sparse, tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_setting_that_is_no_number_is_not_json() -> None:
+    with pytest.raises(GrowpruneError, match=r"^sparsity is nan, which a file cannot hold"):
+        write_metadata({"seed": 0, "sparsity": float("nan")})
 
 
 def test_state_that_is_no_tensor_is_named_in_a_warning(tmp_path: Path) -> None:
@@ -111,14 +128,20 @@ def test_an_interrupt_leaves_the_old_file(old: Path, monkeypatch: pytest.MonkeyP
     assert_old_is_intact(old)
 
 
-def test_what_is_not_written_as_meant_never_takes_the_name(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "what"),
+    [("lone.mask", "a mask of lone"), ("lone.values", "values of lone"), ("norm.running_var", "values of norm")],
+)
+def test_what_is_not_written_as_meant_never_takes_the_name(
+    tensor: str, what: str, old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = file.write_safetensors
 
     def flipped(handle: Any, tensors: Any, metadata: Any) -> None:
-        honest(handle, {name: t ^ 1 if name == "lone.mask" else t for name, t in tensors.items()}, metadata)
+        honest(handle, {name: (t + 1).to(t.dtype) if name == tensor else t for name, t in tensors.items()}, metadata)
 
     monkeypatch.setattr(file, "write_safetensors", flipped)
-    with pytest.raises(ValueError, match="has a mask of lone whose SHA-256 is not the one in the manifest"):
+    with pytest.raises(ValueError, match=f"has {what}.* whose SHA-256 is not the one in the manifest"):
         file.save(zoo(), old)
     assert_old_is_intact(old)
 
@@ -134,6 +157,8 @@ def test_a_process_killed_while_saving_leaves_a_whole_file(tmp_path: Path) -> No
     script = """
 import itertools, torch
 from growprune import file
+from growprune.errors import GrowpruneError
+from growprune.file.versions import write_metadata
 from growprune.sparse import SparseModel
 model = torch.nn.Linear(300, 300, bias=False)
 sparse = SparseModel(model, sparsity=0.5)

@@ -16,30 +16,42 @@ other is *dense*, and is stored under its plain name.
 no matrix is alive and has no bits. The bits of one matrix are, by the file's pattern:
 
     unstructured, N:M   one a weight, in row-major order
-    AxB             one a block. If the parameter is `transposed`, its dimensions 0 and 1 are swapped. Then dimension 1
-                    goes last, and all but dimension 0 are flattened, so that (out, in, kh, kw) becomes
-                    (out, kh * kw * in); a 1-D parameter becomes a single column. Blocks of A rows x B columns are laid
-                    on from the top left, overhanging at the right and the bottom, and are read row by row of blocks.
-                    A and B are at most 1024
+    AxB                 one a block. If the parameter is `transposed`, its dimensions 0 and 1 are swapped. Then
+                        dimension 1 goes last, and all but dimension 0 are flattened, so that (out, in, kh, kw) becomes
+                        (out, kh * kw * in); a 1-D parameter becomes a single column. Blocks of A rows x B columns are
+                        laid on from the top left, overhanging at the right and the bottom, and are read row by row of
+                        blocks. A and B are at most 1024
 
-**Metadata.** Three strings in the header's `__metadata__`: `format` is "growprune", `version` is "1", and `manifest`
-is a JSON object:
+**Metadata.** Four strings in the header's `__metadata__`: `format` is "growprune", `version` is "2", `manifest` is a
+JSON object, and `manifest_sha256` is the SHA-256 of that string's UTF-8 bytes. The manifest has
 
-    sparsity, allocation, pattern, scope, keep_dense, also, seed    the arguments of the SparseModel
+    sparsity, allocation, pattern, scope, keep_dense, include, seed   the arguments of the SparseModel; names and globs
+                are of at most 1000 characters
     num_edits   how many edits it has had, so that random edits to come draw new numbers
-    aliases     {other name: first name} of tensors that the model holds under several names
-    tensors     {name: about}. All have `shape` and `dtype` (as safetensors writes it: F32, BF16, ...). Those that
-                are prunable also have
+    aliases     {other name: first name} of tensors that the model has under several names
+    tensors     {name: about}. All have
+                    shape        of the dense tensor
+                    dtype        as safetensors writes it: F32, BF16, ...
+                    sha256       of the bytes of <name>, or of <name>.values if it is sparse
+                Those that are prunable have as well
                     matrices     [[start, stop], ...] in order
                     transposed   whether the parameter is stored (in, out, ...)
                     target       the sparsity aimed at; null where layers are ranked together
                     nnz          how many weights live (one that lives may be 0, as grown weights are at first)
-                    mask_sha256  of the bytes of <name>.mask (which a dense one would have), in hexadecimal
+                    mask_sha256  of the bytes of <name>.mask (which a dense one would have)
+
+**Digests.** A SHA-256 is written as 64 lowercase hexadecimal digits. They tell damage, not forgery: a reader refuses a
+file whose manifest, values or masks are not those that were saved, or whose tensors were exchanged. What they leave
+open is the order of the tensors' bytes, and the spaces in the header. `manifest` checks the manifest only; `load` and
+`read` check everything.
+
+**Version 1** has no `manifest_sha256` and no `sha256`, so that only damage to masks is noticed. In its manifest,
+`include` is called "also", and the pattern "unstructured" is called "free". All else is as above. It is read, and no
+longer written.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -47,7 +59,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from growprune.atomic import replacing
-from growprune.file.reader import FORMAT, VERSION, match_model, open_sparse
+from growprune.file.reader import match_model, open_sparse
+from growprune.file.versions import FORMAT, write_metadata
 from growprune.file.writer import describe, stored, warn_of_unsaved, write_safetensors
 from growprune.snapshot import pack
 from growprune.sparse import SparseModel
@@ -59,16 +72,18 @@ MAX_EXPANSION = 1000
 def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     """Write a sparse model to a file, all at once: if that fails, an old file of that name is as it was.
 
-    What was written is read back and counted before it takes the name.
+    What was written is read back, checked and counted before it takes the name.
     """
     path = Path(path)
     warn_of_unsaved(sparse.model)
     entries, tensors = stored(sparse)
-    metadata = {"format": FORMAT, "version": VERSION, "manifest": json.dumps(describe(sparse, entries))}
+    metadata = write_metadata(describe(sparse, entries))
     with replacing(path) as file:
         write_safetensors(file, tensors, metadata)
         file.flush()
         with open_sparse(Path(file.name)) as written:
+            for entry in written.entries.values():
+                written.values(entry)  # refuses what is not as it was saved
             alive = {entry.name: int(written.mask(entry).sum()) for entry in written.prunable}
         assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, f"{path} was written wrongly"
 
@@ -84,8 +99,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, storage: str = "mask
     with open_sparse(path) as file:
         match_model(file, model)
         masks = {entry.name: pack(file.mask(entry)) for entry in file.prunable}
+        tensors = {name: (file.values(entry), masks.get(name)) for name, entry in file.entries.items()}
         sparse = file.make_sparse(model, storage)
-        sparse.restore({name: (file.values(entry), masks.get(name)) for name, entry in file.entries.items()})
+        sparse.restore(tensors)
         sparse.load_state_dict({**sparse.state_dict(), "num_edits": file.num_edits})
     return sparse
 
@@ -101,7 +117,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What is in a sparse file (see this module's docstring), and the totals. Reads the header only."""
+    """What is in a sparse file (see this module's docstring), and the totals. Reads and checks the header only.
+
+    Of a file of version 1 too, in the words of version 2; `sha256` is None there.
+    """
     with open_sparse(path) as file:
         totals = {
             "elements": sum(entry.numel for entry in file.entries.values()),
@@ -110,4 +129,4 @@ def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
             "bytes": file.num_bytes,
             "dense_bytes": sum(entry.num_bytes for entry in file.entries.values()),
         }
-        return {"format": FORMAT, "version": VERSION, **file.manifest, "totals": totals}
+        return {"format": FORMAT, "version": file.version, **file.manifest, "totals": totals}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from growprune.errors import GrowpruneError
 from growprune.layers import Weight
-from growprune.patterns import Block, Pattern, Unstructured, walk_groups, write_groups
+from growprune.patterns import Pattern, walk_groups, write_groups
 from growprune.snapshot import pack, unpack
 
 DTYPES = {
@@ -46,6 +46,8 @@ class Entry:
     """The matrices of a prunable parameter, in order."""
     target: float | None = None
     nnz: int = 0
+    sha256: str | None = None
+    """Of the bytes of the tensor, or of its live values; None in a file of version 1, which has no such digest."""
     mask_sha256: str = ""
 
     @property
@@ -66,7 +68,7 @@ class Entry:
         return bool(self.weights) and self.nnz < self.numel
 
     def to_dict(self) -> dict[str, Any]:
-        about: dict[str, Any] = {"shape": list(self.shape), "dtype": DTYPES[self.dtype]}
+        about: dict[str, Any] = {"shape": list(self.shape), "dtype": DTYPES[self.dtype], "sha256": self.sha256}
         if self.weights:
             about["matrices"] = [list(weight.rows or (0, self.shape[0])) for weight in self.weights]
             about["transposed"] = self.weights[0].transposed
@@ -81,9 +83,17 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
         raise GrowpruneError(f"{name} has more than {MAX_DIMENSIONS} dimensions")
     shape = tuple(whole(length) for length in about["shape"])
     whole(math.prod(shape))
-    entry = Entry(name, shape, dtypes[about["dtype"]])
+    dtype, sha256 = dtypes[about["dtype"]], about["sha256"]
     if "matrices" not in about:
-        return entry
+        return Entry(name, shape, dtype, sha256=sha256)
+    weights, nnz = _parse_matrices(name, shape, about), whole(about["nnz"])
+    entry = Entry(name, shape, dtype, weights, nnz=nnz, sha256=sha256, mask_sha256=about["mask_sha256"])
+    if not entry.num_outside <= nnz <= entry.numel:
+        raise GrowpruneError(f"{name} has {nnz} alive of {entry.numel}")
+    return entry
+
+
+def _parse_matrices(name: str, shape: tuple[int, ...], about: Mapping[str, Any]) -> tuple[Weight, ...]:
     weights: list[Weight] = []
     end = 0
     for start, stop in about["matrices"]:
@@ -92,8 +102,7 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
         rows = None if (start, stop) == (0, shape[0]) else (start, stop)
         weights.append(Weight(name, name, (stop - start, *shape[1:]), rows, about["transposed"] is True))
         end = stop
-    nnz, digest = whole(about["nnz"]), str(about["mask_sha256"])
-    return Entry(name, shape, entry.dtype, tuple(weights), nnz=nnz, mask_sha256=digest)
+    return tuple(weights)
 
 
 def whole(number: object) -> int:
@@ -102,17 +111,14 @@ def whole(number: object) -> int:
     return number
 
 
-def bit_pattern(pattern: Pattern) -> Pattern:
-    """What a bit stands for: only blocks have fewer bits than weights."""
-    if not isinstance(pattern, Block):
-        return Unstructured()
+def check_blocks(pattern: Pattern) -> None:
+    """Refuse blocks so large that a few bytes of a mask could ask for any amount of memory."""
     if max(pattern.height, pattern.width) > MAX_BLOCK_SIDE:
         raise GrowpruneError(f"pattern is {pattern.name}, but blocks in a file have sides of at most {MAX_BLOCK_SIDE}")
-    return pattern
 
 
 def num_bits(weights: Sequence[Weight], pattern: Pattern) -> int:
-    return sum(bit_pattern(pattern).num_groups(weight) for weight in weights)
+    return sum(pattern.bit_pattern.num_groups(weight) for weight in weights)
 
 
 def num_mask_bytes(weights: Sequence[Weight], pattern: Pattern) -> int:
@@ -120,7 +126,7 @@ def num_mask_bytes(weights: Sequence[Weight], pattern: Pattern) -> int:
 
 
 def pack_mask(mask: Tensor, weights: Sequence[Weight], pattern: Pattern, name: str) -> Tensor:
-    bits_of = bit_pattern(pattern)
+    bits_of = pattern.bit_pattern
     walks = (walk_groups(bits_of, weight.of(mask), weight) for weight in weights)
     none = torch.zeros(0, dtype=torch.bool)
     packed = pack(torch.cat([none, *(groups.cpu() for walk in walks for groups in walk)]))
@@ -130,7 +136,7 @@ def pack_mask(mask: Tensor, weights: Sequence[Weight], pattern: Pattern, name: s
 
 
 def unpack_mask(packed: Tensor, shape: tuple[int, ...], weights: Sequence[Weight], pattern: Pattern) -> Tensor:
-    bits_of = bit_pattern(pattern)
+    bits_of = pattern.bit_pattern
     bits = unpack(packed, (num_bits(weights, pattern),))
     mask = torch.ones(shape, dtype=torch.bool)
     for weight in weights:
@@ -148,5 +154,12 @@ def _cut_like(walk: Iterator[Tensor], flat: Tensor) -> Iterator[Tensor]:
         start += chunk.numel()
 
 
-def sha256(packed: Tensor) -> str:
-    return hashlib.sha256(packed.numpy().tobytes()).hexdigest()
+def digest(tensor: Tensor) -> str:
+    """The SHA-256 of a tensor's bytes, in hexadecimal."""
+    return hashlib.sha256(bytes_of(tensor)).hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order: its own memory, where that is possible."""
+    data: memoryview = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,22 +16,36 @@ from growprune.errors import GrowpruneError
 from growprune.file.entries import (
     DTYPES,
     Entry,
-    bit_pattern,
+    check_blocks,
+    digest,
     num_bits,
     num_mask_bytes,
     parse_entry,
-    sha256,
     unpack_mask,
     whole,
 )
+from growprune.file.versions import FORMAT, VERSIONS
 from growprune.file.writer import tensors_of
-from growprune.layers import is_compact
+from growprune.layers import is_compact, prunable_weights
 from growprune.patterns import parse_pattern
 from growprune.sparse import SparseModel
 
-FORMAT, VERSION = "growprune", "1"
+SETTINGS: dict[str, type | tuple[type, ...]] = {
+    "sparsity": (int, float),
+    "allocation": str,
+    "pattern": str,
+    "scope": str,
+    "keep_dense": list,
+    "include": list,
+    "seed": int,
+}
+"""The arguments of the SparseModel, and what JSON holds them as."""
 
-SETTINGS = ("sparsity", "allocation", "pattern", "scope", "keep_dense", "include", "seed")
+MAX_NAME = 1000
+"""How long a name or glob in keep_dense or include may be: matching a longer one could take hours."""
+
+MAX_MESSAGE = 400
+"""How many characters of an error may come from a file, which can be anyone's."""
 
 
 class SparseFile:
@@ -42,15 +55,14 @@ class SparseFile:
         self.path = path
         self.num_bytes = path.stat().st_size
         self._handle = handle
-        self.manifest = self._read_manifest(handle.metadata() or {})
+        metadata = handle.metadata() or {}
+        self.version = self._check_version(metadata)
         try:
-            self.pattern = parse_pattern(self.manifest["pattern"])
-            self.num_edits = whole(self.manifest["num_edits"])
-            self.entries = {name: parse_entry(name, about) for name, about in self.manifest["tensors"].items()}
-            self.aliases = {str(alias): str(name) for alias, name in self.manifest["aliases"].items()}
-            bit_pattern(self.pattern)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            self.refuse(f"has a manifest that makes no sense ({type(error).__name__}: {error})")
+            self._read_manifest(VERSIONS[self.version](metadata))
+        except GrowpruneError as error:
+            self.refuse(f"has an invalid manifest ({error})")
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            self.refuse(f"has an invalid manifest ({type(error).__name__}: {error})")
         self._check_header()
 
     @property
@@ -65,7 +77,7 @@ class SparseFile:
         used = num_bits(entry.weights, self.pattern) % 8
         if used and int(packed[-1]) >> used:
             self.refuse(f"has a mask of {entry.name} with bits set behind its end")
-        if sha256(packed) != entry.mask_sha256:
+        if digest(packed) != entry.mask_sha256:
             self.refuse(f"has a mask of {entry.name} whose SHA-256 is not the one in the manifest")
         mask = unpack_mask(packed, entry.shape, entry.weights, self.pattern)
         if (alive := int(torch.count_nonzero(mask))) != entry.nnz:
@@ -73,9 +85,14 @@ class SparseFile:
         return mask
 
     def values(self, entry: Entry) -> Tensor:
-        """The tensor; of a prunable parameter, the live values in row-major order. It is a view of the file."""
+        """The tensor; of a prunable parameter, the live values in row-major order. It is a view of the file.
+
+        Its bytes must be those that were saved; in a file of version 1, that cannot be known.
+        """
         tensor = self._handle.get_tensor(f"{entry.name}.values" if entry.is_sparse else entry.name)
         assert isinstance(tensor, Tensor)
+        if entry.sha256 is not None and digest(tensor) != entry.sha256:
+            self.refuse(f"has values of {entry.name} whose SHA-256 is not the one in the manifest")
         return tensor.view(-1) if entry.weights else tensor
 
     def dense(self, entry: Entry) -> Tensor:
@@ -84,30 +101,47 @@ class SparseFile:
         return torch.zeros(entry.shape, dtype=entry.dtype).masked_scatter_(self.mask(entry), self.values(entry))
 
     def make_sparse(self, model: nn.Module, storage: str) -> SparseModel:
+        settings = {name: self.manifest[name] for name in SETTINGS}
         try:
-            sparse = SparseModel(model, storage=storage, **{name: self.manifest[name] for name in SETTINGS})
+            self._check_weights(model)
+            return SparseModel(model, storage=storage, **settings)
         except (KeyError, TypeError, ValueError) as error:
-            raise GrowpruneError(f"{self.path} does not fit the model: {error}") from error
-        for name in dict.fromkeys([*(w.parameter for w in sparse.weights), *(e.name for e in self.prunable)]):
-            mine = [(w.rows, w.transposed) for w in sparse.weights if w.parameter == name]
-            if mine != [(w.rows, w.transposed) for w in self.entries[name].weights]:
-                self.refuse(f"prunes {name} otherwise than the model allows", "build the model that was saved")
-        return sparse
+            raise GrowpruneError(f"{self.path} does not fit the model: {_one_line(str(error))}") from error
 
     def refuse(self, why: str, what_to_do: str = "it is damaged, fetch or save it again") -> NoReturn:
-        raise GrowpruneError(f"{self.path} {why}: {what_to_do}")
+        raise GrowpruneError(f"{self.path} {_one_line(why)}: {what_to_do}")
 
-    def _read_manifest(self, metadata: Mapping[str, str]) -> dict[str, Any]:
+    def _check_version(self, metadata: Mapping[str, str]) -> str:
         if metadata.get("format") != FORMAT:
             self.refuse("is not a growprune file", "load plain safetensors with safetensors.torch.load_file")
-        if metadata.get("version") != VERSION:
-            version = metadata.get("version")
-            self.refuse(f"has version {version!r} of the format, this growprune reads {VERSION!r}", "update growprune")
-        try:
-            found = json.loads(metadata["manifest"])
-        except (KeyError, RecursionError, ValueError):
-            found = None
-        return found if isinstance(found, dict) else self.refuse("has no manifest that can be read")
+        version = metadata.get("version")
+        if version is None or version not in VERSIONS:
+            known = " and ".join(map(repr, VERSIONS))
+            self.refuse(f"has version {version!r} of the format, this growprune reads {known}", "update growprune")
+        return version
+
+    def _read_manifest(self, manifest: Mapping[str, Any]) -> None:
+        for name, kind in SETTINGS.items():
+            if not isinstance(manifest[name], kind):
+                raise GrowpruneError(f"{name} is {manifest[name]!r}")
+        for name in (*manifest["keep_dense"], *manifest["include"]):
+            if not isinstance(name, str) or len(name) > MAX_NAME:
+                raise GrowpruneError(f"a name is {repr(name)[:60]}, but must be text of at most {MAX_NAME} characters")
+        self.manifest = {name: manifest[name] for name in (*SETTINGS, "num_edits", "aliases", "tensors")}
+        self.pattern = parse_pattern(manifest["pattern"])
+        check_blocks(self.pattern)
+        self.num_edits = whole(manifest["num_edits"])
+        self.entries = {name: parse_entry(name, about) for name, about in manifest["tensors"].items()}
+        self.aliases = {str(alias): str(name) for alias, name in manifest["aliases"].items()}
+
+    def _check_weights(self, model: nn.Module) -> None:
+        """Refuse a model that would be pruned in other places, before it is made sparse."""
+        names = {name: self.manifest[name] for name in ("keep_dense", "include")}
+        weights = prunable_weights(model, **names)
+        for name in dict.fromkeys([*(w.parameter for w in weights), *(e.name for e in self.prunable)]):
+            mine = [(w.rows, w.transposed) for w in weights if w.parameter == name]
+            if mine != [(w.rows, w.transposed) for w in self.entries[name].weights]:
+                raise GrowpruneError(f"the file prunes {name} otherwise: build the model that was saved")
 
     def _check_header(self) -> None:
         """Whether there are just the tensors that the manifest promises, with its dtypes and shapes."""
@@ -122,13 +156,13 @@ class SparseFile:
         for name in sorted(expected.keys() ^ set(self._handle.keys())):
             self.refuse(f"lacks tensor {name}" if name in expected else f"has tensor {name}, which its manifest lacks")
         for name, (dtype, shape) in expected.items():
-            held = self._handle.get_slice(name)
-            if (held.get_dtype(), held.get_shape()) != (dtype, shape):
-                has = f"{held.get_dtype()} {held.get_shape()}"
+            found = self._handle.get_slice(name)
+            if (found.get_dtype(), found.get_shape()) != (dtype, shape):
+                has = f"{found.get_dtype()} {found.get_shape()}"
                 self.refuse(f"has tensor {name} as {has}, but its manifest asks for {dtype} {shape}")
         for alias, name in self.aliases.items():
             if alias in self.entries or name not in self.entries:
-                self.refuse(f"calls {name} also {alias}, which cannot be")
+                self.refuse(f"has {alias} as another name of {name}, which is invalid")
 
 
 @contextlib.contextmanager
@@ -147,6 +181,12 @@ def open_sparse(path: str | os.PathLike[str]) -> Iterator[SparseFile]:
         yield SparseFile(path, handle)
 
 
+def _one_line(text: str) -> str:
+    """A text that may come from a file, without line breaks and control characters, and not too long."""
+    shown = text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
+    return "".join(character if character.isprintable() else " " for character in shown)
+
+
 def _wrapping(names: Iterable[str]) -> str:
     """What torch.compile or DataParallel put before all names."""
     return next((prefix for prefix in ("_orig_mod.", "module.") if all(n.startswith(prefix) for n in names)), "")
@@ -158,10 +198,10 @@ def match_model(file: SparseFile, model: nn.Module) -> None:
         file.refuse("cannot be loaded into a model that is held compact", "load it into a fresh one")
     tensors, aliases = tensors_of(model)
     build = "build the model that was saved"
-    held, needed = {**file.entries, **file.aliases}, {**tensors, **aliases}
-    if (here := _wrapping(needed)) != (there := _wrapping(held)):
+    in_file, needed = {**file.entries, **file.aliases}, {**tensors, **aliases}
+    if (here := _wrapping(needed)) != (there := _wrapping(in_file)):
         file.refuse(f"has names that begin with {there!r}, and those of the model with {here!r}", "wrap both alike")
-    for name in sorted(held.keys() ^ needed.keys()):
+    for name in sorted(in_file.keys() ^ needed.keys()):
         file.refuse(
             f"lacks {name}, which the model has" if name in needed else f"has {name}, which the model lacks", build
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.file.entries import DTYPES, Entry, num_mask_bytes, pack_mask, sha256
+from growprune.file.entries import DTYPES, Entry, bytes_of, check_blocks, digest, num_mask_bytes, pack_mask
 from growprune.layers import prunable_weights
 from growprune.plan import Part, prune
 from growprune.selection import num_kept
@@ -21,6 +21,7 @@ from growprune.warn import warn
 def stored(sparse: SparseModel) -> tuple[list[Entry], dict[str, Tensor]]:
     """What a model's file says and holds. Tensors that are not prunable are not copied."""
     sparse.check()
+    check_blocks(sparse.pattern)
     _check_nothing_was_added(sparse)
     aims = targets(sparse)
     entries: list[Entry] = []
@@ -28,23 +29,29 @@ def stored(sparse: SparseModel) -> tuple[list[Entry], dict[str, Tensor]]:
     for name, tensor in tensors_of(sparse.model)[0].items():
         if tensor.dtype not in DTYPES:
             raise GrowpruneError(f"{name} is {tensor.dtype}, which a file cannot hold: convert it to another dtype")
-        weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
-        if not weights:
-            entries.append(Entry(name, tuple(tensor.shape), tensor.dtype))
-            stored[name] = tensor
-            continue
-        mask = sparse.mask(name)
-        values = _live_values(sparse, name, tensor)
-        packed = pack_mask(mask, weights, sparse.pattern, name)
-        aim = [aims[weight.name] for weight in weights]
-        target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
-        shape, nnz = tuple(mask.shape), values.numel()
-        entries.append(Entry(name, shape, tensor.dtype, weights, target, nnz, sha256(packed)))
-        if entries[-1].is_sparse:
-            stored |= {f"{name}.values": values, f"{name}.mask": packed}
+        if any(weight.parameter == name for weight in sparse.weights):
+            entry, parts = _stored_parameter(sparse, name, tensor, aims)
         else:
-            stored[name] = values.view(shape)
+            entry, parts = Entry(name, tuple(tensor.shape), tensor.dtype, sha256=digest(tensor)), {name: tensor}
+        entries.append(entry)
+        stored |= parts
     return entries, stored
+
+
+def _stored_parameter(
+    sparse: SparseModel, name: str, parameter: Tensor, aims: Mapping[str, float | None]
+) -> tuple[Entry, dict[str, Tensor]]:
+    weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
+    mask = sparse.mask(name)
+    values = _live_values(sparse, name, parameter)
+    packed = pack_mask(mask, weights, sparse.pattern, name)
+    aim = [aims[weight.name] for weight in weights]
+    target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
+    shape, nnz = tuple(mask.shape), values.numel()
+    entry = Entry(name, shape, parameter.dtype, weights, target, nnz, digest(values), digest(packed))
+    if entry.is_sparse:
+        return entry, {f"{name}.values": values, f"{name}.mask": packed}
+    return entry, {name: values.view(shape)}
 
 
 def _check_nothing_was_added(sparse: SparseModel) -> None:
@@ -141,4 +148,4 @@ def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: M
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for _, tensor in ordered:
-        file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        file.write(bytes_of(tensor))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.layers import DENSE_SHAPES
-from growprune.patterns import Block, Pattern
+from growprune.patterns import Pattern
 from growprune.storage import kernels
 from growprune.storage.compact_layers import FORWARDS, RECORDERS, check_first_derivative, hand_over, record
 from growprune.storage.masked import hookable
@@ -292,10 +292,8 @@ def _take_dense(module: nn.Module, state: dict[str, Any], prefix: str, *rest: An
 
 
 def _group_of(pattern: Pattern, module: nn.Module, shape: torch.Size) -> int:
-    """How many consecutive elements a bit can stand for: the width of a block one row high that fits the inputs."""
-    if not isinstance(pattern, Block) or pattern.height > 1 or getattr(module, "transposed", False):
-        return 1
-    return pattern.width if len(shape) > 1 and shape[1] % pattern.width == 0 else 1
+    """How many consecutive elements a bit can stand for."""
+    return pattern.run_length(shape, transposed=getattr(module, "transposed", False))
 
 
 def _is_grouped(mask: Tensor, group: int) -> bool:
