@@ -19,8 +19,10 @@ MAY_IMPORT = {
     "errors": "",
     # what a method may say: standard library only
     "plan": "",
-    "layers": "",
-    "partition": "plan layers",
+    "settings": "",
+    "layers": "settings",
+    "unpruned": "layers",
+    "partition": "plan settings layers",
     "methods": "plan",
     # how masks are made
     "selection": "",
@@ -31,10 +33,11 @@ MAY_IMPORT = {
     "snapshot": "",
     "storage": "layers selection patterns snapshot",
     "optimizers": "storage",
+    "adapters": "layers storage",
     "edits": "plan layers selection patterns scores allocation storage optimizers",
     "cursor": "plan snapshot",
-    "sparse": "plan layers patterns allocation snapshot storage optimizers edits cursor",
-    "init": "plan allocation sparse",
+    "sparse": "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters edits cursor",
+    "init": "plan layers selection scores allocation sparse",
     # what reads sparse models
     "atomic": "",
     "flops": "layers sparse",
@@ -54,7 +57,7 @@ MAY_IMPORT = {
 WHEN_CALLED = {"sparse": "summary", "cursor": "sparse"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""
 
-STANDARD_LIBRARY_ONLY = ("errors", "plan", "layers", "partition", "methods")
+STANDARD_LIBRARY_ONLY = ("errors", "plan", "settings", "layers", "unpruned", "partition", "methods")
 
 files = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 

@@ -1,0 +1,110 @@
+"""Adapters (LoRA and its kin, as in PEFT) on a sparse model: merging them keeps every mask.
+
+To merge, an adapter writes into the weight of the layer it adapts: `base_layer.weight.data += change`. Where that is
+masked, weights off the mask would come alive; where it is compact, the attribute is a dense copy, and the change would
+be lost. So an adapter's `merge` and `unmerge` run while the layer has a plain dense weight, and what they wrote off
+the mask is dropped. PEFT is not imported: an adapter is known by what it has.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from growprune.layers import is_adapter
+from growprune.storage import SparseParameter
+from growprune.storage.compact import layouts_of
+
+SPARSE_PARAMETERS = "_growprune_sparse_parameters"
+"""The attribute in which a module refers to how its sparse parameters are stored, by their local names."""
+
+
+class Reference:
+    """A weak reference that a copy of the model takes along: it then refers to the copy, if that is copied too."""
+
+    def __init__(self, target: SparseParameter | None) -> None:
+        self._target = (lambda: None) if target is None else weakref.ref(target)
+
+    def __call__(self) -> SparseParameter | None:
+        return self._target()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reference:
+        return Reference(copy.deepcopy(self(), memo))
+
+    def __reduce__(self) -> tuple[type[Reference], tuple[None]]:
+        return Reference, (None,)  # a model that is pickled leaves its SparseModel behind
+
+
+def keep_masks(model: nn.Module, sparse_parameters: Mapping[str, SparseParameter]) -> None:
+    """See to it that adapters of these parameters, those there are and those to come, keep their masks."""
+    for name, sparse_parameter in sparse_parameters.items():
+        own = vars(sparse_parameter.module).setdefault(SPARSE_PARAMETERS, {})
+        own[name.rpartition(".")[2]] = Reference(sparse_parameter)
+    for module in filter(is_adapter, model.modules()):
+        _guard(module)
+    _watch_for_adapters()
+
+
+@functools.cache
+def _watch_for_adapters() -> None:
+    """Have torch say when a module becomes part of another: an adapter may be put on a model that is sparse."""
+    register_module_module_registration_hook(_guard_if_adapter)
+
+
+def _guard_if_adapter(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if name == "base_layer" and submodule is not None and SPARSE_PARAMETERS in vars(_innermost(submodule)):
+        _guard(module)
+
+
+def _guard(adapter: nn.Module) -> None:
+    for name in ("merge", "unmerge"):
+        if hasattr(type(adapter), name):
+            vars(adapter)[name] = functools.partial(_call_keeping_masks, adapter, name)
+
+
+def _call_keeping_masks(adapter: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """What an adapter's own method does, but with the masks of the layer it adapts."""
+    with dense_weights(_innermost(adapter.base_layer)):
+        return getattr(type(adapter), name)(adapter, *args, **kwargs)
+
+
+def _innermost(module: Any) -> Any:
+    """The layer under adapters upon adapters."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
+
+
+@contextmanager
+def dense_weights(module: nn.Module) -> Iterator[None]:
+    """While a module's sparse weights are dense parameters that can be written to; then what is off a mask is dropped.
+
+    If writing fails, compact weights are what they were.
+    """
+    references = {local: reference() for local, reference in vars(module).get(SPARSE_PARAMETERS, {}).items()}
+    alive = {local: found for local, found in references.items() if found is not None}
+    layouts = {local: layout for local, layout in layouts_of(module).items() if layout is not None}
+    compact = {local: module._parameters[local] for local in layouts}
+    for local, values in compact.items():
+        assert values is not None
+        dense = layouts[local].expand(values.detach())
+        module._parameters[local] = nn.Parameter(dense, requires_grad=values.requires_grad)
+        layouts_of(module)[local] = None
+    written = {}
+    try:
+        yield
+        written = {local: module._parameters[local] for local in compact}
+    finally:
+        module._parameters.update(compact)
+        layouts_of(module).update(layouts)
+        for local, parameter in written.items():
+            compact[local].data.copy_(layouts[local].compress(parameter.detach()))
+        for local, sparse_parameter in alive.items():
+            sparse_parameter.enforce([(sparse_parameter, [sparse_parameter.parameter])])

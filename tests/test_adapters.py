@@ -1,0 +1,255 @@
+"""Adapters: never pruned, and merged into what lives. With a small LoRA like PEFT's, and with PEFT where it is."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import growprune as gp
+
+
+class Lora(nn.Module):
+    """Written like the LoRA layer of PEFT, as far as merging goes."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self, base_layer: nn.Module, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(self.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, self.out_features, bias=False)})
+        self.merged = False
+
+    def get_base_layer(self) -> Any:
+        layer: Any = self
+        while hasattr(layer, "base_layer"):
+            layer = layer.base_layer
+        return layer
+
+    def change(self) -> Tensor:
+        return self.lora_B["default"].weight @ self.lora_A["default"].weight
+
+    def merge(self, safe_merge: bool = False) -> None:
+        weight = self.get_base_layer().weight
+        if safe_merge:
+            new = weight.data.clone() + self.change()
+            if not torch.isfinite(new).all():
+                raise ValueError("NaNs detected in the merged weights")
+            weight.data = new
+        else:
+            weight.data += self.change()
+        self.merged = True
+
+    def unmerge(self) -> None:
+        self.get_base_layer().weight.data -= self.change()
+        self.merged = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base_layer(x)
+        return y if self.merged else y + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def base() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def adapted(model: nn.Sequential) -> nn.Sequential:
+    for i in (0, 2):
+        model[i] = Lora(model[i])
+    return model
+
+
+def made(order: str, storage: str) -> gp.SparseModel:
+    """A sparse model with adapters, which were there before it was sparse, or come after."""
+    model = adapted(base()) if order == "before" else base()
+    sparse = gp.SparseModel(model, sparsity=0.9, storage=storage)
+    sparse.prune()
+    if order == "after":
+        adapted(model)
+    return sparse
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [t.clone() for n, t in model.state_dict().items() if n.endswith("base_layer.weight")]
+
+
+orders = pytest.mark.parametrize("order", ["before", "after"])
+storages = pytest.mark.parametrize("storage", ["masked", "compact"])
+
+
+def test_adapters_are_never_pruned() -> None:
+    model = adapted(base())
+    assert [w.name for w in gp.SparseModel(model, sparsity=0.9).weights] == ["0.base_layer.weight", "2.base_layer.weight"]
+    assert gp.SparseModel(model, sparsity=0.9, include=["0.*"]).num_prunable == 32 * 16 + 32 + 4 * 32
+    with pytest.raises(ValueError, match=r"include has '0.lora_A', which matches no parameter"):
+        gp.SparseModel(model, sparsity=0.9, include=["0.lora_A"])
+    assert [len(part.tensors) for part in gp.Partition.per_layer(model)] == [4, 4]
+
+
+def test_adapters_upon_adapters_are_never_pruned() -> None:
+    model = nn.Sequential(Lora(Lora(nn.Linear(8, 8))))
+    assert [w.name for w in gp.SparseModel(model, sparsity=0.9).weights] == ["0.base_layer.base_layer.weight"]
+
+
+@orders
+@storages
+@pytest.mark.parametrize("safe_merge", [False, True])
+def test_merging_changes_what_lives_and_nothing_else(order: str, storage: str, safe_merge: bool) -> None:
+    sparse = made(order, storage)
+    model, masks, before = sparse.model, sparse.masks, weights(sparse.model)
+    for i in (0, 2):
+        model[i].merge(safe_merge=safe_merge)
+    for old, new, mask, i in zip(before, weights(model), masks.values(), (0, 2), strict=True):
+        assert torch.equal(new, torch.where(mask, old + model[i].change(), 0))
+    sparse.check()
+    assert all(torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
+    for i in (0, 2):
+        model[i].unmerge()
+    assert all(torch.allclose(old, new, atol=1e-6) for old, new in zip(before, weights(model), strict=True))
+    assert sum(int(w.count_nonzero()) for w in weights(model)) == sparse.num_alive == 64
+
+
+@orders
+@storages
+def test_a_merge_that_fails_changes_nothing(order: str, storage: str) -> None:
+    sparse = made(order, storage)
+    before = weights(sparse.model)
+    nn.init.constant_(sparse.model[0].lora_A["default"].weight, torch.nan)
+    with pytest.raises(ValueError, match="NaNs detected"):
+        sparse.model[0].merge(safe_merge=True)
+    assert all(torch.equal(old, new) for old, new in zip(before, weights(sparse.model), strict=True))
+    assert sparse.model(torch.zeros(1, 16)).shape == (1, 4)
+    assert sparse.num_alive == 64
+
+
+@orders
+@storages
+def test_training_goes_on_after_a_merge(order: str, storage: str) -> None:
+    sparse = made(order, storage)
+    optimizer = sparse.attach(torch.optim.Adam(sparse.model.parameters(), lr=0.1))
+    for _ in range(3):
+        sparse.model(torch.randn(8, 16)).square().sum().backward()
+        optimizer.step()
+        sparse.model[0].merge()
+        sparse.model[0].unmerge()
+    assert sum(int(w.count_nonzero()) for w in weights(sparse.model)) == 64
+
+
+@orders
+@storages
+def test_a_copy_merges_into_itself(order: str, storage: str) -> None:
+    sparse = made(order, storage)
+    before = weights(sparse.model)
+    clone = sparse.clone()
+    if order == "before":
+        clone.grow()
+        clone.prune(to=0.75)
+    clone.model[0].merge()
+    assert int(weights(clone.model)[0].count_nonzero()) == (128 if order == "before" else 51)
+    alone = copy.deepcopy(sparse.model)
+    alone[0].merge()
+    assert int(weights(alone)[0].count_nonzero()) == (512 if storage == "masked" else 51)
+    assert all(torch.equal(old, new) for old, new in zip(before, weights(sparse.model), strict=True))
+
+
+@orders
+def test_a_model_that_outlives_its_sparse_model_merges_freely(order: str) -> None:
+    model = made(order, "masked").model
+    model[0].merge()
+    assert int(weights(model)[0].count_nonzero()) == 512
+
+
+def test_a_masked_model_with_adapters_can_still_be_pickled() -> None:
+    sparse = made("before", "masked")
+    file = io.BytesIO()
+    torch.save(sparse.model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    again[0].merge()
+    assert int(weights(again)[0].count_nonzero()) == 512
+    assert int(weights(sparse.model)[0].count_nonzero()) == 51
+
+
+def test_of_two_sparse_models_the_last_decides_what_a_merge_keeps() -> None:
+    model = adapted(base())
+    first = gp.SparseModel(model, sparsity=0.9)
+    first.prune()
+    second = gp.SparseModel(model, sparsity=0.5)
+    second.prune(to=0.95)
+    model[0].merge()
+    assert torch.equal(model[0].base_layer.weight != 0, second.mask("0.base_layer.weight"))
+    assert first.num_alive == 64
+
+
+# With PEFT itself
+
+
+def peft_model(model: nn.Module, **options: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(model, peft.LoraConfig(**({"target_modules": ["0", "2"], "r": 2} | options)))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return model
+
+
+@orders
+@storages
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_peft_merges_and_unloads_what_lives(order: str, storage: str, options: dict[str, Any]) -> None:
+    adapt = functools.partial(peft_model, **options)
+    model = adapt(base()) if order == "before" else base()
+    sparse = gp.SparseModel(model, sparsity=0.9, storage=storage)
+    assert not any("lora" in weight.name for weight in sparse.weights)
+    sparse.prune()
+    adapter = model if order == "before" else adapt(model)
+    masks = list(sparse.masks.values())
+    changed = copy.deepcopy(adapter).merge_and_unload() if storage == "masked" else None  # freely: nobody holds its masks
+    merged = adapter.merge_and_unload()
+    found = [t for n, t in merged.state_dict().items() if n.endswith("weight")]
+    assert [int(t.count_nonzero()) for t in found] == [51, 13]
+    assert all(torch.equal(t != 0, mask) for t, mask in zip(found, masks, strict=True))
+    if changed is not None:
+        expected = [t for n, t in changed.state_dict().items() if n.endswith("weight")]
+        assert all(torch.equal(t, e * m) for t, e, m in zip(found, expected, masks, strict=True))
+    assert merged(torch.zeros(2, 16)).shape == (2, 4)
+
+
+@orders
+def test_peft_merges_the_same_into_masked_and_compact_weights(order: str) -> None:
+    found = []
+    for storage in ("masked", "compact"):
+        model = peft_model(base()) if order == "before" else base()
+        sparse = gp.SparseModel(model, sparsity=0.9, storage=storage)
+        sparse.prune()
+        torch.manual_seed(1)
+        adapter = model if order == "before" else peft_model(model)
+        found.append(adapter.merge_and_unload().state_dict())
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+@storages
+def test_gpt2_with_adapters_merges_what_lives(storage: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    model = peft_model(transformers.GPT2LMHeadModel(config), target_modules=["c_attn"], fan_in_fan_out=True)
+    sparse = gp.SparseModel(model, sparsity=0.75, pattern="2:4", storage=storage)
+    assert len(sparse.weights) == 8 and all(weight.transposed for weight in sparse.weights)
+    sparse.prune()
+    masks = sparse.masks
+    merged = model.merge_and_unload()
+    weight = merged.state_dict()["transformer.h.0.attn.c_attn.weight"]
+    assert torch.equal(weight != 0, masks["base_model.model.transformer.h.0.attn.c_attn.base_layer.weight"])
+    assert int(weight.t().reshape(-1, 4).ne(0).sum(1).max()) <= 2
