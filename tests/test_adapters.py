@@ -88,7 +88,10 @@ storages = pytest.mark.parametrize("storage", ["masked", "compact"])
 
 def test_adapters_are_never_pruned() -> None:
     model = adapted(base())
-    assert [w.name for w in gp.SparseModel(model, sparsity=0.9).weights] == ["0.base_layer.weight", "2.base_layer.weight"]
+    assert [w.name for w in gp.SparseModel(model, sparsity=0.9).weights] == [
+        "0.base_layer.weight",
+        "2.base_layer.weight",
+    ]
     assert gp.SparseModel(model, sparsity=0.9, include=["0.*"]).num_prunable == 32 * 16 + 32 + 4 * 32
     with pytest.raises(ValueError, match=r"include has '0.lora_A', which matches no parameter"):
         gp.SparseModel(model, sparsity=0.9, include=["0.lora_A"])
@@ -215,7 +218,9 @@ def test_peft_merges_and_unloads_what_lives(order: str, storage: str, options: d
     sparse.prune()
     adapter = model if order == "before" else adapt(model)
     masks = list(sparse.masks.values())
-    changed = copy.deepcopy(adapter).merge_and_unload() if storage == "masked" else None  # freely: nobody holds its masks
+    changed = (
+        copy.deepcopy(adapter).merge_and_unload() if storage == "masked" else None
+    )  # freely: nobody holds its masks
     merged = adapter.merge_and_unload()
     found = [t for n, t in merged.state_dict().items() if n.endswith("weight")]
     assert [int(t.count_nonzero()) for t in found] == [51, 13]

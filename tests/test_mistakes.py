@@ -231,7 +231,9 @@ def test_weights_that_are_computed_are_warned_of_until_the_advice_is_followed() 
         weight_norm(model[2])
         return model
 
-    with pytest.warns(UserWarning, match=r"not pruned, since computed .* 2\.weight; remove the .* first, or name them in"):
+    with pytest.warns(
+        UserWarning, match=r"not pruned, since computed .* 2\.weight; remove the .* first, or name them in"
+    ):
         gp.SparseModel(normed(), sparsity=0.5)
     for name in ("2", "2.weight", "2.parametrizations.weight.original1"):  # warnings are errors here
         gp.SparseModel(normed(), sparsity=0.5, keep_dense=[name])
@@ -255,7 +257,9 @@ def test_the_direction_of_a_weight_norm_is_not_pruned_as_a_dead_row_would_be_nan
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_an_embedding_with_sparse_gradients_is_refused_at_once(kind: Any) -> None:
     model = nn.Sequential(kind(10, 4, sparse=True), nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"include has '0.weight', of an embedding made with sparse=True, .*sparse=False"):
+    with pytest.raises(
+        ValueError, match=r"include has '0.weight', of an embedding made with sparse=True, .*sparse=False"
+    ):
         gp.SparseModel(model, sparsity=0.5, include=["0"])
     assert gp.SparseModel(model, sparsity=0.5).num_prunable == 16
 
@@ -283,7 +287,9 @@ def test_a_large_matrix_that_stays_dense_is_warned_of_once_until_the_advice_is_f
 
 def test_many_matrices_that_stay_dense_are_one_warning() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4, num_layers=3))
-    with pytest.warns(UserWarning, match=r"1\.weight_ih_l0 \(16x4\), .*1\.weight_ih_l2 \(16x4\) and 1 more; name") as caught:
+    with pytest.warns(
+        UserWarning, match=r"1\.weight_ih_l0 \(16x4\), .*1\.weight_ih_l2 \(16x4\) and 1 more; name"
+    ) as caught:
         gp.SparseModel(model, sparsity=0.5)
     assert len(caught) == 1
 

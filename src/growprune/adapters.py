@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from growprune.layers import is_adapter
@@ -88,23 +88,33 @@ def dense_weights(module: nn.Module) -> Iterator[None]:
 
     If writing fails, compact weights are what they were.
     """
-    references = {local: reference() for local, reference in vars(module).get(SPARSE_PARAMETERS, {}).items()}
-    alive = {local: found for local, found in references.items() if found is not None}
-    layouts = {local: layout for local, layout in layouts_of(module).items() if layout is not None}
-    compact = {local: module._parameters[local] for local in layouts}
-    for local, values in compact.items():
-        assert values is not None
-        dense = layouts[local].expand(values.detach())
-        module._parameters[local] = nn.Parameter(dense, requires_grad=values.requires_grad)
+    compact = {local: layout for local, layout in layouts_of(module).items() if layout is not None}
+    values = {local: _parameter(module, local) for local in compact}
+    for local, layout in compact.items():
+        dense = layout.expand(values[local].detach())
+        module._parameters[local] = nn.Parameter(dense, requires_grad=values[local].requires_grad)
         layouts_of(module)[local] = None
-    written = {}
+    written: dict[str, Tensor] = {}
     try:
         yield
-        written = {local: module._parameters[local] for local in compact}
+        written = {local: _parameter(module, local).detach() for local in compact}
     finally:
-        module._parameters.update(compact)
-        layouts_of(module).update(layouts)
-        for local, parameter in written.items():
-            compact[local].data.copy_(layouts[local].compress(parameter.detach()))
-        for local, sparse_parameter in alive.items():
+        module._parameters.update(values)
+        layouts_of(module).update(compact)
+        for local, dense in written.items():
+            values[local].data.copy_(compact[local].compress(dense))
+        _enforce(module)
+
+
+def _parameter(module: nn.Module, local: str) -> nn.Parameter:
+    parameter = module._parameters[local]  # not the attribute, which is dense
+    assert parameter is not None
+    return parameter
+
+
+def _enforce(module: nn.Module) -> None:
+    """Make the module's masked weights zero again where none lives; compact ones have no such place."""
+    for reference in vars(module).get(SPARSE_PARAMETERS, {}).values():
+        sparse_parameter = reference()
+        if sparse_parameter is not None:
             sparse_parameter.enforce([(sparse_parameter, [sparse_parameter.parameter])])

@@ -41,8 +41,8 @@ def sparse_init(
     """Build a randomly masked model in compact storage, layer by layer: no more than one layer is ever dense.
 
     What comes out is what `build()` and a random prune give, if every module initialises itself: the masks are those
-    a plan begins with, whatever the allocation. What a model does in its `__init__` to the modules inside of it, such as
-    `nn.init.normal_(self.head.weight)`, is not seen, since memory is given later: pass it as `initialise`.
+    a plan begins with, for every allocation. What a model does in its `__init__` to the modules inside of it, such
+    as `nn.init.normal_(self.head.weight)`, is not seen, since memory is given later: pass it as `initialise`.
 
     Args:
         build: makes the model; called on the meta device, where it takes no memory.
