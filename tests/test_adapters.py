@@ -193,6 +193,50 @@ def test_of_two_sparse_models_the_last_decides_what_a_merge_keeps() -> None:
     assert first.num_alive == 64
 
 
+@orders
+def test_an_adapter_of_a_compact_parameter_itself_is_refused(order: str) -> None:
+    class OfParameter(Lora):
+        def __init__(self, base_layer: nn.Module) -> None:
+            self.parameter_name = "weight"
+            super().__init__(base_layer)
+
+    model = nn.Sequential(OfParameter(nn.Linear(4, 4)) if order == "before" else nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"weight cannot be compact .*target_parameters.*: use storage='masked'"):
+        sparse = gp.SparseModel(model, sparsity=0.5, storage="compact")
+        OfParameter(sparse.model[0])
+    assert [w.shape for w in gp.SparseModel(model, sparsity=0.5).weights] == [(4, 4)]
+
+
+@storages
+def test_an_adapter_that_writes_when_it_is_made_keeps_the_mask(storage: str) -> None:
+    class Residual(Lora):
+        """As PiSSA: the layer keeps what the adapter does not take."""
+
+        def __init__(self, base_layer: nn.Module) -> None:
+            super().__init__(base_layer)
+            self.update_layer()
+
+        def update_layer(self) -> None:
+            self.base_layer.weight.data = self.base_layer.weight.data - self.change()
+
+    sparse = made("neither", storage)
+    before = sparse.model[0].weight.detach().clone()
+    model = Residual(sparse.model[0])
+    expected = torch.where(sparse.mask("0.weight"), before - model.change(), 0)
+    assert torch.equal(model.base_layer.weight, expected)
+
+
+def test_assigning_the_dense_weight_of_a_compact_layer_takes_in_what_lives() -> None:
+    sparse = made("neither", "compact")
+    layer, mask = sparse.model[0], sparse.mask("0.weight")
+    parameter = layer._parameters["weight"]
+    layer.weight = layer.weight  # as PEFT does when it unloads
+    layer.weight = layer.weight.detach() + 1
+    assert layer._parameters["weight"] is parameter
+    assert torch.equal(layer.weight != 0, mask)
+    sparse.check()
+
+
 # With PEFT itself
 
 
@@ -258,3 +302,26 @@ def test_gpt2_with_adapters_merges_what_lives(storage: str) -> None:
     weight = merged.state_dict()["transformer.h.0.attn.c_attn.weight"]
     assert torch.equal(weight != 0, masks["base_model.model.transformer.h.0.attn.c_attn.base_layer.weight"])
     assert int(weight.t().reshape(-1, 4).ne(0).sum(1).max()) <= 2
+
+
+@orders
+@storages
+@pytest.mark.parametrize("name", ["IA3Config", "LoHaConfig", "OFTConfig"])
+def test_adapters_of_other_kinds_merge_and_unload_what_lives(order: str, storage: str, name: str) -> None:
+    peft = pytest.importorskip("peft")
+    options = {"IA3Config": {"feedforward_modules": ["2"]}, "LoHaConfig": {"r": 2}, "OFTConfig": {"oft_block_size": 4}}
+    config = getattr(peft, name)(target_modules=["0", "2"], **options[name])
+    model = peft.get_peft_model(base(), config) if order == "before" else base()
+    sparse = gp.SparseModel(model, sparsity=0.9, storage=storage)
+    assert sparse.num_prunable == 640
+    sparse.prune()
+    adapter = model if order == "before" else peft.get_peft_model(model, config)
+    before = [t for n, t in adapter.state_dict().items() if n.endswith("base_layer.weight")]
+    before = [t.clone() for t in before]
+    for parameter in adapter.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(0.1)
+    merged = adapter.merge_and_unload()
+    found = [t for n, t in merged.state_dict().items() if n.endswith("weight")]
+    assert [int(t.count_nonzero()) for t in found] == [51, 13]
+    assert not any(torch.equal(old, new) for old, new in zip(before, found, strict=True))

@@ -2,8 +2,8 @@
 
 To merge, an adapter writes into the weight of the layer it adapts: `base_layer.weight.data += change`. Where that is
 masked, weights off the mask would come alive; where it is compact, the attribute is a dense copy, and the change would
-be lost. So an adapter's `merge` and `unmerge` run while the layer has a plain dense weight, and what they wrote off
-the mask is dropped. PEFT is not imported: an adapter is known by what it has.
+be lost. So an adapter's methods that write run while the layer has a plain dense weight, and what they wrote off the
+mask is dropped. PEFT is not imported: an adapter is known by what it has.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from growprune.errors import GrowpruneError
 from growprune.layers import is_adapter
 from growprune.storage import SparseParameter
 from growprune.storage.compact import layouts_of
 
 SPARSE_PARAMETERS = "_growprune_sparse_parameters"
 """The attribute in which a module refers to how its sparse parameters are stored, by their local names."""
+
+
+WRITING = ("merge", "unmerge", "update_layer")
+"""The methods of an adapter that may write into the layer it adapts; the last when it is made, as PiSSA does."""
 
 
 class Reference:
@@ -42,13 +47,30 @@ class Reference:
         return Reference, (None,)  # a model that is pickled leaves its SparseModel behind
 
 
+def check_adapters(model: nn.Module, names: Iterable[str]) -> None:
+    """Raise if a parameter that is to be compact has an adapter that takes its place."""
+    own: dict[nn.Module, list[str]] = {}
+    for path, _, local in (name.rpartition(".") for name in names):
+        own.setdefault(model.get_submodule(path), []).append(local)
+    for module in filter(is_adapter, model.modules()):
+        _check(module, own.get(_innermost(module), ()))
+
+
+def _check(adapter: nn.Module, compact: Collection[str]) -> None:
+    if (parameter := vars(adapter).get("parameter_name")) in compact:
+        raise GrowpruneError(
+            f"{parameter} cannot be compact and have an adapter of its own (target_parameters of PEFT): use "
+            f"storage='masked', or adapt whole layers"
+        )
+
+
 def keep_masks(model: nn.Module, sparse_parameters: Mapping[str, SparseParameter]) -> None:
     """See to it that adapters of these parameters, those there are and those to come, keep their masks."""
     for name, sparse_parameter in sparse_parameters.items():
         own = vars(sparse_parameter.module).setdefault(SPARSE_PARAMETERS, {})
         own[name.rpartition(".")[2]] = Reference(sparse_parameter)
     for module in filter(is_adapter, model.modules()):
-        _guard(module)
+        _guard(module, _innermost(module))
     _watch_for_adapters()
 
 
@@ -60,11 +82,13 @@ def _watch_for_adapters() -> None:
 
 def _guard_if_adapter(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     if name == "base_layer" and submodule is not None and SPARSE_PARAMETERS in vars(_innermost(submodule)):
-        _guard(module)
+        _guard(module, _innermost(submodule))
 
 
-def _guard(adapter: nn.Module) -> None:
-    for name in ("merge", "unmerge"):
+def _guard(adapter: nn.Module, layer: nn.Module) -> None:
+    """Have an adapter keep the masks of the layer it adapts."""
+    _check(adapter, layouts_of(layer))
+    for name in WRITING:
         if hasattr(type(adapter), name):
             vars(adapter)[name] = functools.partial(_call_keeping_masks, adapter, name)
 

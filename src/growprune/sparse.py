@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from growprune.adapters import keep_masks
+from growprune.adapters import check_adapters, keep_masks
 from growprune.allocation import Pool, Scope, parse_scope
 from growprune.cursor import Combine, Walk
 from growprune.edits import Editor
@@ -88,6 +88,7 @@ class SparseModel:
         names = dict.fromkeys(weight.parameter for weight in self.weights)
         for name in names:  # before any is held, since holding may change the model
             parse_storage(storage).check(model, name)
+        check_adapters(model, names if storage == "compact" else ())
         self._sparse_parameters: dict[str, SparseParameter] = {
             name: parse_storage(storage)(model, name, self.pattern) for name in names
         }
