@@ -75,7 +75,7 @@ def expand(packed, about, pattern):
     bits = np.unpackbits(packed, bitorder="little").astype(bool)
     mask = np.ones(about["shape"], bool)
     for start, stop in about["matrices"]:
-        matrix = mask[start:stop]  # a view: writing to it fills the mask
+        matrix = mask[start] if about.get("stacked") else mask[start:stop]  # a view: writing to it fills the mask
         if "x" not in pattern:  # one bit a weight
             matrix[...] = bits[: matrix.size].reshape(matrix.shape)
             bits = bits[matrix.size :]

@@ -336,9 +336,8 @@ def test_a_model_built_sparse_is_the_model_built_dense_and_pruned_at_random(allo
     expected.prune(by=By.RANDOM)
     assert built.num_alive == expected.num_alive
     assert built.num_edits == expected.num_edits == 1
-    if allocation != "global":  # which shares weights among layers by what it draws, all layers at once
-        for name, tensor in expected.model.state_dict().items():
-            assert torch.equal(built.model.state_dict()[name], tensor), name
+    for name, tensor in expected.model.state_dict().items():
+        assert torch.equal(built.model.state_dict()[name], tensor), name
     plan = cyclic_gap(Partition.contiguous(built.model, 2), sparsity=0.75, steps=2, epochs=1, finetune=1)
     assert [phase.epochs for phase in built.follow(plan)] == [0, 1, 1, 1]
 

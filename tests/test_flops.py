@@ -314,3 +314,43 @@ def test_resnet50_has_the_flops_of_the_paper() -> None:
     for sparsity, gigaflops in {0.8: 1.83, 0.9: 1.03}.items():
         total = flops.at({weight.name: 1 - sparsity for weight in sparse.weights})
         assert total / 1e9 == pytest.approx(gigaflops, abs=0.01), sparsity
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_bilinear_uses_each_element_once_an_example(device: str) -> None:
+    model = nn.Bilinear(4, 5, 3).to(device)
+    flops = count_flops(model, (torch.zeros(7, 4, device=device), torch.zeros(7, 5, device=device)))
+    assert flops.by_weight["weight"] == flops.dense == 2 * 7 * 60
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_an_expert_costs_the_examples_it_is_given(storage: str) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_experts, self.up = 2, nn.Parameter(torch.randn(2, 6, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([F.linear(x[:5], self.up[0]), F.linear(x[5:], self.up[1])])
+
+    sparse = SparseModel(Experts(), sparsity=0.5, storage=storage)
+    sparse.prune()
+    flops = count(sparse.model, (7, 4))
+    assert flops.by_weight == {"up[0]": 2 * 5 * 24, "up[1]": 2 * 2 * 24}
+    assert flops.by_layer == {"": flops.dense} == {"": 2 * 7 * 24}
+    assert [row.flops_sparse for row in sparse.summary(torch.zeros(7, 4)).rows] == [120, 48]
+
+
+def test_experts_that_multiply_at_once_share_the_cost() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_experts, self.is_transposed = 2, True
+            self.up = nn.Parameter(torch.randn(2, 8, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            ends = torch.tensor([8, 16], dtype=torch.int32)
+            return torch._grouped_mm(x, self.up, offs=ends) + torch.bmm(x.view(2, 8, 8), self.up).view(16, 16)
+
+    flops = count(Experts(), (16, 8))
+    assert flops.by_weight == {"up[0]": 2 * 2 * 8 * 128, "up[1]": 2 * 2 * 8 * 128}

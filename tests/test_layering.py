@@ -23,8 +23,11 @@ MAY_IMPORT = {
     "warn": "",
     # what a method may say: standard library only
     "plan": "",
-    "layers": "",
-    "partition": "plan layers",
+    "settings": "",
+    "layers": "settings",
+    "unpruned": "layers",
+    "partition": "plan settings layers",
+    "folding": "plan",
     "methods": "plan",
     # how masks are made
     "selection": "",
@@ -35,12 +38,15 @@ MAY_IMPORT = {
     "snapshot": "",
     "storage": "layers selection patterns snapshot",
     "optimizers": "storage",
+    "adapters": "layers storage",
     "gradients": "plan storage",
     "edits": "plan layers selection patterns scores allocation storage optimizers gradients",
-    "sparse": "plan layers patterns allocation snapshot storage optimizers gradients edits",
+    "sparse": (
+        "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits"
+    ),
     "rules": "plan methods sparse",
     "cursor": "plan snapshot rules sparse",
-    "init": "plan allocation sparse",
+    "init": "plan layers selection scores allocation sparse",
     # what reads sparse models
     "atomic": "",
     "flops": "layers sparse",
@@ -49,10 +55,10 @@ MAY_IMPORT = {
     "deploy": f"{CORE} flops file",
     # what trains them
     "tasks": "",
-    "engine": f"atomic {CORE} rules methods flops file summary tasks.task",
+    "engine": f"atomic {CORE} init folding rules methods flops file summary tasks.task",
     "recipes": "plan partition methods tasks engine",
     # who runs it
-    "console": "plan engine file summary",
+    "console": "folding plan engine file summary",
     "cli": f"{CORE} methods flops file summary deploy tasks engine recipes console",
     "__main__": "cli",
     "__init__": f"{CORE} rules init methods flops file summary deploy tasks engine",
@@ -60,7 +66,7 @@ MAY_IMPORT = {
 WHEN_CALLED = {"sparse": "summary cursor"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""
 
-STANDARD_LIBRARY_ONLY = ("errors", "warn", "plan", "layers", "partition", "methods")
+STANDARD_LIBRARY_ONLY = ("errors", "warn", "plan", "settings", "layers", "unpruned", "partition", "folding", "methods")
 
 files = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 

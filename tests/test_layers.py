@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growprune.layers import Weight, layer_weights, prunable_weights
+from growprune.layers import LAYERS, Weight, layer_weights, prunable_weights
 
 
 class Language(nn.Module):
@@ -161,20 +161,20 @@ def test_keep_dense_may_name_what_is_dense_anyway() -> None:
     assert names(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), keep_dense=["1", "0.bias"]) == ["0.weight"]
 
 
-def test_also_adds_parameters_of_other_modules() -> None:
+def test_include_adds_parameters_of_other_modules() -> None:
     assert names(Scaled()) == ["fc.weight"]
     assert names(Scaled(), include=["matrix", "vector"]) == ["fc.weight", "matrix", "vector"]
 
 
-def test_also_adds_a_parameter_once_however_often_it_is_named() -> None:
+def test_include_adds_a_parameter_once_however_often_it_is_named() -> None:
     assert names(Scaled(), include=["matrix", "mat*", "fc.weight"]) == ["fc.weight", "matrix"]
 
 
-def test_also_can_make_a_tied_embedding_sparse() -> None:
+def test_include_can_make_a_tied_embedding_sparse() -> None:
     assert names(Language(tied=True), include=["embed"]) == ["body.weight", "embed.weight"]
 
 
-def test_also_refuses_a_single_number() -> None:
+def test_include_refuses_a_single_number() -> None:
     with pytest.raises(ValueError, match="'number', which is a single number"):
         names(Scaled(), include=["number"])
 
@@ -201,3 +201,87 @@ def test_a_model_without_layers_has_nothing_to_prune() -> None:
 def test_a_model_that_is_kept_dense_as_a_whole_has_nothing_to_prune() -> None:
     with pytest.raises(ValueError, match="nothing to prune: all are in keep_dense"):
         names(nn.Linear(4, 4), keep_dense=["*"])
+
+
+@pytest.mark.parametrize("argument", ["keep_dense", "include"])
+def test_names_may_be_an_iterator(argument: str) -> None:
+    expected = {"keep_dense": ["1.weight"], "include": ["0.weight", "1.weight", "0.bias"]}[argument]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    name = {"keep_dense": "0", "include": "0.bias"}[argument]
+    assert names(model, **{argument: (n for n in [name])}) == expected  # type: ignore[arg-type]
+
+
+# Kinds of layers
+
+
+class Conv1D(nn.Module):
+    """Like that of transformers: a Linear stored (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class Experts(nn.Module):
+    """Like those of transformers: every expert's matrix in one parameter of three dimensions."""
+
+    def __init__(self, *, is_transposed: bool | None = None, hidden_size: int = 8, ffn: int = 6) -> None:
+        super().__init__()
+        self.num_experts, self.hidden_size = 3, hidden_size
+        if is_transposed is not None:
+            self.is_transposed = is_transposed
+        up, down = (2 * ffn, hidden_size), (hidden_size, ffn)
+        self.gate_up_proj = nn.Parameter(torch.randn(3, *(up[::-1] if is_transposed else up)))
+        self.down_proj = nn.Parameter(torch.randn(3, *(down[::-1] if is_transposed else down)))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(3, 2 * ffn))
+
+
+def test_bilinear_has_its_weight() -> None:
+    assert prunable_weights(nn.Bilinear(4, 5, 3)) == (Weight("weight", "weight", (3, 4, 5)),)
+
+
+def test_a_conv1d_of_transformers_is_known_to_be_stored_inputs_first() -> None:
+    assert prunable_weights(Conv1D(6, 4)) == (Weight("weight", "weight", (4, 6), transposed=True),)
+
+
+def test_each_expert_is_a_matrix() -> None:
+    assert prunable_weights(Experts()) == (
+        *(Weight(f"gate_up_proj[{i}]", "gate_up_proj", (12, 8), rows=(i, i + 1)) for i in range(3)),
+        *(Weight(f"down_proj[{i}]", "down_proj", (8, 6), rows=(i, i + 1)) for i in range(3)),
+    )
+    assert names(Experts(), keep_dense=["gate_up_proj[1]", "down_proj"]) == ["gate_up_proj[0]", "gate_up_proj[2]"]
+
+
+def test_an_expert_is_a_view_of_two_dimensions() -> None:
+    model = Experts()
+    weight = prunable_weights(model)[1]
+    assert torch.equal(weight.of(model.gate_up_proj), model.gate_up_proj[1])
+    assert weight.of(model.gate_up_proj).data_ptr() == model.gate_up_proj[1].data_ptr()
+
+
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_experts_say_whether_they_are_stored_inputs_first(is_transposed: bool) -> None:
+    assert {w.transposed for w in prunable_weights(Experts(is_transposed=is_transposed))} == {is_transposed}
+
+
+def test_experts_that_do_not_say_are_known_by_the_hidden_size() -> None:
+    model = Experts(is_transposed=True)
+    del model.is_transposed
+    assert {w.transposed for w in prunable_weights(model)} == {True}
+    assert {w.transposed for w in prunable_weights(Experts(ffn=4))} == {False}  # square
+
+
+def test_three_dimensions_without_a_number_of_experts_are_no_experts() -> None:
+    model = Experts()
+    del model.num_experts
+    with pytest.raises(ValueError, match="nothing to prune"):
+        names(model)
+
+
+def test_a_kind_of_layer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYERS, "scaled", lambda module, shapes: [Weight(n, n, shapes[n]) for n in shapes])
+    assert names(Scaled()) == ["matrix", "fc.weight"]

@@ -228,11 +228,109 @@ def test_looking_for_computed_weights_computes_none() -> None:
     assert before and all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
-def test_weights_that_are_computed_are_warned_of() -> None:
+def test_weights_that_are_computed_are_warned_of_until_the_advice_is_followed() -> None:
+    def normed() -> nn.Sequential:
+        model = mlp()
+        weight_norm(model[2])
+        return model
+
+    with pytest.warns(
+        UserWarning, match=r"not pruned, since computed .* 2\.weight; remove the .* first, or name them in"
+    ):
+        gp.SparseModel(normed(), sparsity=0.5)
+    for name in ("2", "2.weight", "2.parametrizations.weight.original1"):  # warnings are errors here
+        gp.SparseModel(normed(), sparsity=0.5, keep_dense=[name])
+    model = normed()
+    nn.utils.parametrize.remove_parametrizations(model[2], "weight")
+    assert gp.SparseModel(model, sparsity=0.5).num_prunable == 1664
     model = mlp()
-    weight_norm(model[2])
-    with pytest.warns(UserWarning, match=r"not pruned, since computed .* 2.weight; name those parameters in include="):
+    nn.utils.parametrizations.spectral_norm(model[2])
+    assert gp.SparseModel(model, sparsity=0.5, include=["2.parametrizations.weight.original"]).num_prunable == 1664
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(("norm", "name"), [(weight_norm, "0.param*.original1"), (nn.utils.weight_norm, "0.weight_v")])
+def test_the_direction_of_a_weight_norm_is_not_pruned_as_a_dead_row_would_be_nan(norm: Any, name: str) -> None:
+    model = mlp()
+    norm(model[0])
+    with pytest.raises(ValueError, match=r"NaN for a row without live weights: remove the weight_norm first"):
+        gp.SparseModel(model, sparsity=0.95, include=[name])
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_with_sparse_gradients_is_refused_at_once(kind: Any) -> None:
+    model = nn.Sequential(kind(10, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(
+        ValueError, match=r"include has '0.weight', of an embedding made with sparse=True, .*sparse=False"
+    ):
+        gp.SparseModel(model, sparsity=0.5, include=["0"])
+    assert gp.SparseModel(model, sparsity=0.5).num_prunable == 16
+
+
+class Einsum(nn.Module):
+    """A matrix of no known kind of layer, and what is meant to stay dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.fc = nn.Embedding(16, 8), nn.LayerNorm((16, 8)), nn.Linear(8, 8)
+        self.position, self.matrix = nn.Parameter(torch.zeros(1, 16, 8)), nn.Parameter(torch.ones(8, 8))
+        self.pos_embed, self.expert_bias = nn.Parameter(torch.zeros(16, 8)), nn.Parameter(torch.zeros(8, 8))
+        self.small = nn.Parameter(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("name", ["matrix", "mat*"])
+def test_a_large_matrix_that_stays_dense_is_warned_of_once_until_the_advice_is_followed(name: str) -> None:
+    with pytest.warns(UserWarning, match=r"left dense.*: matrix \(8x8\); name them in include=\[") as caught:
+        gp.SparseModel(Einsum(), sparsity=0.5)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert gp.SparseModel(Einsum(), sparsity=0.5, include=[name]).num_prunable == 128
+    assert gp.SparseModel(Einsum(), sparsity=0.5, keep_dense=[name]).num_prunable == 64
+
+
+def test_many_matrices_that_stay_dense_are_one_warning() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4, num_layers=3))
+    with pytest.warns(
+        UserWarning, match=r"1\.weight_ih_l0 \(16x4\), .*1\.weight_ih_l2 \(16x4\) and 1 more; name"
+    ) as caught:
         gp.SparseModel(model, sparsity=0.5)
+    assert len(caught) == 1
+
+
+# What users hand over
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_names_may_be_an_iterator(storage: str) -> None:
+    sparse = gp.SparseModel(
+        Einsum(), sparsity=0.5, keep_dense=iter(["fc"]), include=(name for name in ["matrix"]), storage=storage
+    )
+    assert [weight.name for weight in sparse.weights] == ["matrix"]
+    assert (sparse.keep_dense, sparse.include) == (("fc",), ("matrix",))
+
+
+@pytest.mark.parametrize("argument", ["keep_dense", "include"])
+def test_names_are_texts(argument: str) -> None:
+    for wrong in ([3], 3):
+        with pytest.raises(ValueError, match=rf"{argument} has 3, but must be a list of names or globs, as texts"):
+            gp.SparseModel(mlp(), sparsity=0.5, **{argument: wrong})
+
+
+def test_numbers_of_numpy_are_saved_as_what_is_meant(tmp_path: Path) -> None:
+    for sparsity in (np.float16(0.9), np.float32(0.9), np.float64(0.9)):
+        sparse = pruned(sparsity=sparsity, seed=np.int64(3))
+        assert (sparse.sparsity, sparse.seed) == (0.9, 3)
+        assert (type(sparse.sparsity), type(sparse.seed)) == (float, int)
+        gp.save(sparse, tmp_path / "model.safetensors")
+        manifest = gp.manifest(tmp_path / "model.safetensors")
+        assert (manifest["sparsity"], manifest["seed"]) == (0.9, 3)
+    assert pruned(sparsity=0).sparsity == 0.0
+
+
+@pytest.mark.parametrize("seed", [True, "3", 1.0, None])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"seed is .*, but must be a whole number, such as 0"):
+        gp.SparseModel(mlp(), sparsity=0.5, seed=seed)
 
 
 def test_models_that_cannot_be_made_sparse_are_refused() -> None:

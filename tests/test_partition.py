@@ -362,3 +362,44 @@ def test_kappa_must_be_a_positive_count(kappa: int) -> None:
 def test_kappa_may_not_exceed_the_number_of_layers() -> None:
     with pytest.raises(ValueError, match="kappa is 3, but the model has 2 layers: give at most 2"):
         Partition.contiguous(mlp(2, 2, 2), 3)
+
+
+# What is included
+
+
+class Bare(nn.Module):
+    """Matrices of its own beside layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.matrix, self.vector = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
+        self.lstm = nn.LSTM(4, 4)
+
+
+def test_included_parameters_count_as_layers() -> None:
+    model = nn.LSTM(4, 4, num_layers=2)
+    with pytest.raises(ValueError, match="the model has 0 layers"):
+        Partition.contiguous(model, 1)
+    assert len(Partition.per_layer(model, include=["weight_*"])) == 1
+    with pytest.raises(ValueError, match="kappa is 4, but the model has 3 layers"):
+        Partition.contiguous(Bare(), 4, include=["matrix", "lstm.weight_*"])
+    S = Partition.per_layer(Bare(), include=["matrix", "lstm.weight_*"])
+    assert [part.tensors for part in S] == [
+        ("matrix", "vector"),
+        ("first.weight", "first.bias"),
+        ("lstm.weight_ih_l0", "lstm.weight_hh_l0", "lstm.bias_ih_l0", "lstm.bias_hh_l0"),
+    ]
+
+
+def test_included_parameters_have_their_share_of_the_weights() -> None:
+    S = Partition.contiguous(Bare(), 2, include=["matrix", "lstm.weight_*"])  # 16 + 16, 128
+    assert [part.tensors[0] for part in S] == ["matrix", "lstm.weight_ih_l0"]
+
+
+def test_names_may_be_iterators() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert len(Partition.per_layer(model, keep_dense=iter(["0"]))) == 2
+    assert len(Partition.per_layer(Bare(), include=iter(["matrix"]))) == 2
+    S = Partition.of(model, iter([iter(["0", "1"]), iter(["2"])]))
+    assert [part.tensors for part in S] == [("0.weight", "0.bias", "1.weight", "1.bias"), ("2.weight", "2.bias")]

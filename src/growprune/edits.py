@@ -23,7 +23,10 @@ from growprune.storage import SparseParameter
 from growprune.warn import warn
 
 Values = Callable[[Weight], Tensor]
-"""What the groups of a weight are ranked by, shaped like the weight."""
+"""A tensor for each weight, shaped like it."""
+
+SetMask = Callable[[str, Tensor], None]
+"""Takes the name of a parameter, and its new mask."""
 
 
 class Editor:
@@ -86,9 +89,7 @@ class Editor:
             what = "no weight of it may be pruned; give Partition keep_dense too"
             warn(f"{edit.part.name} has nothing to grow: {what}")
         for name in dict.fromkeys(w.parameter for w in weights):
-            parameter = self._parameters[name]
-            with self._optimizers.following(parameter):
-                parameter.set_mask(torch.ones_like(parameter.mask()))
+            self._set_mask(name, torch.ones_like(self._parameters[name].mask()))
 
     def is_possible(self, edit: Edit) -> bool:
         """Whether an edit can reach its count."""
@@ -104,24 +105,30 @@ class Editor:
         """Do what an edit does to some of its pools; if one of them cannot be, nothing changes."""
         alive = self.num_alive([weight for pool in pools for weight in pool.weights])
         pools = _within_one(pools, alive) if edit.action is Action.PRUNE else pools
-        values = self._values(edit)
+        values = _OneByOne(self._values(edit))
         for pool in pools:
             self._check(pool, edit, _total(pool, alive), values)
+        self._choose(pools, edit, alive, values, self._set_mask)
+        self._warn_of_dead_layers([pool for pool in pools if pool.kept < _total(pool, alive)])
+
+    def _choose(
+        self, pools: Sequence[Pool], edit: Edit, alive: Mapping[str, int], values: Values, set_mask: SetMask
+    ) -> None:
+        """Set the masks with which the best groups of each pool live; that of one parameter once."""
+        written = _Written(self._pattern, lambda name: self._parameters[name].mask().clone(), set_mask)
+        mask = _OneByOne(lambda name: self._parameters[name].mask())
         for pool in pools:
             if pool.kept != _total(pool, alive):
-                for weight, chosen in self._chosen(pool, edit, values, self._mask):
-                    self._set_mask(weight, chosen)
-                self._warn_of_dead_layers(pool)
+                for weight, chosen in self._chosen(pool, edit, values, mask):
+                    written.write(weight, chosen)
+        written.close()
 
     def preview(self, edit: Edit) -> list[Callable[[], None]]:
         """Prune, but leave optimizers alone; returns what undoes it, to be called in reverse."""
-        alive, values = self.num_alive(self.weights), self._values(edit)
-        undo = []
-        for pool in _within_one(self.pools(edit, alive), alive):
-            for weight, chosen in (
-                self._chosen(pool, edit, values, self._mask) if pool.kept < _total(pool, alive) else ()
-            ):
-                undo.append(self._parameters[weight.parameter].preview(self._new_mask(weight, chosen)))
+        alive, values = self.num_alive(self.weights), _OneByOne(self._values(edit))
+        undo: list[Callable[[], None]] = []
+        pools = _within_one(self.pools(edit, alive), alive)
+        self._choose(pools, edit, alive, values, lambda name, mask: undo.append(self._parameters[name].preview(mask)))
         return undo
 
     def _chosen(
@@ -155,9 +162,10 @@ class Editor:
         def useful(name: str, gradient: Tensor) -> Tensor:
             mask = self._parameters[name].mask().clone()
             own = [weight for weight in self.weights if weight.parameter == name]
+            before = _OneByOne(lambda name: self._parameters[name].mask())
             for weight, alive in zip(own, self.num_alive(own).values(), strict=True):
                 pool = Pool((weight,), min(self._pattern.most_alive(weight), alive + grown[weight.name]))
-                for _, chosen in self._chosen(pool, by_gradient[0], lambda w: w.of(gradient), self._mask):
+                for _, chosen in self._chosen(pool, by_gradient[0], lambda w: w.of(gradient), before):
                     write_groups(self._pattern, weight.of(mask), weight, chosen)
             return mask
 
@@ -176,11 +184,11 @@ class Editor:
                     alive[pool.weights[0].name] = pool.kept
         return grown
 
-    def _values(self, edit: Edit) -> Values:
-        """What an edit ranks by."""
+    def _values(self, edit: Edit) -> Callable[[str], Tensor]:
+        """What an edit ranks the weights of a parameter by."""
         if edit.by in (By.MAGNITUDE, By.RANDOM):
-            return lambda weight: weight.of(self._parameters[weight.parameter].weight())
-        return lambda weight: weight.of(self._gradients.scores(edit.by, weight.parameter))
+            return lambda name: self._parameters[name].weight()
+        return lambda name: self._gradients.scores(edit.by, name)
 
     def _check(self, pool: Pool, edit: Edit, alive: int, values: Values) -> None:
         """Raise if an edit cannot reach its count, or would rank what is not a number."""
@@ -199,22 +207,14 @@ class Editor:
 
     def num_alive(self, weights: Sequence[Weight]) -> dict[str, int]:
         """How many groups of each weight live, by its name; the device is waited for once."""
-        counts = [count_groups(self._pattern, self._mask(weight), weight) for weight in weights]
+        mask = _OneByOne(lambda name: self._parameters[name].mask())
+        counts = [count_groups(self._pattern, mask(weight), weight) for weight in weights]
         return dict(zip((w.name for w in weights), torch.stack(counts).tolist() if counts else (), strict=True))
 
-    def _mask(self, weight: Weight) -> Tensor:
-        return weight.of(self._parameters[weight.parameter].mask())  # type: ignore[no-any-return]
-
-    def _set_mask(self, weight: Weight, chosen: Iterator[Tensor]) -> None:
-        parameter, mask = self._parameters[weight.parameter], self._new_mask(weight, chosen)
+    def _set_mask(self, name: str, mask: Tensor) -> None:
+        parameter = self._parameters[name]
         with self._optimizers.following(parameter):
             parameter.set_mask(mask)
-
-    def _new_mask(self, weight: Weight, chosen: Iterator[Tensor]) -> Tensor:
-        """The mask of a weight's parameter, with other groups of that weight."""
-        mask = self._parameters[weight.parameter].mask().clone()
-        write_groups(self._pattern, weight.of(mask), weight, chosen)
-        return mask
 
     def _keys(self, edit: Edit, weight: Weight, dtype: torch.dtype, values: Values, mask: Values) -> Any:
         return edit_keys(
@@ -227,10 +227,44 @@ class Editor:
             dtype=dtype,
         )
 
-    def _warn_of_dead_layers(self, pool: Pool) -> None:
-        dead = [w for w in pool.weights if not bool(w.of(self._parameters[w.parameter].mask()).any())]
+    def _warn_of_dead_layers(self, pools: Sequence[Pool]) -> None:
+        weights = [weight for pool in pools for weight in pool.weights]
+        dead = [weight for weight, alive in zip(weights, self.num_alive(weights).values(), strict=True) if not alive]
         if dead:
             warn(f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense")
+
+
+class _OneByOne:
+    """The dense tensors of parameters, one at a time, each made once for all the matrices it has."""
+
+    def __init__(self, make: Callable[[str], Tensor]) -> None:
+        self._make, self._name = make, ""
+        self._tensor: Tensor | None = None
+
+    def __call__(self, weight: Weight) -> Tensor:
+        if self._tensor is None or weight.parameter != self._name:
+            self._tensor = None  # before the next is made
+            self._name, self._tensor = weight.parameter, self._make(weight.parameter)
+        return weight.of(self._tensor)  # type: ignore[no-any-return]
+
+
+class _Written:
+    """Masks that are being written, one at a time; each is set when the next one begins."""
+
+    def __init__(self, pattern: Pattern, begin: Callable[[str], Tensor], set_mask: SetMask) -> None:
+        self._pattern, self._begin, self._set_mask = pattern, begin, set_mask
+        self._open: tuple[str, Tensor] | None = None
+
+    def write(self, weight: Weight, chosen: Iterator[Tensor]) -> None:
+        if self._open is None or self._open[0] != weight.parameter:
+            self.close()
+            self._open = weight.parameter, self._begin(weight.parameter)
+        write_groups(self._pattern, weight.of(self._open[1]), weight, chosen)
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._set_mask(*self._open)
+        self._open = None
 
 
 def _is_wrong_way(edit: Edit, pool: Pool, alive: int) -> bool:

@@ -9,7 +9,8 @@ Norms, activations and biases count nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,13 +72,29 @@ def count_flops(model: nn.Module, example: Any) -> Flops:
     weights = [weight for group in layers.values() for weight in group]
     known = {weight.parameter for weight in weights}
     weights += [Weight(name, name, _shape(model, name)) for name, _ in model.named_parameters() if name not in known]
-    with _left_as_it_was(model) as buffers, FlopCounterMode(display=False) as counter:
+    with _left_as_it_was(model) as buffers, FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         charges = _Charges(counter, model, weights)
         with charges:
             torch.func.functional_call(model, buffers, args, kwargs)
     by_weight = {weight.name: charges.of(weight) for weight in weights}
     by_layer = {path: sum(by_weight[weight.name] for weight in group) for path, group in layers.items()}
     return Flops(counter.get_total_flops(), by_layer, by_weight)
+
+
+def _trilinear(x1: Sequence[int], weight: Sequence[int], *rest: Any, **options: Any) -> int:
+    """`nn.Bilinear`: every element of the weight is used once an example."""
+    del rest, options
+    return 2 * math.prod(x1[:-1]) * math.prod(weight)
+
+
+def _grouped_mm(a: Sequence[int], b: Sequence[int], *rest: Any, **options: Any) -> int:
+    """The experts of a mixture at once: rows go to one expert each, or every expert has its own."""
+    del rest, options
+    return 2 * (a[0] if len(a) == len(b) == 3 else 1) * math.prod(a[-2:]) * b[-1]
+
+
+FORMULAS: dict[Any, Any] = {torch.ops.aten._trilinear: _trilinear, torch.ops.aten._grouped_mm: _grouped_mm}
+"""The FLOPs, by the shapes of the arguments, of operations that torch's own counter does not know."""
 
 
 class _Charges(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -108,7 +125,8 @@ class _Charges(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch giv
         charged = self._charged[weight.parameter]
         if weight.rows is None:
             return sum(flops for _, _, flops in charged)
-        first, end = (row * (weight.numel // weight.shape[0]) for row in weight.rows)
+        length = weight.rows[1] - weight.rows[0]
+        first, end = (row * (weight.numel // length) for row in weight.rows)
         shares = ((max(0, min(end, stop) - max(first, start)), stop - start, flops) for start, stop, flops in charged)
         return sum(flops * common // size for common, size, flops in shares)
 

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from growprune.allocation import Pool, round_to_total
+from growprune.allocation import Pool
 from growprune.errors import GrowpruneError
-from growprune.plan import By, Part, prune
+from growprune.layers import Weight
+from growprune.plan import By, Edit, Part, prune
+from growprune.scores import edit_keys, salt_of
+from growprune.selection import KeyChunks, choose
 from growprune.sparse import SparseModel
 
 
@@ -38,8 +41,8 @@ def sparse_init(
     """Build a randomly masked model in compact storage, layer by layer: no more than one layer is ever dense.
 
     What comes out is what `build()` and a random prune give, if every module initialises itself: the masks are those
-    a plan begins with. What a model does in its `__init__` to the modules inside of it, such as
-    `nn.init.normal_(self.head.weight)`, is not seen, since memory is given later: pass it as `initialise`.
+    a plan begins with, for every allocation. What a model does in its `__init__` to the modules inside of it, such
+    as `nn.init.normal_(self.head.weight)`, is not seen, since memory is given later: pass it as `initialise`.
 
     Args:
         build: makes the model; called on the meta device, where it takes no memory.
@@ -52,18 +55,33 @@ def sparse_init(
     with torch.device("meta"):
         model = build()
     sparse = SparseModel(model, sparsity=sparsity, storage="compact", **settings)
-    edit = prune(Part("all", tuple(dict.fromkeys(w.parameter for w in sparse.weights))), to=sparsity, by=By.RANDOM)
-    pools = {pool.weights[0].name: pool for shared in sparse.pools(edit) for pool in _one_each(shared, sparse)}
+    edit = prune(Part("all", tuple(w.parameter for w in sparse.weights)), to=sparse.sparsity, by=By.RANDOM)
+    pools: dict[str, list[Pool]] = {}
+    for shared in sparse.pools(edit) if sparse.sparsity > 0 else ():
+        for pool in _one_each(shared, sparse, edit, torch.device(device)):
+            pools.setdefault(pool.weights[0].parameter.rpartition(".")[0], []).append(pool)
     made = _Tied(model)
     for path, module in _children_first(model):
         if new := _materialise(module, torch.device(device), made):
             initialise(module)
             _check_filled(module, path, new)
-        for weight in sparse.weights:
-            if weight.parameter.rpartition(".")[0] == path and sparsity > 0:
-                sparse.select([pools[weight.name]], edit)
+        sparse.select(pools.get(path, []), edit)
     sparse.count_edit()
     return sparse
+
+
+def dense_init(
+    build: Callable[[], nn.Module], *, device: torch.device | str = "cpu", initialise: Callable[[nn.Module], None] = reset
+) -> nn.Module:
+    """Build a dense model with the weights that `sparse_init` would begin with: the same numbers, drawn in that order."""
+    with torch.device("meta"):
+        model = build()
+    made = _Tied(model)
+    for path, module in _children_first(model):
+        if new := _materialise(module, torch.device(device), made):
+            initialise(module)
+            _check_filled(module, path, new)
+    return model
 
 
 def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -128,9 +146,27 @@ def _check_filled(module: nn.Module, path: str, names: list[str]) -> None:
             )
 
 
-def _one_each(pool: Pool, sparse: SparseModel) -> list[Pool]:
-    """A pool of many weights as one of each, with the same total: ranking them together would take them all at once."""
-    sizes = [sparse.pattern.num_groups(weight) for weight in pool.weights]
-    share = pool.kept / max(1, sum(sizes))
-    counts = round_to_total([share * size for size in sizes], sizes, pool.kept)
+def _one_each(pool: Pool, sparse: SparseModel, edit: Edit, device: torch.device) -> list[Pool]:
+    """A pool of many weights as one of each, with the counts that a ranking of all together gives them.
+
+    Random keys depend on positions only, so that they can be ranked before there are weights, a few at a time.
+    """
+    if len(pool.weights) == 1:
+        return [pool]
+    walks = choose([_random_keys(weight, sparse, edit, device) for weight in pool.weights], pool.kept)
+    counts = [sum(int(torch.count_nonzero(chosen)) for chosen in walk) for walk in walks]
     return [Pool((weight,), count) for weight, count in zip(pool.weights, counts, strict=True)]
+
+
+def _random_keys(weight: Weight, sparse: SparseModel, edit: Edit, device: torch.device) -> KeyChunks:
+    """The keys of a weight's groups, all of them alive, for a random edit."""
+    everything = torch.ones((), dtype=torch.bool, device=device).expand(weight.shape)  # takes no memory
+    return edit_keys(
+        edit,
+        weight,
+        sparse.pattern,
+        values=lambda: everything,
+        mask=lambda: everything,
+        salt=salt_of(sparse.seed, sparse.num_edits, weight.name),
+        dtype=torch.float32,
+    )

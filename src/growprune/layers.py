@@ -1,8 +1,8 @@
 """Which weights of a model may become sparse.
 
-A *layer* is a module that multiplies its input by a weight and is written the way torch writes one: it says how
-many inputs it takes (`in_features`, `in_channels`), or it is an attention with `in_proj_weight`. Norms, biases and
-embeddings are not layers, and a weight that an embedding shares stays dense.
+A *layer* is a module that multiplies its input by weights. `LAYERS` lists the kinds of layers that are known, each by
+a function that reads a module by its attributes: norms, biases and embeddings are none. A weight that an embedding
+shares stays dense, and so do adapters (LoRA and its kin), which are small and are merged into what they adapt.
 
 Standard library only: models are read by their attributes, so that partitions and plans need no torch.
 """
@@ -10,31 +10,34 @@ Standard library only: models are read by their attributes, so that partitions a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeAlias
 
 from growprune.errors import GrowpruneError
+from growprune.settings import as_names
 
 DENSE_SHAPES = "_dense_shapes"
 """The attribute in which a module keeps the shapes, by local name, of parameters it holds in another shape."""
 
 ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "num_routed_experts", "n_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix that may become sparse: a parameter, or some rows of one."""
+    """A matrix that may become sparse: a parameter, some rows of one, or one of the matrices stacked in one."""
 
     name: str
     parameter: str
     """The parameter's name in the model."""
     shape: tuple[int, ...]
+    """(out, in, ...), or (in, out, ...) if it is transposed; one dimension less than a parameter that is a stack."""
     rows: tuple[int, int] | None = None
-    """The rows of the parameter that are this matrix; None for all of them."""
+    """The range of the parameter's dimension 0 that is this matrix; None for all of it."""
     transposed: bool = False
-    """Whether the parameter is stored (in, out, ...), as transposed convolutions do."""
+    """Whether it is stored (in, out, ...), as in transposed convolutions."""
 
     @property
     def numel(self) -> int:
@@ -42,7 +45,79 @@ class Weight:
 
     def of(self, tensor: Any) -> Any:
         """This weight's share of a tensor shaped like the parameter, as a view."""
-        return tensor if self.rows is None else tensor[self.rows[0] : self.rows[1]]
+        if self.rows is None:
+            return tensor
+        rows = tensor[self.rows[0] : self.rows[1]]
+        return rows[0] if len(rows.shape) > len(self.shape) else rows
+
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""The shapes of a module's own parameters that have two dimensions or more, by their local names."""
+
+Layer: TypeAlias = Callable[[Any, Shapes], Sequence[Weight]]
+"""A kind of layer: the weights of a module, by their local names; none if the module is of another kind."""
+
+
+def linear_or_convolution(module: Any, shapes: Shapes) -> Sequence[Weight]:
+    """A module that says how many inputs it takes, as those of torch do."""
+    if "weight" not in shapes or not (hasattr(module, "in_features") or hasattr(module, "in_channels")):
+        return ()
+    return (Weight("weight", "weight", shapes["weight"], transposed=getattr(module, "transposed", False)),)
+
+
+def attention(module: Any, shapes: Shapes) -> Sequence[Weight]:
+    """torch's MultiheadAttention, whose in_proj_weight is the matrices of q, k and v, one below the other."""
+    del module
+    if "in_proj_weight" not in shapes:
+        return [Weight(name, name, shapes[name]) for name in ATTENTION_WEIGHTS if name in shapes]
+    third, columns = shapes["in_proj_weight"][0] // 3, shapes["in_proj_weight"][1:]
+    return [
+        Weight(f"in_proj_weight[{letter}]", "in_proj_weight", (third, *columns), rows=(i * third, (i + 1) * third))
+        for i, letter in enumerate("qkv")
+    ]
+
+
+def bilinear(module: Any, shapes: Shapes) -> Sequence[Weight]:
+    """torch's Bilinear: (out, in1, in2)."""
+    is_one = hasattr(module, "in1_features") and "weight" in shapes
+    return (Weight("weight", "weight", shapes["weight"]),) if is_one else ()
+
+
+def conv1d_of_transformers(module: Any, shapes: Shapes) -> Sequence[Weight]:
+    """The Conv1D of GPT-2, which is a Linear stored (in, out)."""
+    is_one = any(c.__name__ == "Conv1D" for c in type(module).__mro__) and hasattr(module, "nf")
+    return (Weight("weight", "weight", shapes["weight"], transposed=True),) if is_one and "weight" in shapes else ()
+
+
+def experts(module: Any, shapes: Shapes) -> Sequence[Weight]:
+    """The experts of a mixture, stacked in parameters of three dimensions: each expert is a matrix of its own."""
+    counts = [getattr(module, name, None) for name in EXPERT_COUNTS]
+    stacks = {name: shape for name, shape in shapes.items() if len(shape) == 3 and shape[1] > 1 and shape[0] in counts}
+    transposed = bool(stacks) and _takes_inputs_first(module, next(iter(stacks.values())))
+    return [
+        Weight(f"{name}[{i}]", name, shape[1:], rows=(i, i + 1), transposed=transposed)
+        for name, shape in stacks.items()
+        for i in range(shape[0])
+    ]
+
+
+def _takes_inputs_first(module: Any, shape: tuple[int, ...]) -> bool:
+    """Whether experts are stored (experts, in, out): they say so, or their first matrix takes the hidden size."""
+    stated = getattr(module, "is_transposed", None)
+    if stated is not None:
+        return bool(stated)
+    hidden = getattr(module, "hidden_size", getattr(module, "hidden_dim", None))
+    return shape[1] == hidden != shape[2]
+
+
+LAYERS: dict[str, Layer] = {
+    "attention": attention,
+    "linear or convolution": linear_or_convolution,
+    "bilinear": bilinear,
+    "Conv1D of transformers": conv1d_of_transformers,
+    "experts": experts,
+}
+"""The kinds of layers, by a name for readers; a module is of the first that finds weights in it."""
 
 
 def is_compact(module: Any) -> bool:
@@ -50,19 +125,32 @@ def is_compact(module: Any) -> bool:
     return bool(vars(module).get(DENSE_SHAPES))
 
 
-def own_weights(module: Any) -> list[str]:
-    """The local names of the parameters a module multiplies its input by; empty if it is no layer."""
-    own = {name for name, _ in module.named_parameters(recurse=False) if len(dense_shape(module, name)) >= 2}
-    if own & set(ATTENTION_WEIGHTS):
-        return [name for name in ATTENTION_WEIGHTS if name in own]
-    takes_inputs = hasattr(module, "in_features") or hasattr(module, "in_channels")
-    return ["weight"] if takes_inputs and "weight" in own else []
-
-
 def dense_shape(module: Any, local: str) -> tuple[int, ...]:
     """The shape of a module's own parameter, however it is stored."""
     shapes: dict[str, tuple[int, ...]] = getattr(module, DENSE_SHAPES, {})
     return shapes.get(local) or tuple(dict(module.named_parameters(recurse=False))[local].shape)
+
+
+def own_weights(module: Any) -> Sequence[Weight]:
+    """The weights a module multiplies its input by, by their local names; none if it is no layer."""
+    named = ((name, dense_shape(module, name)) for name, _ in module.named_parameters(recurse=False))
+    shapes = {name: shape for name, shape in named if len(shape) >= 2}
+    found = (layer(module, shapes) for layer in LAYERS.values()) if shapes else ()
+    return next((weights for weights in found if weights), ())
+
+
+def is_adapter(module: Any) -> bool:
+    """Whether a module adapts another, as those of PEFT (LoRA and its kin): what it has beside `base_layer`."""
+    has_adapters = hasattr(module, "adapter_layer_names") or hasattr(module, "lora_A")
+    return has_adapters and "base_layer" in dict(module.named_children())
+
+
+def adapter_parameters(model: Any) -> set[int]:
+    """The ids of all parameters of adapters; they are never pruned."""
+    found: set[int] = set()
+    for module in filter(is_adapter, model.modules()):
+        found |= {id(p) for p in module.parameters()} - {id(p) for p in module.base_layer.parameters()}
+    return found
 
 
 def layer_weights(model: Any) -> dict[str, list[Weight]]:
@@ -72,39 +160,28 @@ def layer_weights(model: Any) -> dict[str, list[Weight]]:
     >>> [w.name for ws in layer_weights(torch.nn.MultiheadAttention(4, 2)).values() for w in ws]
     ['in_proj_weight[q]', 'in_proj_weight[k]', 'in_proj_weight[v]', 'out_proj.weight']
     """
-    excluded = _used_otherwise(model)
-    seen: set[int] = set()
+    seen = _used_otherwise(model) | adapter_parameters(model)
     layers: dict[str, list[Weight]] = {}
     for path, module in model.named_modules():
-        weights = []
-        for local in own_weights(module):
-            parameter = dict(module.named_parameters(recurse=False))[local]
-            if id(parameter) not in seen | excluded:
-                seen.add(id(parameter))
-                shape = dense_shape(module, local)
-                if math.prod(shape) == 0:
-                    continue
-                weights += _split(_join(path, local), local, shape, getattr(module, "transposed", False))
-        if weights:
-            layers[path] = weights
+        own = dict(module.named_parameters(recurse=False))
+        new = [w for w in own_weights(module) if id(own[w.parameter]) not in seen and w.numel]
+        if new:
+            seen |= {id(own[w.parameter]) for w in new}
+            layers[path] = [replace(w, name=_join(path, w.name), parameter=_join(path, w.parameter)) for w in new]
     return layers
 
 
-def prunable_weights(model: Any, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> tuple[Weight, ...]:
-    """The weights that may become sparse: those of layers, less `keep_dense`, plus the parameters named in `also`.
+def prunable_weights(model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = ()) -> tuple[Weight, ...]:
+    """The weights that may become sparse: those of layers, less `keep_dense`, plus the parameters named in `include`.
 
-    Both take names of modules or parameters, or globs of them; one that matches nothing is an error.
+    Both take names of modules or parameters, or globs of them; one that matches nothing is an error. A parameter that
+    is of no known kind of layer is read as (out, in, ...).
     """
+    keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
     weights = [w for ws in layer_weights(model).values() for w in ws]
-    known = {w.parameter for w in weights}
-    parameters, first = dict(model.named_parameters()), first_names(model)
-    for name in (first[name] for name in _match_all(include, first, "include")):
-        if parameters[name].dim() == 0:
-            raise GrowpruneError(f"also has {name!r}, which is a single number and cannot be sparse")
-        if name not in known:
-            known.add(name)
-            weights.append(Weight(name, name, tuple(parameters[name].shape)))
-    matched = _match_all(keep_dense, [*first, *(w.name for w in weights)], "keep_dense")
+    weights += _included(model, include, {w.parameter for w in weights})
+    first = first_names(model)
+    matched = _match_all(keep_dense, [*first, *(w.name for w in weights), *computed_weights(model)], "keep_dense")
     dense = {first.get(name, name) for name in matched}
     kept = tuple(w for w in weights if w.name not in dense and w.parameter not in dense)
     if not kept:
@@ -113,20 +190,51 @@ def prunable_weights(model: Any, *, keep_dense: Sequence[str] = (), include: Seq
     return kept
 
 
+def _included(model: Any, include: Sequence[str], known: set[str]) -> list[Weight]:
+    """What is named in `include` and is not known as a weight already."""
+    adapters = adapter_parameters(model)
+    parameters = {n: p for n, p in model.named_parameters(remove_duplicate=False) if id(p) not in adapters}
+    first = first_names(model)
+    names = dict.fromkeys(first[name] for name in _match_all(include, parameters, "include"))
+    found = []
+    for name in (name for name in names if name not in known):
+        path, _, local = name.rpartition(".")
+        module = model.get_submodule(path)
+        if reason := _not_prunable(module, local):
+            raise GrowpruneError(f"include has {name!r}, {reason}")
+        found.append(Weight(name, name, dense_shape(module, local)))
+    return found
+
+
+def _not_prunable(module: Any, local: str) -> str:
+    """Why a parameter cannot be sparse, and what to do; nothing if it can."""
+    if not dense_shape(module, local):
+        return "which is a single number and cannot be sparse"
+    if getattr(module, "sparse", False) is True and hasattr(module, "num_embeddings"):
+        return "of an embedding made with sparse=True, whose gradients cannot be masked: make it with sparse=False"
+    is_by_parametrization = any(type(child).__name__ == "_WeightNorm" for _, child in module.named_children())
+    stem, _, letter = local.rpartition("_")
+    is_by_hook = letter == "v" and f"{stem}_g" in dict(module.named_parameters(recurse=False))
+    if (is_by_parametrization and local == "original1") or is_by_hook:
+        return "which weight_norm divides by its norm, NaN for a row without live weights: remove the weight_norm first"
+    return ""
+
+
 def first_names(model: Any) -> dict[str, str]:
     """The name by which each parameter is known, by all names that it has: a tied one has several."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def computed_weights(model: Any) -> list[str]:
-    """Layers whose weight is no parameter of theirs, but computed from others, as weight_norm does it."""
-    found = []
+def computed_weights(model: Any) -> dict[str, list[str]]:
+    """Layers whose weight is no parameter of theirs, but computed, as by weight_norm; and from which parameters."""
+    found = {}
     for path, module in model.named_modules():
         takes_inputs = hasattr(module, "in_features") or hasattr(module, "in_channels")
         # not by reading the attribute, which may compute it, and change the state of that
         if takes_inputs and ("weight" in vars(module) or "weight" in getattr(module, "parametrizations", ())):
-            found.append(_join(path, "weight"))
+            beginnings = (_join(path, "parametrizations.weight."), _join(path, "weight_"))
+            found[_join(path, "weight")] = [n for n, _ in module.named_parameters(path) if n.startswith(beginnings)]
     return found
 
 
@@ -136,10 +244,6 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _match_all(patterns: Sequence[str], names: Iterable[str], argument: str) -> Iterator[str]:
-    if isinstance(patterns, str):
-        raise GrowpruneError(
-            f"{argument} is the text {patterns!r}, but must be a list of names or globs: [{patterns!r}]"
-        )
     names = list(names)
     for pattern in patterns:
         found = [name for name in names if matches(name, pattern)]
@@ -149,21 +253,11 @@ def _match_all(patterns: Sequence[str], names: Iterable[str], argument: str) -> 
         yield from found
 
 
-def _split(name: str, local: str, shape: tuple[int, ...], transposed: bool) -> list[Weight]:
-    if local != "in_proj_weight":
-        return [Weight(name, name, shape, transposed=transposed)]
-    third = shape[0] // 3  # attention stacks the matrices of q, k and v
-    return [
-        Weight(f"{name}[{letter}]", name, (third, *shape[1:]), rows=(i * third, (i + 1) * third))
-        for i, letter in enumerate("qkv")
-    ]
-
-
 def _used_otherwise(model: Any) -> set[int]:
     """Parameters that also belong to a module that is no layer: a tied embedding must stay dense."""
     found: dict[int, bool] = {}
     for _, module in model.named_modules():
-        weights = set(own_weights(module))
+        weights = {weight.parameter for weight in own_weights(module)}
         for local, parameter in module.named_parameters(recurse=False):
             found[id(parameter)] = found.get(id(parameter), False) or local not in weights
     return {key for key, otherwise in found.items() if otherwise}

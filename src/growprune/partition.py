@@ -15,6 +15,7 @@ from typing import Any
 from growprune.errors import GrowpruneError
 from growprune.layers import first_names, layer_weights, matches, prunable_weights
 from growprune.plan import Part, check_counts
+from growprune.settings import as_names
 
 LISTS = {"Sequential", "ModuleList", "ModuleDict"}
 
@@ -46,15 +47,14 @@ class Partition:
         return iter(self.parts)
 
     @classmethod
-    def of(cls, model: Any, prefixes: Sequence[Sequence[str]]) -> Partition:
+    def of(cls, model: Any, prefixes: Iterable[Iterable[str]]) -> Partition:
         """A partition written by hand: for each part, the names of its modules or tensors.
 
         A tensor goes to its longest prefix. A tensor without a part, or a prefix without a tensor, is an error.
         """
+        prefixes = [as_names(names, f"part {i}") for i, names in enumerate(prefixes)]
         owner_of: dict[str, int] = {}
         for i, names in enumerate(prefixes):
-            if isinstance(names, str):
-                raise GrowpruneError(f"part {i} is the text {names!r}, but must be a list of names: [{names!r}]")
             for prefix in names:
                 if prefix in owner_of:
                     raise GrowpruneError(
@@ -67,14 +67,20 @@ class Partition:
         for prefix in owner_of:
             if not any(matches(name, prefix) for name in [*_tensor_names(model), *first_names(model)]):
                 raise GrowpruneError(f"prefix {prefix!r} matches no parameter or buffer of the model")
-        for i, names in enumerate(tensors):
-            if not names:
+        for i, part in enumerate(tensors):
+            if not part:
                 raise GrowpruneError(f"part {i} has no parameter or buffer of its own: leave it out, or name some")
         return cls._numbered(tensors)
 
     @classmethod
     def contiguous(
-        cls, model: Any, kappa: int, *, weigh: Mapping[str, float] | None = None, keep_dense: Sequence[str] = ()
+        cls,
+        model: Any,
+        kappa: int,
+        *,
+        weigh: Mapping[str, float] | None = None,
+        keep_dense: Iterable[str] = (),
+        include: Iterable[str] = (),
     ) -> Partition:
         """kappa parts of neighbouring layers, as equal as can be, that split no residual or attention block.
 
@@ -83,9 +89,11 @@ class Partition:
                 their number.
             weigh: what to balance, by layer name; the number of weights if not given. For FLOPs, give
                 `growprune.count_flops(model, example).by_layer`.
-            keep_dense: what the SparseModel is told: layers that do not grow are no part of their own.
+            keep_dense, include: what the SparseModel is told: layers that do not grow are no part of their own, and
+                parameters that are included count as layers, by the name of their module, or by their own if their
+                module holds other layers too.
         """
-        layers = _layers(model, keep_dense)
+        layers = _layers(model, keep_dense, include)
         check_counts(1, kappa=kappa)
         if kappa > len(layers):
             raise GrowpruneError(
@@ -103,9 +111,11 @@ class Partition:
         return cls._numbered(_gather(model, owner, kappa))
 
     @classmethod
-    def per_layer(cls, model: Any, *, keep_dense: Sequence[str] = ()) -> Partition:
+    def per_layer(cls, model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = ()) -> Partition:
         """The finest partition: every layer is a part."""
-        return cls.contiguous(model, max(1, len(_layers(model, keep_dense))), keep_dense=keep_dense)
+        keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
+        kappa = max(1, len(_layers(model, keep_dense, include)))
+        return cls.contiguous(model, kappa, keep_dense=keep_dense, include=include)
 
     @classmethod
     def _numbered(cls, tensors: Sequence[Sequence[str]]) -> Partition:
@@ -117,14 +127,22 @@ def _tensor_names(model: Any) -> list[str]:
     return [name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named]
 
 
-def _layers(model: Any, keep_dense: Sequence[str]) -> dict[str, int]:
-    """The number of weights of each layer that has some to grow."""
-    kept = {w.name for w in prunable_weights(model, keep_dense=keep_dense)} if keep_dense else None
-    sizes = {
-        path: sum(w.numel for w in weights if kept is None or w.name in kept)
-        for path, weights in layer_weights(model).items()
-    }
-    return {path: size for path, size in sizes.items() if size}
+def _layers(model: Any, keep_dense: Iterable[str], include: Iterable[str]) -> dict[str, int]:
+    """The number of weights of each layer that has some to grow, in the order of registration."""
+    keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
+    known = layer_weights(model)
+    weights = [w for ws in known.values() for w in ws]
+    if keep_dense or include:
+        weights = list(prunable_weights(model, keep_dense=keep_dense, include=include))
+    places = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+    paths = {weight.parameter: weight.parameter.rpartition(".")[0] for weight in weights}
+    sizes: dict[str, int] = {}
+    for weight in sorted(weights, key=lambda w: places[w.parameter]):
+        path = paths[weight.parameter]
+        holds_others = path not in known and any(p != path and _below(p, path) for p in paths.values())
+        unit = weight.parameter if holds_others else path
+        sizes[unit] = sizes.get(unit, 0) + weight.numel
+    return sizes
 
 
 def _longest_prefix(name: str, prefixes: Mapping[str, int]) -> str:
@@ -148,14 +166,16 @@ def _blocks(module: Any, path: str, layers: Mapping[str, int], *, is_root: bool 
     Module structure shows a block where a module that is no mere list holds layers. A module that holds a list of
     modules with several layers each is a stage or a tower, and is cut between them; so is the model as a whole.
     """
-    children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+    prefix = f"{path}." if path else ""
+    own = [prefix + name for name, _ in module.named_parameters(recurse=False) if prefix + name in layers]
+    children = [(prefix + name, child) for name, child in module.named_children()]
     holding = [(p, child) for p, child in children if any(_below(layer, p) for layer in layers)]
-    if path in layers or not holding:
+    if path in layers or not (own or holding):
         return [path] if path in layers else []
     if not (is_root or _is_list(module) or _holds_list_of_blocks(module, path, layers)):
         return [path]
-    is_wrapper = is_root and len(holding) == 1
-    blocks = [block for p, child in holding for block in _blocks(child, p, layers, is_root=is_wrapper)]
+    is_wrapper = is_root and len(holding) == 1 and not own
+    blocks = own + [block for p, child in holding for block in _blocks(child, p, layers, is_root=is_wrapper)]
     return blocks if is_root or len(blocks) > 1 else [path]  # the outermost, so that its norms lie in it
 
 
@@ -205,5 +225,5 @@ def _gather(model: Any, owner: Mapping[str, int], kappa: int) -> list[list[str]]
         owner_of_module[path] = current
     tensors: list[list[str]] = [[] for _ in range(kappa)]
     for name in _tensor_names(model):
-        tensors[owner_of_module[name.rpartition(".")[0]]].append(name)
+        tensors[owner[name] if name in owner else owner_of_module[name.rpartition(".")[0]]].append(name)
     return tensors

@@ -16,16 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from growprune.adapters import check_adapters, keep_masks
 from growprune.allocation import Pool, Scope, parse_scope
 from growprune.edits import Editor
 from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients
-from growprune.layers import Weight, computed_weights, is_compact, prunable_weights
+from growprune.layers import Weight, is_compact, prunable_weights
 from growprune.optimizers import Optimizers
 from growprune.patterns import Pattern, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, check_sparsity, prune
+from growprune.settings import as_float, as_names, as_seed
 from growprune.snapshot import Snapshot, check_packed, pack, unpack
 from growprune.storage import SparseParameter, parse_storage
+from growprune.unpruned import unpruned
 from growprune.warn import warn
 
 if TYPE_CHECKING:
@@ -56,7 +59,8 @@ class SparseModel:
         pattern: which positions may live: "unstructured", a block such as "1x8", or N:M such as "2:4".
         scope: what a global ranking covers when one part is pruned: the whole "model", or the "part".
         keep_dense: names or globs of modules or parameters that are never pruned.
-        also: names or globs of parameters to prune that are not the weight of a known kind of layer.
+        include: names or globs of parameters to prune that are not the weight of a known kind of layer; they are read
+            as (out, in, ...).
         seed: decides every random mask.
         storage: how sparse weights are held: "masked" (dense, with a mask) or "compact" (live values only).
 
@@ -76,30 +80,32 @@ class SparseModel:
         allocation: str = "uniform",
         pattern: str | Pattern = "unstructured",
         scope: str | Scope = Scope.MODEL,
-        keep_dense: Sequence[str] = (),
-        include: Sequence[str] = (),
+        keep_dense: Iterable[str] = (),
+        include: Iterable[str] = (),
         seed: int = 0,
         storage: str = "masked",
     ) -> None:
         check_sparsity(sparsity)
         _check_model(model)
         self.model = model
-        self.sparsity = sparsity
+        self.sparsity = sparsity = as_float(sparsity)
         self.allocation = allocation
         self.pattern = parse_pattern(pattern)
         self.scope = parse_scope(scope)
-        self.seed = seed
+        self.seed = as_seed(seed)
         self.storage = storage
-        self.keep_dense, self.include = tuple(keep_dense), tuple(include)
-        self.weights = prunable_weights(model, keep_dense=keep_dense, include=include)
+        self.keep_dense, self.include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
+        self.weights = prunable_weights(model, keep_dense=self.keep_dense, include=self.include)
         for weight in self.weights:
             self.pattern.check(weight, sparsity)
         names = dict.fromkeys(weight.parameter for weight in self.weights)
         for name in names:  # before any is held, since holding may change the model
             parse_storage(storage).check(model, name)
+        check_adapters(model, names if storage == "compact" else ())
         self._parameters: dict[str, SparseParameter] = {
             name: parse_storage(storage)(model, name, self.pattern) for name in names
         }
+        keep_masks(model, self._parameters)
         self._optimizers = Optimizers(self._parameters, storage)
         self.gradients = Gradients(self._parameters)
         self._editor = Editor(
@@ -110,12 +116,14 @@ class SparseModel:
             pattern=self.pattern,
             allocation=allocation,
             scope=self.scope,
-            seed=seed,
+            seed=self.seed,
         )
         self.rule: RunningRule | None = None
         """What happens around each step of an attached optimizer."""
         self._cursor: Cursor | None = None
         self._place: Mapping[str, Any] | None = None
+        for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
+            warn(message)
 
     # Edits
 
@@ -419,18 +427,13 @@ class SparseModel:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse what cannot be made sparse, or already is; warn of layers whose weight is made of others."""
+    """Refuse what cannot be made sparse, or already is."""
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise GrowpruneError(f"{name} has no shape yet: run a batch through the model first")
     for path, module in model.named_modules():
         if is_compact(module):
             raise GrowpruneError(f"{path or 'the model'} is held compact by another SparseModel: use a fresh model")
-    if made := computed_weights(model):
-        warn(
-            f"not pruned, since computed from other parameters (as by weight_norm): {', '.join(made[:3])}; name those "
-            f"parameters in include=[...], or remove the parametrization"
-        )
 
 
 def _named_alike(copy: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:

@@ -12,8 +12,9 @@ other is *dense*, and is stored under its plain name.
                     byte i // 8, counted from the lowest. What is left over in the last byte is 0
 
 **Bits.** A prunable parameter is one or more *matrices*, each a range [start, stop) of its dimension 0; attention's
-`in_proj_weight` has three, for q, k and v. The bits of the matrices follow one another without a gap. What lies in
-no matrix is alive and has no bits. The bits of one matrix are, by the file's pattern:
+`in_proj_weight` has three, for q, k and v. If the parameter is `stacked`, as experts are, a matrix is a single index of
+dimension 0, and has one dimension less. The bits of the matrices follow one another without a gap. What lies in no
+matrix is alive and has no bits. The bits of one matrix are, by the file's pattern:
 
     unstructured, N:M   one a weight, in row-major order
     AxB                 one a block. If the parameter is `transposed`, its dimensions 0 and 1 are swapped. Then
@@ -35,7 +36,8 @@ JSON object, and `manifest_sha256` is the SHA-256 of that string's UTF-8 bytes. 
                     sha256       of the bytes of <name>, or of <name>.values if it is sparse
                 Those that are prunable have as well
                     matrices     [[start, stop], ...] in order
-                    transposed   whether the parameter is stored (in, out, ...)
+                    transposed   whether the matrices are stored (in, out, ...)
+                    stacked      true if dimension 0 counts the matrices; left out otherwise
                     target       the sparsity aimed at; null where layers are ranked together
                     nnz          how many weights live (one that lives may be 0, as grown weights are at first)
                     mask_sha256  of the bytes of <name>.mask (which a dense one would have)

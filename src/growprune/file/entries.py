@@ -72,6 +72,8 @@ class Entry:
         if self.weights:
             about["matrices"] = [list(weight.rows or (0, self.shape[0])) for weight in self.weights]
             about["transposed"] = self.weights[0].transposed
+            if len(self.weights[0].shape) < len(self.shape):
+                about["stacked"] = True
             about |= {"target": self.target, "nnz": self.nnz, "mask_sha256": self.mask_sha256}
         return about
 
@@ -96,11 +98,16 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
 def _parse_matrices(name: str, shape: tuple[int, ...], about: Mapping[str, Any]) -> tuple[Weight, ...]:
     weights: list[Weight] = []
     end = 0
+    stacked, transposed = about.get("stacked") is True, about["transposed"] is True
     for start, stop in about["matrices"]:
-        if not end <= whole(start) < whole(stop) <= shape[0] or (about["transposed"] and len(shape) < 2):
+        if (
+            not end <= whole(start) < whole(stop) <= shape[0]
+            or len(shape) < 1 + transposed + stacked
+            or (stacked and stop - start > 1)
+        ):
             raise GrowpruneError(f"the matrices of {name} do not fit its shape")
-        rows = None if (start, stop) == (0, shape[0]) else (start, stop)
-        weights.append(Weight(name, name, (stop - start, *shape[1:]), rows, about["transposed"] is True))
+        rows = None if (start, stop) == (0, shape[0]) and not stacked else (start, stop)
+        weights.append(Weight(name, name, shape[1:] if stacked else (stop - start, *shape[1:]), rows, transposed))
         end = stop
     return tuple(weights)
 

@@ -232,7 +232,7 @@ def set_layout(module: nn.Module, local: str, layout: Layout | None) -> None:
 def compact_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """A kind of layer like `plain`, but whose parameters of these names are compact."""
     members: dict[str, Any] = {name: _dense_attribute(name) for name in names}
-    members["_plain_class"] = plain
+    members["_plain_class"], members["__setattr__"] = plain, _assign
     for layer, forward in FORWARDS.items():
         if plain.forward is layer.forward and names == ("weight",):
             members["forward"] = forward
@@ -250,6 +250,17 @@ def _dense_attribute(name: str) -> property:
         return Expand.apply(values, layout)  # type: ignore[no-any-return,no-untyped-call]
 
     return property(dense)
+
+
+def _assign(module: nn.Module, name: str, value: Any) -> None:
+    """Assigning a dense tensor, such as the attribute itself, takes in what lives of it."""
+    layout, values = layouts_of(module).get(name), module._parameters.get(name)
+    is_dense = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    if layout is not None and values is not None and is_dense and value.shape == layout.shape:
+        values.data.copy_(layout.compress(value.detach()))
+    else:
+        plain: Any = getattr(type(module), "_plain_class", nn.Module)
+        plain.__setattr__(module, name, value)
 
 
 class Expand(torch.autograd.Function):

@@ -59,6 +59,16 @@ class Task(ABC):
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
         """Metrics of a model in eval mode on data it was not trained on."""
 
+    initialises_modules: bool = False
+    """Whether `initialise` is all that gives the model its first weights. It is then built module by module, and, where
+    it begins sparse, without ever being dense."""
+
+    def initialise(self, module: nn.Module) -> None:
+        """Give one module's own parameters and buffers, all of them, their first values."""
+        method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        assert method is not None, f"{type(module).__name__} has no reset_parameters"
+        method()
+
     def weigh(self, batch: Any) -> int | Tensor:
         """What a batch counts among those that are accumulated: its examples, or what else its loss is a mean over."""
         return num_examples(batch) or 1
