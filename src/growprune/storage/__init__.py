@@ -69,6 +69,9 @@ class SparseParameter(Protocol):
     def hook_gradients(self) -> None:
         """See to it that gradients off the mask are zero from the next backward pass on."""
 
+    def mask_gradient(self) -> None:
+        """Make the gradient that is there now zero off the mask; costs nothing if the hook has just done so."""
+
 
 STORAGES: dict[str, type[Masked] | type[Compact]] = {"masked": Masked, "compact": Compact}
 """By name: takes a model, the name of one of its parameters, and the pattern its masks will keep to."""
