@@ -158,7 +158,7 @@ class Compact:
     def hook_gradients(self) -> None:
         pass
 
-    def mask_gradient(self) -> None:
+    def mask_gradient(self, *, again: bool) -> None:
         pass
 
     @property

@@ -165,10 +165,10 @@ class Masked:
             self._bits[order] = kernels.pack(self.mask().permute(order).reshape(-1))
         return _as_integers(tensor).view(-1), self._bits[order]
 
-    def mask_gradient(self) -> None:
+    def mask_gradient(self, *, again: bool) -> None:
         """Make the gradient zero off the mask, unless it is known to be: masked as it is now, by the mask as it is."""
         gradient = self.parameter.grad
-        if gradient is not None and getattr(gradient, MASKED, None) != self._stamp(gradient):
+        if gradient is not None and (again or getattr(gradient, MASKED, None) != self._stamp(gradient)):
             self._mask_and_stamp(gradient)
 
     def _mask_and_stamp(self, gradient: Tensor) -> None:
