@@ -77,6 +77,13 @@ def _kept(ctx: Any) -> Any:
     return ctx.saved_tensors if ctx.unpack is None else [ctx.unpack(packed) for packed in ctx.packed]
 
 
+def _applied(function: type[torch.autograd.Function], *operands: Any) -> Tensor:
+    """`function.apply`, less what that does for transforms of whole functions, which takes as long as the rest."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*operands)  # type: ignore[no-any-return,no-untyped-call]
+    return super(torch.autograd.Function, function).apply(*operands)  # type: ignore[no-any-return,misc]
+
+
 def check_first_derivative(gradient: Tensor) -> None:
     """Raise where a graph of the backward pass is made, since the kernels on a GPU have no derivatives of their own."""
     if torch.is_grad_enabled() and gradient.is_cuda and not torch.compiler.is_compiling():
@@ -85,7 +92,7 @@ def check_first_derivative(gradient: Tensor) -> None:
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """`nn.Linear.forward`."""
-    return CompactLinear.apply(x, *_operands(module))  # type: ignore[no-any-return,no-untyped-call]
+    return _applied(CompactLinear, x, *_operands(module))
 
 
 class CompactLinear(torch.autograd.Function):
@@ -112,7 +119,8 @@ class CompactLinear(torch.autograd.Function):
         rows = gradients[0].reshape(-1, gradients[0].shape[-1])  # (N, out)
         grad_x = grad_values = grad_bias = None
         if needs_x:
-            grad_x = (rows @ _dense(values, layout, x.dtype)).view(x.shape)
+            grad_x = rows @ _dense(values, layout, x.dtype)
+            grad_x = grad_x if x.dim() == 2 else grad_x.view(x.shape)
             grad_x = grad_x if x_dtype is x.dtype else grad_x.to(x_dtype)
         if needs_values:
             grad_values = _linear_gradient(rows, x, layout, values.dtype)
@@ -162,8 +170,8 @@ def transposed_convolution(module: Any, x: Tensor, output_size: list[int] | None
 def _convolve(module: nn.Module, x: Tensor, shape: tuple[Any, ...]) -> Tensor:
     is_batch = x.dim() == len(shape[0]) + 2
     x = x if is_batch else x[None]
-    y = CompactConvolution.apply(x, *_operands(module), shape)  # type: ignore[no-untyped-call]
-    return y if is_batch else y[0]  # type: ignore[no-any-return]
+    y = _applied(CompactConvolution, x, *_operands(module), shape)
+    return y if is_batch else y[0]
 
 
 class CompactConvolution(torch.autograd.Function):

@@ -25,8 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ZERO_OFF: dict[str, int] = {"skip": True, "bytes": 128, "num_warps": 4}
-"""Whether `zero_off` leaves eight dead neighbours unread, and how many bytes of mask and warps a program has."""
+READ_ALL, SKIP_DEAD, ONLY_STORE = range(3)
+ZERO_OFF = {"mode": SKIP_DEAD, "bytes": 128, "num_warps": 4}
+"""How `zero_off` goes about it: whether it reads everything, leaves eight dead neighbours unread, or reads nothing and
+stores zeros one by one; how many bytes of mask, and how many warps, a program has."""
 
 _STARTED: dict[tuple[Any, ...], Callable[..., None]] = {}
 """Kernels that ran before, by types and sizes. Triton's own way to the same kernel takes Python several times as long
@@ -71,7 +73,7 @@ def zero_off(flat: Tensor, bits: Tensor) -> None:
     """Make a flat, contiguous tensor of integers zero where the bits are, in place."""
     num_bytes = ZERO_OFF["bytes"]
     grid = (-(-bits.numel() // num_bytes), 1, 1)
-    numbers = (flat.numel(), bits.numel(), num_bytes, ZERO_OFF["skip"])
+    numbers = (flat.numel(), bits.numel(), num_bytes, ZERO_OFF["mode"])
     _launch(_zero_kernel, grid, (flat, bits), numbers, num_warps=ZERO_OFF["num_warps"])
 
 
@@ -123,15 +125,19 @@ def _octets(n, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _zero_kernel(dense, bits, n, num_bytes, BYTES: tl.constexpr, SKIP: tl.constexpr):
+def _zero_kernel(dense, bits, n, num_bytes, BYTES: tl.constexpr, MODE: tl.constexpr):
     first, place, exists = _octets(n, BYTES)
     byte = tl.arange(0, BYTES)
     octets = tl.load(bits + first + byte, mask=byte < num_bytes - first, other=0).to(tl.int32)
     alive = ((octets[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
-    # eight neighbours are loaded as one, so no single dead one can be left out
-    wanted = exists & (octets != 0)[:, None] if SKIP else exists
-    x = tl.load(dense + first * 8 + place, mask=wanted, other=0)
-    tl.store(dense + first * 8 + place, tl.where(alive, x, 0), mask=exists)
+    if MODE == 2:
+        x = tl.zeros([BYTES, 8], dense.dtype.element_ty)
+        tl.store(dense + first * 8 + place, x, mask=exists & (alive == 0))
+    else:
+        # eight neighbours are loaded as one, so no single dead one can be left out
+        wanted = exists & (octets != 0)[:, None] if MODE == 1 else exists
+        x = tl.load(dense + first * 8 + place, mask=wanted, other=0)
+        tl.store(dense + first * 8 + place, tl.where(alive, x, 0), mask=exists)
 
 
 @triton.jit
