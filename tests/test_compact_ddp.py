@@ -7,11 +7,13 @@ import os
 import socket
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from growprune.errors import GrowpruneError
 from growprune.partition import Partition
 from growprune.plan import By
 from growprune.sparse import SparseModel
@@ -57,14 +59,14 @@ def batch() -> torch.Tensor:
     return torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(2))
 
 
-def on_two_processes(storage: str) -> list[Any]:
+def on_two_processes(option: Any, target: Any = replica) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["growprune.sparse", "torch._dynamo"])
     results = context.Queue()
-    processes = [context.Process(target=replica, args=(rank, port, storage, results)) for rank in range(2)]
+    processes = [context.Process(target=target, args=(rank, port, option, results)) for rank in range(2)]
     for process in processes:
         process.start()
     found = sorted((results.get(timeout=60) for _ in processes), key=lambda result: result[0])
@@ -92,3 +94,31 @@ def test_masked_replicas_stay_masked() -> None:
             torch.testing.assert_close(torch.from_numpy(state[name]), tensor, rtol=1e-5, atol=1e-6)
         for name, mask in sparse.masks.items():
             assert (torch.from_numpy(state[name])[~mask] == 0).all()
+
+
+def stale(rank: int, port: int, wraps_again: bool, results: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    sparse, model = make("compact")
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    told = ""
+    for is_edited in (False, True):
+        if is_edited:
+            sparse.grow(Partition.contiguous(model, 3)[0])
+            ddp = DistributedDataParallel(model, find_unused_parameters=True) if wraps_again else ddp
+        ddp(batch()[rank::2]).square().mean().backward()
+        try:
+            optimizer.step()
+        except GrowpruneError as error:
+            told = str(error)
+    results.put((rank, told))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_replicas_whose_wrapper_is_older_than_an_edit_are_refused() -> None:
+    for _, told in on_two_processes(False, stale):
+        assert told == "edits changed weights that DistributedDataParallel holds: wrap the model in it again"
+    assert on_two_processes(True, stale) == [(0, ""), (1, "")]

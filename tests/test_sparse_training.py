@@ -32,7 +32,8 @@ OPTIMIZERS: dict[str, Make] = {
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, weight_decay=1e-2),
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01, weight_decay=1e-2),
     "adadelta": lambda p: torch.optim.Adadelta(p),
-    "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=3),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
 }
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

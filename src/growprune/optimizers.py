@@ -1,14 +1,22 @@
-"""The optimizers that train a sparse model: what is pruned stays zero in their state, which follows each edit."""
+"""The optimizers that train a sparse model: what is pruned stays zero in their state, which follows each edit.
+
+Most optimizers keep zeros by themselves: from a zero gradient, a zero weight and zero state they make zeros. There,
+only gradients are masked, as they arise (see storage/masked.py), and once more before a step if someone has written to
+them since. For all others weights and state are masked after each step too.
+"""
 
 from __future__ import annotations
 
+import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -18,21 +26,58 @@ from growprune.storage import SparseParameter, parse_storage
 REPLACED: Any = WeakTensorKeyDictionary()
 """Parameters in whose place there is another since an edit, with how they were held: to train them changes nothing."""
 
+KEEPS_ZEROS = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.SGD,
+    }
+)
+"""Optimizers that leave a weight and its state at zero if its gradient is: these, and nothing derived from them."""
+
+
+def keeps_zeros(optimizer: Optimizer) -> bool:
+    """Whether a step with masked gradients leaves zeros exactly zero, with the settings an optimizer has now."""
+    return type(optimizer) in KEEPS_ZEROS and all(map(_keeps_zeros, optimizer.param_groups))
+
+
+def _keeps_zeros(group: dict[str, Any]) -> bool:
+    if group.get("maximize"):
+        return False  # turns the sign of a zero
+    if group.get("capturable") and not group.get("fused"):
+        return False  # divides by the learning rate, which may be zero
+    dtypes = {p.dtype for p in group["params"]}
+    if group.get("fused") and dtypes & {torch.float16, torch.bfloat16} and not group["params"][0].is_cuda:
+        return False  # torch 2.13's SGD mixes up its momentum there
+    # zero by zero is no number, and in half precision the usual 1e-8 is zero
+    return float(group.get("eps", 1.0)) > (1e-7 if torch.float16 in dtypes else 1e-37)
+
 
 class Optimizers:
     """Those attached to a model, as long as someone else holds them.
 
     Args:
-        held: the model's prunable parameters by name.
+        sparse_parameter: the model's prunable parameters by name.
         storage: how they are held.
     """
 
     def __init__(self, sparse_parameter: Mapping[str, SparseParameter], storage: str) -> None:
         self._sparse_parameters, self._storage = sparse_parameter, storage
         self.attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._versions: dict[str, tuple[int, int]] = {}
+        self._written: set[str] = set()
+        self._has_warned = False
+        self._replaced: list[weakref.ref[Tensor]] = []
 
     def attach(self, optimizer: Optimizer, *, own: Set[int]) -> None:
         """Follow an optimizer, which must train some of the model's own parameters, given by their ids."""
+        optimizer = unwrapped(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(id(parameter) in own for parameter in parameters):
             raise GrowpruneError("the optimizer has no parameter of the model: make it of model.parameters()")
@@ -42,32 +87,77 @@ class Optimizers:
                     f"the optimizer holds {REPLACED[parameter]} weights as they were before an edit: make it after the "
                     f"edit, or attach it before"
                 )
-        self._hook_gradients()
-        if optimizer not in self.attached:
-            optimizer.register_step_post_hook(self._after_step)
-            self.attached.add(optimizer)
-
-    def _hook_gradients(self) -> None:
+        self._refuse(optimizer, parameters)
         for sparse_parameter in self._sparse_parameters.values():
             sparse_parameter.hook_gradients()
+        if optimizer not in self.attached:
+            optimizer.register_step_pre_hook(self._before_step)
+            if self._storage == "masked":
+                optimizer.register_step_post_hook(self._after_step)
+                optimizer.register_load_state_dict_post_hook(lambda loaded: self._versions.clear())
+            self.attached.add(optimizer)
+
+    def _refuse(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise GrowpruneError(
+                "LBFGS cannot train a sparse model: its state is not shaped like the weights; use SGD or Adam"
+            )
+        ours = {id(sparse_parameter.parameter) for sparse_parameter in self._sparse_parameters.values()}
+        if isinstance(optimizer, torch.optim.Muon) and self._storage == "compact" and ours & set(map(id, parameters)):
+            raise GrowpruneError(
+                "Muon cannot train weights in compact storage, which are not 2-D: use storage='masked'"
+            )
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Mask what gradients are not known to be masked; those that a closure makes, when it has made them."""
+        self._check_wrapped_again()
+        if self._storage == "compact":
+            return None  # what does not live is not there
+        self._written = {name for name, s in self._trained_by(optimizer) if self._versions.get(name) != _version(s)}
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if closure is None:
+            self._mask_gradients(optimizer)
+            return None
+
+        def masking() -> Any:
+            loss = closure()
+            self._mask_gradients(optimizer)
+            return loss
+
+        return (args[0], masking, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
+
+    def _mask_gradients(self, optimizer: Optimizer) -> None:
+        # what is done to gradients on their way between processes, no version tells
+        is_shared = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+        for _, sparse_parameter in self._trained_by(optimizer):
+            sparse_parameter.mask_gradient(again=is_shared)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Mask weights and state too: all if the optimizer may not keep zeros, else what someone wrote to before."""
         del args, kwargs
-        self._hook_gradients()  # of what has been unfrozen since
-        self._enforce((optimizer,))
+        is_kept = keeps_zeros(optimizer)
+        trained = self._trained_by(optimizer)
+        self._enforce((optimizer,), [(name, s) for name, s in trained if not is_kept or name in self._written])
+        self._versions.update((name, _version(s)) for name, s in trained)
+
+    def _trained_by(self, optimizer: Optimizer) -> list[tuple[str, SparseParameter]]:
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [(name, s) for name, s in self._sparse_parameters.items() if id(s.parameter) in ids]
 
     def enforce(self) -> None:
         """Make weights, and state that is shaped like its parameter, exactly zero off the masks."""
-        self._enforce(tuple(self.attached))
+        if self._storage == "masked":
+            self._enforce(tuple(self.attached), list(self._sparse_parameters.items()))
 
-    def _enforce(self, optimizers: Iterable[Optimizer]) -> None:
+    def _enforce(self, optimizers: Iterable[Optimizer], which: Sequence[tuple[str, SparseParameter]]) -> None:
         listed = []
-        for sparse_parameter in self._sparse_parameters.values():
+        for _, sparse_parameter in which:
             parameter = sparse_parameter.parameter
             states = [o.state[parameter] for o in optimizers if parameter in o.state]
             tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
             listed.append((sparse_parameter, [parameter, *(t for t in tensors if t.shape == parameter.shape)]))
         parse_storage(self._storage).enforce(listed)
+        self._versions.update((name, _version(s)) for name, s in which)
 
     @contextmanager
     def following(self, sparse_parameter: SparseParameter) -> Iterator[None]:
@@ -81,12 +171,39 @@ class Optimizers:
         if new is old:
             return
         REPLACED[old] = self._storage
+        self._replaced.append(weakref.ref(old))
         for optimizer in self.attached:
             for group in optimizer.param_groups:
                 group["params"] = [new if p is old else p for p in group["params"]]
             if optimizer in dense:
-                del optimizer.state[old]
-                optimizer.state[new] = _reshaped(dense[optimizer], sparse_parameter.shape, sparse_parameter.from_dense)
+                entries = optimizer.state.pop(old)
+                if _follows(optimizer, entries, old):
+                    convert = sparse_parameter.from_dense
+                    optimizer.state[new] = _reshaped(dense[optimizer], sparse_parameter.shape, convert)
+                else:
+                    self._warn_of_lost_state(optimizer, sparse_parameter)
+
+    def _warn_of_lost_state(self, optimizer: Optimizer, sparse_parameter: SparseParameter) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            name = next(n for n, s in self._sparse_parameters.items() if s is sparse_parameter)
+            warnings.warn(
+                f"{type(optimizer).__name__}'s state of {name} does not fit the weight after an edit, and starts anew; "
+                f"so does that of others it edits: storage='masked' keeps it",
+                stacklevel=2,
+            )
+
+    def _check_wrapped_again(self) -> None:
+        """Raise if gradients are shared by a DistributedDataParallel made before an edit: new weights are not in it."""
+        replaced, self._replaced = self._replaced, []
+        if not replaced or not (distributed.is_available() and distributed.is_initialized()):
+            return
+        gc.collect()
+        old = {id(parameter) for reference in replaced if (parameter := reference()) is not None}
+        wrapped = [id(p) for w in _data_parallel() for p in w._module_parameters] if old else []
+        new = {id(sparse_parameter.parameter) for sparse_parameter in self._sparse_parameters.values()}
+        if old & set(wrapped) and not new <= set(wrapped):
+            raise GrowpruneError("edits changed weights that DistributedDataParallel holds: wrap the model in it again")
 
     def live_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only what lives."""
@@ -125,6 +242,27 @@ class Optimizers:
             sparse_parameter = held_of.get(id(parameters[index]))
             converted[index] = entries if sparse_parameter is None else _reshaped(entries, *how(sparse_parameter))
         return {**state, "state": converted}
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer itself, where accelerate has wrapped it."""
+    inner = vars(optimizer).get("optimizer")
+    return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def _version(sparse_parameter: SparseParameter) -> tuple[int, int]:
+    parameter = sparse_parameter.parameter
+    return id(parameter), parameter._version
+
+
+def _follows(optimizer: Optimizer, entries: dict[str, Any], old: Tensor) -> bool:
+    """Whether state can be taken to a parameter of another shape: not if it is of rows and columns."""
+    tensors = [entry for entry in entries.values() if isinstance(entry, Tensor) and entry.numel() > 1]
+    return "adafactor" not in type(optimizer).__name__.lower() and all(t.shape == old.shape for t in tensors)
+
+
+def _data_parallel() -> list[DistributedDataParallel]:
+    return [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
 
 
 def _reshaped(entries: dict[str, Any], shape: Sequence[int], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:

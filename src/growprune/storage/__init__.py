@@ -75,6 +75,9 @@ class SparseParameter(Protocol):
     def hook_gradients(self) -> None:
         """See to it that gradients off the mask are zero from the next backward pass on."""
 
+    def mask_gradient(self, *, again: bool) -> None:
+        """Make the gradient that is there now zero off the mask; if it is known to be, only if `again` is set."""
+
 
 STORAGES: dict[str, type[Masked] | type[Compact]] = {"masked": Masked, "compact": Compact}
 """By name: takes a model, the name of one of its parameters, and the pattern its masks will keep to."""

@@ -64,21 +64,15 @@ class Layout:
     def expand(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The dense tensor."""
         here = self.to(values.device)
-        # the operator itself, here and below: a layout made its own bits and offsets, and checking them takes as long
-        # as starting a kernel does
-        flat: Tensor = torch.ops.growprune.expand(
-            values, here.bits, here.offsets, self._numel, dtype or values.dtype, self.group
-        )
+        # unchecked, here and below: a layout made its own bits and offsets, and checking takes as long as a kernel
+        flat = kernels.expand_known(values, here.bits, here.offsets, self._numel, dtype or values.dtype, self.group)
         return self._unfold(flat)
 
     def compress(self, dense: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The live values of a dense tensor."""
         here = self.to(dense.device)
         flat = (dense.movedim(1, -1) if self.is_folded else dense).reshape(-1)
-        values: Tensor = torch.ops.growprune.compress(
-            flat, here.bits, here.offsets, self.num_alive, dtype or dense.dtype, self.group
-        )
-        return values
+        return kernels.compress_known(flat, here.bits, here.offsets, self.num_alive, dtype or dense.dtype, self.group)
 
     def _unfold(self, flat: Tensor) -> Tensor:
         if not self.is_folded:
@@ -174,6 +168,9 @@ class Compact:
         del shaped_alike  # what does not live is not there
 
     def hook_gradients(self) -> None:
+        pass
+
+    def mask_gradient(self, *, again: bool) -> None:
         pass
 
     @property

@@ -1,7 +1,7 @@
 """How layers compute with a compact weight: the dense one is made for the forward pass, and again for the backward.
 
 The backward formulas are those of autograd, operation by operation, so that on a CPU compact and masked storage give
-the same bits. What they need is saved by `Hold`, before the layer computes.
+the same bits. This is the code that runs most often, and a GPU waits for it: no step of it is there for its looks.
 """
 
 from __future__ import annotations
@@ -29,18 +29,24 @@ def hand_over(sparse_parameter: Any, gradient: Tensor | None) -> None:
         sparse_parameter.record(gradient)
 
 
-def _compute_dtype(values: Tensor) -> torch.dtype:
-    device = values.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else values.dtype
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
+"""How autograd is asked to keep tensors, as by activation checkpointing: how to put one away, how to get it back."""
+
+_hooks_in_force: Callable[[bool], Hooks] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
+)
 
 
-def _operands(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Any]:
-    """Input, live values, bias and layout; input and bias in the dtype to compute in, as autocast would have them."""
-    values, layout = module._parameters["weight"], module.__dict__["_compact_layouts"]["weight"]
+def _operands(module: nn.Module) -> tuple[Tensor, Tensor | None, Any, torch.dtype, Hooks]:
+    """Live values, bias, layout, the dtype to compute in as autocast would, and how to keep tensors."""
+    parameters = module._parameters
+    values, layout = parameters["weight"], module.__dict__["_compact_layouts"]["weight"]
     assert values is not None
-    bias = module._parameters.get("bias")
-    dtype = _compute_dtype(values)
-    return x.to(dtype), values, None if bias is None else bias.to(dtype), layout
+    kind = "cuda" if values.is_cuda else values.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
+    # torch.compile decides by itself what is kept, and what is computed again
+    keeps = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return values, parameters.get("bias"), layout, dtype, _hooks_in_force(False) if keeps else None
 
 
 def _dense(values: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
@@ -51,42 +57,31 @@ def _live(dense: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
     return dense.to(dtype) if layout is None else layout.compress(dense, dtype)
 
 
-class Hold(torch.autograd.Function):
-    """Saves input and values for the backward pass of a layer that is still to compute; gives the input.
+def _keep(ctx: Any, hooks: Hooks, x: Tensor, values: Tensor) -> None:
+    """Keep what the backward pass needs.
 
     What a function saves is saved when its forward is over. Activation checkpointing ends a recomputation as soon as
-    the last tensor it needs is saved: a layer that saved its own would be multiplied through once more for nothing.
+    the last tensor it needs is saved: a layer that left that to autograd would multiply once more for nothing. So its
+    hooks are called here, before the layer computes. Those of others are left to autograd, which frees what they keep.
     """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
-        ctx.save_for_backward(x, values)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-def _hold(x: Tensor, values: Tensor) -> tuple[Tensor, Any]:
-    """The input, and who holds what the backward pass needs; None for the layer itself."""
-    if torch.compiler.is_compiling():  # which decides by itself what is kept, and what is computed again
-        return x, None
-    held: Tensor = Hold.apply(x, values)  # type: ignore[no-untyped-call]
-    return held, held.grad_fn
-
-
-def _save(ctx: Any, x: Tensor, values: Tensor, holder: Any) -> None:
-    ctx.holder = holder
-    if holder is None:
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" and any(ctx.needs_input_grad):
+        pack, ctx.unpack = hooks
+        ctx.packed = pack(x.detach()), pack(values.detach())
+    else:
+        ctx.unpack = None
         ctx.save_for_backward(x, values)
 
 
-def _saved(ctx: Any) -> tuple[Tensor, Tensor, bool]:
-    """What was saved, and whether the input wants a gradient."""
-    holder = ctx if ctx.holder is None else ctx.holder
-    x, values = holder.saved_tensors
-    return x, values, holder.needs_input_grad[0]
+def _kept(ctx: Any) -> Any:
+    """Input and values."""
+    return ctx.saved_tensors if ctx.unpack is None else [ctx.unpack(packed) for packed in ctx.packed]
+
+
+def _applied(function: type[torch.autograd.Function], *operands: Any) -> Tensor:
+    """`function.apply`, less what that does for transforms of whole functions, which takes as long as the rest."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*operands)  # type: ignore[no-any-return,no-untyped-call]
+    return super(torch.autograd.Function, function).apply(*operands)  # type: ignore[no-any-return,misc]
 
 
 def check_first_derivative(gradient: Tensor) -> None:
@@ -97,28 +92,41 @@ def check_first_derivative(gradient: Tensor) -> None:
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """`nn.Linear.forward`."""
-    x, values, bias, layout = _operands(module, x)
-    x, holder = _hold(x, values)
-    return CompactLinear.apply(x, values, bias, layout, holder)  # type: ignore[no-any-return,no-untyped-call]
+    return _applied(CompactLinear, x, *_operands(module))
 
 
 class CompactLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, holder: Any) -> Tensor:
-        _save(ctx, x, values, holder)
-        ctx.layout = layout
-        # no graph is made here, but torch multiplies otherwise, to other bits, if no operand wants a gradient
-        return F.linear(x, _dense(values, layout, x.dtype).detach().requires_grad_(), bias)
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, dtype: torch.dtype, hooks: Hooks
+    ) -> Tensor:
+        ctx.layout, ctx.dtypes = layout, (x.dtype, None if bias is None else bias.dtype)
+        x = x if x.dtype is dtype else x.to(dtype)
+        _keep(ctx, hooks, x, values)
+        bias = bias if bias is None or bias.dtype is dtype else bias.to(dtype)
+        weight = _dense(values, layout, dtype)
+        if not x.is_cuda:
+            # no graph is made here, but torch multiplies otherwise, to other bits, if no operand wants a gradient
+            weight = weight.detach().requires_grad_()
+        return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative(gradients[0])
-        x, values, needs_x = _saved(ctx)
-        _, needs_values, needs_bias, _, _ = ctx.needs_input_grad
+        x, values = _kept(ctx)
+        needs_x, needs_values, needs_bias, _, _, _ = ctx.needs_input_grad
+        (x_dtype, bias_dtype), layout = ctx.dtypes, ctx.layout
         rows = gradients[0].reshape(-1, gradients[0].shape[-1])  # (N, out)
-        grad_x = (rows @ _dense(values, ctx.layout, x.dtype)).view(x.shape) if needs_x else None
-        grad_values = _linear_gradient(rows, x, ctx.layout, values.dtype) if needs_values else None
-        return grad_x, grad_values, rows.sum(0) if needs_bias else None, None, None
+        grad_x = grad_values = grad_bias = None
+        if needs_x:
+            grad_x = rows @ _dense(values, layout, x.dtype)
+            grad_x = grad_x if x.dim() == 2 else grad_x.view(x.shape)
+            grad_x = grad_x if x_dtype is x.dtype else grad_x.to(x_dtype)
+        if needs_values:
+            grad_values = _linear_gradient(rows, x, layout, values.dtype)
+        if needs_bias:
+            grad_bias = rows.sum(0).to(bias_dtype)
+        return grad_x, grad_values, grad_bias, None, None, None
 
 
 def _linear_gradient(rows: Tensor, x: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
@@ -132,10 +140,9 @@ def _linear_gradient(rows: Tensor, x: Tensor, layout: Any, dtype: torch.dtype) -
 
 def convolution(module: Any, x: Tensor) -> Tensor:
     """`nn.Conv1d.forward` to `nn.Conv3d.forward`."""
-    x, values, bias, layout = _operands(module, x)
     x, padding = _padded(module, x)
     shape = (module.stride, padding, module.dilation, False, (0,) * len(module.stride), module.groups)
-    return _convolve(x, values, bias, layout, shape)
+    return _convolve(module, x, shape)
 
 
 def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -153,44 +160,55 @@ def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 def transposed_convolution(module: Any, x: Tensor, output_size: list[int] | None = None) -> Tensor:
     """`nn.ConvTranspose1d.forward` to `nn.ConvTranspose3d.forward`."""
-    x, values, bias, layout = _operands(module, x)
     extra = module._output_padding(
         x, output_size, module.stride, module.padding, module.kernel_size, len(module.stride), module.dilation
     )
     shape = (module.stride, module.padding, module.dilation, True, tuple(extra), module.groups)
-    return _convolve(x, values, bias, layout, shape)
+    return _convolve(module, x, shape)
 
 
-def _convolve(x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, shape: tuple[Any, ...]) -> Tensor:
+def _convolve(module: nn.Module, x: Tensor, shape: tuple[Any, ...]) -> Tensor:
     is_batch = x.dim() == len(shape[0]) + 2
-    x, holder = _hold(x if is_batch else x[None], values)
-    y = CompactConvolution.apply(x, values, bias, layout, shape, holder)  # type: ignore[no-untyped-call]
-    return y if is_batch else y[0]  # type: ignore[no-any-return]
+    x = x if is_batch else x[None]
+    y = _applied(CompactConvolution, x, *_operands(module), shape)
+    return y if is_batch else y[0]
 
 
 class CompactConvolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, shape: tuple[Any, ...], holder: Any
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        layout: Any,
+        dtype: torch.dtype,
+        hooks: Hooks,
+        shape: tuple[Any, ...],
     ) -> Tensor:
-        _save(ctx, x, values, holder)
-        ctx.layout, ctx.shape = layout, shape
+        ctx.layout, ctx.shape, ctx.dtypes = layout, shape, (x.dtype, None if bias is None else bias.dtype)
         ctx.bias_size = None if bias is None else [bias.numel()]
-        return torch.convolution(x, _dense(values, layout, x.dtype), bias, *shape)
+        x = x if x.dtype is dtype else x.to(dtype)
+        _keep(ctx, hooks, x, values)
+        bias = bias if bias is None or bias.dtype is dtype else bias.to(dtype)
+        return torch.convolution(x, _dense(values, layout, dtype), bias, *shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative(gradients[0])
-        x, values, needs_x = _saved(ctx)
+        x, values = _kept(ctx)
+        (x_dtype, bias_dtype), needs = ctx.dtypes, list(ctx.needs_input_grad[:3])
         dense = _dense(values, ctx.layout, x.dtype)
-        needs = [needs_x, *ctx.needs_input_grad[1:3]]
         grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
             gradients[0], x, dense, ctx.bias_size, *ctx.shape, needs
         )
+        grad_values = None
         if needs[1]:
             record(ctx.layout, grad_weight)
-        grad_values = _live(grad_weight, ctx.layout, values.dtype) if needs[1] else None
-        return grad_x, grad_values, grad_bias, None, None, None
+            grad_values = _live(grad_weight, ctx.layout, values.dtype)
+        grad_x = grad_x.to(x_dtype) if needs[0] else None
+        grad_bias = grad_bias.to(bias_dtype) if needs[2] else None
+        return grad_x, grad_values, grad_bias, None, None, None, None
 
 
 FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {

@@ -44,6 +44,8 @@ def pack(mask: Tensor, *, group: int = 1) -> Tensor:
     [13, 0]
     """
     lives = _one_per_group(mask, group)
+    if triton := _triton_kernels(mask.device.type):
+        return triton.pack(lives, _padded(lives.numel()) // 8)  # type: ignore[no-any-return]
     bits = torch.empty(_padded(lives.numel()) // 8, dtype=torch.uint8, device=mask.device)
     for start, stop in _chunks(lives.numel(), mask.device):
         bools = torch.zeros(_padded(stop - start), dtype=torch.bool, device=mask.device)
@@ -60,9 +62,12 @@ def unpack(bits: Tensor, n: int, *, group: int = 1) -> Tensor:
     """
     num_groups = _num_groups(n, group)
     _check_bits(bits, num_groups)
-    lives = torch.empty(num_groups, dtype=torch.bool, device=bits.device)
-    for start, stop in _chunks(num_groups, bits.device):
-        lives[start:stop] = _to_bools(bits[start // 8 : -(-stop // 8)])[: stop - start]
+    if triton := _triton_kernels(bits.device.type):
+        lives: Tensor = triton.unpack(bits, num_groups)
+    else:
+        lives = torch.empty(num_groups, dtype=torch.bool, device=bits.device)
+        for start, stop in _chunks(num_groups, bits.device):
+            lives[start:stop] = _to_bools(bits[start // 8 : -(-stop // 8)])[: stop - start]
     return lives if group == 1 else lives.unsqueeze(1).expand(-1, group).reshape(-1)
 
 
@@ -146,6 +151,36 @@ _register(
     _compress,
     lambda dense, bits, offsets, nnz, dtype, group: dense.new_empty(nnz, dtype=dtype),
 )
+
+
+def expand_known(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
+    """`expand` of bits and offsets that need no check; past the dispatcher where nobody listens to it."""
+    run = _expand if values.is_cuda and _is_plain() else torch.ops.growprune.expand
+    return run(values, bits, offsets, n, dtype, group)
+
+
+def compress_known(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int) -> Tensor:
+    """`compress` of bits and offsets that need no check; past the dispatcher where nobody listens to it."""
+    run = _compress if dense.is_cuda and _is_plain() else torch.ops.growprune.compress
+    return run(dense, bits, offsets, nnz, dtype, group)
+
+
+def _is_plain() -> bool:
+    """Whether operations simply run: nobody traces, compiles or counts them."""
+    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+
+
+def can_zero_off(device: torch.device) -> bool:
+    """Whether tensors on a device can be zeroed off packed bits."""
+    return _triton_kernels(device.type) is not None
+
+
+@torch.no_grad()
+def zero_off(flat: Tensor, bits: Tensor) -> None:
+    """Make a flat, contiguous tensor of integers zero where its bits are, in place; on a device that `can_zero_off`."""
+    triton = _triton_kernels(flat.device.type)
+    assert triton is not None
+    triton.zero_off(flat, bits)
 
 
 @functools.cache

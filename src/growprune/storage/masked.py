@@ -1,7 +1,7 @@
-"""Masked storage: the dense parameter stays where it is, beside a bool mask. Costs one byte a weight.
+"""Masked storage: the dense parameter stays where it is, beside its mask.
 
 The model is not rewritten: its forward pass, its `state_dict`, deepcopy and torch.compile see a plain parameter that
-happens to hold zeros.
+happens to hold zeros. The mask takes a bit a weight on a GPU with Triton, and a byte elsewhere.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from growprune.errors import GrowpruneError
 from growprune.patterns import Pattern
 from growprune.selection import chunk_elements
-
-SMALL = 1 << 22
-"""Up to how many weights a mask on a GPU is also kept as integers, four bytes a weight, to mask many at once."""
+from growprune.storage import kernels
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: the integer type of that size."""
+
+MASKED = "_growprune_masked"
+"""The attribute by which a gradient is known to be masked: as what object, which version of it, off which mask."""
 
 
 class Masked:
@@ -35,10 +36,14 @@ class Masked:
         del pattern
         path, _, self._local = name.rpartition(".")
         self.module = model.get_submodule(path)
-        self._mask = torch.ones_like(self.parameter, dtype=torch.bool)
-        self._wide: Tensor | None = None
+        self._shape = self.parameter.shape
         self._hooked: weakref.ref[nn.Parameter] | None = None
         self.record: Callable[[Tensor], None] | None = None
+        self._num_masks = 0
+        self._is_full: Tensor | bool = True
+        self._bits: dict[tuple[int, ...], Tensor] = {}
+        self._mask = torch.ones(0, dtype=torch.bool)
+        self._hold(torch.ones(self._shape, dtype=torch.bool, device=self.parameter.device))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "record": None}  # a copy records nothing
@@ -56,24 +61,49 @@ class Masked:
 
     @property
     def shape(self) -> torch.Size:
-        return self._mask.shape
+        return self._shape
 
     def mask(self) -> Tensor:
+        self._follow()
+        if not self._bits:
+            return self._mask
+        return kernels.unpack(self._bits[self._row_major], self._shape.numel()).view(self._shape)
+
+    @property
+    def _row_major(self) -> tuple[int, ...]:
+        return tuple(range(len(self._shape)))
+
+    def _follow(self) -> None:
+        """Take the mask to where the parameter is, if the model was moved."""
         device = self.parameter.device
-        if self._mask.device != device:  # the model was moved
-            self._mask = self._mask.to(device)
-        return self._mask
+        if self._device != device:
+            mask = self._mask
+            if self._bits:
+                mask = kernels.unpack(self._bits.pop(self._row_major), self._shape.numel()).view(self._shape)
+            self._bits = {}
+            self._hold(mask.to(device))
+
+    def _hold(self, mask: Tensor) -> None:
+        """Keep a mask, in place where there was one, so that nothing compiled or captured around it is made again."""
+        self._num_masks += 1
+        self._device, self._is_full = mask.device, mask.all()  # asked when it matters: an answer waits for the device
+        if kernels.can_zero_off(mask.device):
+            for order in self._bits or [self._row_major]:
+                bits = kernels.pack(mask.permute(order).reshape(-1))
+                self._bits[order] = self._bits[order].copy_(bits) if order in self._bits else bits
+            self._mask = self._mask.new_empty(0)
+        elif self._mask.shape == mask.shape and self._mask.device == mask.device:
+            self._mask.copy_(mask)
+        else:
+            self._mask = mask.clone()
 
     def weight(self) -> Tensor:
         return self.parameter.detach()
 
     def set_mask(self, mask: Tensor) -> None:
-        self._set_mask(mask)
-        zero_off(self.mask(), self.parameter)
-
-    def _set_mask(self, mask: Tensor) -> None:
-        self.mask().copy_(mask)  # in place, so that nothing compiled around it is compiled again
-        self._wide = None
+        self._follow()
+        self._hold(mask)
+        self._zero_off(self.parameter)
 
     def preview(self, mask: Tensor) -> Callable[[], None]:
         before = self.mask().clone()
@@ -89,7 +119,8 @@ class Masked:
         return undo
 
     def load(self, live: Tensor, mask: Tensor) -> None:
-        self._set_mask(mask)
+        self._follow()
+        self._hold(mask.to(self._device))
         with torch.no_grad():
             self.parameter.copy_(self.from_live(live))
 
@@ -110,24 +141,57 @@ class Masked:
 
     @staticmethod
     def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
-        """Starting to mask a small tensor takes a GPU longer than masking it, so all small ones go at once."""
-        small: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for sparse_parameter, tensors in shaped_alike:
-            mask = sparse_parameter.mask()
             for tensor in tensors:
-                if tensor.is_cuda and tensor.numel() <= SMALL and tensor.element_size() > 1:
-                    bits = _bits(tensor)
-                    small.setdefault(bits.dtype, []).append((bits, sparse_parameter._wide_mask(bits.dtype)))
-                else:
-                    zero_off(mask, tensor)
-        for pairs in small.values():
-            torch._foreach_mul_([bits for bits, _ in pairs], [mask for _, mask in pairs])
+                sparse_parameter.zero_off(tensor)
 
-    def _wide_mask(self, dtype: torch.dtype) -> Tensor:
-        """The mask as integers, kept until it changes."""
-        if self._wide is None or self._wide.dtype != dtype or self._wide.device != self._mask.device:
-            self._wide = self.mask().to(dtype)
-        return self._wide
+    def zero_off(self, tensor: Tensor) -> None:
+        """Make a tensor shaped like the weight exactly zero off the mask, in place."""
+        # a graph that is being captured may be run again when the mask is another
+        is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        if is_captured or not self._is_all_alive():
+            self._zero_off(tensor)
+
+    def _is_all_alive(self) -> bool:
+        self._follow()
+        if isinstance(self._is_full, Tensor):
+            self._is_full = bool(self._is_full)
+        return self._is_full
+
+    @torch.no_grad()
+    def _zero_off(self, tensor: Tensor) -> None:
+        self._follow()
+        if self._bits and (flat := self._flat(tensor)) is not None:
+            kernels.zero_off(*flat)
+            torch.autograd.graph.increment_version(tensor)
+        else:
+            zero_off(self.mask(), tensor)
+
+    def _flat(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+        """A tensor in the order it has in memory, as integers, with the bits in that order; None if it has gaps."""
+        order = self._row_major
+        if not tensor.is_contiguous():
+            strides = tensor.stride()
+            order = tuple(sorted(order, key=lambda i: -strides[i]))
+            tensor = tensor.permute(order)
+            if not tensor.is_contiguous():
+                return None
+        if order not in self._bits:
+            self._bits[order] = kernels.pack(self.mask().permute(order).reshape(-1))
+        return _as_integers(tensor).view(-1), self._bits[order]
+
+    def mask_gradient(self, *, again: bool) -> None:
+        """Make the gradient zero off the mask, unless it is known to be: masked as it is now, by the mask as it is."""
+        gradient = self.parameter.grad
+        if gradient is not None and (again or getattr(gradient, MASKED, None) != self._stamp(gradient)):
+            self._mask_and_stamp(gradient)
+
+    def _mask_and_stamp(self, gradient: Tensor) -> None:
+        self.zero_off(gradient)
+        setattr(gradient, MASKED, self._stamp(gradient))
+
+    def _stamp(self, gradient: Tensor) -> tuple[int, ...]:
+        return id(gradient), gradient._version, id(self), self._num_masks
 
     def hook_gradients(self) -> None:
         parameter = self.parameter
@@ -169,10 +233,10 @@ def _mask_gradient(parameter: Tensor) -> None:
     if sparse_parameter is not None and parameter.grad is not None:
         if sparse_parameter.record is not None:
             sparse_parameter.record(parameter.grad)
-        zero_off(sparse_parameter.mask(), parameter.grad)
+        sparse_parameter._mask_and_stamp(parameter.grad)
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _as_integers(tensor: Tensor) -> Tensor:
     return tensor.detach().view(INTEGERS[tensor.element_size()])
 
 
@@ -183,7 +247,7 @@ def zero_off(mask: Tensor, tensor: Tensor) -> None:
     The product is one of bits: one of floats would leave NaN and negative zeros, and torch.where is slow on a CPU.
     There it goes a few rows at a time, since the mask is widened first; a GPU widens as it reads.
     """
-    bits = _bits(tensor)
+    bits = _as_integers(tensor)
     if tensor.is_cuda:
         bits.mul_(mask)
         return

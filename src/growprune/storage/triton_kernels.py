@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 # Triton has no types, and what a kernel takes is none of Python's
-"""`expand` and `compress` on CUDA, one pass over memory each. Imported only where there is Triton and a GPU.
+"""`expand`, `compress` and what else reads packed masks, in Triton: one pass over memory each.
 
 A program takes the elements of up to one block of 1024 bits, as a matrix. Where a live element lies in `values` is the
 block's offset plus the number of set bits before it in the block.
@@ -16,35 +16,81 @@ program, 1 to 16 warps).
 
 from __future__ import annotations
 
-import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_NOTHING = contextlib.nullcontext()
+READ_ALL, SKIP_DEAD, ONLY_STORE = range(3)
+ZERO_OFF = {"mode": SKIP_DEAD, "bytes": 128, "num_warps": 4}
+"""How `zero_off` goes about it: whether it reads everything, leaves eight dead neighbours unread, or reads nothing and
+stores zeros one by one; how many bytes of mask, and how many warps, a program has."""
+
+_STARTED: dict[tuple[Any, ...], Callable[..., None]] = {}
+"""Kernels that ran before, by types and sizes. Triton's own way to the same kernel takes Python several times as long
+as the GPU takes to start it, and a layer starts four in each step."""
 
 
 def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
     # up to a multiple of 16, or eight stores of a thread are not one, and it takes three times as long
-    dense = torch.empty(-(-n // 16) * 16, dtype=dtype, device=values.device)
-    _launch(_expand_kernel, values.contiguous(), bits, offsets, dense, group, num_warps=1 if group == 1 else 2)
-    return dense if dense.numel() == n else dense[:n]
+    padded = -(-n // 16) * 16
+    dense = torch.empty(padded, dtype=dtype, device=values.device)
+    width, num_bits = _tile(group)
+    grid = (bits.numel() * 8 // num_bits, -(-group // width), 1)
+    tensors = (values.contiguous(), bits, offsets, dense)
+    _launch(_expand_kernel, grid, tensors, (padded, group, width, num_bits), num_warps=1 if group == 1 else 2)
+    return dense if padded == n else dense[:n]
 
 
 def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int) -> Tensor:
     values = torch.empty(nnz, dtype=dtype, device=dense.device)
-    _launch(_compress_kernel, values, bits, offsets, dense.contiguous(), group, num_warps=4 if group == 1 else 2)
+    width, num_bits = _tile(group)
+    grid = (bits.numel() * 8 // num_bits, -(-group // width), 1)
+    tensors = (values, bits, offsets, dense.contiguous())
+    _launch(_compress_kernel, grid, tensors, (dense.numel(), group, width, num_bits), num_warps=4 if group == 1 else 2)
     return values
 
 
-def _launch(kernel, values, bits, offsets, dense, group, *, num_warps):
-    width, num_bits = _tile(group)
-    grid = (bits.numel() * 8 // num_bits, -(-group // width))
-    with _NOTHING if values.device.index == torch.cuda.current_device() else torch.cuda.device(values.device):
-        kernel[grid](values, bits, offsets, dense, dense.numel(), group, width, num_bits, num_warps=num_warps)
+def pack(mask: Tensor, num_bytes: int) -> Tensor:
+    bits = torch.empty(num_bytes, dtype=torch.uint8, device=mask.device)
+    grid = (-(-num_bytes // 128), 1, 1)
+    _launch(_pack_kernel, grid, (mask.contiguous().view(torch.uint8), bits), (mask.numel(), 128), num_warps=4)
+    return bits
+
+
+def unpack(bits: Tensor, n: int) -> Tensor:
+    mask = torch.empty(n, dtype=torch.bool, device=bits.device)
+    grid = (-(-bits.numel() // 128), 1, 1)
+    _launch(_unpack_kernel, grid, (mask.view(torch.uint8), bits), (n, 128), num_warps=4)
+    return mask
+
+
+def zero_off(flat: Tensor, bits: Tensor) -> None:
+    """Make a flat, contiguous tensor of integers zero where the bits are, in place."""
+    num_bytes = ZERO_OFF["bytes"]
+    grid = (-(-bits.numel() // num_bytes), 1, 1)
+    numbers = (flat.numel(), bits.numel(), num_bytes, ZERO_OFF["mode"])
+    _launch(_zero_kernel, grid, (flat, bits), numbers, num_warps=ZERO_OFF["num_warps"])
+
+
+def _launch(kernel, grid, tensors, numbers, *, num_warps):
+    device = tensors[0].get_device()
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    is_aligned = not functools.reduce(int.__or__, addresses) % 16
+    key = (kernel, device, grid, numbers, num_warps, *[tensor.dtype for tensor in tensors])
+    is_here = device == torch.cuda.current_device()
+    start = _STARTED.get(key) if is_aligned and is_here else None
+    if start is not None:
+        start(*addresses, *numbers, stream=torch._C._cuda_getCurrentRawStream(device))
+        return
+    with torch.cuda.device(device):
+        compiled = kernel[grid](*tensors, *numbers, num_warps=num_warps)
+    if is_aligned and hasattr(compiled, "__getitem__"):
+        _STARTED[key] = compiled[grid]
 
 
 @functools.cache
@@ -52,6 +98,46 @@ def _tile(group: int) -> tuple[int, int]:
     """How many elements of a group, and how many groups, a program takes."""
     width = min(triton.next_power_of_2(group), 128)
     return width, 1024 if group == 1 else 2048 // width
+
+
+@triton.jit
+def _pack_kernel(mask, bits, n, BYTES: tl.constexpr):
+    first, place, exists = _octets(n, BYTES)
+    lives = tl.load(mask + first * 8 + place, mask=exists, other=0) != 0
+    octets = tl.sum(lives.to(tl.int32) << tl.arange(0, 8)[None, :], 1)
+    tl.store(bits + first + tl.arange(0, BYTES), octets.to(tl.uint8))
+
+
+@triton.jit
+def _unpack_kernel(mask, bits, n, BYTES: tl.constexpr):
+    first, place, exists = _octets(n, BYTES)
+    octets = tl.load(bits + first + tl.arange(0, BYTES)).to(tl.int32)
+    alive = (octets[:, None] >> tl.arange(0, 8)[None, :]) & 1
+    tl.store(mask + first * 8 + place, alive.to(tl.uint8), mask=exists)
+
+
+@triton.jit
+def _octets(n, BYTES: tl.constexpr):
+    """The first of this program's bytes of mask, where its elements lie from the first on, and which exist."""
+    first = tl.program_id(0).to(tl.int64) * BYTES
+    place = tl.arange(0, BYTES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    return first, place, place < n - first * 8
+
+
+@triton.jit
+def _zero_kernel(dense, bits, n, num_bytes, BYTES: tl.constexpr, MODE: tl.constexpr):
+    first, place, exists = _octets(n, BYTES)
+    byte = tl.arange(0, BYTES)
+    octets = tl.load(bits + first + byte, mask=byte < num_bytes - first, other=0).to(tl.int32)
+    alive = ((octets[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
+    if MODE == 2:
+        x = tl.zeros([BYTES, 8], dense.dtype.element_ty)
+        tl.store(dense + first * 8 + place, x, mask=exists & (alive == 0))
+    else:
+        # eight neighbours are loaded as one, so no single dead one can be left out
+        wanted = exists & (octets != 0)[:, None] if MODE == 1 else exists
+        x = tl.load(dense + first * 8 + place, mask=wanted, other=0)
+        tl.store(dense + first * 8 + place, tl.where(alive, x, 0), mask=exists)
 
 
 @triton.jit
