@@ -16,7 +16,8 @@ from rich.table import Table
 
 from growprune import file
 from growprune.engine import Event, RunFolder
-from growprune.engine.cost import Estimate
+from growprune.engine.cost import Cost, Estimate
+from growprune.folding import Row, fold
 
 is_first = os.environ.get("RANK", "0") == "0"
 """Under torchrun, the first process speaks for all."""
@@ -43,10 +44,10 @@ def progress(title: str = "") -> Iterator[Callable[[Event], None]]:
                 bars.reset(
                     phase,
                     description=f"{event['alive']:,} alive: {event['edits']}",
-                    total=event["epochs"] or 1,
+                    total=event["iterations"] or 1,
                 )
             elif event["event"] == "iteration":
-                bars.update(phase, completed=event["epoch"] - 1 + event["batch"] / event["batches"])
+                bars.update(phase, completed=event["iteration"], total=event["iterations"])
             elif event["event"] == "warning":
                 bars.console.print(f"warning: {event['message']}", style="yellow")
 
@@ -60,15 +61,16 @@ def _show_other(bars: Progress, others: dict[int, TaskID], event: Event) -> None
         others[rank] = bars.add_task("", total=None)
     if event["event"] == "phase":
         description = f"branch {event['branch']} (rank {rank}): {event['edits']}"
-        bars.reset(others[rank], description=description, total=event["epochs"] or 1)
+        bars.reset(others[rank], description=description, total=event["iterations"] or 1)
     elif event["event"] == "epoch":
-        bars.update(others[rank], completed=event["epoch"])
+        bars.update(others[rank], completed=event["iteration"])
 
 
 def _show_line(title: str, event: Event) -> None:
     match event:
         case {"event": "phase"}:
-            say = f"step {event['stage']}: {event['edits']}; {event['alive']:,} alive, {event['epochs']} epochs"
+            length = f"{event['epochs']} epochs" if event["epochs"] else f"{event['iterations']} iterations"
+            say = f"stage {event['stage']}: {event['edits']}; {event['alive']:,} alive, {length}"
         case {"event": "epoch"}:
             validation = f", {_metrics(event['validation'])} (validation)" if "validation" in event else ""
             say = f"epoch {event['epoch']}: loss {event['loss']:.4f}{validation}"
@@ -120,20 +122,32 @@ def show_plan(estimate: Estimate, claim: str = "") -> None:
     if claim:
         out.print(claim, markup=False, highlight=False)
     about = "" if estimate.is_exact else "~"
-    table = _table("step", "branch", "edits", "epochs", "density", "FLOPs", "training")
+    table = _table("stage", "branch", "edits", "times", "epochs", "density", "FLOPs", "training")
     table.title = f"{estimate.plan.method.__name__}, {len(estimate.plan.partition)} parts"
     table.caption = "FLOPs: forward, for one example; training: of all epochs, for one example"
-    for cost in estimate.costs:
-        scheduled = cost.scheduled
-        branch = "" if scheduled.branch is None else str(scheduled.branch)
-        flops = (f"{about}{_short(cost.forward_flops)}", f"{about}{_short(cost.training_flops)}")
-        phase = (str(scheduled.phase), str(scheduled.phase.epochs), f"{cost.density:.4f}")
-        table.add_row(str(scheduled.stage), branch, *phase, *flops)
+    costs = iter(estimate.costs)
+    for row in fold(cost.scheduled for cost in estimate.costs):
+        table.add_row(*_cells(row, [next(costs) for _ in row.phases], about))
     out.print(table)
     dense = 3 * estimate.dense_flops * estimate.epochs
     share = f", {estimate.training_flops / dense:.3f} of dense training for as many" if dense else ""
     inference = estimate.costs[-1].forward_flops / estimate.dense_flops
-    out.print(f"{estimate.epochs} epochs in all{share}; inference at {about}{inference:.3f} of the dense FLOPs.")
+    out.print(
+        f"{estimate.epochs:g} epochs in all{share}; at most {estimate.peak_density:.3f} of the weights live; "
+        f"inference at {about}{inference:.3f} of the dense FLOPs."
+    )
+
+
+def _cells(row: Row, costs: list[Cost], about: str) -> Iterator[str]:
+    """Of phases that are alike: what they do, how often, and what that costs, from the first to the last."""
+    yield str(row.first.stage)
+    yield "" if row.first.branch is None else str(row.first.branch)
+    yield str(row)
+    yield "" if len(costs) == 1 else str(len(costs))
+    yield f"{sum(cost.epochs for cost in costs):.4g}"
+    yield " ... ".join(dict.fromkeys(f"{cost.density:.4f}" for cost in (costs[0], costs[-1])))
+    yield about + " ... ".join(dict.fromkeys(_short(cost.forward_flops) for cost in (costs[0], costs[-1])))
+    yield about + _short(sum(cost.training_flops for cost in costs))
 
 
 def show_result(result: dict[str, Any], folder: Path) -> None:
@@ -141,7 +155,7 @@ def show_result(result: dict[str, Any], folder: Path) -> None:
     out.print(f"test: {_metrics(result['test'])}")
     if result["best"]:
         best = result["best"]
-        out.print(f"best by validation: step {best['stage']}, test: {_metrics(best['test'])}")
+        out.print(f"best by validation: stage {best['stage']}, test: {_metrics(best['test'])}")
     out.print(f"alive: {total['alive']:,} of {total['prunable']:,} prunable weights")
     out.print(f"file: {result['file_bytes']:,} bytes, {folder / 'model.safetensors'}", soft_wrap=True)
 
@@ -153,15 +167,25 @@ def show_run(path: Path) -> None:
     out.print(f"{origin.get('source', 'a run from Python')}: {recipe['method']} at sparsity {recipe['sparsity']}")
     if folder.result.exists():
         result = folder.read_result()
-        table = _table("step", "branch", "edits", "epochs", "alive", "validation", "candidate")
-        for row in result["phases"]:
+        table = _table("stage", "branch", "edits", "epoch", "alive", "validation", "candidate")
+        for row in _last_of_each_phase(result["history"]):
             shown = (_metrics(row.get(name, {})) for name in ("validation", "candidate"))
             branch = "" if row["branch"] is None else str(row["branch"])
-            table.add_row(str(row["stage"]), branch, row["edits"], str(row["epochs"]), f"{row['alive']:,}", *shown)
+            table.add_row(str(row["stage"]), branch, row["edits"], str(row["epoch"]), f"{row['alive']:,}", *shown)
         out.print(table)
         show_result(result, path)
     else:
         out.print(f"not finished; go on with {folder.how_to_resume()}", soft_wrap=True)
+
+
+def _last_of_each_phase(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the epochs of a phase, the last that was validated, or the last."""
+    chosen: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in history:
+        key = row["stage"], row["branch"], row["edits"]
+        if row.get("validation") or key not in chosen:
+            chosen[key] = row
+    return list(chosen.values())
 
 
 def show_file(path: Path) -> None:

@@ -71,9 +71,12 @@ def sparse_init(
 
 
 def dense_init(
-    build: Callable[[], nn.Module], *, device: torch.device | str = "cpu", initialise: Callable[[nn.Module], None] = reset
+    build: Callable[[], nn.Module],
+    *,
+    device: torch.device | str = "cpu",
+    initialise: Callable[[nn.Module], None] = reset,
 ) -> nn.Module:
-    """Build a dense model with the weights that `sparse_init` would begin with: the same numbers, drawn in that order."""
+    """Build a dense model with the weights that `sparse_init` begins with: the same numbers, drawn in that order."""
     with torch.device("meta"):
         model = build()
     made = _Tied(model)

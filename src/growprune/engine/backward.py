@@ -1,8 +1,8 @@
 """Forward and backward passes of a batch: as they come, over replicas, compiled, or as a CUDA graph.
 
-A graph is a recording of all kernels of a forward and a backward pass, which the GPU repeats without waiting for Python.
-It is made for batches of one shape, once the same shape has come a few times, and made anew when an edit gives layers new
-parameters. Masks change in place, so they may change between two replays.
+A graph is a recording of all kernels of a forward and a backward pass, which the GPU repeats without waiting for
+Python. It is made for batches of one shape, once the same shape has come a few times, and made anew when an edit gives
+layers new parameters. Masks change in place, so they may change between two replays.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Backward:
         """The loss of a batch, with no gradients yet."""
         return self._loss(self.sparse.model, batch)
 
-    def _loss(self, forward: nn.Module, batch: Any) -> Tensor:
+    def _loss(self, forward: Any, batch: Any) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
             return self.recipe.task.loss(forward, batch)
 
@@ -62,8 +62,8 @@ class Backward:
 
         def passes(batch: Any) -> Tensor:
             loss = self._loss(compiled, batch) * weight
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss.detach()
+            loss.backward()
+            return loss.detach()  # type: ignore[no-any-return]
 
         if self.recipe.accumulate > 1:  # a graph writes gradients, and cannot add to them
             return passes(batch).double()

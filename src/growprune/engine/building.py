@@ -14,8 +14,8 @@ from growprune.sparse import SparseModel
 def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseModel, Plan, bool]:
     """The model, its plan, and whether the first edit of the plan is done already.
 
-    A task that can initialise its model module by module has it built so, whatever the storage, so that the bits are the
-    same; in compact storage, no more than one layer is then ever dense.
+    A task that can initialise its model module by module has it built so, whatever the storage, so that the bits are
+    the same; in compact storage, no more than one layer is then ever dense.
     """
     task = recipe.task
     seed_all(recipe.seed, "model")

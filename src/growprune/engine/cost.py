@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,9 @@ from growprune.engine.recipe import Recipe
 from growprune.flops import count_flops
 from growprune.plan import Action, Plan, ScheduledPhase, walk
 from growprune.sparse import SparseModel
+
+Densities = dict[str, float]
+"""By weight, the share of it that lives."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Cost:
     density: float
     """The share of the prunable weights that live."""
     forward_flops: int
+    epochs: float
     training_flops: int
     """Of the whole phase: forward and twice as much backward, in every epoch."""
 
@@ -37,48 +42,49 @@ class Estimate:
         return sum(cost.training_flops for cost in self.costs)
 
     @property
-    def epochs(self) -> int:
-        return sum(cost.scheduled.phase.epochs for cost in self.costs)
+    def epochs(self) -> float:
+        return sum(cost.epochs for cost in self.costs)
+
+    @property
+    def peak_density(self) -> float:
+        return max(cost.density for cost in self.costs)
 
 
 def estimate(recipe: Recipe) -> Estimate:
-    """Walk a recipe's plan over a model without weights."""
+    """Go through a recipe's plan with a model without weights. Only a plan in iterations needs data, to count them."""
+    per_epoch = 1
+    if recipe.counts_iterations:
+        per_epoch = math.ceil(recipe.task.num_batches() / recipe.accumulate)
     with torch.device("meta"):
         model, example = recipe.task.build_model(), recipe.task.example()
-    sparse, plan = recipe.sparse_model(model), recipe.plan(model)
+    sparse, plan = recipe.sparse_model(model), recipe.plan(model, per_epoch)
     flops = count_flops(model, example)
-    density = {w.name: 1.0 for w in sparse.weights}
-    combined = density
+    now = before_fork = after_fork = dict.fromkeys((w.name for w in sparse.weights), 1.0)
     costs = []
     for scheduled in walk(plan):
-        before = combined if scheduled.branch is not None else density
-        density = _edited(sparse, scheduled, before)
-        alive = sum(density[w.name] * w.numel for w in sparse.weights) / sparse.num_prunable
-        forward = flops.at(density)
-        costs.append(Cost(scheduled, alive, forward, 3 * forward * scheduled.phase.epochs))
-        combined, density = _combined(sparse, scheduled, combined, density)
+        if scheduled.branch == 0:
+            before_fork, after_fork = now, dict(now)
+        now = _edited(sparse, scheduled, now if scheduled.branch is None else before_fork)
+        alive = sum(now[w.name] * w.numel for w in sparse.weights) / sparse.num_prunable
+        epochs = scheduled.phase.num_iterations(per_epoch) / per_epoch
+        forward = flops.at(now)
+        costs.append(Cost(scheduled, alive, forward, epochs, round(3 * forward * epochs)))
+        if scheduled.returns is not None:  # what no branch returns is as it was before the fork
+            after_fork |= {w.name: now[w.name] for w in sparse.weights_of(scheduled.returns)}
+            now = after_fork if scheduled.is_last_branch else now
     return Estimate(costs, flops.dense, plan, is_exact=recipe.allocation != "global")
 
 
-def _edited(sparse: SparseModel, scheduled: ScheduledPhase, density: dict[str, float]) -> dict[str, float]:
+def _edited(sparse: SparseModel, scheduled: ScheduledPhase, density: Densities) -> Densities:
+    """The densities after the edits of a phase. Weights ranked together are taken to share alike."""
     density = dict(density)
+    sizes = {w.name: sparse.pattern.num_groups(w) for w in sparse.weights}
     for edit in scheduled.phase.edits:
-        if edit.to == 0 and edit.action is Action.GROW:
-            density |= {w.name: 1.0 for w in sparse.weights_of(edit.part)}
-        for pool in sparse.pools(edit) if edit.to > 0 else []:
-            size = sum(sparse.pattern.num_groups(w) for w in pool.weights)
-            density |= {w.name: pool.kept / size for w in pool.weights}
+        if edit.to == 0:
+            whole = sparse.weights_of(edit.part) if edit.action is Action.GROW else ()
+            density |= {w.name: 1.0 for w in whole}
+            continue
+        alive = {name: round(density[name] * size) for name, size in sizes.items()}
+        for pool in sparse.pools(edit, alive):
+            density |= {w.name: pool.kept / sum(sizes[w.name] for w in pool.weights) for w in pool.weights}
     return density
-
-
-def _combined(
-    sparse: SparseModel, scheduled: ScheduledPhase, combined: dict[str, float], density: dict[str, float]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """(what the branches to come start from, what comes next starts from)."""
-    if scheduled.returns is None:
-        return density, density
-    if not scheduled.is_last_branch:
-        return combined, density
-    # after a fork every part comes back as its branch grew it, dense
-    merged = {w.name: 1.0 for w in sparse.weights}
-    return merged, merged

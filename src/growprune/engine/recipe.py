@@ -54,8 +54,8 @@ class Recipe:
     evaluate_every: int = 1
     """Validate after each so many epochs, and after the last."""
     candidates: bool = True
-    """Where a phase ends with an epoch that is validated, also evaluate what the model would be if it were pruned now. The
-    best of all models at the target sparsity, by validation data, is kept."""
+    """Where a phase ends with an epoch that is validated, also evaluate what the model would be if it were pruned now.
+    The best of all models at the target sparsity, by validation data, is kept."""
     seed: int = 0
     device: str = "auto"
     """"auto" for a GPU if there is one, or as torch names it: "cpu", "cuda", "cuda:1"."""

@@ -110,7 +110,9 @@ class Run:
     def _own_stream(self) -> Any:
         """A CUDA graph cannot be recorded on the default stream, nor if what went before was on another one."""
         is_recorded = self.recipe.compile and self.device.type == "cuda"
-        return torch.cuda.stream(torch.cuda.Stream(self.device)) if is_recorded else contextlib.nullcontext()
+        if not is_recorded:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
     @property
     def _done(self) -> int:

@@ -1,4 +1,4 @@
-"""When each phase of a plan is trained, in iterations of the whole run, and which learning-rate schedule it is part of."""
+"""When each phase of a plan is trained, in iterations of the run, and which learning-rate schedule it is part of."""
 
 from __future__ import annotations
 

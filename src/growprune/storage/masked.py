@@ -112,7 +112,7 @@ class Masked:
         self.set_mask(mask)
 
         def undo() -> None:
-            self._set_mask(before)
+            self.set_mask(before)
             with torch.no_grad():
                 self.parameter[gone] = values
 

@@ -25,6 +25,7 @@ class Digits(Task):
     label_smoothing: float = 0.1
 
     metric = "accuracy"
+    initialises_modules = True
 
     def __post_init__(self) -> None:
         for name in ("width", "batch_size"):

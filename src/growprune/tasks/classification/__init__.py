@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from growprune.errors import GrowpruneError
 from growprune.tasks.bad_records import check_split
 from growprune.tasks.classification import augment, images, sources
-from growprune.tasks.classification.resnet import KINDS, Name, ResNet, Stem
+from growprune.tasks.classification.resnet import KINDS, Name, ResNet, Stem, initialise
 from growprune.tasks.classification.sources import Array
 from growprune.tasks.image_loading import Shareable
 from growprune.tasks.task import Split
@@ -66,6 +66,7 @@ class Classification(Shareable):
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
 
     metric = "top1"
+    initialises_modules = True
 
     def __post_init__(self) -> None:
         for name, known in (("model", tuple(KINDS)), ("stem", ("imagenet", "cifar")), ("crop", ("resized", "padded"))):
@@ -86,6 +87,9 @@ class Classification(Shareable):
 
     def build_model(self) -> nn.Module:
         return ResNet(self.model, stem=self.stem, width=self.width, num_classes=self.num_classes)
+
+    def initialise(self, module: nn.Module) -> None:
+        initialise(module)
 
     def example(self) -> Tensor:
         return torch.zeros(1, 3, self.image_size, self.image_size)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.tasks.classification.resnet import Name
+from growprune.tasks.classification.resnet import Name, initialise
 from growprune.tasks.detection import augment
 from growprune.tasks.detection.anchors import IMAGE_SIZE, default_boxes
 from growprune.tasks.detection.boxes import Detections, detect
@@ -20,7 +20,7 @@ from growprune.tasks.detection.coco import Scene, load
 from growprune.tasks.detection.images import Album, Pictures, album
 from growprune.tasks.detection.loss import multibox_loss
 from growprune.tasks.detection.score import coco_numbers, cocoeval
-from growprune.tasks.detection.ssd import SSD
+from growprune.tasks.detection.ssd import SSD, Convolution
 from growprune.tasks.image_loading import Shareable
 from growprune.tasks.task import Split
 
@@ -52,6 +52,7 @@ class Detection(Shareable):
     """Processes that decode images, where these are too many to be held in memory."""
 
     metric = "map"
+    initialises_modules = True
 
     def __post_init__(self) -> None:
         least = {"num_classes": 1, "width": 1, "batch_size": 2, "zoom_out": 1, "jitter": 0, "workers": 0}
@@ -61,6 +62,12 @@ class Detection(Shareable):
 
     def build_model(self) -> nn.Module:
         return SSD(self.depth, width=self.width, num_classes=self.num_classes)
+
+    def initialise(self, module: nn.Module) -> None:
+        if isinstance(module, Convolution):
+            module.reset_parameters()
+        else:  # of the backbone
+            initialise(module)
 
     def example(self) -> Tensor:
         return torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE)

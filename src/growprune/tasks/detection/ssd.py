@@ -27,6 +27,15 @@ class Backbone(ResNet):
         return self.layer3(self.layer2(self.layer1(x)))  # type: ignore[no-any-return]
 
 
+class Convolution(nn.Conv2d):
+    """One that starts as those of the reference code do, outside of the backbone."""
+
+    def reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
 class SSD(nn.Module):
     """A backbone, five blocks that each make the map smaller, and on each map two convolutions: boxes and classes.
 
@@ -47,8 +56,6 @@ class SSD(nn.Module):
         )
         self.loc = _heads(channels, 4)
         self.conf = _heads(channels, 1 + num_classes)
-        for part in (self.additional_blocks, self.loc, self.conf):
-            part.apply(_initialise)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Offsets from the anchors, (B, 8732, 4), and logits, (B, 8732, 1 + classes), of images (B, 3, 300, 300)."""
@@ -62,10 +69,10 @@ def _block(inputs: int, middle: int, outputs: int, *, shrinks: bool) -> nn.Seque
     """1 x 1 then 3 x 3, which halves the map, or takes its border away."""
     stride, padding = (2, 1) if shrinks else (1, 0)
     return nn.Sequential(
-        nn.Conv2d(inputs, middle, 1, bias=False),
+        Convolution(inputs, middle, 1, bias=False),
         nn.BatchNorm2d(middle),
         nn.ReLU(),
-        nn.Conv2d(middle, outputs, 3, stride, padding, bias=False),
+        Convolution(middle, outputs, 3, stride, padding, bias=False),
         nn.BatchNorm2d(outputs),
         nn.ReLU(),
     )
@@ -73,14 +80,7 @@ def _block(inputs: int, middle: int, outputs: int, *, shrinks: bool) -> nn.Seque
 
 def _heads(channels: list[int], num_values: int) -> nn.ModuleList:
     sizes = zip(channels, BOXES_PER_CELL, strict=True)
-    return nn.ModuleList(nn.Conv2d(inputs, boxes * num_values, 3, padding=1) for inputs, boxes in sizes)
-
-
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Conv2d):
-        nn.init.xavier_uniform_(module.weight)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+    return nn.ModuleList(Convolution(inputs, boxes * num_values, 3, padding=1) for inputs, boxes in sizes)
 
 
 def _read(heads: nn.ModuleList, maps: list[Tensor], num_values: int) -> Tensor:

@@ -14,7 +14,7 @@ from growprune.errors import GrowpruneError
 from growprune.tasks.segmentation import shapenet
 from growprune.tasks.segmentation.categories import NUM_CATEGORIES, NUM_PARTS
 from growprune.tasks.segmentation.miou import mean_ious, predict, shape_ious
-from growprune.tasks.segmentation.pointnet2 import NUM_CENTRES, PointNet2, scaled
+from growprune.tasks.segmentation.pointnet2 import NUM_CENTRES, PointNet2, initialise, scaled
 from growprune.tasks.segmentation.sampling import Batch, draw, evaluation_set, mixed, shapes_on
 from growprune.tasks.task import Split, Task
 
@@ -42,6 +42,7 @@ class PartSegmentation(Task):
     """In evaluation, how many times a shape is looked at, each with other centres; the logits are added."""
 
     metric = "instance_miou"
+    initialises_modules = True
 
     def __post_init__(self) -> None:
         for name in ("num_points", "batch_size", "width", "detail", "votes"):
@@ -63,6 +64,10 @@ class PartSegmentation(Task):
             detail=self.detail,
             dropout=self.dropout,
         )
+
+    def initialise(self, module: nn.Module) -> None:
+        super().initialise(module)
+        initialise(module)
 
     def example(self) -> tuple[Tensor, Tensor]:
         return torch.zeros(1, self.num_points, 6 if self.use_normals else 3), torch.zeros(1, dtype=torch.long)

@@ -60,7 +60,7 @@ class PointNet2(nn.Module):
         self.bn1 = nn.BatchNorm1d(hidden)
         self.drop1 = nn.Dropout(dropout)
         self.conv2 = nn.Conv1d(hidden, num_parts, 1)
-        self.apply(_initialise)
+        self.apply(initialise)
 
     def forward(self, points: Tensor, categories: Tensor) -> Tensor:
         xyz = points[..., :3].contiguous()
@@ -148,7 +148,7 @@ def scaled(number: int, by: float) -> int:
     return max(1, round(number * by))
 
 
-def _initialise(module: nn.Module) -> None:
+def initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         nn.init.xavier_normal_(module.weight)
         if module.bias is not None:

@@ -57,6 +57,7 @@ class Translation(Task):
     """Whether BLEU takes capital and small letters for the same (uncased)."""
 
     metric = "bleu"
+    initialises_modules = True
 
     def __post_init__(self) -> None:
         counts = ("vocab_size", "d_model", "ffn", "heads", "encoder_layers", "decoder_layers", "max_length", "beam")

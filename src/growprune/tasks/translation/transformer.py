@@ -41,11 +41,10 @@ class Transformer(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
+        self.embedding = Embedding(shape.vocab_size, shape.d_model)
         self.encoder = Stack(shape.d_model, (EncoderLayer(shape) for _ in range(shape.encoder_layers)))
         self.decoder = Stack(shape.d_model, (DecoderLayer(shape) for _ in range(shape.decoder_layers)))
         self.dropout = nn.Dropout(shape.dropout)
-        nn.init.normal_(self.embedding.weight, std=shape.d_model**-0.5)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """The logits (B, T, V) of what follows each target token; source (B, S) and target (B, T) end in padding."""
@@ -96,8 +95,8 @@ class EncoderLayer(nn.Module):
         self.self_attention_norm = nn.LayerNorm(shape.d_model)
         self.self_attention = Attention(shape)
         self.ffn_norm = nn.LayerNorm(shape.d_model)
-        self.fc1 = linear(shape.d_model, shape.ffn)
-        self.fc2 = linear(shape.ffn, shape.d_model)
+        self.fc1 = Linear(shape.d_model, shape.ffn)
+        self.fc2 = Linear(shape.ffn, shape.d_model)
         self.dropout = nn.Dropout(shape.dropout)
         self.relu_dropout = nn.Dropout(shape.relu_dropout)
 
@@ -118,8 +117,8 @@ class DecoderLayer(nn.Module):
         self.cross_attention_norm = nn.LayerNorm(shape.d_model)
         self.cross_attention = Attention(shape)
         self.ffn_norm = nn.LayerNorm(shape.d_model)
-        self.fc1 = linear(shape.d_model, shape.ffn)
-        self.fc2 = linear(shape.ffn, shape.d_model)
+        self.fc1 = Linear(shape.d_model, shape.ffn)
+        self.fc2 = Linear(shape.ffn, shape.d_model)
         self.dropout = nn.Dropout(shape.dropout)
         self.relu_dropout = nn.Dropout(shape.relu_dropout)
 
@@ -145,8 +144,8 @@ class Attention(nn.Module):
         self.heads = shape.heads
         self.attention_dropout = shape.attention_dropout
         # As if q, k and v were one matrix of three times the outputs, like in fairseq.
-        self.q, self.k, self.v = (linear(shape.d_model, shape.d_model, gain=2**-0.5) for _ in range(3))
-        self.out = linear(shape.d_model, shape.d_model)
+        self.q, self.k, self.v = (Linear(shape.d_model, shape.d_model, gain=2**-0.5) for _ in range(3))
+        self.out = Linear(shape.d_model, shape.d_model)
 
     def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """(B, S, C) -> twice (B, H, S, D)"""
@@ -206,12 +205,23 @@ class Decoding:
         past.copy_(past[:, :, rows.flatten()])
 
 
-def linear(inputs: int, outputs: int, *, gain: float = 1.0) -> nn.Linear:
+class Embedding(nn.Embedding):
+    """An embedding that starts as fairseq's do."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
+
+
+class Linear(nn.Linear):
     """A linear layer that starts as fairseq's do."""
-    layer = nn.Linear(inputs, outputs)
-    nn.init.xavier_uniform_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
+
+    def __init__(self, inputs: int, outputs: int, *, gain: float = 1.0) -> None:
+        self.gain = gain  # first, because the layer initialises itself as it is made
+        super().__init__(inputs, outputs)
+
+    def reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.weight, self.gain)
+        nn.init.zeros_(self.bias)
 
 
 def sinusoids(length: int, channels: int, device: torch.device) -> Tensor:
