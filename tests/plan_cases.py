@@ -8,8 +8,14 @@ from typing import Any
 
 from growprune.cursor import Cursor
 from growprune.methods import METHODS
-from growprune.plan import Parts, Plan, ScheduledPhase, Stage
+from growprune.partition import Partition
+from growprune.plan import Part, Parts, Plan, ScheduledPhase, Stage
 from growprune.sparse import SparseModel
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options of the example in a method's docstring."""
+    return plan_of(name, Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(4)))).options
 
 
 def plan_of(name: str, S: Parts, **changes: Any) -> Plan:

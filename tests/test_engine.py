@@ -17,18 +17,22 @@ import growprune as gp
 from growprune import engine, methods
 from growprune.engine.mesh import Mesh
 from growprune.engine.optim import OptimizerConfig
-from growprune.engine.partitions import contiguous
+from growprune.engine.partitions import contiguous, per_layer
 from growprune.engine.recipe import Recipe
 from growprune.engine.training import Training
 from growprune.methods import METHODS
 from growprune.plan import walk
+from plan_cases import options_of
 from toy import Toy, continuing, cyclic, parallel
-
-OPTIONS: dict[str, dict[str, int]] = {"dense": {"epochs": 2}, "one_shot": {"epochs": 2, "finetune": 2}}
 
 
 def recipe_for(name: str) -> Recipe:
-    return replace(cyclic(), method=METHODS[name], options=OPTIONS.get(name, cyclic().options), partition=contiguous(2))
+    """The method's own example, three times as long."""
+    longer = ("iterations", "epochs", "finetune")
+    options = {option: value for option, value in options_of(name).items() if option != "sparsity"}
+    options = {option: value * 3 if option in longer else value for option, value in options.items()}
+    partition = per_layer() if name == "random_gap" else contiguous(2)
+    return replace(cyclic(), method=METHODS[name], options=options, partition=partition)
 
 
 def events_of(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
@@ -64,10 +68,12 @@ def test_a_run_folder_holds_what_it_should(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == names | {"result.json"}
     assert json.loads((folder / "recipe.json").read_text())["recipe"]["method"] == "cyclic_gap"
     plan = json.loads((folder / "plan.json").read_text())
-    assert plan["steps"][1] == {"edits": ["prune S2 to 0.8", "grow S0 to dense"], "epochs": 2}
+    edits = {"stage": 1, "edits": "prune S2 to 0.8, grow S0 to dense"}
+    assert plan["phases"][1] == {**edits, "epochs": 2, "restart": True}
     assert result == json.loads((folder / "result.json").read_text())
     assert result["recipe"]["sparsity"] == 0.8
-    assert [row["alive"] for row in result["phases"]] == [80, 80 - 19 + 96, 80 - 51 + 256, 80 - 10 + 48, 80]
+    alive = [80 - 19 + 96, 80 - 51 + 256, 80 - 10 + 48]
+    assert [row["alive"] for row in result["history"]] == [n for n in alive for _ in range(2)] + [80] * 3
     assert result["peak_bytes"] > 0
     assert result["environment"]["torch"] == torch.__version__
 
@@ -83,8 +89,9 @@ def test_the_saved_model_is_the_trained_one(tmp_path: Path) -> None:
 def test_the_best_candidate_is_the_best_by_validation_and_is_sparse(tmp_path: Path) -> None:
     log = events_of(cyclic(), tmp_path / "run")
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    seen = [event["candidate"]["accuracy"] for event in log if event["event"] == "phase" and "candidate" in event]
-    last = [event for event in log if event["event"] == "epoch" and event["index"] == event["last"]]
+    epochs = [event for event in log if event["event"] == "epoch"]
+    seen = [event["candidate"]["accuracy"] for event in epochs if "candidate" in event]
+    last = [event for event in epochs if event["index"] == event["last"]]
     seen += [event["validation"]["accuracy"] for event in last]
     assert len(seen) == 3 + 3
     assert result["best"]["validation"]["accuracy"] == max(seen)
@@ -109,15 +116,15 @@ def test_checkpoints_at_other_times_change_nothing(tmp_path: Path) -> None:
 def learning_rates(recipe: Recipe) -> list[list[float]]:
     model = recipe.task.build_model()
     plan = recipe.plan(model)
-    training = Training(recipe, plan, recipe.sparse_model(model), torch.device("cpu"), Mesh(plan, 1))
-    rates = []
-    for scheduled in walk(plan):
-        training.next_phase()
-        rates.append([])
-        for epoch in range(scheduled.phase.epochs):
-            training.cursor.iteration = epoch * recipe.task.num_batches()
-            rates[-1].append(round(training._lr(scheduled), 4))
-    return rates
+    schedule, per_epoch = list(walk(plan)), recipe.task.num_batches()
+    training = Training(recipe, schedule, recipe.sparse_model(model), torch.device("cpu"), Mesh(plan, 1), per_epoch)
+    return [
+        [round(training.learning_rate(s, epoch * per_epoch), 4) for epoch in range(s.phase.epochs)] for s in schedule
+    ]
+
+
+def in_one_go(recipe: Recipe) -> Recipe:
+    return replace(recipe, options={**recipe.options, "restart": False})
 
 
 def test_restart_starts_every_phase_at_the_start_of_the_curve() -> None:
@@ -125,12 +132,12 @@ def test_restart_starts_every_phase_at_the_start_of_the_curve() -> None:
 
 
 def test_continue_draws_one_curve_over_the_whole_plan() -> None:
-    rates = [rate for scheduled in learning_rates(replace(cyclic(), restart=False)) for rate in scheduled]
+    rates = [rate for scheduled in learning_rates(in_one_go(cyclic())) for rate in scheduled]
     assert rates == [0.0125, 0.05, 0.0481, 0.0427, 0.0346, 0.025, 0.0154, 0.0073, 0.0019]
 
 
 def test_branches_of_a_fork_stand_side_by_side_on_the_curve() -> None:
-    rates = learning_rates(replace(parallel(), restart=False))
+    rates = learning_rates(in_one_go(parallel()))
     assert rates[1] == rates[2] == rates[3] == [0.0125]
     assert rates[5] == rates[6] == rates[7]
     assert rates[5] != rates[1]
@@ -229,11 +236,13 @@ def test_accumulated_batches_are_made_one_by_one(tmp_path: Path, monkeypatch: py
 
 def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     recipe = replace(cyclic(), task=Toy(poison=2), checkpoint_seconds=0.0)
-    with pytest.raises(engine.TrainingDiverged, match=r"loss became nan in step 1 \(prune S2.*lower optimizer\.lr"):
+    with pytest.raises(
+        engine.TrainingDiverged, match=r"loss became nan in phase 1 \(stage 1: prune S2.*lower optimizer\.lr"
+    ):
         engine.train(recipe, tmp_path / "run")
     found = engine.checkpoint.load_newest(tmp_path / "run" / "checkpoints", lambda message: None)
     assert found is not None
-    assert found[1]["training"]["cursor"]["batch"] == 2
+    assert found[1]["done"] == 2
     assert all(torch.isfinite(values).all() for values, _ in found[1]["model"].values())
 
 
@@ -319,7 +328,7 @@ def test_options_the_method_does_not_have_are_refused() -> None:
         replace(cyclic(), options={"rounds": 3})
 
 
-@pytest.mark.parametrize("name", ["sparsity", "kappa", "seed"])
+@pytest.mark.parametrize("name", ["sparsity", "seed"])
 def test_options_that_the_recipe_has_a_field_for_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"set the recipe's own field: {name}=2"):
         replace(cyclic(), method=methods.random_gap, options={**cyclic().options, name: 2})

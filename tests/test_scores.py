@@ -93,7 +93,7 @@ def test_pruning_at_random_looks_at_no_value() -> None:
 
 def test_growing_keeps_the_living_before_all_others() -> None:
     values, mask = torch.tensor([[3.0, 0.0, 1.0, 0.0]]), torch.tensor([[True, False, True, False]])
-    assert keys_of(grow(PART, to=0.5), values, mask) == [((1 << 31) - 1), splitmix(1, 7), ALWAYS, splitmix(3, 7)]
+    assert keys_of(grow(PART, to=0.5), values, mask) == [((1 << 31) - 1), splitmix(1, 7), (1 << 31) - 1, splitmix(3, 7)]
 
 
 def test_always_is_above_every_finite_magnitude_and_every_random_key() -> None:
