@@ -145,6 +145,8 @@ class Editor:
         by_gradient = [edit for edit in edits if edit.by.needs_gradients]
         if any(edit.action is Action.PRUNE or edit.by is not By.GRADIENT for edit in by_gradient):
             return None
+        if any(self._pattern.most_alive(w) < self._pattern.num_groups(w) for w in self.weights):
+            return None  # what is pruned first makes room for its neighbours, and nobody knows yet what that will be
         grown = self.num_grown(edits)
 
         def useful(name: str, gradient: Tensor) -> Tensor:
