@@ -130,6 +130,7 @@ class Gradients:
         if by is By.GRASP:
             self._sums, self._is_hessian = self._hessian_gradient(losses), True
             return
+        model.zero_grad(set_to_none=True)  # what was there is of other losses
         self.watch(by)
         for loss in losses:
             loss().backward()  # type: ignore[no-untyped-call]

@@ -56,7 +56,7 @@ class SparseModel:
         pattern: which positions may live: "unstructured", a block such as "1x8", or N:M such as "2:4".
         scope: what a global ranking covers when one part is pruned: the whole "model", or the "part".
         keep_dense: names or globs of modules or parameters that are never pruned.
-        also: names or globs of parameters to prune that are not the weight of a known kind of layer.
+        include: names or globs of parameters to prune that are not the weight of a known kind of layer.
         seed: decides every random mask.
         storage: how sparse weights are held: "masked" (dense, with a mask) or "compact" (live values only).
 
@@ -150,6 +150,8 @@ class SparseModel:
             losses: functions that compute a loss each; GraSP calls them twice.
         """
         self.check_by(by)
+        for parameter in self._parameters.values():  # there may be no optimizer yet
+            parameter.hook_gradients()
         self.gradients.observe(by, self.model, losses)
 
     def check_by(self, by: By) -> None:
