@@ -93,7 +93,9 @@ class Editor:
     def is_possible(self, edit: Edit) -> bool:
         """Whether an edit can reach its count."""
         alive = self.num_alive(self.weights)
-        return not any(_is_wrong_way(edit, pool, _total(pool, alive)) for pool in self.pools(edit, alive))
+        pools = self.pools(edit, alive)
+        pools = _within_one(pools, alive) if edit.action is Action.PRUNE else pools
+        return not any(_is_wrong_way(edit, pool, _total(pool, alive)) for pool in pools)
 
     def select(self, pools: Sequence[Pool], edit: Edit) -> None:
         """Do what an edit does to some of its pools; if one of them cannot be, nothing changes."""

@@ -217,7 +217,8 @@ class SparseModel:
         Args:
             is_one_backward: whether an iteration has a single backward pass.
         """
-        by = next((edit.by for edit in edits if edit.by.needs_gradients), None)
+        looked_at = [edit.by for edit in edits if edit.by.needs_gradients]
+        by = By.MOMENTUM if By.MOMENTUM in looked_at else next(iter(looked_at), None)  # an average takes all iterations
         if by is not None:
             self.check_by(by)
         keep = self._editor.candidates(edits) if by and is_one_backward and self.storage == "compact" else None
