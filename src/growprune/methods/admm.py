@@ -4,7 +4,7 @@ Multipliers", ECCV 2018. It is what the GaP paper calls prune-from-dense."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from growprune.plan import Parts, Phase, Rule, check_counts, check_share, check_sparsity, method, prune
+from growprune.plan import Parts, Phase, Rule, check_counts, check_span, check_sparsity, method, prune
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def admm(
     Example: admm(S, sparsity=0.8, iterations=8, every=2)
     """
     check_counts(0, iterations=iterations)
-    check_share(begin=begin, until=until)
+    check_span(begin=begin, until=until)
     first, last = round(begin * iterations), round(until * iterations)
     yield Phase(iterations=first)
-    yield Phase(iterations=max(0, last - first), rule=Admm(S.whole, to=sparsity, rho=rho, every=every))
-    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - max(first, last))
+    yield Phase(iterations=last - first, rule=Admm(S.whole, to=sparsity, rho=rho, every=every))
+    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)
