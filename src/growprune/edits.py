@@ -132,13 +132,15 @@ class Editor:
 
     def projected(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """By parameter: these values, but zero where pruning them would prune. No mask changes."""
-
-        def own(weight: Weight) -> Tensor:
-            return weight.of(values[weight.parameter])  # type: ignore[no-any-return]
-
-        masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in values.items()}
-        for pool in self.pools(edit):
-            for weight, chosen in self._chosen(pool, edit, own, lambda w: torch.ones_like(own(w), dtype=torch.bool)):
+        pools = self.pools(edit)
+        ranked = {w.parameter: self._parameters[w.parameter].weight() for pool in pools for w in pool.weights}
+        ranked |= values  # a ranking of the whole model has other weights too
+        masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in ranked.items()}
+        alive = {name: mask.clone() for name, mask in masks.items()}
+        for pool in pools:
+            for weight, chosen in self._chosen(
+                pool, edit, lambda w: w.of(ranked[w.parameter]), lambda w: w.of(alive[w.parameter])
+            ):
                 write_groups(self._pattern, weight.of(masks[weight.parameter]), weight, chosen)
         return {name: torch.where(masks[name], tensor, 0) for name, tensor in values.items()}
 
