@@ -123,13 +123,13 @@ class Cursor:
         Begins the plan, if that was not done. A phase that restarts empties the optimizer's state; its learning rate is
         yours. Returns the optimizer, so that it can be made and attached in one line.
         """
-        if self.position < 0:
-            self.advance(0)
-        self.sparse.attach(optimizer)
+        self.sparse.attach(optimizer)  # before any edit, which may give the model other parameters
         if optimizer not in self._attached:
             self._attached.add(optimizer)
             own = weakref.ref(self)
             optimizer.register_step_post_hook(lambda *_: _stepped(own))
+        if self.position < 0:
+            self.advance(0)
         return optimizer
 
     def _step(self) -> None:

@@ -94,7 +94,9 @@ class Editor:
     def is_possible(self, edit: Edit) -> bool:
         """Whether an edit can reach its count."""
         alive = self.num_alive(self.weights)
-        return not any(_is_wrong_way(edit, pool, _total(pool, alive)) for pool in self.pools(edit, alive))
+        pools = self.pools(edit, alive)
+        pools = _within_one(pools, alive) if edit.action is Action.PRUNE else pools
+        return not any(_is_wrong_way(edit, pool, _total(pool, alive)) for pool in pools)
 
     def is_done(self, edit: Edit) -> bool:
         """Whether there is nothing left to do for an edit."""
@@ -142,13 +144,15 @@ class Editor:
 
     def projected(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """By parameter: these values, but zero where pruning them would prune. No mask changes."""
-
-        def own(weight: Weight) -> Tensor:
-            return weight.of(values[weight.parameter])  # type: ignore[no-any-return]
-
-        masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in values.items()}
-        for pool in self.pools(edit):
-            for weight, chosen in self._chosen(pool, edit, own, lambda w: torch.ones_like(own(w), dtype=torch.bool)):
+        pools = self.pools(edit)
+        ranked = {w.parameter: self._parameters[w.parameter].weight() for pool in pools for w in pool.weights}
+        ranked |= values  # a ranking of the whole model has other weights too
+        masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in ranked.items()}
+        alive = {name: mask.clone() for name, mask in masks.items()}
+        for pool in pools:
+            for weight, chosen in self._chosen(
+                pool, edit, lambda w: w.of(ranked[w.parameter]), lambda w: w.of(alive[w.parameter])
+            ):
                 write_groups(self._pattern, weight.of(masks[weight.parameter]), weight, chosen)
         return {name: torch.where(masks[name], tensor, 0) for name, tensor in values.items()}
 
@@ -157,6 +161,8 @@ class Editor:
         by_gradient = [edit for edit in edits if edit.by.needs_gradients]
         if any(edit.action is Action.PRUNE or edit.by is not By.GRADIENT for edit in by_gradient):
             return None
+        if any(self._pattern.most_alive(w) < self._pattern.num_groups(w) for w in self.weights):
+            return None  # what is pruned first makes room for its neighbours, and nobody knows yet what that will be
         grown = self.num_grown(edits)
 
         def useful(name: str, gradient: Tensor) -> Tensor:

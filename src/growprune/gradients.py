@@ -47,6 +47,9 @@ class Gradients:
         self.add_up: Callable[[Tensor], Tensor] | None = None
         """Adds up a tensor over the replicas of the model, if there are several."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_watched": None, "_keep": None}  # a copy watches nothing
+
     def watch(self, by: By | None, *, keep: Keep | None = None) -> None:
         """Watch the iterations to come for an edit that looks at gradients, or stop watching.
 
@@ -77,8 +80,8 @@ class Gradients:
             )
         elif parameter.adds_up_gradients:  # what is alive is a sum already
             self._sums[name] = torch.where(parameter.mask(), gradient, before + gradient)
-        else:
-            before += gradient
+        else:  # not in place: a state that was taken does not change
+            self._sums[name] = before + gradient
 
     def end_iteration(self) -> None:
         """An optimizer has stepped: what is watched next belongs to another iteration."""
@@ -89,8 +92,8 @@ class Gradients:
             self._sums = {name: self.add_up(total) for name, total in self._sums.items()}
         if self._watched is By.MOMENTUM:
             for name, total in self._sums.items():
-                average = self._averages.setdefault(name, torch.zeros_like(total))
-                average.mul_(DECAY).add_(total, alpha=1 - DECAY)
+                average = self._averages.get(name, torch.zeros_like(total))
+                self._averages[name] = average.mul(DECAY).add_(total, alpha=1 - DECAY)
 
     def are_seen(self, by: By) -> bool:
         """Whether there is what an edit looks at."""
@@ -118,13 +121,14 @@ class Gradients:
 
     def state_dict(self) -> dict[str, Any]:
         sums = {name: total.to_dense() if total.is_sparse else total for name, total in self._sums.items()}
-        return {"sums": sums, "averages": dict(self._averages), "is_over": self._is_over}
+        flags = {"is_over": self._is_over, "is_hessian": self._is_hessian}
+        return {"sums": sums, "averages": dict(self._averages), **flags}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for mine, stored in ((self._sums, state["sums"]), (self._averages, state["averages"])):
             mine.clear()
             mine |= {name: tensor.to(self._parameters[name].parameter.device) for name, tensor in stored.items()}
-        self._is_over = state["is_over"]
+        self._is_over, self._is_hessian = state["is_over"], state["is_hessian"]
 
     # Before any training
 
@@ -134,6 +138,7 @@ class Gradients:
         if by is By.GRASP:
             self._sums, self._is_hessian = self._hessian_gradient(losses), True
             return
+        model.zero_grad(set_to_none=True)  # what was there is of other losses
         self.watch(by)
         for loss in losses:
             loss().backward()  # type: ignore[no-untyped-call]
@@ -143,7 +148,8 @@ class Gradients:
 
     def _hessian_gradient(self, losses: Sequence[Callable[[], Tensor]]) -> dict[str, Tensor]:
         """H g: first g over all losses, then for each loss the gradient of the product of its own gradient with g."""
-        names, tensors = list(self._parameters), [p.parameter for p in self._parameters.values()]
+        trained = {name: p.parameter for name, p in self._parameters.items() if p.parameter.requires_grad}
+        names, tensors = list(trained), list(trained.values())
         total = _sum(torch.autograd.grad(loss(), tensors, materialize_grads=True) for loss in losses)
         products = []
         for loss in losses:

@@ -312,6 +312,13 @@ def check_share(**shares: float) -> None:
             raise GrowpruneError(f"{name} is {share!r}, but it is a share of a whole: give a number in [0, 1]")
 
 
+def check_span(*, begin: float, until: float) -> None:
+    """Raise unless two shares of a training are its part from one to the other."""
+    check_share(begin=begin, until=until)
+    if begin > until:
+        raise GrowpruneError(f"begin is {begin!r}, but until is {until!r}: give a begin of at most until")
+
+
 def check_counts(least: int, **counts: int) -> None:
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < least:

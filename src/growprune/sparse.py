@@ -158,6 +158,8 @@ class SparseModel:
             losses: functions that compute a loss each; GraSP calls them twice.
         """
         self.check_by(by)
+        for parameter in self._parameters.values():  # there may be no optimizer yet
+            parameter.hook_gradients()
         self.gradients.observe(by, self.model, losses)
 
     def check_by(self, by: By) -> None:
@@ -228,7 +230,8 @@ class SparseModel:
         Args:
             is_one_backward: whether an iteration has a single backward pass.
         """
-        by = next((edit.by for edit in edits if edit.by.needs_gradients), None)
+        looked_at = [edit.by for edit in edits if edit.by.needs_gradients]
+        by = By.MOMENTUM if By.MOMENTUM in looked_at else next(iter(looked_at), None)  # an average takes all iterations
         if by is not None:
             self.check_by(by)
         keep = self._editor.candidates(edits) if by and is_one_backward and self.storage == "compact" else None

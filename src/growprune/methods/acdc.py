@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from growprune.plan import Parts, Phase, check_counts, check_share, grow, method, prune
+from growprune.plan import Parts, Phase, check_counts, check_share, check_span, grow, method, prune
 
 
 @method
@@ -30,15 +30,16 @@ def acdc(
 
     Example: acdc(S, sparsity=0.8, iterations=20)
     """
+    check_counts(0, iterations=iterations)
     every = max(1, iterations // 20) if every is None else every
     check_counts(1, every=every)
-    check_counts(0, iterations=iterations)
-    check_share(begin=begin, until=until, finetune=finetune)
+    check_span(begin=begin, until=until)
+    check_share(finetune=finetune)
     first, last = round(begin * iterations), round(until * iterations)
     end = max(last, iterations - round(finetune * iterations))
     yield Phase(iterations=first)
     for turn, t in enumerate(range(first, last, every)):
         edit = prune(S.whole, to=sparsity) if turn % 2 == 0 else grow(S.whole)
         yield Phase(edit, iterations=min(every, last - t))
-    yield Phase(grow(S.whole), iterations=end - max(first, last))
-    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - max(first, end))
+    yield Phase(grow(S.whole), iterations=end - last)
+    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - end)

@@ -1,10 +1,13 @@
 """ADMM pruning: Zhang et al., "A Systematic DNN Weight Pruning Framework using Alternating Direction Method of
 Multipliers", ECCV 2018. It is what the GaP paper calls prune-from-dense."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Real
 
-from growprune.plan import Parts, Phase, Rule, check_counts, check_share, check_sparsity, method, prune
+from growprune.errors import GrowpruneError
+from growprune.plan import Parts, Phase, Rule, check_counts, check_span, check_sparsity, method, prune
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,8 @@ class Admm(Rule):
     def __post_init__(self) -> None:
         check_sparsity(self.to)
         check_counts(1, every=self.every)
+        if isinstance(self.rho, bool) or not isinstance(self.rho, Real) or not 0 < self.rho < math.inf:
+            raise GrowpruneError(f"rho is {self.rho!r}, but must be a number above 0")
 
 
 @method
@@ -45,8 +50,8 @@ def admm(
     Example: admm(S, sparsity=0.8, iterations=8, every=2)
     """
     check_counts(0, iterations=iterations)
-    check_share(begin=begin, until=until)
+    check_span(begin=begin, until=until)
     first, last = round(begin * iterations), round(until * iterations)
     yield Phase(iterations=first)
-    yield Phase(iterations=max(0, last - first), rule=Admm(S.whole, to=sparsity, rho=rho, every=every))
-    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - max(first, last))
+    yield Phase(iterations=last - first, rule=Admm(S.whole, to=sparsity, rho=rho, every=every))
+    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from growprune.plan import Parts, Phase, check_counts, check_share, method, prune
+from growprune.plan import Parts, Phase, check_counts, check_span, method, prune
 
 
 @method
@@ -23,10 +23,10 @@ def gmp(
     """
     check_counts(1, every=every)
     check_counts(0, iterations=iterations)
-    check_share(begin=begin, until=until)
+    check_span(begin=begin, until=until)
     first, last = round(begin * iterations), round(until * iterations)
     yield Phase(iterations=first)
     for t in range(first, last, every):
         left = 1 - (t - first) / (last - first)
         yield Phase(prune(S.whole, to=sparsity * (1 - left**3)), iterations=min(every, last - t))
-    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - max(first, last))
+    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)

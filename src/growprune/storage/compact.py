@@ -84,8 +84,6 @@ class Layout:
 class Compact:
     """A parameter held as its live values."""
 
-    adds_up_gradients = False
-
     def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
         path, _, self._local = name.rpartition(".")
         self.module = model.get_submodule(path)
@@ -172,6 +170,10 @@ class Compact:
 
     def mask_gradient(self, *, again: bool) -> None:
         pass
+
+    @property
+    def adds_up_gradients(self) -> bool:
+        return self._layout is None  # then the parameter is a plain one, and what is recorded is its gradient
 
     @property
     def record(self) -> Callable[[Tensor], None] | None:
