@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,16 @@ def test_a_file_brings_back_weights_and_masks(kind: str, pattern: str, storage: 
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.model.state_dict().items())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in gp.read(tmp_path / "model").items())
     assert all(torch.equal(mask, sparse.mask(name)) for name, mask in loaded.masks.items())
+
+
+@every_kind
+@every_pattern
+def test_a_file_is_read_without_growprune(kind: str, pattern: str, tmp_path: Path) -> None:
+    sparse = pruned(kind, pattern=pattern)
+    gp.save(sparse, tmp_path / "model")
+    example = Path(__file__).parents[1] / "examples" / "read_without_growprune.py"
+    arrays = runpy.run_path(str(example))["read"](tmp_path / "model")
+    assert all((arrays[name] == tensor.numpy()).all() for name, tensor in sparse.model.state_dict().items())
 
 
 @every_kind

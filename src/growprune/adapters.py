@@ -26,7 +26,6 @@ from growprune.storage.compact import layouts_of
 SPARSE_PARAMETERS = "_growprune_sparse_parameters"
 """The attribute in which a module refers to how its sparse parameters are stored, by their local names."""
 
-
 WRITING = ("merge", "unmerge", "update_layer")
 """The methods of an adapter that may write into the layer it adapts; the last when it is made, as PiSSA does."""
 
@@ -34,17 +33,18 @@ WRITING = ("merge", "unmerge", "update_layer")
 class Reference:
     """A weak reference that a copy of the model takes along: it then refers to the copy, if that is copied too."""
 
-    def __init__(self, target: SparseParameter | None) -> None:
-        self._target = (lambda: None) if target is None else weakref.ref(target)
+    def __init__(self, target: SparseParameter) -> None:
+        self._target = weakref.ref(target)
 
     def __call__(self) -> SparseParameter | None:
         return self._target()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Reference:
-        return Reference(copy.deepcopy(self(), memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reference | None:
+        target = self()
+        return None if target is None else Reference(copy.deepcopy(target, memo))
 
-    def __reduce__(self) -> tuple[type[Reference], tuple[None]]:
-        return Reference, (None,)  # a model that is pickled leaves its SparseModel behind
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a model that is pickled leaves its SparseModel behind, and needs no growprune
 
 
 def check_adapters(model: nn.Module, names: Iterable[str]) -> None:
@@ -139,6 +139,6 @@ def _parameter(module: nn.Module, local: str) -> nn.Parameter:
 def _enforce(module: nn.Module) -> None:
     """Make the module's masked weights zero again where none lives; compact ones have no such place."""
     for reference in vars(module).get(SPARSE_PARAMETERS, {}).values():
-        sparse_parameter = reference()
+        sparse_parameter = None if reference is None else reference()
         if sparse_parameter is not None:
             sparse_parameter.enforce([(sparse_parameter, [sparse_parameter.parameter])])
