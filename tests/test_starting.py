@@ -137,6 +137,11 @@ def test_a_run_in_use_is_not_extended(tmp_path: Path) -> None:
     assert files_of(tmp_path) == before
 
 
+def test_a_folder_that_a_kill_left_before_its_recipe_was_written_is_free(tmp_path: Path) -> None:
+    (tmp_path / ".recipe.json.12345678.tmp").write_text('{"form')
+    assert engine.train(cyclic(), tmp_path)["test"]
+
+
 # torchrun
 
 

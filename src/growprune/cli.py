@@ -69,7 +69,9 @@ def _show_version(is_asked: bool) -> None:
 
 @app.callback()
 def growprune_command(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Train sparse neural networks by scheduled grow-and-prune."""
 

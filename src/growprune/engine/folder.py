@@ -117,7 +117,7 @@ class RunFolder:
             whose = "this recipe's" if same else "another recipe's"
             go_on = f"go on with {self.how_to_resume()}, or " if same else ""
             raise GrowpruneError(f"{self.path} holds {whose} run: {go_on}give another --out")
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        if self.path.exists() and (not self.path.is_dir() or any(map(_is_of_others, self.path.iterdir()))):
             raise GrowpruneError(f"{self.path} exists and is not an empty folder, nor a run: give another --out")
 
     @contextlib.contextmanager
@@ -266,6 +266,11 @@ class OtherLogs:
             for line in whole.splitlines():
                 with contextlib.suppress(ValueError, RecursionError, TypeError):  # a line that a kill cut short
                     yield {**json.loads(line), "rank": rank}
+
+
+def _is_of_others(path: Path) -> bool:
+    """Whether a file is more than what a kill leaves of a run that was just about to start."""
+    return not path.name.startswith(".recipe.json.")
 
 
 def _lock(descriptor: int) -> bool:

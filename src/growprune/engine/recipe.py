@@ -71,6 +71,8 @@ class Recipe:
     """What the recipe is expected to reach, and where."""
 
     def __post_init__(self) -> None:
+        is_task = isinstance(self.task, Task) and is_dataclass(self.task)
+        require(is_task, "task", self.task, "of a frozen dataclass derived from growprune.tasks.Task")
         check_choices(self)
         check_device(self.device)
         check_counts(1, accumulate=self.accumulate, evaluate_every=self.evaluate_every)
