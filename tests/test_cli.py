@@ -153,8 +153,8 @@ def test_bad_input_gives_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert "there is no recipe file nowhere.py" in refused("train", "nowhere.py:recipe", *out)
     assert "there is no 'sparsty'" in refused("train", "digits/tiny", *out, "--set", "sparsty=1")
     assert "sparsity is 1.5" in refused("train", "digits/tiny", *out, "--set", "sparsity=1.5")
-    assert "model has 4 layers: give at most 4" in refused("plan", "digits/tiny", "--set", "kappa=5")
-    assert "kappa is 0, but must be" in refused("plan", "digits/tiny", "--set", "kappa=0")
+    assert "model has 4 layers: give at most 4" in refused("plan", "digits/tiny", "--set", "partition.kappa=5")
+    assert "kappa is 0, but must be" in refused("plan", "digits/tiny", "--set", "partition.kappa=0")
     assert "matches no parameter" in refused("train", "digits/tiny", *out, "--set", 'keep_dense=["tail.*"]')
     assert "needs a multiple of 4 inputs" in refused("train", "digits/tiny", *out, "--set", "pattern=2:4")
     assert "nothing to prune" in refused("train", "digits/tiny", *out, "--set", 'keep_dense=["*"]')
@@ -233,8 +233,8 @@ def test_a_recipe_with_a_value_of_a_wrong_kind_gives_one_short_line(values: Any,
 @pytest.mark.parametrize(
     ("values", "what"),
     [
-        ({"phases": 3}, "its phases is 3"),
-        ({"phases": [{"stage": 1}]}, "it has no phases.*.branch"),
+        ({"history": 3}, "its history is 3"),
+        ({"history": [{"stage": 1}]}, "it has no history.*.branch"),
         ({"test": {"accuracy": None}}, "its test.* is None"),
         ({"best": {"stage": "last"}}, "its best.stage is 'last'"),
         ({"file_bytes": "many"}, "its file_bytes is 'many'"),
@@ -280,13 +280,14 @@ def test_a_run_of_the_first_format_is_shown_but_not_resumed(run: Path) -> None:
     recipe, result = (json.loads((run / name).read_text()) for name in ("recipe.json", "result.json"))
     recipe.pop("format", None)
     recipe["recipe"]["pattern"] = "free"
+    result["phases"] = [{**row, "epochs": 1} for row in result.pop("history")]
     for row in [*result["phases"], result["best"]]:
         row["step"] = row.pop("stage")
     (run / "recipe.json").write_text(json.dumps(recipe))
     (run / "result.json").write_text(json.dumps(result))
     shown = CliRunner().invoke(app, ["inspect", str(run)])
     assert shown.exit_code == 0, shown.output
-    assert "best by validation: step" in shown.stdout
+    assert "best by validation: stage" in shown.stdout
     assert "was started by an older growprune" in refused("resume", str(run))
 
 

@@ -9,6 +9,7 @@ import pytest
 import growprune as gp
 from growprune import methods
 from growprune.engine.override import override, parse_settings
+from growprune.engine.partitions import contiguous
 from growprune.recipes.study import total_epochs
 from toy import cyclic, parallel
 
@@ -16,24 +17,27 @@ from toy import cyclic, parallel
 def test_fields_are_set_with_the_type_they_have() -> None:
     settings = {
         "sparsity": "0.5",
-        "kappa": "2",
-        "restart": "false",
+        "partition.kappa": "2",
+        "options.restart": "false",
         "task.batch_size": "8",
         "optimizer.lr": "1",
         "optimizer.betas": "[0.9, 0.99]",
         "optimizer.kind": "adamw",
         "keep_dense": '["head"]',
-        "parts": '[["fc1"], ["fc2", "norm", "head"]]',
         "options.steps": "7",
         "clip": "null",
     }
     recipe = override(cyclic(), settings)
-    assert (recipe.sparsity, recipe.kappa, recipe.restart, recipe.clip) == (0.5, 2, False, None)
+    assert (recipe.sparsity, recipe.partition, recipe.options["restart"], recipe.clip) == (
+        0.5,
+        contiguous(2),
+        False,
+        None,
+    )
     assert recipe.task.batch_size == 8
     assert (recipe.optimizer.lr, recipe.optimizer.betas, recipe.optimizer.kind) == (1.0, (0.9, 0.99), "adamw")
     assert isinstance(recipe.optimizer.lr, float)
     assert recipe.keep_dense == ("head",)
-    assert recipe.parts == (("fc1",), ("fc2", "norm", "head"))
     assert recipe.options["steps"] == 7
 
 
@@ -46,7 +50,7 @@ def test_fields_are_set_with_the_type_they_have() -> None:
         ("clip", "5.", 5.0),
         ("clip", "1_000", 1000.0),
         ("clip", "1e-3", 0.001),
-        ("kappa", "+2", 2),
+        ("accumulate", "+2", 2),
         ("seed", "1_000", 1000),
         ("seed", "007", 7),
     ],
@@ -69,12 +73,12 @@ def test_another_method_keeps_the_options_it_shares() -> None:
         ({"sparsity": "high"}, "--set sparsity=high: wants a number"),
         ({"sparsity": "nan"}, "--set sparsity=nan: wants a number"),
         ({"clip": "inf"}, "--set clip=inf: wants a number or null"),
-        ({"kappa": "1e1"}, "--set kappa=1e1: wants a whole number"),
-        ({"kappa": "9" * 5000}, "wants a whole number"),
+        ({"accumulate": "1e1"}, "--set accumulate=1e1: wants a whole number"),
+        ({"accumulate": "9" * 5000}, "wants a whole number"),
         ({"clip": "9" * 400}, "wants a number or null"),
-        ({"kappa": "2.5"}, "--set kappa=2.5: wants a whole number"),
-        ({"kappa": "true"}, "--set kappa=true: wants a whole number"),
-        ({"restart": "1"}, "--set restart=1: wants true or false"),
+        ({"accumulate": "2.5"}, "--set accumulate=2.5: wants a whole number"),
+        ({"accumulate": "true"}, "--set accumulate=true: wants a whole number"),
+        ({"compile": "1"}, "--set compile=1: wants true or false"),
         ({"precision": "fp8"}, "wants one of fp32, bf16"),
         ({"clip": "big"}, "wants a number or null"),
         ({"keep_dense": "head"}, "wants a list"),
@@ -83,7 +87,7 @@ def test_another_method_keeps_the_options_it_shares() -> None:
         ({"sparsity.x": "3"}, "sparsity has no fields inside"),
         ({"options.rounds": "3"}, "cyclic_gap takes options.steps, options.epochs, options.finetune"),
         ({"options.sparsity": "0.5"}, "options has sparsity=0.5: set the recipe's own field: sparsity=0.5"),
-        ({"method": "random_gap", "options.kappa": "3"}, "set the recipe's own field: kappa=3"),
+        ({"partition.kappa": "0"}, "kappa is 0, but must be a whole number of at least 1"),
         ({"method": "random_gap", "options.x": "3"}, "random_gap takes options.steps, options.epochs, options.fine"),
         ({"clip": "-1"}, "clip is -1.0, but must be above 0, or None for no clipping"),
         ({"clip": "0"}, "clip is 0.0, but must be above 0"),

@@ -122,7 +122,7 @@ def show_plan(estimate: Estimate, claim: str = "") -> None:
     if claim:
         out.print(claim, markup=False, highlight=False)
     about = "" if estimate.is_exact else "~"
-    table = _table("stage", "branch", "edits", "times", "epochs", "density", "FLOPs", "training")
+    table = _table("stage", "branch", "edits", "epochs", "density", "FLOPs", "training")
     table.title = f"{estimate.plan.method.__name__}, {len(estimate.plan.partition)} parts"
     table.caption = "FLOPs: forward, for one example; training: of all epochs, for one example"
     costs = iter(estimate.costs)
@@ -142,8 +142,7 @@ def _cells(row: Row, costs: list[Cost], about: str) -> Iterator[str]:
     """Of phases that are alike: what they do, how often, and what that costs, from the first to the last."""
     yield str(row.first.stage)
     yield "" if row.first.branch is None else str(row.first.branch)
-    yield str(row)
-    yield "" if len(costs) == 1 else str(len(costs))
+    yield str(row) if len(costs) == 1 else f"{len(costs)} x {row}"
     yield f"{sum(cost.epochs for cost in costs):.4g}"
     yield " ... ".join(dict.fromkeys(f"{cost.density:.4f}" for cost in (costs[0], costs[-1])))
     yield about + " ... ".join(dict.fromkeys(_short(cost.forward_flops) for cost in (costs[0], costs[-1])))

@@ -291,13 +291,13 @@ def _lock(descriptor: int) -> bool:
 
 def _of_this_format(result: Any) -> Any:
     """A result of format 1 in the words of this one: it had a row for each phase, of a step of the plan."""
-    if not isinstance(result, dict) or "phases" not in result:
+    if not isinstance(result, dict) or "history" in result:
         return result
-    rows, epoch = [], 0
-    for row in result.pop("phases"):
-        epoch += row["epochs"]
-        rows.append({**row, "stage": row["step"], "epoch": epoch})
-    result["history"] = rows
-    if result.get("best"):
-        result["best"]["stage"] = result["best"]["step"]
-    return result
+    rows, epoch = result.get("phases"), 0
+    for row in [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else ():
+        epoch += row["epochs"] if isinstance(row.get("epochs"), int) else 0
+        row |= {"stage": row.get("step"), "epoch": epoch}
+    best = result.get("best")
+    if isinstance(best, dict):
+        best["stage"] = best.get("step")
+    return {**result, "history": rows}

@@ -139,7 +139,7 @@ class Run:
         """A phase is over; the edits of the next come next."""
         if scheduled.branch is not None:
             self._end_branch(scheduled)
-        elif self._is_search_end(scheduled) or self._is_after_fork(scheduled):
+        elif self._is_search_end(scheduled) or self._is_after_fork(scheduled) or scheduled.index == self.last:
             self._save(scheduled)
 
     def _is_search_end(self, scheduled: ScheduledPhase) -> bool:
@@ -225,6 +225,7 @@ class Run:
         """Go on with a branch where its newest checkpoint stands, if there is one."""
         state = self.checkpoints.load_branch(scheduled)
         if state is not None:
+            check_same_tensors(self.sparse, state["tensors"])
             self.sparse.restore(state["model"])
             self.training.load_state_dict(state["training"])
             self._branch_rows = state["branch_rows"]
