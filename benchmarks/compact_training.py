@@ -3,7 +3,7 @@
     python benchmarks/compact_training.py blocks   # 8 Transformer blocks, d=4096: 1.6 B weights
     python benchmarks/compact_training.py blocks --graph   # the same, each step as a CUDA graph
     python benchmarks/compact_training.py resnet50   # batch 256, bf16
-    python benchmarks/compact_training.py large --text input.txt   # 40 B weights on one card
+    python benchmarks/compact_training.py large --billions 40 --text input.txt   # 40 B weights on one card
 
 `--small` runs the same on a CPU in seconds, to see that it works. `--json FILE` keeps the figures.
 """
@@ -116,6 +116,7 @@ def measure(
     *,
     is_compiled: bool,
     is_captured: bool,
+    repeats: int,
     **settings: Any,
 ) -> dict[str, float]:
     """Peak memory and step time of one storage, for each kind of step."""
@@ -142,7 +143,7 @@ def measure(
             running.step()
             running.zero_grad(set_to_none=True)
 
-        found[f"{name} ms"] = 1000 * median_seconds(captured(step) if is_captured else step, 15)
+        found[f"{name} ms"] = 1000 * median_seconds(captured(step) if is_captured else step, repeats)
         found[f"{name} GiB"] = peak_gib(reset=True)
     if storage != "dense":
         sparse.prune(parts[0])
@@ -189,6 +190,7 @@ def blocks(args: argparse.Namespace) -> dict[str, Any]:
         storages=args.storages,
         is_compiled=args.compile,
         is_captured=args.graph,
+        repeats=args.repeats,
         keep_dense=["head"],
     )
 
@@ -213,6 +215,7 @@ def resnet(args: argparse.Namespace) -> dict[str, Any]:
         storages=args.storages,
         is_compiled=False,
         is_captured=False,
+        repeats=args.repeats,
         keep_dense=["conv1", "fc"],
     )
 
@@ -244,8 +247,8 @@ def step_in_backward(sparse: Any, lr: float) -> list[Any]:
 
 
 def large(args: argparse.Namespace) -> dict[str, Any]:
-    """C-GaP by hand: one block dense at a time, two changes of the dense block, 12 steps in each."""
-    num_blocks, d, length = (50, 8192, 1024) if not args.small else (6, 64, 32)
+    """C-GaP by hand: one block dense at a time, `--changes` changes of the dense block, `--steps` steps in each."""
+    num_blocks, d, length = (round(args.billions / 0.8), 8192, 1024) if not args.small else (6, 64, 32)
     start = time.perf_counter()
     torch.manual_seed(0)
     sparse = gp.sparse_init(
@@ -255,7 +258,9 @@ def large(args: argparse.Namespace) -> dict[str, Any]:
     built, built_peak = time.perf_counter() - start, peak_gib(reset=True)
     print(f"{sparse.num_prunable:,} prunable weights, {sparse.num_alive:,} alive; built in {built:.0f} s", flush=True)
     names = [weight.parameter for weight in sparse.weights]
-    blocks = [Part(f"block {i}", tuple(n for n in names if n.startswith(f"blocks.{i}."))) for i in range(3)]
+    blocks = [
+        Part(f"block {i}", tuple(n for n in names if n.startswith(f"blocks.{i}."))) for i in range(args.changes + 1)
+    ]
     text, losses, seconds, edits = batches(args.text, length, 1), [], [], []
     for i, block in enumerate(blocks):
         before = time.perf_counter()
@@ -265,13 +270,14 @@ def large(args: argparse.Namespace) -> dict[str, Any]:
         wait()
         edits.append(time.perf_counter() - before)
         handles = step_in_backward(sparse, 3e-5)
-        for _ in range(12):
+        for _ in range(args.steps):
             before = time.perf_counter()
             loss = next_token_loss(sparse.model, next(text))
             loss.backward()
             losses.append(float(loss.detach()))
             seconds.append(time.perf_counter() - before)
-        print(f"{block.name} dense: loss {losses[-12]:.3f} to {losses[-1]:.3f}, {sparse.num_alive:,} alive", flush=True)
+        told = f"loss {losses[-args.steps]:.3f} to {losses[-1]:.3f}, {sparse.num_alive:,} alive"
+        print(f"{block.name} dense: {told}, {peak_gib():.1f} GiB so far", flush=True)
         for handle in handles:
             handle.remove()
     peak = max(built_peak, peak_gib())
@@ -289,6 +295,10 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="blocks: torch.compile each block")
     parser.add_argument("--graph", action="store_true", help="blocks: run each step as a CUDA graph")
     parser.add_argument("--storages", nargs="+", default=["dense", "masked", "compact"], help="dense first")
+    parser.add_argument("--billions", type=float, default=40, help="large: how many weights, in blocks of 0.8 billion")
+    parser.add_argument("--changes", type=int, default=2, help="large: changes of the dense block")
+    parser.add_argument("--steps", type=int, default=12, help="large: steps between two changes")
+    parser.add_argument("--repeats", type=int, default=15, help="blocks, resnet50: steps to take the median of")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """What do masks cost while training? A masked step against the dense step of the same model.
 
-    python benchmarks/masking.py [--device cuda] [--steps 50] [--sparsity 0.9] [--json FILE]
+    python benchmarks/masking.py [--device cuda] [--steps 50] [--sparsity 0.9] [--small] [--json FILE]
 
 Both models see the same batch, in turns, in the same process; the figures are medians. Masked storage keeps dense
 tensors, so it cannot be faster than dense: the question is how little slower it is.
@@ -37,26 +37,27 @@ class Residual(nn.Module):
         return torch.relu(x + self.body(x))
 
 
-def cnn(device: str) -> tuple[nn.Module, Tensor]:
+def cnn(device: str, is_small: bool) -> tuple[nn.Module, Tensor]:
     """A ResNet of 12 blocks for small images."""
-    widths = [64, 128, 256]
+    widths = [64, 128, 256] if not is_small else [4, 4, 8]
     layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 3, padding=1, bias=False)]
     for before, width in zip([widths[0], *widths], widths, strict=False):
         layers += [nn.Conv2d(before, width, 1, stride=1 + (before != width)), *(Residual(width) for _ in range(4))]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
-    return model, torch.randn(256 if device == "cuda" else 16, 3, 32, 32)
+    return model, torch.randn(256 if device == "cuda" else 16 if not is_small else 2, 3, 32, 32)
 
 
-def transformer(device: str) -> tuple[nn.Module, Tensor]:
+def transformer(device: str, is_small: bool) -> tuple[nn.Module, Tensor]:
     """Six encoder layers of width 512."""
-    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+    width = 512 if not is_small else 16
+    layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
     model = nn.Sequential(nn.TransformerEncoder(layer, 6), nn.Flatten(), nn.LazyLinear(10))
-    batch = torch.randn(64 if device == "cuda" else 4, 64, 512)
+    batch = torch.randn(64 if device == "cuda" else 4, 64, width)
     model(batch[:1])  # gives the lazy layer its size
     return model, batch
 
 
-MODELS: dict[str, Callable[[str], tuple[nn.Module, Tensor]]] = {"cnn": cnn, "transformer": transformer}
+MODELS: dict[str, Callable[[str, bool], tuple[nn.Module, Tensor]]] = {"cnn": cnn, "transformer": transformer}
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
@@ -65,7 +66,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 def compare(model_name: str, optimizer_name: str, args: argparse.Namespace) -> dict[str, float]:
     torch.manual_seed(0)
-    dense, batch = MODELS[model_name](args.device)
+    dense, batch = MODELS[model_name](args.device, args.small)
     dense, batch = dense.to(args.device), batch.to(args.device)
     sparse = SparseModel(copy.deepcopy(dense), sparsity=args.sparsity)
     sparse.prune()
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--sparsity", type=float, default=0.9)
+    parser.add_argument("--small", action="store_true", help="models so small that only Python is measured")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"

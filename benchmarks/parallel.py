@@ -67,7 +67,7 @@ def measure(processes: int, args: argparse.Namespace, folder: Path) -> dict[str,
     command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=sys.stderr, timeout=900)
     logs = [read(folder / (f"log-{rank}.jsonl" if rank else "log.jsonl")) for rank in range(processes)]
-    rounds = [time_round(logs, step) for step in combined_steps(logs[0])[1:]]
+    rounds = [time_round(logs, stage) for stage in combined_stages(logs[0])[1:]]
     medians = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     return {"processes": processes, "rounds": len(rounds), **medians, "share": medians["meeting"] / medians["round"]}
 
@@ -76,17 +76,17 @@ def read(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def combined_steps(log: Sequence[dict[str, Any]]) -> list[int]:
-    return [event["step"] for event in log if event["event"] == "combined"]
+def combined_stages(log: Sequence[dict[str, Any]]) -> list[int]:
+    return [event["stage"] for event in log if event["event"] == "combined"]
 
 
-def time_round(logs: Sequence[Sequence[dict[str, Any]]], step: int) -> dict[str, float]:
+def time_round(logs: Sequence[Sequence[dict[str, Any]]], stage: int) -> dict[str, float]:
     """Seconds of a round and of its meeting, and the most bytes that a process received."""
-    inside = [[event for event in log if event.get("step") == step] for log in logs]
+    inside = [[event for event in log if event.get("stage") == stage] for log in logs]
     began = min(events[0]["time"] for events in inside)
     trained = max(event["time"] for events in inside for event in events if event["event"] == "checkpoint")
     meetings = [event for events in inside for event in events if event["event"] == "combined"]
-    ended = max(next(e["time"] for e in log if e["event"] == "phase" and e["step"] == step + 1) for log in logs)
+    ended = max(next(e["time"] for e in log if e["event"] == "phase" and e["stage"] == stage + 1) for log in logs)
     return {
         "round": ended - began,
         "meeting": max(event["time"] for event in meetings) - trained,

@@ -286,6 +286,29 @@ def test_compile_takes_the_whole_graph() -> None:
     assert all(torch.equal(gradient, compiled[name]) for name, gradient in live_gradients(compact).items())
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_model_is_compiled_once_for_each_part_that_is_dense() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    sparse = SparseModel(model, sparsity=0.5, storage="compact")
+    sparse.prune()
+    S = Partition.contiguous(model, 8)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter)
+    counts = []
+    for _ in range(2):
+        compiled(torch.ones(2, 4)).sum().backward()
+        for part in S:
+            sparse.grow(part)
+            y = compiled(torch.ones(2, 4))
+            y.sum().backward()
+            counts.append(counter.frame_count)
+            assert torch.equal(y, model(torch.ones(2, 4)))
+            sparse.prune(part)
+    assert counts == [2, 3, 4, 5, 6, 7, 8, 9] + [9] * 8
+
+
 @pytest.mark.parametrize(
     "recipe", [continuing(cyclic()), cyclic(), parallel()], ids=["continue", "restart", "parallel"]
 )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 
@@ -9,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from growprune.selection import choose, magnitude_keys
 from growprune.storage import kernels
 from growprune.storage.kernels import block_offsets, compress, expand, pack, unpack
+from growprune.storage.ranking import can_keep_largest, keep_largest
 
 every_device = pytest.mark.parametrize(
     "device",
@@ -270,3 +273,51 @@ def test_more_than_two_to_the_31_weights_work() -> None:
     assert torch.equal(dense[::3], values)
     assert int(dense.count_nonzero()) == int(values.count_nonzero())
     assert torch.equal(compress(dense, bits, offsets, nnz, dtype=torch.bfloat16), values)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("n", [1, 1000, 1024, 100_003])
+def test_what_is_off_the_bits_is_zeroed(mode: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from growprune.storage import triton_kernels
+
+    for dtype, num_bytes in itertools.product((torch.int8, torch.int16, torch.int32, torch.int64), (128, 512)):
+        monkeypatch.setattr(triton_kernels, "ZERO_OFF", {"mode": mode, "bytes": num_bytes, "num_warps": 4})
+        mask = random_mask(n, 0.1, 1).cuda()
+        bits = pack(mask)
+        for start in (0, 1):  # a tensor that begins in the middle of another is not aligned
+            for _ in range(2):  # the second time without asking Triton
+                tensor = torch.randint(1, 100, (n + 1,), device="cuda").to(dtype)[start : n + start]
+                expected = tensor * mask
+                kernels.zero_off(tensor, bits)
+                assert torch.equal(tensor, expected)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_largest_of_many_tensors_are_those_of_the_general_way(dtype: torch.dtype, is_tied: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(n, generator=generator).to(dtype) for n in (1, 70_000, 33, 16_384, 5000)]
+    values = [v.round() for v in values] if is_tied else values
+    masks = [torch.rand(v.shape, generator=generator) < 0.7 for v in values]
+    pools = [0, 1, 0, 1, 1]
+    for share in (0, 10, 2, 1):
+        alive = [sum(int(m.sum()) for m, p in zip(masks, pools, strict=True) if p == pool) for pool in (0, 1)]
+        kept = [count // share if share else 0 for count in alive]
+        on_gpu = [v.cuda() for v in values], [m.cuda() for m in masks]
+        assert can_keep_largest(on_gpu[0])
+        found = keep_largest(*on_gpu, pools, kept)
+        assert found is not None
+        for pool in (0, 1):
+            numbers = [i for i, p in enumerate(pools) if p == pool]
+            sources = [lambda i=i: iter([magnitude_keys(values[i]).mul_(masks[i])]) for i in numbers]
+            for i, chosen in zip(numbers, choose(sources, kept[pool]), strict=True):
+                assert torch.equal(found[i].cpu(), torch.cat(list(chosen)))
+    on_gpu[0][1][0], on_gpu[1][1][0] = float("nan"), True
+    assert keep_largest(*on_gpu, pools, kept) is None

@@ -12,6 +12,7 @@ would keep.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from growprune.patterns import Pattern
 from growprune.storage import kernels
 from growprune.storage.compact_layers import FORWARDS, RECORDERS, check_first_derivative, hand_over, record
 from growprune.storage.masked import hookable
+
+MOST_GRAPHS = 64
+"""How many graphs of one function torch.compile may keep; its own default is 8."""
 
 
 @dataclass(eq=False)
@@ -201,8 +205,19 @@ class Compact:
         values = torch.where(mask, dense, 0) if layout is None else layout.compress(dense)
         self.module._parameters[self._local] = nn.Parameter(values, requires_grad=old.requires_grad)
         set_layout(self.module, self._local, layout)
+        _let_compile_again()
         if self._record is not None:
             self._listen()
+
+
+def _let_compile_again() -> None:
+    """Let torch.compile keep a graph for each part that may be dense.
+
+    It compiles once for each of them, and finds its graphs again when the parts' turn comes again. But from the ninth
+    graph on it would run without any, and say so in a log only.
+    """
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MOST_GRAPHS)
 
 
 def layouts_of(module: nn.Module) -> dict[str, Layout | None]:

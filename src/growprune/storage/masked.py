@@ -141,6 +141,7 @@ class Masked:
 
     @staticmethod
     def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
+        _ask_at_once([sparse_parameter for sparse_parameter, _ in shaped_alike])
         for sparse_parameter, tensors in shaped_alike:
             for tensor in tensors:
                 sparse_parameter.zero_off(tensor)
@@ -216,6 +217,18 @@ def hookable(parameter: nn.Parameter) -> Iterator[None]:
     yield
     if is_frozen:
         parameter.requires_grad_(False)
+
+
+def _ask_at_once(sparse_parameters: Sequence[Masked]) -> None:
+    """Find out which masks are full, where that is not known: each single answer would wait for the device."""
+    asked: dict[torch.device, list[Masked]] = {}
+    for sparse_parameter in sparse_parameters:
+        sparse_parameter._follow()
+        if isinstance(sparse_parameter._is_full, Tensor):
+            asked.setdefault(sparse_parameter._device, []).append(sparse_parameter)
+    for several in asked.values():
+        for sparse_parameter, is_full in zip(several, torch.stack([s._is_full for s in several]).tolist(), strict=True):  # type: ignore[misc]
+            sparse_parameter._is_full = is_full
 
 
 HOLDERS: Any = WeakTensorKeyDictionary()

@@ -80,17 +80,23 @@ def zero_off(flat: Tensor, bits: Tensor) -> None:
 def _launch(kernel, grid, tensors, numbers, *, num_warps):
     device = tensors[0].get_device()
     addresses = [tensor.data_ptr() for tensor in tensors]
-    is_aligned = not functools.reduce(int.__or__, addresses) % 16
-    key = (kernel, device, grid, numbers, num_warps, *[tensor.dtype for tensor in tensors])
-    is_here = device == torch.cuda.current_device()
-    start = _STARTED.get(key) if is_aligned and is_here else None
+    # what Triton compiled for aligned tensors is wrong for others
+    is_usual = not functools.reduce(int.__or__, addresses) % 16 and device == torch.cuda.current_device()
+    key = (id(kernel), device, grid, numbers, num_warps, *[tensor.dtype for tensor in tensors])
+    start = _STARTED.get(key) if is_usual else None
     if start is not None:
-        start(*addresses, *numbers, stream=torch._C._cuda_getCurrentRawStream(device))
+        start(torch._C._cuda_getCurrentRawStream(device), *addresses, *numbers)
         return
     with torch.cuda.device(device):
         compiled = kernel[grid](*tensors, *numbers, num_warps=num_warps)
-    if is_aligned and hasattr(compiled, "__getitem__"):
-        _STARTED[key] = compiled[grid]
+    if is_usual and hasattr(compiled, "packed_metadata"):
+        _STARTED[key] = _starter(compiled, *grid)
+
+
+def _starter(compiled, x, y, z):
+    """What Triton's own launcher does after it has found the kernel, without hooks for profilers."""
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    return lambda stream, *arguments: run(x, y, z, stream, function, metadata, None, None, None, *arguments)
 
 
 @functools.cache
