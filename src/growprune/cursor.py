@@ -124,7 +124,8 @@ class Cursor:
         """Keep what is pruned exactly zero under this optimizer, and advance the plan with each of its steps.
 
         Begins the plan, if that was not done. Where a phase restarts, and at the beginning and the end of a branch, the
-        optimizer's state is emptied; its learning rate is yours. Returns the optimizer, so that it can be made and attached in one line.
+        optimizer's state is emptied; its learning rate is yours. Returns the optimizer, so that it can be made and
+        attached in one line.
         """
         self.sparse.attach(optimizer)  # before any edit, which may give the model other parameters
         if optimizer not in self._attached:

@@ -92,10 +92,10 @@ class Gradients:
                 self._averages[name] = average.mul(DECAY).add_(total, alpha=1 - DECAY)
 
     def are_seen(self, by: By) -> bool:
-        """Whether there is what an edit looks at."""
+        """Whether there is what an edit looks at, of an iteration that an attached optimizer has ended."""
         if by is By.GRASP:
             return self._is_hessian
-        return bool(self._averages if by is By.MOMENTUM else self._sums)
+        return bool(self._averages) if by is By.MOMENTUM else bool(self._sums) and self._is_over
 
     def scores(self, by: By, name: str) -> Tensor:
         """What an edit ranks the weights of a parameter by; its sign counts for GraSP alone."""

@@ -26,8 +26,9 @@ class SparseParameter(Protocol):
     A copy of the model records nothing. It works once an optimizer is attached, and not under torch.compile.
     """
 
-    adds_up_gradients: bool
-    """Whether `record` is given what lives as a sum over the backward passes of an iteration."""
+    @property
+    def adds_up_gradients(self) -> bool:
+        """Whether `record` is given what lives as a sum over the backward passes of an iteration."""
 
     @staticmethod
     def check(model: nn.Module, name: str) -> None:
