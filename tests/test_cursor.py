@@ -17,7 +17,7 @@ from growprune.methods import cyclic_gap, gmp, parallel_gap, rigl, static_random
 from growprune.partition import Partition
 from growprune.plan import Branch, By, Fork, Phase, Plan, Stage, grow, prune
 from growprune.sparse import SparseModel
-from plan_cases import all_of, check_same_bits, frozen, sgd, small_net, thawed, train_step
+from plan_cases import all_of, check_same_bits, frozen, loss_of, sgd, small_net, thawed, train_step
 
 EPOCH = 3
 """Iterations in an epoch."""
@@ -272,6 +272,23 @@ def test_an_optimizer_that_is_attached_twice_advances_once_a_step() -> None:
     assert cursor.attach(cursor.attach(optimizer)) is optimizer
     train_step(sparse.model, optimizer, 0)
     assert cursor.iteration == 1
+
+
+@every_storage
+def test_of_several_optimizers_the_one_attached_last_advances(storage: str) -> None:
+    sparse, S = make(storage=storage)
+    cursor = Cursor(sparse, rigl(S, sparsity=0.75, iterations=8, every=2, drop=0.5))
+    weights = [p for p in sparse.model.parameters() if p.dim() > 1]
+    biases = [p for p in sparse.model.parameters() if p.dim() == 1]
+    first, last = cursor.attach(sgd(weights)), cursor.attach(sgd(biases))
+    for iteration in range(8):
+        assert cursor.iteration == iteration
+        sparse.model.zero_grad()
+        loss_of(sparse.model, iteration).backward()
+        first.step()
+        last.step()
+        assert sparse.num_alive == 376
+    assert cursor.is_over
 
 
 @every_storage

@@ -154,6 +154,22 @@ def test_grasp_passes_a_frozen_layer_over() -> None:
     assert int(sparse.gradients.scores(By.GRASP, "5.weight").count_nonzero()) > 0
 
 
+def test_a_hessian_is_no_gradient_and_is_forgotten_where_gradients_come_in() -> None:
+    model = Few(*W)
+    sparse = SparseModel(model, sparsity=0.5)
+    cursor = Cursor(sparse, [Phase(iterations=1), Phase(prune(ALL, to=0.5, by=By.GRADIENT), iterations=1)])
+    optimizer = cursor.attach(still(model))
+    sparse.score(By.GRASP, [model.quadratic(A)])
+    assert not sparse.gradients.are_seen(By.GRADIENT)
+    cursor.advance(0)  # watch again
+    pass_one(model, optimizer, model.linear(1, 2, 3, 4))
+    assert alive(sparse) == [0, 0, 1, 1]  # H g is 12, 6, 1, 4.5
+    sparse.score(By.GRASP, [model.quadratic(A)])
+    sparse.gradients.watch(By.GRADIENT)
+    pass_one(model, optimizer, model.linear(1, 2, 3, 4))
+    assert not sparse.gradients.are_seen(By.GRASP)
+
+
 def test_a_score_goes_with_the_state() -> None:
     for by in (By.SNIP, By.GRASP, By.GRADIENT, By.MOMENTUM):
         model = Few(*W)

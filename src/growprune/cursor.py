@@ -79,6 +79,8 @@ class Cursor:
         self._is_counting = False
         """Whether somebody advances; if not, phases are handed out and nobody says when they are over."""
         self._attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._clock: weakref.ref[torch.optim.Optimizer] | None = None
+        """The optimizer whose steps advance: the one attached last."""
         self._is_fresh = False
         """Whether a phase that began with the last advance has a fresh optimizer."""
         self.iteration = 0
@@ -125,13 +127,14 @@ class Cursor:
 
         Begins the plan, if that was not done. Where a phase restarts, and at the beginning and the end of a branch, the
         optimizer's state is emptied; its learning rate is yours. Returns the optimizer, so that it can be made and
-        attached in one line.
+        attached in one line. Of several, the one attached last advances: let it be the last to step.
         """
         self.sparse.attach(optimizer)  # before any edit, which may give the model other parameters
         if optimizer not in self._attached:
             self._attached.add(optimizer)
             own = weakref.ref(self)
-            optimizer.register_step_post_hook(lambda *_: _stepped(own))
+            optimizer.register_step_post_hook(lambda stepped, *_: _stepped(own, stepped))
+        self._clock = weakref.ref(optimizer)
         if self.position < 0:
             self._advance_all(0)
         return optimizer
@@ -300,9 +303,9 @@ class Cursor:
         )
 
 
-def _stepped(reference: weakref.ref[Cursor]) -> None:
+def _stepped(reference: weakref.ref[Cursor], optimizer: torch.optim.Optimizer) -> None:
     cursor = reference()
-    if cursor is not None and not cursor.is_over:
+    if cursor is not None and not cursor.is_over and cursor._clock is not None and cursor._clock() is optimizer:
         cursor._advance_all(cursor.iteration + 1)
 
 

@@ -64,8 +64,8 @@ class Gradients:
 
     def _add(self, name: str, gradient: Tensor) -> None:
         """Take a gradient in: the first of an iteration, or one more of it."""
-        if self._is_over:
-            self._sums, self._is_over = {}, False
+        if self._is_over or self._is_hessian:
+            self._sums, self._is_over, self._is_hessian = {}, False, False
         parameter, before = self._parameters[name], self._sums.get(name)
         gradient = gradient.detach().float() if gradient.dtype != torch.float64 else gradient.detach()
         if before is None:
