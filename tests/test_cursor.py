@@ -466,6 +466,34 @@ def test_a_cursor_that_nobody_has_any_more_edits_no_more() -> None:
     assert sparse.num_alive == alive
 
 
+@every_storage
+def test_states_may_be_loaded_after_the_optimizer_was_attached_the_masks_before_the_weights(storage: str) -> None:
+    def fresh(seed: int) -> tuple[SparseModel, Cursor, torch.optim.Optimizer]:
+        sparse, S = make(storage=storage, seed=seed)
+        cursor = Cursor(sparse, rigl(S, sparsity=0.75, iterations=8, every=2, drop=0.5))
+        return sparse, cursor, cursor.attach(sgd(sparse.model.parameters()))
+
+    sparse, cursor, optimizer = fresh(0)
+    for iteration in range(8):
+        if iteration == 5:
+            states = frozen(*(x.state_dict() for x in (sparse, cursor, sparse.model, optimizer)))
+        train_step(sparse.model, optimizer, iteration)
+    resumed, cursor, again = fresh(0)
+    for target, state in zip((resumed, cursor, resumed.model, again), thawed(states), strict=True):
+        target.load_state_dict(state)
+    for iteration in range(5, 8):
+        train_step(resumed.model, again, iteration)
+    check_same_bits(all_of(resumed, again), all_of(sparse, optimizer))
+
+
+def test_weights_that_compact_storage_would_lose_are_not_loaded_in_silence() -> None:
+    dense, _ = make(storage="compact")
+    sparse, S = make(storage="compact")
+    Cursor(sparse, static_random(S, sparsity=0.75, iterations=2)).attach(sgd(sparse.model.parameters()))
+    with pytest.raises(GrowpruneError, match=r"0\.weight has \d+ weights where none live .* load the SparseModel's state"):
+        sparse.model.load_state_dict(dense.model.state_dict())
+
+
 def test_the_state_is_safe_to_load_and_of_plain_values() -> None:
     sparse, S = make()
     cursor = Cursor(sparse, parallel_gap(S, sparsity=0.75, steps=1, epochs=1, finetune=1), iterations_per_epoch=2)
