@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +31,8 @@ def plan_of(name: str, S: Parts, **changes: Any) -> Plan:
     example = re.search(r"Example: (\w+\(S, .*\))", METHODS[name].__doc__ or "")
     assert example, f"the docstring of {name} has no line 'Example: {name}(S, ...)'"
     plan: Plan = eval(example[1], {"S": S, **METHODS})
-    return METHODS[name](S, **{**plan.options, **{k: v for k, v in changes.items() if k in plan.options}})
+    known = inspect.signature(METHODS[name].__wrapped__).parameters  # type: ignore[attr-defined]
+    return METHODS[name](S, **{**plan.options, **{k: v for k, v in changes.items() if k in known}})
 
 
 def phases_of(sparse: SparseModel, plan: Plan | Sequence[Stage], **settings: Any) -> Iterator[ScheduledPhase]:

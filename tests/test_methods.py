@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import subprocess
 import sys
@@ -12,11 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from growprune.cursor import Cursor
+from growprune.errors import GrowpruneError
 from growprune.methods import METHODS, cyclic_gap, dense, one_shot, parallel_gap, random_gap
 from growprune.partition import Partition
-from growprune.plan import Action, Branch, By, Fork, Part, Phase, Plan, grow, prune
+from growprune.plan import Action, Branch, By, Fork, Part, Phase, Plan, grow, prune, walk
 from growprune.sparse import SparseModel
-from plan_cases import phases_of, plan_of
+from plan_cases import all_of, check_same_bits, frozen, phases_of, plan_of, thawed
 
 every_method = pytest.mark.parametrize("name", list(METHODS))
 at_random = By.RANDOM
@@ -198,21 +201,166 @@ def test_a_method_says_what_it_is(name: str) -> None:
 
 
 @every_method
+def test_an_option_has_a_default_or_an_example_in_the_docstring(name: str) -> None:
+    plan = plan_of(name, parts(4))
+    options = inspect.signature(METHODS[name].__wrapped__).parameters  # type: ignore[attr-defined]
+    needed = {key for key, option in options.items() if option.default is option.empty} - {"S"}
+    assert needed <= set(plan.options)
+
+
+@every_method
+def test_a_plan_can_be_hashed_and_printed(name: str) -> None:
+    plan = plan_of(name, parts(4))
+    assert hash(tuple(plan)) == hash(tuple(plan_of(name, parts(4))))
+    assert all(str(scheduled).startswith(f"phase {i} (stage ") for i, scheduled in enumerate(walk(plan)))
+
+
+# Under real training, in a plain loop
+
+EPOCH = 2
+"""Iterations in an epoch."""
+
+
+class Contract:
+    """Four layers, a plan, and an optimizer that goes through it by itself."""
+
+    def __init__(self, name: str, seed: int = 0, **settings: Any) -> None:
+        torch.manual_seed(seed)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())]
+        self.model = nn.Sequential(*layers)
+        self.sparse = SparseModel(self.model, **({"sparsity": 0.75} | settings))
+        self.plan = plan_of(name, Partition.per_layer(self.model), sparsity=0.75)
+        self.iterations = sum(scheduled.phase.num_iterations(EPOCH) for scheduled in walk(self.plan))
+
+    def cursor(self) -> Cursor:
+        try:
+            return Cursor(self.sparse, self.plan, iterations_per_epoch=EPOCH)
+        except GrowpruneError as error:
+            if self.sparse.storage == "compact" and "use storage='masked'" in str(error):
+                pytest.skip("needs dense tensors")
+            raise
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+    def first_iterations(self) -> list[int]:
+        """At which iteration each phase begins."""
+        lengths = [scheduled.phase.num_iterations(EPOCH) for scheduled in walk(self.plan)]
+        return [sum(lengths[:i]) for i in range(len(lengths))]
+
+    def step(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(iteration))
+        optimizer.zero_grad()
+        (self.model(x) - x.flip(1)).square().sum().backward()
+        optimizer.step()
+
+
+@every_method
 @pytest.mark.parametrize("allocation", ["uniform", "erk", "global"])
-def test_every_method_ends_at_the_target_sparsity(name: str, allocation: str) -> None:
-    model, generator = eight_layers(), torch.Generator().manual_seed(0)
-    sparse = SparseModel(model, sparsity=0.75, allocation=allocation)
-    for phase in sparse.follow(plan_of(name, Partition.contiguous(model, 4), sparsity=0.75)):
-        for _ in range(phase.epochs):
-            disturb(model, sparse, generator)
-    alive = {weight.name: sparse.alive_in(weight) for weight in sparse.weights}
-    if name == "dense":
-        assert set(alive.values()) == {64}
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_every_method_ends_at_the_target_sparsity(name: str, allocation: str, storage: str) -> None:
+    case = Contract(name, allocation=allocation, storage=storage)
+    cursor = case.cursor()
+    optimizer = cursor.attach(case.optimizer())
+    for iteration in range(case.iterations):
+        assert not cursor.is_over
+        case.step(optimizer, iteration)
+        state = case.model.state_dict()
+        assert all(int(state[name][~mask].count_nonzero()) == 0 for name, mask in case.sparse.masks.items())
+    assert cursor.is_over
+    alive = [case.sparse.alive_in(weight) for weight in case.sparse.weights]
+    if "sparsity" not in case.plan.options:  # it is to stay dense
+        assert alive == [64] * 4
     elif allocation == "global":
-        assert sum(alive.values()) == 128
+        assert sum(alive) == 64
     else:  # the layers are alike, so Erdos-Renyi gives each the same
-        assert set(alive.values()) == {16}
-    assert sum(int(layer.weight.count_nonzero()) for layer in model) == sum(alive.values())
+        assert alive == [16] * 4
+
+
+@every_method
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_run_that_was_killed_goes_on_bit_for_bit_from_any_iteration(name: str, storage: str) -> None:
+    whole = Contract(name, storage=storage)
+    cursor = whole.cursor()
+    optimizer = cursor.attach(whole.optimizer())
+    saved = []
+    for iteration in range(whole.iterations):
+        saved.append(frozen(*(x.state_dict() for x in (whole.model, whole.sparse, cursor, optimizer))))
+        whole.step(optimizer, iteration)
+    end = all_of(whole.sparse, optimizer)
+
+    for start, states in enumerate(saved):
+        case = Contract(name, seed=99, storage=storage)
+        cursor = case.cursor()
+        of_model, of_sparse, of_cursor, of_optimizer = thawed(states)
+        case.model.load_state_dict(of_model)
+        case.sparse.load_state_dict(of_sparse)
+        cursor.load_state_dict(of_cursor)
+        optimizer = cursor.attach(case.optimizer())
+        optimizer.load_state_dict(of_optimizer)
+        for iteration in range(start, case.iterations):
+            case.step(optimizer, iteration)
+        assert cursor.is_over
+        check_same_bits(all_of(case.sparse, optimizer), end, f"from {start}: ")
+
+
+def follow(case: Contract, start: tuple[int, bytes] | None = None) -> tuple[list[tuple[int, bytes]], dict[str, Any]]:
+    """One's own loop over phases, from the start or from a state; the states before each iteration, and the end."""
+    optimizer, iteration, saved = case.sparse.attach(case.optimizer()), 0, []
+    resumed = None
+    if start is not None:
+        iteration, (of_model, of_sparse, resumed) = start[0], thawed(start[1])
+        case.model.load_state_dict(of_model)
+        case.sparse.load_state_dict(of_sparse)
+    done = iteration
+    for phase in case.sparse.follow(case.plan):
+        assert case.sparse.cursor is not None
+        assert case.sparse.cursor.current is not None
+        if phase.restart or case.sparse.cursor.current.branch is not None:
+            optimizer = case.sparse.attach(case.optimizer())
+        if resumed is not None:
+            optimizer.load_state_dict(resumed)
+        first = case.first_iterations()[case.sparse.cursor.position]
+        for iteration in range(max(first, done), first + phase.num_iterations(EPOCH)):
+            saved.append((iteration, frozen(*(x.state_dict() for x in (case.model, case.sparse, optimizer)))))
+            case.step(optimizer, iteration)
+        resumed = None
+    return saved, all_of(case.sparse, optimizer)
+
+
+@every_method
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_one_s_own_loop_that_follows_a_plan_goes_on_bit_for_bit_from_any_iteration(name: str, storage: str) -> None:
+    whole = Contract(name, storage=storage)
+    whole.cursor()
+    saved, end = follow(whole)
+    assert [iteration for iteration, _ in saved] == list(range(whole.iterations))
+    for start in saved:
+        case = Contract(name, seed=99, storage=storage)
+        check_same_bits(follow(case, start)[1], end, f"from {start[0]}: ")
+
+
+# Plans of thousands of phases
+
+
+@every_method
+def test_a_plan_of_thousands_of_phases_is_listed_and_resumed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Contract(name)
+    S = Partition.per_layer(case.model)
+    plan = plan_of(name, S, iterations=8_000, every=1, steps=5_000)
+    schedule = list(walk(plan))
+    stop = 4_000 if len(schedule) > 4_000 else len(schedule) - 1
+    assert hash(tuple(plan)) == hash(tuple(plan))
+    for what in ("apply", "restore"):  # the place in the plan is all that counts here
+        monkeypatch.setattr(case.sparse, what, lambda *_: None)
+    monkeypatch.setattr(case.sparse, "snapshot", lambda *_: {})
+    cursor = Cursor(case.sparse, plan, iterations_per_epoch=EPOCH)
+    for _ in cursor:
+        if cursor.position == stop:
+            break
+    again = Cursor(case.sparse, plan, iterations_per_epoch=EPOCH)
+    again.load_state_dict(cursor.state_dict())
+    assert again.current == schedule[stop]
 
 
 @pytest.mark.parametrize("name", ["cyclic_gap", "parallel_gap"])

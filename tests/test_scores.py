@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from growprune.layers import Weight
 from growprune.patterns import parse_pattern
 from growprune.plan import By, Edit, Part, grow, prune
-from growprune.scores import check_finite, edit_keys, random_keys, salt_of
+from growprune.scores import check_finite, edit_keys, key_bits_of, random_keys, salt_of, signed_keys
 from growprune.selection import magnitude_keys
 
 CPU = torch.device("cpu")
@@ -93,12 +94,56 @@ def test_pruning_at_random_looks_at_no_value() -> None:
 
 def test_growing_keeps_the_living_before_all_others() -> None:
     values, mask = torch.tensor([[3.0, 0.0, 1.0, 0.0]]), torch.tensor([[True, False, True, False]])
-    assert keys_of(grow(PART, to=0.5), values, mask) == [((1 << 31) - 1), splitmix(1, 7), (1 << 31) - 1, splitmix(3, 7)]
+    always = (1 << 31) - 1
+    assert keys_of(grow(PART, to=0.5), values, mask) == [always, splitmix(1, 7), always, splitmix(3, 7)]
 
 
-def test_always_is_above_every_finite_magnitude_and_every_random_key() -> None:
-    assert int(magnitude_keys(torch.tensor(torch.finfo(torch.float32).max))) < ((1 << 31) - 1)
-    assert 1 << 30 < ((1 << 31) - 1) < 1 << 31
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("by", [By.RANDOM, By.GRADIENT, By.MOMENTUM, By.SNIP, By.GRASP])
+def test_what_lives_ranks_above_all_that_could_grow(by: By, dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    values = torch.tensor([[0.0, largest, -largest, 0.0]], dtype=dtype)
+    living, *others = keys_of(grow(PART, to=0.5, by=by), values, torch.tensor([[True, False, False, False]]))
+    assert living > max(others)
+    assert min(others) >= 1
+    assert living < 1 << key_bits_of(grow(PART, to=0.5, by=by), dtype)
+
+
+def test_growing_by_gradient_ranks_the_dead_by_its_magnitude() -> None:
+    gradient, mask = torch.tensor([[3.0, -5.0, 1.0, 0.0]]), torch.tensor([[True, False, False, False]])
+    edit = grow(PART, to=0.5, by=By.GRADIENT)
+    assert keys_of(edit, gradient, mask) == [(1 << 31) - 1, *magnitude_keys(gradient[0, 1:]).tolist()]
+    wide = keys_of(edit, gradient.double(), mask)
+    assert wide == [(1 << 63) - 1, *magnitude_keys(gradient[0, 1:].double()).tolist()]
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=8))
+def test_signed_keys_sort_like_the_scores(scores: list[float]) -> None:
+    keys = signed_keys(torch.tensor(scores, dtype=torch.float64)).tolist()
+    assert all(1 <= key < 1 << 63 for key in keys)
+    for (a, key_a), (b, key_b) in itertools.combinations(zip(scores, keys, strict=True), 2):
+        assert key_a == key_b or (key_a < key_b) is (a < b)
+        assert (
+            a == b or key_a != key_b or math.nextafter(a, b) == b or math.isclose(a, b, rel_tol=1e-15, abs_tol=1e-322)
+        )
+
+
+def test_a_negative_score_ranks_below_zero_and_zero_below_a_positive_one() -> None:
+    values, mask = torch.tensor([[0.5, -2.0, 0.0, -1.0]]), torch.ones(1, 4, dtype=torch.bool)
+    keys = keys_of(prune(PART, to=0.5, by=By.GRASP), values, mask)
+    assert [keys.index(key) for key in sorted(keys)] == [1, 3, 2, 0]
+
+
+def test_blocks_of_signed_scores_are_ranked_by_their_sums() -> None:
+    values, mask = torch.tensor([[5.0, -9.0, 1.0, 2.0, -1.0, 0.5]]), torch.ones(1, 6, dtype=torch.bool)
+    keys = keys_of(prune(PART, to=0.5, by=By.GRASP), values, mask, "1x2")
+    assert keys == signed_keys(torch.tensor([-4.0, 3.0, -0.5])).tolist()
+
+
+def test_of_four_signed_scores_the_two_largest_may_live() -> None:
+    values, mask = torch.tensor([[-3.0, 1.0, -1.0, -2.0]]), torch.ones(1, 4, dtype=torch.bool)
+    keys = keys_of(prune(PART, to=0.5, by=By.GRASP), values, mask, "2:4")
+    assert [key > 0 for key in keys] == [False, True, True, False]
 
 
 def test_blocks_are_ranked_by_their_sums_and_die_together() -> None:

@@ -303,12 +303,20 @@ def test_a_state_taken_in_a_fork_is_not_changed_by_going_on() -> None:
     sparse = make()
     plan = parallel_gap(Partition.contiguous(sparse.model, 3), sparsity=0.75, steps=1, epochs=1, finetune=1)
     states = []
-    for scheduled in phases_of(sparse, plan):
-        if scheduled.branch is not None:
-            states.append((sparse.state_dict(), len(sparse.state_dict()["cursor"]["returned"])))
-            with torch.no_grad():
-                sparse.model.fc1.bias.add_(1)
-    assert [len(state["cursor"]["returned"]) for state, _ in states] == [count for _, count in states]
+    for _ in sparse.follow(plan):
+        state = sparse.state_dict()
+        states.append((state, save(state)))
+        with torch.no_grad():
+            sparse.model.fc1.bias.add_(1)
+    assert [len(state["cursor"]["returned"]) for state, _ in states] == [
+        0,
+        0,
+        7,
+        14,
+        0,
+        0,
+    ]  # a linear layer and its norm
+    assert all(save(state) == as_it_was for state, as_it_was in states)
 
 
 def test_growing_at_random_goes_on_as_if_nothing_had_happened() -> None:

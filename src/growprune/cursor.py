@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from growprune.errors import GrowpruneError
-from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, walk
+from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, check_counts, walk
 from growprune.rules import running
 from growprune.snapshot import Snapshot
 from growprune.sparse import SparseModel
@@ -69,6 +69,9 @@ class Cursor:
         on_enter: OnPhase = lambda scheduled: None,
         on_leave: OnPhase = lambda scheduled: None,
     ) -> None:
+        for name, count in (("iterations_per_epoch", iterations_per_epoch), ("accumulate", accumulate)):
+            if count is not None:
+                check_counts(1, **{name: count})
         self.sparse = sparse
         self.schedule = tuple(walk(plan))
         _check(sparse, self.schedule)
@@ -78,6 +81,10 @@ class Cursor:
         self._is_counting = False
         """Whether somebody advances; if not, phases are handed out and nobody says when they are over."""
         self._attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._clock: weakref.ref[torch.optim.Optimizer] | None = None
+        """The optimizer whose steps advance: the one attached last."""
+        self._is_fresh = False
+        """Whether a phase that began with the last advance has a fresh optimizer."""
         self.iteration = 0
         """How many iterations of the plan are done."""
         self.start = 0
@@ -109,9 +116,9 @@ class Cursor:
                 f"advance({iteration}) goes backwards: {self.iteration} iterations of the plan are done; "
                 f"to go back, load the state of the model and of the cursor from then"
             )
-        self._is_counting = True
-        self.iteration = iteration
-        began = self._enter_next() if self.position < 0 else None
+        self._begin_counting()
+        self.iteration, self._is_fresh = iteration, False
+        began = self._enter_next(start=0) if self.position < 0 else None
         while self.current is not None and self.iteration - self.start >= self.length:
             began = self._enter_next(start=self.start + self.length)
         self._watch()
@@ -120,24 +127,32 @@ class Cursor:
     def attach(self, optimizer: Optimizer) -> Optimizer:
         """Keep what is pruned exactly zero under this optimizer, and advance the plan with each of its steps.
 
-        Begins the plan, if that was not done. A phase that restarts empties the optimizer's state; its learning rate is
-        yours. Returns the optimizer, so that it can be made and attached in one line.
+        Begins the plan, if that was not done. Where a phase restarts, and at the beginning and the end of a branch, the
+        optimizer's state is emptied; its learning rate is yours. Returns the optimizer, so that it can be made and
+        attached in one line. Of several, the one attached last advances: let it be the last to step.
         """
         self.sparse.attach(optimizer)  # before any edit, which may give the model other parameters
         if optimizer not in self._attached:
             self._attached.add(optimizer)
             own = weakref.ref(self)
-            optimizer.register_step_post_hook(lambda *_: _stepped(own))
+            optimizer.register_step_post_hook(lambda stepped, *_: _stepped(own, stepped))
+        self._clock = weakref.ref(optimizer)
         if self.position < 0:
-            self.advance(0)
+            self._advance_all(0)
         return optimizer
 
-    def _step(self) -> None:
-        if self.is_over:
-            return
-        began = self.advance(self.iteration + 1)
-        if began is not None and began.restart:
+    def _advance_all(self, iteration: int) -> None:
+        """Advance, and see to the attached optimizers."""
+        self.advance(iteration)
+        if self._is_fresh:
             self.sparse.reset_optimizers()
+
+    def _begin_counting(self) -> None:
+        """From now on somebody says when phases are over: raise, before anything is done, if one cannot be told."""
+        if not self._is_counting:
+            for scheduled in self.schedule:
+                self.length_of(scheduled.phase)
+            self._is_counting = True
 
     # Where it stands
 
@@ -145,6 +160,10 @@ class Cursor:
     def current(self) -> ScheduledPhase | None:
         """The phase that is being trained; None before the first and after the last."""
         return None if self.position < 0 or self.is_over else self.schedule[self.position]
+
+    @property
+    def _is_in_branch(self) -> bool:
+        return self.position >= 0 and self.schedule[self.position].branch is not None
 
     @property
     def length(self) -> int:
@@ -197,6 +216,7 @@ class Cursor:
                 self.sparse.apply(*scheduled.phase.edits)
         except GrowpruneError as error:
             raise GrowpruneError(f"{scheduled}, at iteration {self.start}: {error}") from error
+        self._is_fresh |= scheduled.phase.restart or scheduled.branch is not None or self._is_in_branch
         self._place_at(scheduled)
         self.sparse.rule = running(scheduled.phase.rule, self.sparse)
         self._on_enter(scheduled)
@@ -270,11 +290,10 @@ class Cursor:
         self.position, self._trail, self.is_over = state["position"], state["trail"], state["is_over"]
         self.iteration, self.start, self._is_counting = state["iteration"], state["start"], state["is_counting"]
         self._base, self._returned = state["base"], dict(state["returned"])
-        if self.current is not None:
-            self.sparse.rule = running(self.current.phase.rule, self.sparse)
-            if self.sparse.rule is not None:
-                self.sparse.rule.load_state_dict(state["rule"])
-            self._watch()
+        self.sparse.rule = None if self.current is None else running(self.current.phase.rule, self.sparse)
+        if self.sparse.rule is not None:
+            self.sparse.rule.load_state_dict(state["rule"])
+        self._watch()
 
     def is_place(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is of this plan, as far as it went."""
@@ -287,10 +306,10 @@ class Cursor:
         )
 
 
-def _stepped(reference: weakref.ref[Cursor]) -> None:
+def _stepped(reference: weakref.ref[Cursor], optimizer: torch.optim.Optimizer) -> None:
     cursor = reference()
-    if cursor is not None:
-        cursor._step()
+    if cursor is not None and not cursor.is_over and cursor._clock is not None and cursor._clock() is optimizer:
+        cursor._advance_all(cursor.iteration + 1)
 
 
 def _check(sparse: SparseModel, schedule: Sequence[ScheduledPhase]) -> None:

@@ -148,11 +148,12 @@ class Editor:
         ranked = {w.parameter: self._parameters[w.parameter].weight() for pool in pools for w in pool.weights}
         ranked |= values  # a ranking of the whole model has other weights too
         masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in ranked.items()}
-        alive = {name: mask.clone() for name, mask in masks.items()}
+
+        def own(weight: Weight) -> Tensor:
+            return weight.of(ranked[weight.parameter])  # type: ignore[no-any-return]
+
         for pool in pools:
-            for weight, chosen in self._chosen(
-                pool, edit, lambda w: w.of(ranked[w.parameter]), lambda w: w.of(alive[w.parameter])
-            ):
+            for weight, chosen in self._chosen(pool, edit, own, lambda w: torch.ones_like(own(w), dtype=torch.bool)):
                 write_groups(self._pattern, weight.of(masks[weight.parameter]), weight, chosen)
         return {name: torch.where(masks[name], tensor, 0) for name, tensor in values.items()}
 

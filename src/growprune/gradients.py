@@ -68,8 +68,8 @@ class Gradients:
 
     def _add(self, name: str, gradient: Tensor) -> None:
         """Take a gradient in: the first of an iteration, or one more of it."""
-        if self._is_over:
-            self._sums, self._is_over = {}, False
+        if self._is_over or self._is_hessian:
+            self._sums, self._is_over, self._is_hessian = {}, False, False
         parameter, before = self._parameters[name], self._sums.get(name)
         gradient = gradient.detach().float() if gradient.dtype != torch.float64 else gradient.detach()
         if before is None:
@@ -96,10 +96,10 @@ class Gradients:
                 self._averages[name] = average.mul(DECAY).add_(total, alpha=1 - DECAY)
 
     def are_seen(self, by: By) -> bool:
-        """Whether there is what an edit looks at."""
+        """Whether there is what an edit looks at, of an iteration that an attached optimizer has ended."""
         if by is By.GRASP:
             return self._is_hessian
-        return bool(self._averages if by is By.MOMENTUM else self._sums)
+        return bool(self._averages) if by is By.MOMENTUM else bool(self._sums) and self._is_over
 
     def scores(self, by: By, name: str) -> Tensor:
         """What an edit ranks the weights of a parameter by; its sign counts for GraSP alone."""

@@ -368,7 +368,7 @@ class SparseModel:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state back. Load the model's own state before."""
+        """Take the state back. Load the model's own state before, or, if the model is sparse already, after."""
         if missing := {"masks", "num_edits", "gradients", "cursor"} - state.keys():
             raise GrowpruneError(
                 f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"

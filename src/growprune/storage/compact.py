@@ -308,12 +308,17 @@ def _give_dense(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 
 
 def _take_dense(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Dense tensors are taken in, what lives of them."""
+    """Dense tensors are taken in, if no more than what lives of them is not zero."""
     del rest
     for name, layout in layouts_of(module).items():
         tensor = state.get(prefix + name)
         if layout is not None and tensor is not None and tensor.shape == layout.shape:
-            state[prefix + name] = layout.to(tensor.device).compress(tensor)
+            state[prefix + name] = live = layout.to(tensor.device).compress(tensor)
+            if lost := int(torch.count_nonzero(tensor)) - int(torch.count_nonzero(live)):
+                raise GrowpruneError(
+                    f"{prefix}{name} has {lost} weights where none live with compact storage, which would be lost: "
+                    f"load the SparseModel's state before the model's"
+                )
 
 
 def _group_of(pattern: Pattern, module: nn.Module, shape: torch.Size) -> int:
