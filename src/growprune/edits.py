@@ -20,6 +20,7 @@ from growprune.plan import Action, By, Edit, Part
 from growprune.scores import check_finite, edit_keys, key_bits_of, salt_of
 from growprune.selection import choose
 from growprune.storage import SparseParameter
+from growprune.storage.ranking import can_keep_largest, keep_largest
 from growprune.warn import warn
 
 Values = Callable[[Weight], Tensor]
@@ -107,11 +108,37 @@ class Editor:
         """Do what an edit does to some of its pools; if one of them cannot be, nothing changes."""
         alive = self.num_alive([weight for pool in pools for weight in pool.weights])
         pools = _within_one(pools, alive) if edit.action is Action.PRUNE else pools
-        values = _OneByOne(self._values(edit))
         for pool in pools:
-            self._check(pool, edit, _total(pool, alive), values)
-        self._choose(pools, edit, alive, values, self._set_mask)
+            self._check(pool, edit, _total(pool, alive))
+        pools = [pool for pool in pools if pool.kept != _total(pool, alive)]
+        if self._can_choose_at_once(pools, edit):
+            self._choose_at_once(pools)
+        else:
+            values = _OneByOne(self._values(edit))
+            for weight in [w for pool in pools for w in pool.weights] if edit.by is not By.RANDOM else ():
+                check_finite(values(weight), weight)
+            self._choose(pools, edit, alive, values, self._set_mask)
         self._warn_of_dead_layers([pool for pool in pools if pool.kept < _total(pool, alive)])
+
+    def _can_choose_at_once(self, pools: Sequence[Pool], edit: Edit) -> bool:
+        """Whether all pools can be ranked in one go: magnitudes of single weights, held dense on a GPU."""
+        is_plain = edit.action is Action.PRUNE and edit.by is By.MAGNITUDE and self._pattern.is_single
+        stored = [self._parameters[weight.parameter] for pool in pools for weight in pool.weights]
+        is_dense = bool(stored) and all(parameter.parameter.shape == parameter.shape for parameter in stored)
+        return is_plain and is_dense and can_keep_largest([parameter.parameter for parameter in stored])
+
+    def _choose_at_once(self, pools: Sequence[Pool]) -> None:
+        weights = [(weight, number) for number, pool in enumerate(pools) for weight in pool.weights]
+        masks = {weight.parameter: self._parameters[weight.parameter].mask() for weight, _ in weights}
+        values = [weight.of(self._parameters[weight.parameter].weight()) for weight, _ in weights]
+        own = [weight.of(masks[weight.parameter]) for weight, _ in weights]
+        chosen = keep_largest(values, own, [number for _, number in weights], [pool.kept for pool in pools])
+        for (weight, _), value in zip(weights, values, strict=True) if chosen is None else ():
+            check_finite(value, weight)
+        for mask, new in zip(own, chosen or (), strict=True):
+            mask.copy_(new)
+        for name, mask in masks.items():
+            self._set_mask(name, mask)
 
     def _choose(
         self, pools: Sequence[Pool], edit: Edit, alive: Mapping[str, int], values: Values, set_mask: SetMask
@@ -197,8 +224,8 @@ class Editor:
             return lambda name: self._parameters[name].weight()
         return lambda name: self._gradients.scores(edit.by, name)
 
-    def _check(self, pool: Pool, edit: Edit, alive: int, values: Values) -> None:
-        """Raise if an edit cannot reach its count, or would rank what is not a number."""
+    def _check(self, pool: Pool, edit: Edit, alive: int) -> None:
+        """Raise if an edit cannot reach its count."""
         if _is_wrong_way(edit, pool, alive):
             raise GrowpruneError(
                 f"cannot {edit.action.value} to sparsity {edit.to}: that is {pool.kept} alive, but {alive} are alive "
@@ -209,8 +236,6 @@ class Editor:
             raise GrowpruneError(
                 f"cannot {edit}: that is {pool.kept} alive in {_names(pool.weights)}, which have room for {most}"
             )
-        for weight in pool.weights if edit.by is not By.RANDOM else ():
-            check_finite(values(weight), weight)
 
     def num_alive(self, weights: Sequence[Weight]) -> dict[str, int]:
         """How many groups of each weight live, by its name; the device is waited for once."""

@@ -8,7 +8,6 @@ them since. For all others weights and state are masked after each step too.
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.errors import GrowpruneError
 from growprune.storage import SparseParameter, parse_storage
+from growprune.warn import warn
 
 REPLACED: Any = WeakTensorKeyDictionary()
 """Parameters in whose place there is another since an edit, with how they were held: to train them changes nothing."""
@@ -161,7 +161,7 @@ class Optimizers:
 
     @contextmanager
     def following(self, sparse_parameter: SparseParameter) -> Iterator[None]:
-        """While a mask changes: if that makes a new parameter, optimizers go on with it and with its state."""
+        """While a mask changes: optimizers go on with the live weights, or with the new parameter that has them."""
         old = sparse_parameter.parameter
         dense = {
             o: _reshaped(o.state[old], old.shape, sparse_parameter.to_dense) for o in self.attached if old in o.state
@@ -169,6 +169,8 @@ class Optimizers:
         yield
         new = sparse_parameter.parameter
         if new is old:
+            if self._storage == "masked":
+                self._enforce(tuple(self.attached), [(self._name_of(sparse_parameter), sparse_parameter)])
             return
         REPLACED[old] = self._storage
         self._replaced.append(weakref.ref(old))
@@ -186,12 +188,13 @@ class Optimizers:
     def _warn_of_lost_state(self, optimizer: Optimizer, sparse_parameter: SparseParameter) -> None:
         if not self._has_warned:
             self._has_warned = True
-            name = next(n for n, s in self._sparse_parameters.items() if s is sparse_parameter)
-            warnings.warn(
-                f"{type(optimizer).__name__}'s state of {name} does not fit the weight after an edit, and starts anew; "
-                f"so does that of others it edits: storage='masked' keeps it",
-                stacklevel=2,
+            warn(
+                f"{type(optimizer).__name__}'s state of {self._name_of(sparse_parameter)} does not fit the weight "
+                f"after an edit, and starts anew; so does that of others it edits: storage='masked' keeps it"
             )
+
+    def _name_of(self, sparse_parameter: SparseParameter) -> str:
+        return next(name for name, other in self._sparse_parameters.items() if other is sparse_parameter)
 
     def _check_wrapped_again(self) -> None:
         """Raise if gradients are shared by a DistributedDataParallel made before an edit: new weights are not in it."""
@@ -233,13 +236,13 @@ class Optimizers:
         how: Callable[[SparseParameter], tuple[Sequence[int], Callable[[Tensor], Tensor]]],
     ) -> dict[str, Any]:
         """State whose tensors of a certain shape are converted, parameter by parameter."""
-        held_of = {
+        stored_of = {
             id(sparse_parameter.parameter): sparse_parameter for sparse_parameter in self._sparse_parameters.values()
         }
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         converted = {}
         for index, entries in state["state"].items():
-            sparse_parameter = held_of.get(id(parameters[index]))
+            sparse_parameter = stored_of.get(id(parameters[index]))
             converted[index] = entries if sparse_parameter is None else _reshaped(entries, *how(sparse_parameter))
         return {**state, "state": converted}
 

@@ -36,6 +36,11 @@ class Unstructured:
         return "unstructured"
 
     @property
+    def is_single(self) -> bool:
+        """Whether every weight lives or dies for itself, whatever its neighbours do."""
+        return True
+
+    @property
     def bit_pattern(self) -> Pattern:
         """The pattern whose groups have one bit each in a packed mask: single weights, if not blocks."""
         return Unstructured()
@@ -89,6 +94,10 @@ class Unstructured:
 @dataclass(frozen=True)
 class Folded(Unstructured):
     """A pattern along the inputs, kernel position by kernel position."""
+
+    @property
+    def is_single(self) -> bool:
+        return False
 
     def rows_first(self, tensor: Tensor, weight: Weight) -> Tensor:
         tensor = super().rows_first(tensor, weight)

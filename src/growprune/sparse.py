@@ -146,7 +146,6 @@ class SparseModel:
         self.enforce()  # someone may have written into dead weights, and what grows must start from zero
         for edit in edits:
             self._editor.apply(edit)
-            self.enforce()  # after each: what is pruned and grown again in one phase must start from zero state too
             self.count_edit()
         if any(edit.by.needs_gradients for edit in edits):
             self.gradients.clear()

@@ -37,8 +37,10 @@ def parse_settings(texts: list[str]) -> dict[str, str]:
 def _with_method(recipe: Recipe, name: str) -> Recipe:
     if name not in METHODS:
         raise GrowpruneError(f"method is {name!r}, but must be one of {', '.join(METHODS)}")
-    taken = inspect.signature(METHODS[name]).parameters
-    return replace(recipe, method=METHODS[name], options={k: v for k, v in recipe.options.items() if k in taken})
+    taken, options = own_options(METHODS[name]), dict(recipe.options)
+    if "iterations" in taken and "finetune" in options:  # then epochs were those of a step, and not of all
+        options.pop("epochs", None)
+    return replace(recipe, method=METHODS[name], options={k: v for k, v in options.items() if k in taken})
 
 
 def _set(value: Any, path: list[str], text: str, key: str) -> Any:
@@ -59,7 +61,7 @@ def _set(value: Any, path: list[str], text: str, key: str) -> Any:
 
 def _option(recipe: Recipe, path: list[str], text: str, key: str) -> dict[str, Any]:
     method = recipe.method
-    if len(path) != 1 or path[0] not in list(inspect.signature(method).parameters)[1:]:
+    if len(path) != 1 or path[0] not in [*list(inspect.signature(method).parameters)[1:], *own_options(method)]:
         known = ", ".join(f"options.{name}" for name in own_options(method))
         raise GrowpruneError(f"--set {key}: {method.__name__} takes {known or 'no options'}")
     return {path[0]: convert(text, _type_of_option(recipe, path[0]), key)}
@@ -70,6 +72,8 @@ def _type_of_option(recipe: Recipe, name: str) -> Any:
     hints = get_type_hints(recipe.method)
     if name in hints:
         return hints[name]
+    if name == "epochs":  # which stand for iterations
+        return hints.get("iterations", int)
     default = inspect.signature(recipe.method).parameters[name].default
     known = (default, recipe.options.get(name))
     kinds = [type(value) for value in known if isinstance(value, bool | int | float | str)]

@@ -85,7 +85,7 @@ class Recipe:
         for name, value in self.options.items():
             if name in SHARED:  # the plan would go by the option, and the model by the field
                 raise GrowpruneError(f"options has {name}={value!r}: set the recipe's own field: {name}={value!r}")
-            if name not in known and not (name == "epochs" and "iterations" in known):
+            if name not in known:
                 raise GrowpruneError(f"{self.method.__name__} has no option {name!r}; it takes {', '.join(known)}")
 
     @property
@@ -131,8 +131,9 @@ class Recipe:
 
 
 def own_options(method: Callable[..., Plan]) -> list[str]:
-    """What a method takes beside the partition and what the recipe itself says."""
-    return [name for name in list(inspect.signature(method).parameters)[1:] if name not in SHARED]
+    """What a method takes beside the partition and what the recipe itself says; epochs stand for iterations."""
+    names = [name for name in list(inspect.signature(method).parameters)[1:] if name not in SHARED]
+    return [*names, "epochs"] if "iterations" in names and "epochs" not in names else names
 
 
 def describe(value: Any) -> Any:
