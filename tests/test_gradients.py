@@ -60,10 +60,10 @@ def still(model: nn.Module) -> torch.optim.Optimizer:
 def test_snip_keeps_the_largest_products_of_weight_and_gradient(storage: str) -> None:
     model = Few(1.0, -2.0, 3.0, 4.0)
     sparse = SparseModel(model, sparsity=0.5, storage=storage)
-    sparse.score(By.SNIP, [model.linear(8, 3, -1, 0.5)])  # |w g| is 8, 6, 3, 2
+    sparse.score(By.SNIP, [model.linear(7, 4, -3, 1)])  # |w g| is 7, 8, 9, 4; neither factor alone would choose so
     sparse.prune(by=By.SNIP)
-    assert alive(sparse) == [1, 1, 0, 0]
-    assert model.weight.tolist() == [[1, -2, 0, 0]]
+    assert alive(sparse) == [0, 1, 1, 0]
+    assert model.weight.tolist() == [[0, -2, 3, 0]]
 
 
 @every_storage

@@ -254,7 +254,7 @@ class Cursor:
         if not scheduled.is_last_branch:
             return
         assert self._base is not None
-        same = [s for s in self.schedule[: scheduled.index + 1] if s.stage == scheduled.stage]
+        same = self.schedule[scheduled.index - (scheduled.branch or 0) : scheduled.index + 1]
         parts = [s.returns.tensors for s in same if s.returns is not None]
         # every tensor comes from the branch that returns it, and what none returns is as it was
         self.sparse.restore(self._base | self._combine(self._returned, parts, self._base))
@@ -350,7 +350,8 @@ def _prune_early(sparse: SparseModel, scheduled: ScheduledPhase, schedule: Seque
     The result is the same, but no more than one part is ever dense, and only live weights have to be sent.
     """
     assert scheduled.returns is not None
-    after = next((later for later in schedule[scheduled.index :] if later.stage > scheduled.stage), None)
+    later = (schedule[index] for index in range(scheduled.index + 1, len(schedule)))
+    after = next((phase for phase in later if phase.stage > scheduled.stage), None)
     edits = () if after is None or after.branch is not None else after.phase.edits
     if any(edit.action is not Action.PRUNE or edit.by is not By.MAGNITUDE or edit.to is None for edit in edits):
         return

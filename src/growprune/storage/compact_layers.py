@@ -37,8 +37,11 @@ _hooks_in_force: Callable[[bool], Hooks] = getattr(
 )
 
 
-def _operands(module: nn.Module) -> tuple[Tensor, Tensor | None, Any, torch.dtype, Hooks]:
-    """Live values, bias, layout, the dtype to compute in as autocast would, and how to keep tensors."""
+_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
+def _operands(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, Any, torch.dtype, Packed]:
+    """Live values, bias, layout, the dtype to compute in as autocast would, and what is put away for later."""
     parameters = module._parameters
     values, layout = parameters["weight"], module.__dict__["_compact_layouts"]["weight"]
     assert values is not None
@@ -46,7 +49,12 @@ def _operands(module: nn.Module) -> tuple[Tensor, Tensor | None, Any, torch.dtyp
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
     # torch.compile decides by itself what is kept, and what is computed again
     keeps = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return values, parameters.get("bias"), layout, dtype, _hooks_in_force(False) if keeps else None
+    packed = _packed(_hooks_in_force(False), x, values, dtype) if keeps else None
+    return values, parameters.get("bias"), layout, dtype, packed
+
+
+Packed = tuple[Any, Any, Callable[[Any], Tensor]] | None
+"""Input and values as activation checkpointing put them away, and how to get them back."""
 
 
 def _dense(values: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
@@ -57,24 +65,39 @@ def _live(dense: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
     return dense.to(dtype) if layout is None else layout.compress(dense, dtype)
 
 
-def _keep(ctx: Any, hooks: Hooks, x: Tensor, values: Tensor) -> None:
-    """Keep what the backward pass needs.
+def _packed(hooks: Hooks, x: Tensor, values: Tensor, dtype: torch.dtype) -> Packed:
+    """Put away what the backward pass needs, if activation checkpointing asks for it.
 
     What a function saves is saved when its forward is over. Activation checkpointing ends a recomputation as soon as
     the last tensor it needs is saved: a layer that left that to autograd would multiply once more for nothing. So its
-    hooks are called here, before the layer computes. Those of others are left to autograd, which frees what they keep.
+    hooks are called before the layer computes, and before there is a node that the end would leave half made. Those of
+    others are left to autograd, which frees what they keep.
     """
-    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" and any(ctx.needs_input_grad):
-        pack, ctx.unpack = hooks
-        ctx.packed = pack(x.detach()), pack(values.detach())
-    else:
-        ctx.unpack = None
+    if (
+        hooks is None
+        or hooks[0].__module__ != "torch.utils.checkpoint"
+        or not (x.requires_grad or values.requires_grad)
+    ):
+        return None
+    pack, unpack = hooks
+    x = x.data if x.dtype is dtype else x.data.to(dtype)  # a detached one would hold on to what it is a view of
+    return pack(x), pack(values.data), unpack
+
+
+def _keep(ctx: Any, packed: Packed, x: Tensor, values: Tensor) -> None:
+    ctx.packed = packed
+    if packed is None:
         ctx.save_for_backward(x, values)
 
 
 def _kept(ctx: Any) -> Any:
     """Input and values."""
-    return ctx.saved_tensors if ctx.unpack is None else [ctx.unpack(packed) for packed in ctx.packed]
+    if ctx.packed is None:
+        return ctx.saved_tensors
+    x, values, unpack = ctx.packed
+    if not _keeps_graph():
+        ctx.packed = ()  # which, through `unpack`, would hold the input of the whole checkpoint
+    return unpack(x), unpack(values)
 
 
 def _applied(function: type[torch.autograd.Function], *operands: Any) -> Tensor:
@@ -92,17 +115,17 @@ def check_first_derivative(gradient: Tensor) -> None:
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """`nn.Linear.forward`."""
-    return _applied(CompactLinear, x, *_operands(module))
+    return _applied(CompactLinear, x, *_operands(module, x))
 
 
 class CompactLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, dtype: torch.dtype, hooks: Hooks
+        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layout: Any, dtype: torch.dtype, packed: Packed
     ) -> Tensor:
         ctx.layout, ctx.dtypes = layout, (x.dtype, None if bias is None else bias.dtype)
         x = x if x.dtype is dtype else x.to(dtype)
-        _keep(ctx, hooks, x, values)
+        _keep(ctx, packed, x, values)
         bias = bias if bias is None or bias.dtype is dtype else bias.to(dtype)
         weight = _dense(values, layout, dtype)
         if not x.is_cuda:
@@ -170,7 +193,7 @@ def transposed_convolution(module: Any, x: Tensor, output_size: list[int] | None
 def _convolve(module: nn.Module, x: Tensor, shape: tuple[Any, ...]) -> Tensor:
     is_batch = x.dim() == len(shape[0]) + 2
     x = x if is_batch else x[None]
-    y = _applied(CompactConvolution, x, *_operands(module), shape)
+    y = _applied(CompactConvolution, x, *_operands(module, x), shape)
     return y if is_batch else y[0]
 
 
@@ -183,13 +206,13 @@ class CompactConvolution(torch.autograd.Function):
         bias: Tensor | None,
         layout: Any,
         dtype: torch.dtype,
-        hooks: Hooks,
+        packed: Packed,
         shape: tuple[Any, ...],
     ) -> Tensor:
         ctx.layout, ctx.shape, ctx.dtypes = layout, shape, (x.dtype, None if bias is None else bias.dtype)
         ctx.bias_size = None if bias is None else [bias.numel()]
         x = x if x.dtype is dtype else x.to(dtype)
-        _keep(ctx, hooks, x, values)
+        _keep(ctx, packed, x, values)
         bias = bias if bias is None or bias.dtype is dtype else bias.to(dtype)
         return torch.convolution(x, _dense(values, layout, dtype), bias, *shape)
 
