@@ -141,12 +141,14 @@ class CompactLinear(torch.autograd.Function):
         (x_dtype, bias_dtype), layout = ctx.dtypes, ctx.layout
         rows = gradients[0].reshape(-1, gradients[0].shape[-1])  # (N, out)
         grad_x = grad_values = grad_bias = None
-        if needs_x:
-            grad_x = rows @ _dense(values, layout, x.dtype)
-            grad_x = grad_x if x.dim() == 2 else grad_x.view(x.shape)
-            grad_x = grad_x if x_dtype is x.dtype else grad_x.to(x_dtype)
+        shape, dtype = x.shape, x.dtype
         if needs_values:
             grad_values = _linear_gradient(rows, x, layout, values.dtype)
+        del x  # before its gradient, which is as large, is made
+        if needs_x:
+            grad_x = rows @ _dense(values, layout, dtype)
+            grad_x = grad_x if len(shape) == 2 else grad_x.view(shape)
+            grad_x = grad_x if x_dtype is dtype else grad_x.to(x_dtype)
         if needs_bias:
             grad_bias = rows.sum(0).to(bias_dtype)
         return grad_x, grad_values, grad_bias, None, None, None
