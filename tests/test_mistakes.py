@@ -410,10 +410,10 @@ def test_what_thaws_has_masked_gradients_from_the_next_step_on() -> None:
 def test_a_compact_model_is_not_held_twice(tmp_path: Path) -> None:
     sparse = pruned(storage="compact")
     gp.save(sparse, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="cannot be loaded into a model that is held compact: load it into a fresh"):
+    with pytest.raises(ValueError, match="cannot be loaded into a model that is stored compact: load it into a fresh"):
         gp.load(tmp_path / "model.safetensors", sparse.model)
     for storage in ("masked", "compact"):
-        with pytest.raises(ValueError, match="0 is held compact by another SparseModel: use a fresh model"):
+        with pytest.raises(ValueError, match="0 is stored compact by another SparseModel: use a fresh model"):
             gp.SparseModel(sparse.model, sparsity=0.9, storage=storage)
     assert sparse.clone().num_alive == copy.deepcopy(sparse).num_alive == 166
     sparse.grow()  # all alive, a model is a plain one again

@@ -41,7 +41,7 @@ class Cursor:
             gradients that an edit looks at only what it may choose.
         is_begun: whether the edits of the first phase are done already, as `sparse_init` does a random prune.
         is_local: which branches of a fork are trained here; the others are trained elsewhere.
-        combine: brings the parts of all branches together.
+        combine: collects the parts of all branches.
         score: called where an edit looks at gradients and there was no iteration to see them; calls `sparse.score`.
         on_enter, on_leave: told of each phase once its edits are done, and before the model leaves it.
 

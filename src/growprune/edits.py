@@ -121,7 +121,7 @@ class Editor:
         self._warn_of_dead_layers([pool for pool in pools if pool.kept < _total(pool, alive)])
 
     def _can_choose_at_once(self, pools: Sequence[Pool], edit: Edit) -> bool:
-        """Whether all pools can be ranked in one go: magnitudes of single weights, held dense on a GPU."""
+        """Whether all pools can be ranked in one go: magnitudes of single weights, stored dense on a GPU."""
         is_plain = edit.action is Action.PRUNE and edit.by is By.MAGNITUDE and self._pattern.is_single
         stored = [self._parameters[weight.parameter] for pool in pools for weight in pool.weights]
         is_dense = bool(stored) and all(parameter.parameter.shape == parameter.shape for parameter in stored)

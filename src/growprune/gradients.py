@@ -78,7 +78,7 @@ class Gradients:
             raise GrowpruneError(
                 f"{name} has a second gradient in one iteration, but one was expected: give Cursor accumulate=2 or more"
             )
-        elif parameter.adds_up_gradients:  # what is alive is a sum already
+        elif parameter.adds_up_gradients:  # that of live weights is a sum already
             self._sums[name] = torch.where(parameter.mask(), gradient, before + gradient)
         else:  # not in place: a state that was taken does not change
             self._sums[name] = before + gradient

@@ -59,7 +59,7 @@ Layer: TypeAlias = Callable[[Any, Shapes], Sequence[Weight]]
 
 
 def linear_or_convolution(module: Any, shapes: Shapes) -> Sequence[Weight]:
-    """A module that says how many inputs it takes, as those of torch do."""
+    """A module that says how many inputs it has, as those of torch do."""
     if "weight" not in shapes or not (hasattr(module, "in_features") or hasattr(module, "in_channels")):
         return ()
     return (Weight("weight", "weight", shapes["weight"], transposed=getattr(module, "transposed", False)),)
@@ -93,7 +93,7 @@ def experts(module: Any, shapes: Shapes) -> Sequence[Weight]:
     """The experts of a mixture, stacked in parameters of three dimensions: each expert is a matrix of its own."""
     counts = [getattr(module, name, None) for name in EXPERT_COUNTS]
     stacks = {name: shape for name, shape in shapes.items() if len(shape) == 3 and shape[1] > 1 and shape[0] in counts}
-    transposed = bool(stacks) and _takes_inputs_first(module, next(iter(stacks.values())))
+    transposed = bool(stacks) and _is_inputs_first(module, next(iter(stacks.values())))
     return [
         Weight(f"{name}[{i}]", name, shape[1:], rows=(i, i + 1), transposed=transposed)
         for name, shape in stacks.items()
@@ -101,8 +101,8 @@ def experts(module: Any, shapes: Shapes) -> Sequence[Weight]:
     ]
 
 
-def _takes_inputs_first(module: Any, shape: tuple[int, ...]) -> bool:
-    """Whether experts are stored (experts, in, out): they say so, or their first matrix takes the hidden size."""
+def _is_inputs_first(module: Any, shape: tuple[int, ...]) -> bool:
+    """Whether experts are stored (experts, in, out): they say so, or their first matrix has the hidden size first."""
     stated = getattr(module, "is_transposed", None)
     if stated is not None:
         return bool(stated)

@@ -24,7 +24,7 @@ from growprune.storage import SparseParameter, parse_storage
 from growprune.warn import warn
 
 REPLACED: Any = WeakTensorKeyDictionary()
-"""Parameters in whose place there is another since an edit, with how they were held: to train them changes nothing."""
+"""Parameters in whose place there is another since an edit, and how they were stored: training them changes nothing."""
 
 KEEPS_ZEROS = frozenset(
     {
@@ -63,8 +63,8 @@ class Optimizers:
     """Those attached to a model, as long as someone else holds them.
 
     Args:
-        sparse_parameter: the model's prunable parameters by name.
-        storage: how they are held.
+        sparse_parameter: how the model's prunable parameters are stored, by name.
+        storage: the name of that storage.
     """
 
     def __init__(self, sparse_parameter: Mapping[str, SparseParameter], storage: str) -> None:
@@ -112,7 +112,7 @@ class Optimizers:
         """Mask what gradients are not known to be masked; those that a closure makes, when it has made them."""
         self._check_wrapped_again()
         if self._storage == "compact":
-            return None  # what does not live is not there
+            return None  # dead weights are not there
         self._written = {name for name, s in self._trained_by(optimizer) if self._versions.get(name) != _version(s)}
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if closure is None:
@@ -209,7 +209,7 @@ class Optimizers:
             raise GrowpruneError("edits changed weights that DistributedDataParallel holds: wrap the model in it again")
 
     def live_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only what lives."""
+        """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only that of live weights."""
         return self._converted(
             optimizer,
             optimizer.state_dict(),

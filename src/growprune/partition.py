@@ -199,11 +199,11 @@ def _cut(costs: Sequence[float], kappa: int) -> list[int]:
     low, high = 0, len(ends) - 1
     while low < high:  # the smallest cap that some part's cost could be, and that kappa parts can keep to
         middle = (low + high) // 2
-        low, high = (low, middle) if _fill(costs, kappa, ends[middle])[-1] < kappa else (middle + 1, high)
-    return _fill(costs, kappa, ends[low])
+        low, high = (low, middle) if _owners_up_to(costs, kappa, ends[middle])[-1] < kappa else (middle + 1, high)
+    return _owners_up_to(costs, kappa, ends[low])
 
 
-def _fill(costs: Sequence[float], kappa: int, cap: float) -> list[int]:
+def _owners_up_to(costs: Sequence[float], kappa: int, cap: float) -> list[int]:
     """Fill parts from the left up to the cap, but leave at least one unit for every part to come."""
     owner, part, load = [], 0, 0.0
     for i, cost in enumerate(costs):

@@ -264,7 +264,7 @@ def method(
 
 @dataclass(frozen=True)
 class ScheduledPhase:
-    """One phase as a single machine meets it, going through a plan from left to right, a fork's branches in turn."""
+    """One phase in the order in which a single machine trains a plan, the branches of a fork one after the other."""
 
     index: int
     """Its number among all of them."""

@@ -75,7 +75,7 @@ def edit_keys(
         dtype: the widest float among the weights ranked together, whose keys must be comparable.
     """
     wide = dtype == torch.float64
-    always = (1 << key_bits_of(edit, dtype)) - 1  # above the key of every finite float: what lives stays
+    always = (1 << key_bits_of(edit, dtype)) - 1  # above the key of every finite float: live weights stay
 
     def chunks() -> Iterator[Tensor]:
         start = 0

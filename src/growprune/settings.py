@@ -1,4 +1,4 @@
-"""What users hand over, made plain where it comes in: names, sparsities and seeds of any kind that can be meant.
+"""What users hand over (names, sparsities, seeds), checked and made plain Python values where it comes in.
 
 Standard library only. What comes out can be used twice, compared, and written as JSON.
 """

@@ -1,7 +1,7 @@
 """SparseModel: the one mutable place where sparsity lives.
 
 It applies edits to a model's weights, sees to it that what is pruned stays exactly zero while an optimizer trains, and
-tells what is alive. Where it stands in a plan is a Cursor's to know (cursor.py).
+counts the live weights. Where it stands in a plan is a Cursor's to know (cursor.py).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SparseModel:
         include: names or globs of parameters to prune that are not the weight of a known kind of layer; they are read
             as (out, in, ...).
         seed: decides every random mask.
-        storage: how sparse weights are held: "masked" (dense, with a mask) or "compact" (live values only).
+        storage: how sparse weights are stored: "masked" (dense, with a mask) or "compact" (live values only).
 
     Everything is alive at first; the edits of a plan, or `prune`, make it sparse.
 
@@ -99,7 +99,7 @@ class SparseModel:
         for weight in self.weights:
             self.pattern.check(weight, sparsity)
         names = dict.fromkeys(weight.parameter for weight in self.weights)
-        for name in names:  # before any is held, since holding may change the model
+        for name in names:  # before any is stored, since storing may change the model
             parse_storage(storage).check(model, name)
         check_adapters(model, names if storage == "compact" else ())
         self._parameters: dict[str, SparseParameter] = {
@@ -316,7 +316,7 @@ class SparseModel:
         self._cursor = self._place = None
 
     def snapshot(self, part: Part | None = None, *, device: torch.device | str | None = None) -> Snapshot:
-        """A copy of the tensors and masks of a part, or of the whole model; of sparse weights, what lives.
+        """A copy of the tensors and masks of a part, or of the whole model; of sparse weights, the live values.
 
         Args:
             device: where the copy goes; each tensor's own device if not given.
@@ -386,14 +386,14 @@ class SparseModel:
         self.enforce()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only what lives."""
+        """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only that of live weights."""
         return self._optimizers.live_state(optimizer)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Take back what `optimizer_state` gave, whatever storage it was taken from."""
         self._optimizers.load_live_state(optimizer, state)
 
-    # What is alive
+    # Live weights
 
     def mask(self, name: str) -> Tensor:
         """Which weights of a parameter live, as a bool tensor that is yours."""
@@ -415,7 +415,7 @@ class SparseModel:
         return sum(weight.numel for weight in self.weights)
 
     def summary(self, example: Any = None) -> Summary:
-        """What lives, per layer and in all; with an example input, FLOPs too."""
+        """How many weights live, per layer and in all; with an example input, FLOPs too. Print it for a table."""
         from growprune.summary import summarise  # it reads a SparseModel, so it lies above this file
 
         self.check()
@@ -435,7 +435,7 @@ def _check_model(model: nn.Module) -> None:
             raise GrowpruneError(f"{name} has no shape yet: run a batch through the model first")
     for path, module in model.named_modules():
         if is_compact(module):
-            raise GrowpruneError(f"{path or 'the model'} is held compact by another SparseModel: use a fresh model")
+            raise GrowpruneError(f"{path or 'the model'} is stored compact by another SparseModel: use a fresh model")
 
 
 def _named_alike(copy: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:

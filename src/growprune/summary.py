@@ -1,4 +1,4 @@
-"""What lives in a sparse model, layer by layer and in all, and what that saves in theory."""
+"""The live weights of a sparse model, layer by layer and in all, and what they save in theory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """What lives in a sparse model. Print it for a table."""
+    """How many weights live in a sparse model. Print it for a table."""
 
     rows: tuple[Row, ...]
     """The prunable weights; all else is dense."""
@@ -116,7 +116,7 @@ class Summary:
 
 
 def summarise(sparse: SparseModel, example: Any = None) -> Summary:
-    """Summary on a sparse model; given an example input (see `count_flops`), on its FLOPs too.
+    """The live weights of a sparse model; given an example input (see `count_flops`), its FLOPs too.
 
     >>> import torch
     >>> sparse = SparseModel(torch.nn.Linear(10, 4), sparsity=0.75)

@@ -1,4 +1,4 @@
-"""Settings that cannot be meant, said where they are made: one that slips through would train, only not as asked."""
+"""Invalid settings, refused where they are made: one that slips through would train, only not as asked."""
 
 from __future__ import annotations
 

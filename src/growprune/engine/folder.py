@@ -93,7 +93,7 @@ class RunFolder:
         return self.checkpoints / "branches" / f"{stage}-{branch}"
 
     def remove_branches(self, before: int) -> None:
-        """Remove the checkpoints of forks before a step of the plan."""
+        """Remove the checkpoints of forks before a stage of the plan."""
         for path in (self.checkpoints / "branches").glob("[0-9]*-[0-9]*"):
             if int(path.name.partition("-")[0]) < before:
                 shutil.rmtree(path, ignore_errors=True)
@@ -290,7 +290,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _of_this_format(result: Any) -> Any:
-    """A result of format 1 in the words of this one: it had a row for each phase, of a step of the plan."""
+    """A result of format 1 in the words of this one: it had a row for each phase, and called a stage a step."""
     if not isinstance(result, dict) or "history" in result:
         return result
     rows, epoch = result.get("phases"), 0

@@ -113,8 +113,8 @@ class Mesh:
         """Every part of a fork, each from the group that trained its branch.
 
         Args:
-            brought: the tensors of the parts that this process' group brings.
-            parts: by branch, the names of the tensors it brings.
+            returned: the tensors of the parts that the branches trained by this process' group return.
+            parts: by branch, the names of the tensors it returns.
             like: any copy of all of them, for shapes and dtypes.
         """
         if self.groups == 1:
@@ -133,7 +133,7 @@ class Mesh:
         dist.broadcast(counts, source, group=self._mask)
         received: Snapshot = {}
         for name, count in zip(names, counts.tolist(), strict=True):
-            values, mask = have[name] if is_mine else _room_for(like[name], count)
+            values, mask = have[name] if is_mine else _empty_like(like[name], count)
             for tensor in (values, mask):
                 if tensor is not None:
                     moved = tensor.to(device)
@@ -165,7 +165,7 @@ def _is_about_peers(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
-def _room_for(like: tuple[Tensor, Tensor | None], count: int) -> tuple[Tensor, Tensor | None]:
+def _empty_like(like: tuple[Tensor, Tensor | None], count: int) -> tuple[Tensor, Tensor | None]:
     values, mask = like
     if mask is None:
         return torch.empty_like(values), None

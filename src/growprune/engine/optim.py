@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate curves, as settings."""
+"""Optimizers and learning-rate schedules, as settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OptimizerConfig:
     kind: str = "sgd"
     """A name in `OPTIMIZERS`."""
     lr: float = 0.1
-    """The peak of the learning-rate lr_schedule."""
+    """The peak of the learning-rate schedule."""
     weight_decay: float = 0.0
     """On weights only: norms and biases do not decay."""
     momentum: float | None = None
@@ -82,7 +82,7 @@ def _matrices(model: nn.Module) -> set[int]:
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The learning rate over a phase of training, as a factor of its peak."""
+    """The learning rate from one restart of the plan to the next, as a factor of its peak."""
 
     shape: Literal["cosine", "step", "inverse_sqrt", "constant"] = "cosine"
     warmup_epochs: float = 0.0
@@ -90,7 +90,7 @@ class LRSchedule:
     warmup_iterations: int = 0
     """The same in iterations; counts instead of epochs if it is not 0."""
     milestones: tuple[float, ...] = ()
-    """step: the shares of the phase after which the rate drops."""
+    """step: the shares of the schedule after which the rate drops."""
     every_epochs: float = 0.0
     """step: drop each time so many epochs are over; counts instead of milestones if it is not 0."""
     gamma: float = 0.1

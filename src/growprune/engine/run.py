@@ -233,7 +233,7 @@ class Run:
             set_rng_state(state["rng"])
 
     def _combine(self, returned: Snapshot, parts: list[tuple[str, ...]], like: Snapshot) -> Snapshot:
-        """At the end of a fork, bring its parts together, and what was noted of its branches."""
+        """At the end of a fork, collect the parts of its branches, and what was noted of them."""
         stage = self.cursor.schedule[self.cursor.position].stage
         self.mesh.barrier(f"waiting for the branches of stage {stage}")
         self._show_others()

@@ -1,4 +1,4 @@
-"""The sparse file: a model whose dead weights take no room. This page is its specification.
+"""The sparse file: a model whose dead weights take no space. This page is its specification.
 
 A sparse file is a safetensors file: 8 bytes that give the length of the header (little-endian), the header (JSON),
 and the bytes of the tensors, each row-major and little-endian. Reading it runs no code.
@@ -96,7 +96,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, storage: str = "mask
     The file is checked in full before the model is touched.
 
     Args:
-        storage: how sparse weights are held, see SparseModel; whatever it was when the file was saved.
+        storage: how sparse weights are stored, see SparseModel; whatever it was when the file was saved.
     """
     with open_sparse(path) as file:
         match_model(file, model)

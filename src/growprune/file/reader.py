@@ -195,7 +195,7 @@ def _wrapping(names: Iterable[str]) -> str:
 def match_model(file: SparseFile, model: nn.Module) -> None:
     """Refuse a model whose tensors are not those of the file in name, shape and dtype."""
     if any(map(is_compact, model.modules())):
-        file.refuse("cannot be loaded into a model that is held compact", "load it into a fresh one")
+        file.refuse("cannot be loaded into a model that is stored compact", "load it into a fresh one")
     tensors, aliases = tensors_of(model)
     build = "build the model that was saved"
     in_file, needed = {**file.entries, **file.aliases}, {**tensors, **aliases}

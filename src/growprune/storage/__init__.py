@@ -1,4 +1,4 @@
-"""How a sparse parameter is held while it trains. One interface, `SparseParameter`; one file for each way."""
+"""How a sparse parameter is stored while it trains. One interface, `SparseParameter`; one file for each way."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class SparseParameter(Protocol):
 
     @property
     def adds_up_gradients(self) -> bool:
-        """Whether `record` is given what lives as a sum over the backward passes of an iteration."""
+        """Whether `record` is given the gradients of live weights as sums over the backward passes of an iteration."""
 
     @staticmethod
     def check(model: nn.Module, name: str) -> None:
-        """Raise if a parameter of a model cannot be held."""
+        """Raise if a parameter of a model cannot be stored this way."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -64,7 +64,7 @@ class SparseParameter(Protocol):
         """The inverse of `to_dense`."""
 
     def to_live(self, tensor: Tensor) -> Tensor:
-        """What lives of a tensor shaped like the parameter, in row-major order."""
+        """The live elements of a tensor shaped like the parameter, in row-major order."""
 
     def from_live(self, live: Tensor) -> Tensor:
         """The inverse of `to_live`: shaped like the parameter, zero where nothing lives."""
@@ -81,7 +81,7 @@ class SparseParameter(Protocol):
 
 
 STORAGES: dict[str, type[Masked] | type[Compact]] = {"masked": Masked, "compact": Compact}
-"""By name: takes a model, the name of one of its parameters, and the pattern its masks will keep to."""
+"""By name: made of a model, the name of one of its parameters, and the pattern its masks will keep to."""
 
 
 def parse_storage(name: str) -> type[Masked] | type[Compact]:

@@ -86,7 +86,7 @@ class Layout:
 
 
 class Compact:
-    """A parameter held as its live values."""
+    """A parameter stored as its live values."""
 
     def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
         path, _, self._local = name.rpartition(".")
@@ -102,8 +102,8 @@ class Compact:
 
     @staticmethod
     def check(model: nn.Module, name: str) -> None:
-        """Raise if it cannot be held."""
-        _check_holdable(model, name)
+        """Raise if it cannot be stored compact."""
+        _check_can_be_compact(model, name)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -167,7 +167,7 @@ class Compact:
 
     @staticmethod
     def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
-        del shaped_alike  # what does not live is not there
+        del shaped_alike  # dead weights are not there
 
     def hook_gradients(self) -> None:
         pass
@@ -228,7 +228,7 @@ def layouts_of(module: nn.Module) -> dict[str, Layout | None]:
 
 
 def set_layout(module: nn.Module, local: str, layout: Layout | None) -> None:
-    """Say how a parameter of a module is held; the module's class, and what its state_dict does, follow."""
+    """Say how a parameter of a module is stored; the module's class, and what its state_dict does, follow."""
     layouts = {**layouts_of(module), local: layout}
     module.__dict__["_compact_layouts"] = layouts
     module.__dict__[DENSE_SHAPES] = {
@@ -267,7 +267,7 @@ def _dense_attribute(name: str) -> property:
 
 
 def _assign(module: nn.Module, name: str, value: Any) -> None:
-    """Assigning a dense tensor, such as the attribute itself, takes in what lives of it."""
+    """Assigning a dense tensor, such as the attribute itself, takes in its live elements."""
     layout, values = layouts_of(module).get(name), module._parameters.get(name)
     is_dense = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
     if layout is not None and values is not None and is_dense and value.shape == layout.shape:
@@ -308,7 +308,7 @@ def _give_dense(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 
 
 def _take_dense(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Dense tensors are taken in, if no more than what lives of them is not zero."""
+    """Dense tensors are taken in, if they are zero off the mask."""
     del rest
     for name, layout in layouts_of(module).items():
         tensor = state.get(prefix + name)
@@ -331,7 +331,7 @@ def _is_grouped(mask: Tensor, group: int) -> bool:
     return torch.equal(folded.any(1), folded.all(1))
 
 
-def _check_holdable(model: nn.Module, name: str) -> None:
+def _check_can_be_compact(model: nn.Module, name: str) -> None:
     parameter = model.get_parameter(name)
     if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.RNNBase):
         raise GrowpruneError(

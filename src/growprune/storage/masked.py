@@ -28,7 +28,7 @@ MASKED = "_growprune_masked"
 
 
 class Masked:
-    """A parameter held dense, with the mask of its live weights."""
+    """A parameter stored dense, with the mask of its live weights."""
 
     adds_up_gradients = True
 

@@ -16,13 +16,13 @@ def folder() -> Path:
     return (Path(given) if given else Path.home() / ".cache") / "growprune"
 
 
-def write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
+def write(path: Path, write_content: Callable[[IO[bytes]], object]) -> None:
     """Put a file there whole: whoever reads at the same time sees the old one or the new one."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with temporary.open("xb") as stream:
-            fill(stream)
+            write_content(stream)
         temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):  # it is gone if all went well

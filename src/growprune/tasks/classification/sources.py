@@ -76,7 +76,7 @@ class Folder:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Images in one file, which is held in memory as it is."""
+    """Images in one file, which is kept in memory as it is."""
 
     where: str
     data: Array

@@ -49,7 +49,7 @@ class Detection(Shareable):
     jitter: float = 1.0
     """How strongly colours vary in training; 0 for not at all."""
     workers: int = 4
-    """Processes that decode images, where these are too many to be held in memory."""
+    """Processes that decode images, where these are too many to be kept in memory."""
 
     metric = "map"
     initialises_modules = True

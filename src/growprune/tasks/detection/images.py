@@ -1,4 +1,4 @@
-"""Pictures from a disk: decoded once and held, or, if they are too many, read when they are needed."""
+"""Pictures from a disk: decoded once and kept in memory, or, if they are too many, read when they are needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from growprune.tasks.detection.coco import Scene, load, targets
 from growprune.tasks.image_loading import decoding, pillow, to_rgb, unreadable
 
 MAX_HELD_BYTES = 10**9
-"""A split whose pictures take less, side by side, is held in memory, on the device that uses it."""
+"""A split whose pictures take less, side by side, is kept in memory, on the device that uses it."""
 MISSING = "there is no such file"
 LONGEST_SIDE = 640
 """Larger pictures are made smaller as they are read: COCO has none, and the model sees 300 pixels of them."""
@@ -72,12 +72,12 @@ def album(data: str, split: str, *, num_classes: int, num_validation: int, worke
                 if not scene.path.exists():
                     bad.skip(scene.name, MISSING)
         return Streamed(scenes, workers, bad)
-    held = _hold(scenes, bad)
-    check_split(len(held.scenes), data, split)
-    return held
+    decoded = _decode_all(scenes, bad)
+    check_split(len(decoded.scenes), data, split)
+    return decoded
 
 
-class SparseParameter(Album):
+class InMemory(Album):
     """All pictures of a split, decoded."""
 
     def __init__(self, scenes: Sequence[Scene], pictures: Pictures) -> None:
@@ -98,7 +98,7 @@ class SparseParameter(Album):
             yield Pictures(pixels[there], sizes[there], good[here])
 
 
-def _hold(scenes: Sequence[Scene], bad: BadRecords) -> SparseParameter:
+def _decode_all(scenes: Sequence[Scene], bad: BadRecords) -> InMemory:
     kept, decoded = [], []
     for scene in scenes:
         picture = decode(scene)
@@ -107,7 +107,7 @@ def _hold(scenes: Sequence[Scene], bad: BadRecords) -> SparseParameter:
         else:
             kept.append(scene)
             decoded.append(picture)
-    return SparseParameter(kept, _lay_out(decoded))
+    return InMemory(kept, _lay_out(decoded))
 
 
 class Streamed(Album):
@@ -178,6 +178,6 @@ def decode(scene: Scene) -> Tensor | str:
 
 
 def _shown(width: int, height: int) -> tuple[int, int]:
-    """Width and height of a picture as it is held."""
+    """Width and height of a picture as it is kept."""
     scale = min(1.0, LONGEST_SIDE / max(width, height))
     return max(1, round(width * scale)), max(1, round(height * scale))
