@@ -11,6 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+import growprune
+from growprune.engine.cost import estimate
+from growprune.engine.override import override, parse_settings
+from growprune.methods import METHODS
+from growprune.recipes import RECIPES
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -26,26 +32,44 @@ class Net(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
-def test_the_api_example_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
+def blocks() -> list[str]:
+    """The Python code of the README, but for the algorithm, which is part of a function."""
+    found = re.findall(r"```python\n(.*?)```", README, re.S)
+    return [code for code in found if not code.startswith("yield Phase")]
+
+
+def run(code: str) -> dict[str, Any]:
+    """Run a block with what a reader has: a model, data, and a loss."""
     torch.manual_seed(0)
-    (example,) = [
-        code for code in re.findall(r"```python\n(.*?)```", README, re.S) if code.startswith("import growprune")
-    ]
     loader = [(torch.randn(4, 3, 12, 12), torch.randint(10, (4,))) for _ in range(2)]
-    names = {
-        "torch": torch,
-        "model": Net(),
-        "loader": loader,
-        "loss_fn": nn.CrossEntropyLoss(),
-        "example": loader[0][0],
-    }
-    exec(example, names)
-    sparse = names["sparse"]
-    assert sparse.mask("blocks.2.weight").any()
+    names: dict[str, Any] = {"gp": growprune, "torch": torch, "model": Net(), "loader": loader, "epochs": 3}
+    names |= {"loss_fn": nn.CrossEntropyLoss(), "example": loader[0][0]}
+    exec(code, names)
+    return names
+
+
+@pytest.mark.parametrize("code", blocks(), ids=lambda code: code.split("\n")[0])
+def test_every_block_of_code_runs_as_it_stands(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(code)
+
+
+def test_the_loop_over_phases_ends_sparse_and_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sparse = run(blocks()[0])["sparse"]
+    assert sparse.num_alive == 965  # a tenth of 432 + 2,304 + 2,304 + 4,608
     assert "head.weight" not in sparse.masks
     assert (tmp_path / "model.safetensors").stat().st_size > 0
     assert "blocks.2.weight" in capsys.readouterr().out
+
+
+def test_the_cursor_goes_through_the_whole_plan_in_a_plain_loop() -> None:
+    cursor = run(blocks()[1])["cursor"]
+    assert cursor.is_over
+    assert cursor.iteration == 6
+    assert cursor.sparse.mask("blocks.2.weight").sum() == 461  # a tenth of 4,608
 
 
 def test_the_algorithm_shown_is_the_code_that_runs() -> None:
@@ -58,13 +82,31 @@ def test_the_algorithm_shown_is_the_code_that_runs() -> None:
     assert squeeze(shown) in squeeze(source)
 
 
-def test_every_command_and_file_the_readme_names_exists() -> None:
-    from growprune.recipes import RECIPES
+def test_every_command_names_a_recipe_and_settings_that_exist() -> None:
+    commands = re.findall(r"^growprune (plan|train) (\S+) ([^#\n]*)", README, re.M)
+    assert len(commands) > 4
+    for verb, name, rest in commands:
+        recipe = override(RECIPES[name](), parse_settings(re.findall(r"--set (\S+)", rest)))
+        if verb == "plan":
+            assert estimate(recipe).costs
 
-    for name in re.findall(r"growprune (?:plan|train) (\S+)", README):
-        assert name in RECIPES
-    for path in re.findall(r"\]\(([\w/.]+)\)", README):
-        assert (ROOT / path).exists(), path
+
+def test_every_method_is_named() -> None:
+    assert [name for name in METHODS if f"`{name}`" not in README] == []
+
+
+def test_every_file_that_is_linked_exists() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for path in re.findall(r"\]\(([\w/.-]+)(?:#[\w-]+)?\)", page.read_text()):
+            assert (page.parent / path).exists(), f"{page.name} links {path}"
+
+
+def test_the_design_has_a_line_for_every_file_and_folder_of_the_package() -> None:
+    design = (ROOT / "docs" / "design.md").read_text()
+    package = ROOT / "src" / "growprune"
+    files = [path.name for path in package.glob("*.py") if not path.name.startswith("__")]
+    folders = [f"{path.parent.name}/" for path in package.glob("*/__init__.py")]
+    assert [name for name in files + folders if name not in design] == []
 
 
 def test_every_public_name_exists_and_has_a_docstring() -> None:
