@@ -10,7 +10,7 @@ the barrier and the broadcasts. Waiting for a slower process is not meeting, but
 
 Modelled, for n machines on links of B bytes a second in each direction, W prunable weights of 4 bytes, kappa = n:
 
-    a part, as the branch that grew it brings it    W / n * (4 * density + 1/8) bytes: live values, and a packed mask
+    a part, as the branch that grew it returns it   W / n * (4 * density + 1/8) bytes: live values, and a packed mask
     P-GaP, received by each machine in a round      (n - 1) / n * W * (4 * density + 1/8) bytes
     per-step data parallelism, in each step         2 * (n - 1) / n * 4 * G bytes, by a ring all-reduce
     G, gradients that are there                     W if masked; W * (1 / n + (1 - 1 / n) * density) if compact
