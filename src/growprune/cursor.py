@@ -177,6 +177,7 @@ class Cursor:
         return self.start + self.length - self.iteration
 
     def length_of(self, phase: Phase) -> int:
+        """How many iterations a phase has."""
         if phase.epochs and self._per_epoch is None:
             raise GrowpruneError(
                 f"a phase of the plan has {phase.epochs} epochs ({phase}): give Cursor iterations_per_epoch=len(loader)"

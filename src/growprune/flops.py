@@ -113,7 +113,7 @@ class _Charges(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch giv
         self._places: dict[int, tuple[str, int]] = {}
         """By memory: the parameter that lies there, and which of its elements is the first."""
         self._copies: list[Tensor] = []
-        """Held until the end, so that their memory is not given to anything else."""
+        """Kept until the end, so that their memory is not given to anything else."""
         parameters = dict(model.named_parameters())
         for weight in weights:
             if len(weight.shape) >= 2:  # a bias takes part, but only adds

@@ -42,6 +42,7 @@ class By(Enum):
 
     @property
     def needs_gradients(self) -> bool:
+        """Whether it looks at gradients."""
         return self not in (By.MAGNITUDE, By.RANDOM)
 
 
@@ -173,6 +174,7 @@ class Phase:
 
     @property
     def is_trained(self) -> bool:
+        """Whether it has any iteration of training."""
         return self.epochs > 0 or self.iterations > 0
 
     @property
@@ -181,6 +183,7 @@ class Phase:
         return any(edit.by.needs_gradients for edit in self.edits)
 
     def num_iterations(self, per_epoch: int) -> int:
+        """How many iterations it has, if an epoch has `per_epoch`."""
         return self.iterations or self.epochs * per_epoch
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 What is ranked are integer *keys*, at least 1, where a larger key is better; key 0 marks a position that may not be
 chosen. The bits of a non-negative float, read as an integer, sort like the float, so magnitudes make exact keys.
 The k-th largest key is found by radix select: count the leading digits of all keys, keep the digit the k-th falls
-into, go on with the next digit. Only counts are held, and the answer is the same on every device.
+into, go on with the next digit. Only counts are kept, and the answer is the same on every device.
 
 Ties are broken by flat index: of equal keys, the earlier positions are chosen.
 """

@@ -403,6 +403,7 @@ class SparseModel:
 
     @property
     def masks(self) -> dict[str, Tensor]:
+        """The masks of all prunable parameters, by name."""
         return {name: self.mask(name) for name in self._parameters}
 
     @property
@@ -412,6 +413,7 @@ class SparseModel:
 
     @property
     def num_prunable(self) -> int:
+        """How many weights may be pruned, dead or alive."""
         return sum(weight.numel for weight in self.weights)
 
     def summary(self, example: Any = None) -> Summary:
@@ -422,6 +424,7 @@ class SparseModel:
         return summarise(self, example)
 
     def alive_in(self, weight: Weight) -> int:
+        """How many of a weight's elements live."""
         return int(torch.count_nonzero(weight.of(self._parameters[weight.parameter].mask())))
 
     def _all(self) -> Part:

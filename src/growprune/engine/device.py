@@ -77,7 +77,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory held at a time: of the GPU's if the run used one, of the whole process if not."""
+    """The most memory used at a time: of the GPU's if the run used one, of the whole process if not."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

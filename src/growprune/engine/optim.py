@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Which optimizer, and its settings."""
+    """Which optimizer a recipe trains with, and its settings."""
 
     kind: str = "sgd"
     """A name in `OPTIMIZERS`."""
@@ -51,6 +51,7 @@ class OptimizerConfig:
         require(self.eps is None or 0 < self.eps < math.inf, "eps", self.eps, "above 0")
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of a model's parameters, those that decay in a group of their own."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         decaying = _matrices(model)
         groups: list[dict[str, Any]] = [

@@ -25,7 +25,7 @@ SHARED = ("sparsity", "seed")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Write one as a function that returns it; derive another with `dataclasses.replace`."""
+    """All that decides a run. Write a function that returns one; derive others with `dataclasses.replace`."""
 
     task: Task
     method: Callable[..., Plan]
@@ -116,6 +116,7 @@ class Recipe:
         return {name: getattr(self, name) for name in names}
 
     def sparse_model(self, model: nn.Module) -> SparseModel:
+        """A model as the recipe makes it sparse; all its weights are alive still."""
         return SparseModel(model, storage=self.storage, **self.sparse_settings())
 
     def extended(self, steps: int) -> Recipe:
@@ -127,6 +128,7 @@ class Recipe:
 
     @property
     def can_be_extended(self) -> bool:
+        """Whether its method has a search, of so many steps, that can be lengthened."""
         return "steps" in self.options
 
 

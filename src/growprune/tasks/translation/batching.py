@@ -38,7 +38,7 @@ class Sentences:
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
         return cls(torch.from_numpy(tokens), torch.from_numpy(starts), torch.from_numpy(lengths))
 
-    def keep(self, kept: Tensor) -> Sentences:
+    def subset(self, kept: Tensor) -> Sentences:
         return Sentences(self.tokens, self.starts[kept], self.lengths[kept])
 
     def take(self, indices: Tensor, width: int) -> Tensor:

@@ -66,4 +66,4 @@ def _without_long(pairs: Pairs, max_length: int, data: str) -> Pairs:
         )
     if num_long:
         warn(f"{data}: left out {num_long} of {len(pairs)} training pairs, which have more than {max_length} tokens")
-    return Pairs(pairs.source.keep(kept), pairs.target.keep(kept))
+    return Pairs(pairs.source.subset(kept), pairs.target.subset(kept))
