@@ -25,6 +25,13 @@ METRICS = {
 ORDER = ("dense", "one-shot", "cyclic", "parallel", "random")
 
 
+def _num_epochs(result: dict[str, Any]) -> int:
+    """Of all phases and of all branches; results of the first format have a row a phase, later ones one an epoch."""
+    if "phases" in result:
+        return sum(phase["epochs"] for phase in result["phases"])
+    return len(result["history"])
+
+
 def results(study: str) -> dict[str, list[dict[str, Any]]]:
     """By row, what its seeds gave."""
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -62,7 +69,7 @@ def table(study: str) -> str:
         cells.append(f"{totals['alive'] / totals['prunable']:.0%} of {totals['prunable'] / 1e6:.2f} M")
         cells.append(f"{totals['flops_sparse'] / 1e9:.3f} G")
         cells.append(f"{of_seeds[0]['file_bytes'] / 1e6:.2f}")
-        cells.append(str(sum(phase["epochs"] for phase in of_seeds[0]["phases"])))
+        cells.append(str(_num_epochs(of_seeds[0])))
         cells.append(f"{statistics.mean(result['seconds'] for result in of_seeds):.0f}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

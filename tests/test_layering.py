@@ -45,7 +45,7 @@ MAY_IMPORT = {
         "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits"
     ),
     "rules": "plan methods sparse",
-    "cursor": "plan snapshot rules sparse",
+    "cursor": "plan snapshot optimizers rules sparse",
     "init": "plan layers selection scores allocation sparse",
     # what reads sparse models
     "atomic": "",

@@ -31,7 +31,7 @@ def make() -> SparseModel:
 
 
 def held(sparse: SparseModel, name: str) -> Masked:
-    found = sparse._sparse_parameters[name]
+    found = sparse._parameters[name]
     assert isinstance(found, Masked)
     return found
 

@@ -63,7 +63,7 @@ def _show_other(bars: Progress, others: dict[int, TaskID], event: Event) -> None
         description = f"branch {event['branch']} (rank {rank}): {event['edits']}"
         bars.reset(others[rank], description=description, total=event["iterations"] or 1)
     elif event["event"] == "epoch":
-        bars.update(others[rank], completed=event["iteration"])
+        bars.update(others[rank], completed=event["done"])
 
 
 def _show_line(title: str, event: Event) -> None:

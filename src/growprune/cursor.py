@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from growprune.errors import GrowpruneError
+from growprune.optimizers import unwrapped
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, check_counts, walk
 from growprune.rules import running
 from growprune.snapshot import Snapshot
@@ -132,11 +133,12 @@ class Cursor:
         attached in one line. Of several, the one attached last advances: let it be the last to step.
         """
         self.sparse.attach(optimizer)  # before any edit, which may give the model other parameters
-        if optimizer not in self._attached:
-            self._attached.add(optimizer)
+        inner = unwrapped(optimizer)
+        if inner not in self._attached:
+            self._attached.add(inner)
             own = weakref.ref(self)
-            optimizer.register_step_post_hook(lambda stepped, *_: _stepped(own, stepped))
-        self._clock = weakref.ref(optimizer)
+            inner.register_step_post_hook(lambda stepped, *_: _stepped(own, stepped))
+        self._clock = weakref.ref(inner)
         if self.position < 0:
             self._advance_all(0)
         return optimizer

@@ -22,7 +22,7 @@ from growprune.edits import Editor
 from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients
 from growprune.layers import Weight, is_compact, prunable_weights
-from growprune.optimizers import Optimizers
+from growprune.optimizers import Optimizers, unwrapped
 from growprune.patterns import Pattern, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, check_sparsity, prune
 from growprune.settings import as_float, as_names, as_seed
@@ -248,12 +248,13 @@ class SparseModel:
         Works with any optimizer: state shaped like its parameter is masked, other state is left alone.
         Returns the optimizer, so that it can be made and attached in one line.
         """
-        is_new = optimizer not in self._optimizers.attached
-        self._optimizers.attach(optimizer, own={id(parameter) for parameter in self.model.parameters()})
+        inner = unwrapped(optimizer)
+        is_new = inner not in self._optimizers.attached
+        self._optimizers.attach(inner, own={id(parameter) for parameter in self.model.parameters()})
         if is_new:
             own = weakref.ref(self)
-            optimizer.register_step_pre_hook(lambda *_: _around_step(own, "before_step"))
-            optimizer.register_step_post_hook(lambda *_: _around_step(own, "after_step"))
+            inner.register_step_pre_hook(lambda *_: _around_step(own, "before_step"))
+            inner.register_step_post_hook(lambda *_: _around_step(own, "after_step"))
         self.enforce()
         return optimizer
 

@@ -51,7 +51,7 @@ FEW = replace(SMALL, vocab_size=8)
 
 def test_a_beam_of_one_is_greedy_search() -> None:
     lengths = set()
-    for seed in range(5):
+    for seed in range(10):
         model, source = seeded(FEW, seed, scale=0.5), sources(8, vocab_size=8)
         found = beam_search(model, source, beam=1, length_penalty=1.0, max_length=9, num_pieces=7)
         for row, line in zip(rows(found), source, strict=True):

@@ -32,7 +32,8 @@ class Backward:
         self._wrapped: nn.Module | None = None
         self._parameters: list[int] = []
         self._compiled = torch.compile(sparse.model, dynamic=False) if self._is_compiled else None
-        self._graph: Graph | None = None
+        self._graphs: dict[Any, Graph] = {}
+        """By the shape of their batches."""
 
     @property
     def _is_compiled(self) -> bool:
@@ -67,9 +68,12 @@ class Backward:
 
         if self.recipe.accumulate > 1:  # a graph writes gradients, and cannot add to them
             return passes(batch).double()
-        if self._graph is None or not self._graph.fits(batch, self._own_parameters()):
-            self._graph = Graph(passes, batch, self._own_parameters(), self._graph)
-        return self._graph(batch).double()
+        parameters = self._own_parameters()
+        if not all(graph.is_of(parameters) for graph in self._graphs.values()):
+            self._graphs = {}  # an edit gave layers new parameters
+        pool = next((graph.pool for graph in self._graphs.values()), None) or torch.cuda.graph_pool_handle()
+        graph = self._graphs.setdefault(shape_of(batch), Graph(passes, parameters, pool))
+        return graph(batch).double()
 
     def _own_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.sparse.model.parameters() if p.requires_grad]
@@ -99,30 +103,24 @@ class Graph:
 
     Args:
         passes: what to record; leaves gradients in `parameters` and returns the loss.
-        before: the graph it takes the place of, which must not be replayed any more.
+        pool: the memory it shares with graphs of other shapes, as no two of them run at once.
     """
 
-    def __init__(
-        self, passes: Callable[[Any], Tensor], batch: Any, parameters: list[nn.Parameter], before: Graph | None
-    ) -> None:
-        del before  # and with it its memory
-        self._passes, self._parameters = passes, parameters
-        self._shape = _shape_of(batch)
+    def __init__(self, passes: Callable[[Any], Tensor], parameters: list[nn.Parameter], pool: Any) -> None:
+        self._passes, self._parameters, self.pool = passes, parameters, pool
         self._num_passed = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batch: Any = None
         self._gradients: list[Tensor | None] = []
         self._loss: Tensor | None = None
 
-    def fits(self, batch: Any, parameters: list[nn.Parameter]) -> bool:
-        """Whether it can be gone on with. A batch of another shape passes it by."""
-        del batch
+    def is_of(self, parameters: list[nn.Parameter]) -> bool:
         return len(parameters) == len(self._parameters) and all(
             mine is theirs for mine, theirs in zip(self._parameters, parameters, strict=True)
         )
 
     def __call__(self, batch: Any) -> Tensor:
-        if _shape_of(batch) != self._shape or self._num_passed < WARM_UP:
+        if self._num_passed < WARM_UP:
             self._num_passed += 1
             return self._passes(batch)
         if self._graph is None:
@@ -140,16 +138,17 @@ class Graph:
             parameter.grad = None
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
+        with torch.cuda.graph(self._graph, pool=self.pool, stream=torch.cuda.current_stream()):
             self._loss = self._passes(self._batch)
         self._gradients = [parameter.grad for parameter in self._parameters]
 
 
-def _shape_of(batch: Any) -> Any:
+def shape_of(batch: Any) -> Any:
+    """Equal for batches that a graph can take for one another."""
     if isinstance(batch, Tensor):
         return (tuple(batch.shape), batch.dtype, batch.stride())
     items = batch.values() if isinstance(batch, dict) else batch
-    return tuple(map(_shape_of, items)) if isinstance(batch, dict | tuple | list) else batch
+    return tuple(map(shape_of, items)) if isinstance(batch, dict | tuple | list) else batch
 
 
 def _cloned(batch: Any) -> Any:

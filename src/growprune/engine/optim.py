@@ -23,6 +23,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+FUSED = ("sgd", "adam", "adamw")
+"""Those that step in one kernel on a GPU."""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Which optimizer a recipe trains with, and its settings."""
@@ -63,6 +67,7 @@ class OptimizerConfig:
             "nesterov": self.nesterov or None,
             "betas": self.betas,
             "eps": self.eps,
+            "fused": (self.kind in FUSED and any(p.is_cuda for p in parameters)) or None,
         }
         options = {name: value for name, value in given.items() if value is not None}
         try:

@@ -181,7 +181,8 @@ class Run:
 
     def _after_epoch(self, scheduled: ScheduledPhase, epoch: int) -> None:
         self.training.check_finite(scheduled, self._done)
-        row: dict[str, Any] = {"epoch": epoch, "iteration": self.cursor.iteration + 1, "stage": scheduled.stage}
+        iteration = self.training.spans[scheduled.index].start + self._done + 1
+        row: dict[str, Any] = {"epoch": epoch, "iteration": iteration, "stage": scheduled.stage}
         row |= {"branch": scheduled.branch, "edits": str(scheduled.phase), "alive": self.sparse.num_alive}
         row |= {"loss": self.training.end_epoch(), "lr": self.training.lr}
         is_last = scheduled.index == self.last and self.cursor.left == 1
@@ -189,7 +190,8 @@ class Run:
             row["validation"] = self._evaluate("validation")
             self._consider(scheduled, row)
         (self.history if scheduled.branch is None else self._branch_rows).append(row)
-        self.events.log_event("epoch", scheduled, **{k: v for k, v in row.items() if k not in ("stage", "branch")})
+        told = {name: value for name, value in row.items() if name not in ("stage", "branch")}
+        self.events.log_event("epoch", scheduled, done=self._done + 1, **told)
 
     def _consider(self, scheduled: ScheduledPhase, row: dict[str, Any]) -> None:
         """Keep the best model at the target sparsity: this one, or what it would be if it were pruned now."""

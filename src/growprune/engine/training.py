@@ -52,7 +52,7 @@ class Training:
         """The learning rate of the last iteration."""
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._num_losses = 0
-        self._shown: tuple[Tensor, int] | None = None
+        self._late_sum, self._shown_sum, self._num_shown = LateReader(device), LateReader(device), 0
         self._was_branch = False
 
     def enter(self, scheduled: ScheduledPhase) -> None:
@@ -77,29 +77,37 @@ class Training:
         for group in optimizer.param_groups:
             group["lr"] = self.lr
         model.train()
-        weights, loss_sum = [], torch.zeros_like(self._loss_sum)
-        for batch in self._batches.of(scheduled.branch, iteration):
-            weights.append(1 if self.recipe.accumulate == 1 else self.recipe.task.weigh(batch))
-            loss_sum += self.backward(batch, weights[-1])
-        self._loss_sum += loss_sum / sum(weights)
-        if self.recipe.accumulate > 1:
-            self._divide_gradients(sum(weights))
+        self._loss_sum += self._add_gradients(self._batches.of(scheduled.branch, iteration))
         if self.recipe.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self._num_losses += 1
-        if self.device.type == "cpu" or self._num_losses % 20 == 0:  # reading the loss off a GPU makes it wait
-            self.check_finite(scheduled, done)
+        if self.device.type == "cpu" or self._num_losses % 20 == 0:
+            self._check(scheduled, done, self._late_sum.read(self._loss_sum))
+
+    def _add_gradients(self, batches: Iterator[Any]) -> Tensor:
+        """Those of all batches of an iteration; returns their mean loss."""
+        if self.recipe.accumulate == 1:
+            return self.backward(next(batches), 1)
+        weights, loss_sum = [], torch.zeros_like(self._loss_sum)
+        for batch in batches:
+            weights.append(self.recipe.task.weigh(batch))
+            loss_sum += self.backward(batch, weights[-1])
+        for parameter in self.sparse.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= sum(weights)
+        return loss_sum / sum(weights)
 
     def first_batches(self) -> list[Any]:
         """Those of the first iteration."""
         return list(self._batches.of(None, 0))
 
     def shown_loss(self) -> float | None:
-        """The mean loss of the epoch as it was when this was last asked: reading it right now would make a GPU wait."""
-        before, self._shown = self._shown, (self._loss_sum.to("cpu", non_blocking=True), self._num_losses)
-        return float(before[0]) / before[1] if before is not None and before[1] else None
+        """The mean loss of the epoch, on a GPU as it was when this was last asked."""
+        total, self._num_shown, num = self._shown_sum.read(self._loss_sum), self._num_losses, self._num_shown
+        num = num if self.device.type == "cuda" else self._num_losses
+        return total / num if num else None
 
     def end_epoch(self) -> float:
         """The mean loss of the epoch, which is over."""
@@ -111,11 +119,6 @@ class Training:
     def _build_optimizer(self) -> torch.optim.Optimizer:
         return self.sparse.attach(self.recipe.optimizer.build(self.sparse.model))
 
-    def _divide_gradients(self, total: Any) -> None:
-        for parameter in self.sparse.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= total
-
     def learning_rate(self, scheduled: ScheduledPhase, done: int) -> float:
         span, schedule = self.spans[scheduled.index], self.recipe.lr_schedule
         iteration = span.start + done - span.schedule_start
@@ -125,7 +128,9 @@ class Training:
 
     def check_finite(self, scheduled: ScheduledPhase, done: int) -> None:
         """Raise if any loss of the epoch so far was not finite; cheap on a CPU, a wait on a GPU."""
-        loss_sum = float(self._loss_sum)
+        self._check(scheduled, done, float(self._loss_sum))
+
+    def _check(self, scheduled: ScheduledPhase, done: int, loss_sum: float) -> None:
         if not math.isfinite(loss_sum):
             epoch = (self.spans[scheduled.index].start + done) // self.per_epoch + 1
             raise TrainingDiverged(
@@ -148,6 +153,23 @@ class Training:
         if state["optimizer"] is not None:
             self.optimizer = self._build_optimizer()
             self.sparse.load_optimizer_state(self.optimizer, state["optimizer"])
+
+
+class LateReader:
+    """Reads a number off a device as it was when this was last asked, since reading it right now makes a GPU wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._number = torch.zeros((), dtype=torch.float64, pin_memory=self._event is not None)
+
+    def read(self, number: Tensor) -> float:
+        if self._event is None:
+            return float(number)
+        self._event.synchronize()  # long over
+        before = float(self._number)
+        self._number.copy_(number, non_blocking=True)
+        self._event.record()
+        return before
 
 
 class Batches:

@@ -20,7 +20,8 @@ def can_keep_largest(values: Sequence[Tensor]) -> bool:
     """Whether `keep_largest` takes these: contiguous floats of one kind, on one GPU that Triton knows."""
     first = values[0]
     return (
-        kernels.can_zero_off(first.device)
+        first.is_cuda
+        and kernels.can_zero_off(first.device)
         and first.dtype in DTYPES
         and all(v.is_contiguous() and v.dtype == first.dtype and v.device == first.device for v in values)
     )

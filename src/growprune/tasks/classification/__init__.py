@@ -181,7 +181,10 @@ class Classification(Shareable):
             raise GrowpruneError(
                 f"crop is 'padded', and {self.data} has images of {width} x {height}: set task.image_size"
             )
-        order = torch.from_numpy(np.concatenate(groups)).to(device)  # at once, as each copy makes a GPU wait
+        order = torch.from_numpy(np.concatenate(groups))
+        if device.type == "cuda":  # from where a copy does not make the GPU wait
+            order = order.pin_memory()
+        order = order.to(device, non_blocking=True)
         for number, indices in enumerate(torch.split(order, self.batch_size), start):
             pixels = decoded.pixels[indices]
             if self.crop == "resized":
