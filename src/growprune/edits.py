@@ -240,8 +240,11 @@ class Editor:
     def num_alive(self, weights: Sequence[Weight]) -> dict[str, int]:
         """How many groups of each weight live, by its name; the device is waited for once."""
         mask = _OneByOne(lambda name: self._parameters[name].mask())
-        counts = [count_groups(self._pattern, mask(weight), weight) for weight in weights]
-        return dict(zip((w.name for w in weights), torch.stack(counts).tolist() if counts else (), strict=True))
+        full = {w.name: self._pattern.num_groups(w) for w in weights if self._parameters[w.parameter].is_known_full}
+        others = [weight for weight in weights if weight.name not in full]
+        counts = [count_groups(self._pattern, mask(weight), weight) for weight in others]
+        counted = dict(zip((w.name for w in others), torch.stack(counts).tolist() if counts else (), strict=True))
+        return {weight.name: full.get(weight.name, counted.get(weight.name, 0)) for weight in weights}
 
     def _set_mask(self, name: str, mask: Tensor) -> None:
         parameter = self._parameters[name]

@@ -169,7 +169,7 @@ class Optimizers:
         yield
         new = sparse_parameter.parameter
         if new is old:
-            if self._storage == "masked":
+            if self._storage == "masked" and self.attached:  # the weight itself is zero where it is pruned
                 self._enforce(tuple(self.attached), [(self._name_of(sparse_parameter), sparse_parameter)])
             return
         REPLACED[old] = self._storage

@@ -31,7 +31,7 @@ class Backward:
         self.recipe, self.sparse, self.device, self.mesh = recipe, sparse, device, mesh
         self._wrapped: nn.Module | None = None
         self._parameters: list[int] = []
-        self._compiled = torch.compile(sparse.model, dynamic=False) if self._is_compiled else None
+        self._compiled = torch.compile(self.loss, dynamic=False) if self._is_compiled else None
         self._graphs: dict[Any, Graph] = {}
         """By the shape of their batches."""
 
@@ -53,7 +53,7 @@ class Backward:
         """The loss of a batch, with no gradients yet."""
         return self._loss(self.sparse.model, batch)
 
-    def _loss(self, forward: Any, batch: Any) -> Tensor:
+    def _loss(self, forward: nn.Module, batch: Any) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
             return self.recipe.task.loss(forward, batch)
 
@@ -62,9 +62,9 @@ class Backward:
         compiled = self._compiled
 
         def passes(batch: Any) -> Tensor:
-            loss = self._loss(compiled, batch) * weight
-            loss.backward()
-            return loss.detach()  # type: ignore[no-any-return]
+            loss: Tensor = compiled(batch) * weight
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
 
         if self.recipe.accumulate > 1:  # a graph writes gradients, and cannot add to them
             return passes(batch).double()

@@ -42,6 +42,10 @@ class SparseParameter(Protocol):
     def shape(self) -> torch.Size:
         """The shape of the weight, and of its mask."""
 
+    @property
+    def is_known_full(self) -> bool:
+        """Whether all weights live, as far as is known without asking the device."""
+
     def mask(self) -> Tensor:
         """Which weights live: bool, shaped like the weight. Edit it only to give it back to `set_mask`."""
 

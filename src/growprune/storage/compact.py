@@ -15,7 +15,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,34 +55,67 @@ class Layout:
 
     def __post_init__(self) -> None:
         self._numel = self.shape.numel()
+        self._quick: dict[tuple[Any, ...], Callable[[int], Tensor] | None] = {}
+        """Ways to expand and compress that Python is done with soon, by what for; made when first needed."""
 
     def to(self, device: torch.device) -> Layout:
         """Follow the values to another device."""
         if self.bits.device != device:
             self.bits, self.offsets = self.bits.to(device), self.offsets.to(device)
+            self._quick = {}
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        copied = replace(self, bits=self.bits.clone(), offsets=self.offsets.clone())
+        memo[id(self)] = copied
+        return copied
 
     def mask(self) -> Tensor:
         return self._unfold(kernels.unpack(self.bits, self.shape.numel(), group=self.group))
 
     def expand(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The dense tensor."""
+        key = (values.dtype, dtype, values.device)
+        if (quick := self._quick.get(key)) is not None and _is_usual(values):
+            return quick(values.data_ptr())
         here = self.to(values.device)
         # unchecked, here and below: a layout made its own bits and offsets, and checking takes as long as a kernel
         flat = kernels.expand_known(values, here.bits, here.offsets, self._numel, dtype or values.dtype, self.group)
+        if _is_usual(values) and key not in self._quick and not self.is_folded:
+            settings = (here.bits, here.offsets, self.shape, dtype or values.dtype, self.group)
+            self._quick[key] = kernels.expander(values, *settings)
         return self._unfold(flat)
 
     def compress(self, dense: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The live values of a dense tensor."""
+        key = (dense.dtype, dtype, dense.device, "compress")
+        if (quick := self._quick.get(key)) is not None and _is_usual(dense):
+            return quick(dense.data_ptr())
         here = self.to(dense.device)
         flat = (dense.movedim(1, -1) if self.is_folded else dense).reshape(-1)
-        return kernels.compress_known(flat, here.bits, here.offsets, self.num_alive, dtype or dense.dtype, self.group)
+        settings = (here.bits, here.offsets, self.num_alive, dtype or dense.dtype, self.group)
+        if _is_usual(dense) and key not in self._quick and not self.is_folded:
+            live = kernels.compress_known(flat, *settings)
+            self._quick[key] = kernels.compressor(flat, *settings)
+            return live
+        return kernels.compress_known(flat, *settings)
 
     def _unfold(self, flat: Tensor) -> Tensor:
         if not self.is_folded:
             return flat.view(self.shape)
         folded = (self.shape[0], *self.shape[2:], self.shape[1])
         return flat.view(folded).movedim(-1, 1).contiguous()
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    """Whether a kernel that was started before can be started again with this tensor, past all checks."""
+    return (
+        tensor.is_cuda
+        and kernels.is_plain()
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % 16 == 0
+        and tensor.get_device() == torch.cuda.current_device()
+    )
 
 
 class Compact:
@@ -119,6 +152,10 @@ class Compact:
     def _layout(self) -> Layout | None:
         """None while everything lives. It belongs to the module, so that a copy of the model takes it along."""
         return layouts_of(self.module)[self._local]
+
+    @property
+    def is_known_full(self) -> bool:
+        return self._layout is None
 
     def mask(self) -> Tensor:
         if self._layout is None:

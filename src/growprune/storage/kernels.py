@@ -155,17 +155,17 @@ _register(
 
 def expand_known(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
     """`expand` of bits and offsets that need no check; past the dispatcher where nobody listens to it."""
-    run = _expand if values.is_cuda and _is_plain() else torch.ops.growprune.expand
+    run = _expand if values.is_cuda and is_plain() else torch.ops.growprune.expand
     return run(values, bits, offsets, n, dtype, group)
 
 
 def compress_known(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int) -> Tensor:
     """`compress` of bits and offsets that need no check; past the dispatcher where nobody listens to it."""
-    run = _compress if dense.is_cuda and _is_plain() else torch.ops.growprune.compress
+    run = _compress if dense.is_cuda and is_plain() else torch.ops.growprune.compress
     return run(dense, bits, offsets, nnz, dtype, group)
 
 
-def _is_plain() -> bool:
+def is_plain() -> bool:
     """Whether operations simply run: nobody traces, compiles or counts them."""
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
 
@@ -175,12 +175,27 @@ def can_zero_off(device: torch.device) -> bool:
     return _triton_kernels(device.type) is not None
 
 
-@torch.no_grad()
-def zero_off(flat: Tensor, bits: Tensor) -> None:
-    """Make a flat, contiguous tensor of integers zero where its bits are, in place; on a device that `can_zero_off`."""
-    triton = _triton_kernels(flat.device.type)
+def zero_off(tensor: Tensor, bits: Tensor) -> None:
+    """Make a contiguous tensor zero where its bits are, in place, unseen by autograd; where one `can_zero_off`."""
+    triton = _triton_kernels("cuda")
     assert triton is not None
-    triton.zero_off(flat, bits)
+    triton.zero_off(tensor, bits)
+
+
+def expander(
+    values: Tensor, bits: Tensor, offsets: Tensor, shape: torch.Size, dtype: torch.dtype, group: int
+) -> Callable[[int], Tensor] | None:
+    """What expands values like these with the least Python, from their address; None where there is no such thing."""
+    triton = _triton_kernels(values.device.type)
+    return None if triton is None else triton.expander(values, bits, offsets, shape, dtype, group)
+
+
+def compressor(
+    dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int
+) -> Callable[[int], Tensor] | None:
+    """The same for `compress`."""
+    triton = _triton_kernels(dense.device.type)
+    return None if triton is None else triton.compressor(dense, bits, offsets, nnz, dtype, group)
 
 
 @functools.cache

@@ -37,6 +37,7 @@ class Masked:
         path, _, self._local = name.rpartition(".")
         self.module = model.get_submodule(path)
         self._shape = self.parameter.shape
+        self._row_major = tuple(range(len(self._shape)))
         self._hooked: weakref.ref[nn.Parameter] | None = None
         self.record: Callable[[Tensor], None] | None = None
         self._num_masks = 0
@@ -44,6 +45,7 @@ class Masked:
         self._bits: dict[tuple[int, ...], Tensor] = {}
         self._mask = torch.ones(0, dtype=torch.bool)
         self._hold(torch.ones(self._shape, dtype=torch.bool, device=self.parameter.device))
+        self._is_full = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "record": None}  # a copy records nothing
@@ -55,23 +57,23 @@ class Masked:
 
     @property
     def parameter(self) -> nn.Parameter:
-        parameter = getattr(self.module, self._local)
-        assert isinstance(parameter, nn.Parameter)
+        parameter = self.module._parameters[self._local]
+        assert parameter is not None
         return parameter
 
     @property
     def shape(self) -> torch.Size:
         return self._shape
 
+    @property
+    def is_known_full(self) -> bool:
+        return self._is_full is True
+
     def mask(self) -> Tensor:
         self._follow()
         if not self._bits:
             return self._mask
         return kernels.unpack(self._bits[self._row_major], self._shape.numel()).view(self._shape)
-
-    @property
-    def _row_major(self) -> tuple[int, ...]:
-        return tuple(range(len(self._shape)))
 
     def _follow(self) -> None:
         """Take the mask to where the parameter is, if the model was moved."""
@@ -159,9 +161,7 @@ class Masked:
             self._is_full = bool(self._is_full)
         return self._is_full
 
-    @torch.no_grad()
     def _zero_off(self, tensor: Tensor) -> None:
-        self._follow()
         if self._bits and (flat := self._flat(tensor)) is not None:
             kernels.zero_off(*flat)
             torch.autograd.graph.increment_version(tensor)
@@ -169,17 +169,17 @@ class Masked:
             zero_off(self.mask(), tensor)
 
     def _flat(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """A tensor in the order it has in memory, as integers, with the bits in that order; None if it has gaps."""
+        """A tensor in the order it has in memory, with the bits in that order; None if it has gaps."""
         order = self._row_major
         if not tensor.is_contiguous():
             strides = tensor.stride()
             order = tuple(sorted(order, key=lambda i: -strides[i]))
-            tensor = tensor.permute(order)
+            tensor = tensor.detach().permute(order)
             if not tensor.is_contiguous():
                 return None
         if order not in self._bits:
             self._bits[order] = kernels.pack(self.mask().permute(order).reshape(-1))
-        return _as_integers(tensor).view(-1), self._bits[order]
+        return tensor, self._bits[order]
 
     def mask_gradient(self, *, again: bool) -> None:
         """Make the gradient zero off the mask, unless it is known to be: masked as it is now, by the mask as it is."""

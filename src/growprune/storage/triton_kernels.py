@@ -55,6 +55,57 @@ def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torc
     return values
 
 
+def expander(values: Tensor, bits: Tensor, offsets: Tensor, shape: torch.Size, dtype: torch.dtype, group: int):
+    """What does `expand` for values like these with the least Python; None if it cannot be. They must run first once.
+
+    It takes the address of the values, and gives the dense tensor. Bits and offsets must stay where they are.
+    """
+    n, (width, num_bits) = shape.numel(), _tile(group)
+    dense = torch.empty(shape, dtype=dtype, device=values.device)
+    grid = (bits.numel() * 8 // num_bits, -(-group // width), 1)
+    numbers = (n, group, width, num_bits)
+    start = _started(_expand_kernel, grid, (values, bits, offsets, dense), numbers, 1 if group == 1 else 2)
+    if start is None or n % 16:
+        return None
+    device, index = values.device, values.get_device()
+    bits_at, offsets_at, stream = bits.data_ptr(), offsets.data_ptr(), torch._C._cuda_getCurrentRawStream
+
+    def run(address: int) -> Tensor:
+        dense = torch.empty(shape, dtype=dtype, device=device)
+        start(stream(index), address, bits_at, offsets_at, dense.data_ptr(), *numbers)
+        return dense
+
+    return run
+
+
+def compressor(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int):
+    """The same for `compress`: takes the address of a dense tensor, and gives the live values."""
+    width, num_bits = _tile(group)
+    values = torch.empty(nnz, dtype=dtype, device=dense.device)
+    grid = (bits.numel() * 8 // num_bits, -(-group // width), 1)
+    numbers = (dense.numel(), group, width, num_bits)
+    start = _started(_compress_kernel, grid, (values, bits, offsets, dense), numbers, 4 if group == 1 else 2)
+    if start is None:
+        return None
+    device, index = dense.device, dense.get_device()
+    bits_at, offsets_at, stream = bits.data_ptr(), offsets.data_ptr(), torch._C._cuda_getCurrentRawStream
+
+    def run(address: int) -> Tensor:
+        values = torch.empty(nnz, dtype=dtype, device=device)
+        start(stream(index), values.data_ptr(), bits_at, offsets_at, address, *numbers)
+        return values
+
+    return run
+
+
+def _started(kernel, grid, tensors, numbers, num_warps):
+    """How a kernel was started before with such tensors on the current device, if it was."""
+    index = tensors[0].get_device()
+    if index != torch.cuda.current_device() or any(tensor.data_ptr() % 16 for tensor in tensors):
+        return None
+    return _STARTED.get((id(kernel), index, grid, numbers, num_warps, *[tensor.dtype for tensor in tensors]))
+
+
 def pack(mask: Tensor, num_bytes: int) -> Tensor:
     bits = torch.empty(num_bytes, dtype=torch.uint8, device=mask.device)
     grid = (-(-num_bytes // 128), 1, 1)
@@ -70,7 +121,7 @@ def unpack(bits: Tensor, n: int) -> Tensor:
 
 
 def zero_off(flat: Tensor, bits: Tensor) -> None:
-    """Make a flat, contiguous tensor of integers zero where the bits are, in place."""
+    """Make a contiguous tensor zero where the bits are, in place."""
     num_bytes = ZERO_OFF["bytes"]
     grid = (-(-bits.numel() // num_bytes), 1, 1)
     numbers = (flat.numel(), bits.numel(), num_bytes, ZERO_OFF["mode"])
