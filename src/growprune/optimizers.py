@@ -73,6 +73,7 @@ class Optimizers:
         self._versions: dict[str, tuple[int, int]] = {}
         self._written: set[str] = set()
         self._has_warned = False
+        self._is_released = False
         self._replaced: list[weakref.ref[Tensor]] = []
 
     def attach(self, optimizer: Optimizer, *, own: Set[int]) -> None:
@@ -97,6 +98,10 @@ class Optimizers:
                 optimizer.register_load_state_dict_post_hook(lambda loaded: self._versions.clear())
             self.attached.add(optimizer)
 
+    def release(self) -> None:
+        """The model is no longer sparse: what was attached must not go on as if it were."""
+        self._is_released, self._storage = True, "masked"
+
     def _refuse(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise GrowpruneError(
@@ -110,6 +115,8 @@ class Optimizers:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mask what gradients are not known to be masked; those that a closure makes, when it has made them."""
+        if self._is_released:
+            raise GrowpruneError("the model was made dense by to_dense_(): make the optimizer anew")
         self._check_wrapped_again()
         if self._storage == "compact":
             return None  # what does not live is not there

@@ -69,6 +69,9 @@ class SparseParameter(Protocol):
     def from_live(self, live: Tensor) -> Tensor:
         """The inverse of `to_live`: shaped like the parameter, zero where nothing lives."""
 
+    def release(self) -> None:
+        """Make it a plain dense parameter again, in a module that is as it was. Do not use the SparseParameter then."""
+
     @staticmethod
     def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]], /) -> None:
         """Make tensors shaped like the parameters they are listed with exactly zero off their masks."""

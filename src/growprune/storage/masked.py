@@ -139,6 +139,9 @@ class Masked:
         dense[mask] = live.to(mask.device)
         return dense
 
+    def release(self) -> None:
+        pass  # it is a plain parameter, and hooks let it go with who holds the mask
+
     @staticmethod
     def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
         _ask_at_once([sparse_parameter for sparse_parameter, _ in shaped_alike])
