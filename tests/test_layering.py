@@ -22,8 +22,8 @@ MAY_IMPORT = {
     "errors": "",
     "warn": "",
     # what a method may say: standard library only
-    "plan": "",
     "settings": "",
+    "plan": "settings",
     "layers": "settings",
     "unpruned": "layers",
     "partition": "plan settings layers",
@@ -45,7 +45,7 @@ MAY_IMPORT = {
         "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits"
     ),
     "rules": "plan methods sparse",
-    "cursor": "plan snapshot rules sparse",
+    "cursor": "plan snapshot optimizers rules sparse",
     "init": "plan layers selection scores allocation sparse",
     # what reads sparse models
     "atomic": "",

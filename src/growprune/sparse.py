@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -40,12 +40,11 @@ Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
 class RunningRule(Protocol):
-    """What happens around each step of an attached optimizer, while a phase has a rule (see growprune.rules)."""
+    """What happens before each step of an attached optimizer, while a phase has a rule (see growprune.rules)."""
 
-    def before_step(self) -> None:
-        """Called when gradients are there."""
+    def before_step(self, trained: Collection[str], /) -> None:
+        """Called when the gradients are there of the prunable parameters that an optimizer trains, given by name."""
 
-    def after_step(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
@@ -120,7 +119,9 @@ class SparseModel:
             seed=self.seed,
         )
         self.rule: RunningRule | None = None
-        """What happens around each step of an attached optimizer."""
+        """What happens before each step of an attached optimizer."""
+        self.advancing: weakref.ref[Cursor] | None = None
+        """The cursor that the steps of attached optimizers advance."""
         self._cursor: Cursor | None = None
         self._place: Mapping[str, Any] | None = None
         self._is_released = False
@@ -258,8 +259,8 @@ class SparseModel:
         self._optimizers.attach(inner, own={id(parameter) for parameter in self.model.parameters()})
         if is_new:
             own = weakref.ref(self)
-            inner.register_step_pre_hook(lambda *_: _around_step(own, "before_step"))
-            inner.register_step_post_hook(lambda *_: _around_step(own, "after_step"))
+            inner.register_step_pre_hook(lambda stepping, *_: _before_step(own, stepping))
+            inner.register_step_post_hook(lambda *_: _after_step(own))
         self.enforce()
         return optimizer
 
@@ -493,14 +494,16 @@ def _check_copy(copy: nn.Module, name: str, parameter: SparseParameter) -> None:
         raise GrowpruneError(f"{name} of the copy is compact with another mask: make it anew after an edit")
 
 
-def _around_step(reference: weakref.ref[SparseModel], when: str) -> None:
-    """Let a rule act around an optimizer's step, as long as there is somebody to have one."""
+def _before_step(reference: weakref.ref[SparseModel], optimizer: torch.optim.Optimizer) -> None:
+    """Let a rule act before an optimizer's step, as long as there is somebody to have one."""
     sparse = reference()
-    if sparse is None:
-        return
-    if sparse.rule is not None:
-        getattr(sparse.rule, when)()
-    if when == "after_step":
+    if sparse is not None and sparse.rule is not None:
+        sparse.rule.before_step({name for name, _ in sparse._optimizers.trained_by(optimizer)})
+
+
+def _after_step(reference: weakref.ref[SparseModel]) -> None:
+    sparse = reference()
+    if sparse is not None:
         sparse.gradients.end_iteration()
 
 

@@ -27,6 +27,10 @@ class SparseParameter(Protocol):
     """
 
     @property
+    def is_first_gradient(self) -> bool:
+        """Asked while `record` is called: whether there was no gradient before this backward pass."""
+
+    @property
     def adds_up_gradients(self) -> bool:
         """Whether `record` is given what lives as a sum over the backward passes of an iteration."""
 

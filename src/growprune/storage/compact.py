@@ -180,6 +180,10 @@ class Compact:
         pass
 
     @property
+    def is_first_gradient(self) -> bool:
+        return self._layout is None or self.parameter.grad is None  # of a plain one, each is the sum
+
+    @property
     def adds_up_gradients(self) -> bool:
         return self._layout is None  # then the parameter is a plain one, and what is recorded is its gradient
 

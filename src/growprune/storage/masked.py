@@ -184,6 +184,10 @@ class Masked:
             self._bits[order] = kernels.pack(self.mask().permute(order).reshape(-1))
         return _as_integers(tensor).view(-1), self._bits[order]
 
+    @property
+    def is_first_gradient(self) -> bool:
+        return getattr(self.parameter.grad, MASKED, None) is None  # what has been added to was masked before
+
     def mask_gradient(self, *, again: bool) -> None:
         """Make the gradient zero off the mask, unless it is known to be: masked as it is now, by the mask as it is."""
         gradient = self.parameter.grad
