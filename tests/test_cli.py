@@ -154,6 +154,7 @@ def test_bad_input_gives_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert "there is no 'sparsty'" in refused("train", "digits/tiny", *out, "--set", "sparsty=1")
     assert "sparsity is 1.5" in refused("train", "digits/tiny", *out, "--set", "sparsity=1.5")
     assert "model has 4 layers: give at most 4" in refused("plan", "digits/tiny", "--set", "partition.kappa=5")
+    assert "has over 100,000 phases" in refused("plan", "digits/tiny", "--set", "options.steps=999999999")
     assert "kappa is 0, but must be" in refused("plan", "digits/tiny", "--set", "partition.kappa=0")
     assert "matches no parameter" in refused("train", "digits/tiny", *out, "--set", 'keep_dense=["tail.*"]')
     assert "needs a multiple of 4 inputs" in refused("train", "digits/tiny", *out, "--set", "pattern=2:4")

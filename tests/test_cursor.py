@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -453,17 +454,57 @@ def test_a_cursor_asks_for_a_score_where_no_iteration_came_before() -> None:
 # State
 
 
-def test_a_cursor_that_nobody_has_any_more_edits_no_more() -> None:
+def test_a_cursor_lives_as_long_as_the_optimizer_that_advances_it() -> None:
     sparse, S = make()
-    cursor = Cursor(sparse, gmp(S, sparsity=0.75, iterations=4, every=1, begin=0.0))
+    optimizer = sgd(sparse.model.parameters())
+    Cursor(sparse, gmp(S, sparsity=0.75, iterations=4, every=1, begin=0.0)).attach(optimizer)
+    model = sparse.model
+    del sparse
+    gc.collect()
+    for iteration in range(4):
+        train_step(model, optimizer, iteration)
+    assert sum(int(p.count_nonzero()) for p in model.parameters() if p.dim() > 1) == 376
+
+
+def test_nothing_of_a_cursor_is_left_when_its_optimizer_is_gone() -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, gmp(S, sparsity=0.75, iterations=4, every=1))
     optimizer = cursor.attach(sgd(sparse.model.parameters()))
-    train_step(sparse.model, optimizer, 0)
-    alive = sparse.num_alive
+    left = weakref.ref(cursor)
     del cursor
     gc.collect()
-    for iteration in range(1, 5):
-        train_step(sparse.model, optimizer, iteration)
-    assert sparse.num_alive == alive
+    assert left() is not None
+    del optimizer
+    gc.collect()
+    assert left() is None
+
+
+def test_of_two_cursors_of_a_model_the_one_attached_last_advances() -> None:
+    sparse, S = make()
+    optimizer = sgd(sparse.model.parameters())
+    first = Cursor(sparse, gmp(S, sparsity=0.75, iterations=4, every=1))
+    first.attach(optimizer)
+    train_step(sparse.model, optimizer, 0)
+    second = Cursor(sparse, [Phase(iterations=4)])
+    second.attach(optimizer)
+    train_step(sparse.model, optimizer, 1)
+    assert (first.iteration, second.iteration) == (1, 1)
+
+
+@pytest.mark.parametrize("mine", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
+def test_iterations_count_the_branches_that_are_trained_elsewhere_too(mine: tuple[int, ...]) -> None:
+    sparse, S = make()
+    fork = Fork(*(Branch(Phase(grow(P), iterations=2 + i), returns=P) for i, P in enumerate(S)))
+    plan = [Phase(prune(S.whole, to=0.75), iterations=1), fork, Phase(iterations=2)]
+    cursor = Cursor(sparse, plan, is_local=lambda branch: branch in mine)
+    cursor.advance(0)
+    began = []
+    while cursor.current is not None:
+        began.append((cursor.current.index, cursor.start))
+        cursor.advance(cursor.start + cursor.length)
+    starts = {1 + branch: (1, 3, 6)[branch] for branch in mine}
+    assert began == [(0, 0), *starts.items(), (4, 10)]
+    assert cursor.iteration == 12
 
 
 @every_storage

@@ -15,13 +15,14 @@ import torch
 
 import growprune as gp
 from growprune import engine, methods
+from growprune.engine.cost import estimate
 from growprune.engine.mesh import Mesh
-from growprune.engine.optim import OptimizerConfig
+from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.partitions import contiguous, per_layer
 from growprune.engine.recipe import Recipe
 from growprune.engine.training import Training
 from growprune.methods import METHODS
-from growprune.plan import walk
+from growprune.plan import Branch, By, Fork, Parts, Phase, Stage, grow, method, prune, walk
 from plan_cases import options_of
 from toy import Toy, continuing, cyclic, parallel
 
@@ -33,6 +34,14 @@ def recipe_for(name: str) -> Recipe:
     options = {option: value * 3 if option in longer else value for option, value in options.items()}
     partition = per_layer() if name == "random_gap" else contiguous(2)
     return replace(cyclic(), method=METHODS[name], options=options, partition=partition)
+
+
+@method
+def dip(S: Parts, *, sparsity: float, epochs: int) -> Iterator[Phase]:
+    """At its target, sparser for a while, and back."""
+    yield Phase(prune(S.whole, to=sparsity), epochs=epochs)
+    yield Phase(prune(S.whole, to=0.95), epochs=epochs)
+    yield Phase(grow(S.whole, to=sparsity), epochs=epochs)
 
 
 def events_of(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
@@ -141,6 +150,26 @@ def test_branches_of_a_fork_stand_side_by_side_on_the_curve() -> None:
     assert rates[1] == rates[2] == rates[3] == [0.0125]
     assert rates[5] == rates[6] == rates[7]
     assert rates[5] != rates[1]
+
+
+def test_the_rate_that_an_epoch_is_logged_with_is_that_of_its_last_iteration(tmp_path: Path) -> None:
+    schedule = LRSchedule("cosine")
+    recipe = replace(cyclic(), method=methods.dense, options={"epochs": 2}, sparsity=0.0, lr_schedule=schedule)
+    rows = [event for event in events_of(recipe, tmp_path / "run") if event["event"] == "epoch"]
+    # of 8 iterations, the fourth and the eighth: 0.05 (1 + cos(3/8 pi)) / 2 and 0.05 (1 + cos(7/8 pi)) / 2
+    assert [row["lr"] for row in rows] == pytest.approx([0.0345671, 0.0019030], rel=1e-4)
+
+
+def test_a_plan_that_is_sparser_than_its_target_for_a_while_runs_through(tmp_path: Path) -> None:
+    result = engine.train(
+        replace(cyclic(), method=dip, options={"epochs": 1}, sparsity=0.9, optimizer=OptimizerConfig("sgd", lr=0.05)),
+        tmp_path / "run",
+    )
+    # of 96, 256 and 48 weights: 10 + 26 + 5 at 90 %, 5 + 13 + 2 at 95 %
+    assert [row["alive"] for row in result["history"]] == [41, 20, 41]
+    assert ["candidate" in row for row in result["history"]] == [False, False, False]
+    assert result["sparsity"]["totals"]["alive"] == 41
+    assert result["best"]["stage"] in (0, 2), "never the one that is too sparse"
 
 
 def test_accumulated_batches_equal_one_of_all_their_examples(tmp_path: Path) -> None:
@@ -347,3 +376,32 @@ def test_a_choice_that_is_none_is_refused_when_the_recipe_is_made(field: str, al
 def test_a_clip_that_would_turn_gradients_round_or_stop_them_is_refused(clip: float) -> None:
     with pytest.raises(ValueError, match=f"clip is {clip}, but must be above 0"):
         replace(cyclic(), clip=clip)
+
+
+@method
+def one_part_comes_back(S: Parts, *, sparsity: float) -> Iterator[Stage]:
+    yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM), epochs=1)
+    yield Fork(Branch(Phase(grow(S[0]), epochs=1), returns=S[0]), Branch(Phase(grow(S[1]), epochs=1), returns=S[2]))
+    yield Phase(epochs=1)
+
+
+def test_after_a_fork_that_returns_some_parts_the_others_cost_what_they_did_before() -> None:
+    recipe = replace(cyclic(), method=one_part_comes_back, options={}, sparsity=0.8)
+    densities = [cost.density * 400 for cost in estimate(recipe).costs]
+    # of 96, 256 and 48 weights, 19, 51 and 10 live; S0 comes back dense, and S1 is as it was before the fork
+    assert densities == pytest.approx([80, 96 + 51 + 10, 19 + 256 + 10, 96 + 51 + 10])
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_only_the_process_that_writes_copies_the_model(
+    is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[Any] = []
+    snapshot = gp.SparseModel.snapshot
+    monkeypatch.setattr(
+        gp.SparseModel, "snapshot", lambda self, *a, **kw: copies.append(kw.get("device")) or snapshot(self, *a, **kw)
+    )
+    monkeypatch.setattr(Mesh, "is_first", is_first)
+    monkeypatch.setattr(engine.run.Run, "_wait_for_result", lambda self: {})
+    engine.run.Run(replace(cyclic(), checkpoint_seconds=0.0), engine.RunFolder(tmp_path)).execute()
+    assert len(copies) > 20 if is_first else not copies

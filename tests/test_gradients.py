@@ -436,3 +436,42 @@ def test_a_model_that_is_sparser_already_cannot_be_pruned(storage: str) -> None:
     assert not sparse.can_be_pruned
     with pytest.raises(GrowpruneError, match="cannot prune"):
         sparse.prune()
+
+
+# A step that does not come
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize("accumulate", [1, 2, None])
+def test_the_gradients_of_a_step_that_was_skipped_are_dropped(storage: str, accumulate: int | None) -> None:
+    """As a GradScaler skips one whose gradients are infinite, and then gradients are emptied."""
+    masks = []
+    for is_skipped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8, bias=False)
+        sparse = SparseModel(model, sparsity=0.5, storage=storage)
+        sparse.prune()
+        whole = Part("all", ("weight",))
+        swap = prune(whole, share=0.5), grow(whole, to=0.5, by=By.GRADIENT)
+        cursor = Cursor(sparse, [Phase(iterations=1), Phase(*swap, iterations=1)], accumulate=accumulate)
+        optimizer = cursor.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+        for scale in (float("inf"), 1.0) if is_skipped else (1.0,):
+            generator = torch.Generator().manual_seed(1)
+            for _ in range(accumulate or 1):
+                (model(torch.randn(4, 8, generator=generator)).square().sum() * scale).backward()
+            if scale == 1.0:
+                optimizer.step()
+            optimizer.zero_grad()
+        masks.append(sparse.mask("weight"))
+    assert torch.equal(*masks)
+
+
+def test_a_compact_layer_that_is_used_twice_has_the_sum_of_its_gradients() -> None:
+    sparse = SparseModel(nn.Linear(4, 4, bias=False), sparsity=0.5, storage="compact")
+    sparse.prune()
+    sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    sparse.watch([grow(Part("all", ("weight",)), to=0.25, by=By.GRADIENT)])
+    model = sparse.model
+    (model(torch.ones(1, 4)).sum() + model(torch.ones(1, 4)).sum()).backward()
+    sparse.gradients.end_iteration()
+    assert sparse.gradients.scores(By.GRADIENT, "weight").tolist() == [[2.0] * 4] * 4

@@ -22,8 +22,8 @@ MAY_IMPORT = {
     "errors": "",
     "warn": "",
     # what a method may say: standard library only
-    "plan": "",
     "settings": "",
+    "plan": "settings",
     "layers": "settings",
     "unpruned": "layers",
     "partition": "plan settings layers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from growprune.errors import GrowpruneError
@@ -98,6 +99,8 @@ def test_equal_numbers_make_equal_edits_that_are_written_alike() -> None:
     assert repr(prune(A, to=0)) == repr(prune(A, to=0.0))
     assert prune(A, to=Fraction(1, 2)) == prune(A, to=0.5)
     assert isinstance(prune(A, to=Fraction(1, 2)).to, float)
+    assert prune(A, to=np.float32(0.9)) == prune(A, to=0.9), "the float32 nearest to 0.9 means 0.9"
+    assert repr(grow(A, share=np.float16(0.3))) == repr(grow(A, share=0.3))
 
 
 def test_what_an_edit_goes_by_may_be_named() -> None:

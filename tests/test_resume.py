@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from growprune import engine
+import growprune as gp
+from growprune import engine, methods
 from growprune.engine import checkpoint
+from growprune.engine.optim import OptimizerConfig
 from growprune.engine.recipe import Recipe
 from toy import continuing, cyclic, parallel
+
+
+def editing_often(method: Callable[..., gp.Plan]) -> Recipe:
+    """An edit every 5 iterations, where an epoch has 4."""
+    return replace(cyclic(), method=method, options={"iterations": 44, "every": 5})
+
 
 RECIPES = {
     "cyclic, restart": cyclic(),
@@ -25,8 +34,12 @@ RECIPES = {
     "parallel, restart": parallel(),
     "parallel, continue": continuing(parallel()),
     "cyclic, compact": replace(continuing(cyclic()), storage="compact"),
+    "rigl": editing_often(methods.rigl),
+    "rigl, compact": replace(editing_often(methods.rigl), storage="compact", optimizer=OptimizerConfig("adamw")),
+    "gmp": editing_often(methods.gmp),
+    "admm": editing_often(methods.admm),
 }
-NUM_KILLS = 20
+NUM_KILLS = {name: 20 if "steps" in recipe.options else 10 for name, recipe in RECIPES.items()}
 
 
 def carry_on(recipe: Recipe, folder: Path, extend: int = 0) -> dict[str, Any]:
@@ -60,7 +73,7 @@ def wait_for_progress(log: Path, lines: int, process: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_run_killed_at_twenty_random_points_ends_with_the_undisturbed_bits(name: str, tmp_path: Path) -> None:
+def test_a_run_killed_at_many_random_points_ends_with_the_undisturbed_bits(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     recipe = replace(RECIPES[name], checkpoint_seconds=0.0)
     engine.train(recipe, tmp_path / "undisturbed")
@@ -69,7 +82,7 @@ def test_a_run_killed_at_twenty_random_points_ends_with_the_undisturbed_bits(nam
     context.set_forkserver_preload(["growprune.engine", "toy", "torch._dynamo"])
     chance = random.Random(name)
     kills, folder = 0, tmp_path / "killed"
-    while kills < NUM_KILLS:
+    while kills < NUM_KILLS[name]:
         process = context.Process(target=live, args=(recipe, folder))
         process.start()
         wait_for_progress(folder / "log.jsonl", chance.randrange(1, 5), process)

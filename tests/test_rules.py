@@ -81,6 +81,27 @@ def test_between_updates_z_and_u_stay() -> None:
     assert of_rule(sparse) == ([0, -4.5, 1.125, 0], [0, 0, 0, 0.5625])
 
 
+def test_with_two_optimizers_each_weight_is_pulled_once_an_iteration() -> None:
+    """As with one: every=2, so that counting steps instead of iterations would show."""
+    rule = Admm(Part("both", ("0.weight", "1.weight")), to=0.5, rho=0.5, every=2)
+    ends = []
+    for split in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        sparse = SparseModel(model, sparsity=0.5)
+        cursor = Cursor(sparse, [Phase(iterations=9, rule=rule)])
+        groups = [list(layer.parameters()) for layer in model] if split else [list(model.parameters())]
+        optimizers = [cursor.attach(sgd(group)) for group in groups]
+        for iteration in range(5):
+            model(torch.full((1, 4), float(iteration))).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+        assert sparse.rule is not None
+        ends.append((dict(model.state_dict()), sparse.rule.state_dict()))
+    check_same_bits(ends[0], ends[1])
+
+
 def test_admm_projects_onto_blocks() -> None:
     model, sparse, _, optimizer = ruled(pattern="1x2")
     pass_one(model, optimizer, (0, 0, 0, 0))

@@ -74,6 +74,15 @@ def keep_masks(model: nn.Module, sparse_parameters: Mapping[str, SparseParameter
     _watch_for_adapters()
 
 
+def forget_masks(model: nn.Module) -> None:
+    """Let adapters write whatever they like from now on."""
+    for module in model.modules():
+        vars(module).pop(SPARSE_PARAMETERS, None)
+        if is_adapter(module):
+            for name in WRITING:
+                vars(module).pop(name, None)
+
+
 @functools.cache
 def _watch_for_adapters() -> None:
     """Have torch say when a module becomes part of another: an adapter may be put on a model that is sparse."""

@@ -4,7 +4,8 @@
     cursor.advance(iteration)                # a trainer's loop: does every edit that is due
     optimizer = cursor.attach(optimizer)     # a plain loop over epochs: each step advances by itself
 
-Iterations are optimizer steps, counted from the start of the plan, the branches of a fork one after the other.
+Iterations are optimizer steps, counted from the start of the plan, the branches of a fork one after the other, those
+that are trained elsewhere too.
 """
 
 from __future__ import annotations
@@ -130,18 +131,25 @@ class Cursor:
 
         Begins the plan, if that was not done. Where a phase restarts, and at the beginning and the end of a branch, the
         optimizer's state is emptied; its learning rate is yours. Returns the optimizer, so that it can be made and
-        attached in one line. Of several, the one attached last advances: let it be the last to step.
+        attached in one line. Of several, the one attached last advances: let it be the last to step. Of several cursors
+        of a model, too, the one attached last goes on.
         """
         self.sparse.attach(optimizer)  # before any edit, which may give the model other parameters
         inner = unwrapped(optimizer)
         if inner not in self._attached:
             self._attached.add(inner)
-            own = weakref.ref(self)
-            inner.register_step_post_hook(lambda stepped, *_: _stepped(own, stepped))
-        self._clock = weakref.ref(inner)
+            inner.register_step_post_hook(self._stepped)  # which keeps the cursor as long as there is the optimizer
+        self._clock, self.sparse.advancing = weakref.ref(inner), weakref.ref(self)
         if self.position < 0:
             self._advance_all(0)
         return optimizer
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        is_clock = self._clock is not None and self._clock() is optimizer
+        is_last = self.sparse.advancing is not None and self.sparse.advancing() is self
+        if is_clock and is_last and not self.is_over:
+            self._advance_all(self.iteration + 1)
 
     def _advance_all(self, iteration: int) -> None:
         """Advance, and see to the attached optimizers."""
@@ -203,6 +211,9 @@ class Cursor:
                 self._enter(scheduled)
                 return scheduled
             self._pass(scheduled)
+            if start is not None:
+                self.iteration += self.length_of(scheduled.phase)
+                start += self.length_of(scheduled.phase)
         self.is_over, self.sparse.rule = True, None
         self.sparse.watch(())
         return None
@@ -307,12 +318,6 @@ class Cursor:
             and functools.reduce(_onward, known, "") == state["trail"]
             and (is_end or not state["is_over"])
         )
-
-
-def _stepped(reference: weakref.ref[Cursor], optimizer: torch.optim.Optimizer) -> None:
-    cursor = reference()
-    if cursor is not None and not cursor.is_over and cursor._clock is not None and cursor._clock() is optimizer:
-        cursor._advance_all(cursor.iteration + 1)
 
 
 def _check(sparse: SparseModel, schedule: Sequence[ScheduledPhase]) -> None:

@@ -22,6 +22,9 @@ from growprune.storage import SparseParameter
 DECAY = 0.9
 """What a moving average of gradients keeps of itself in an iteration, as in RigL's code for "momentum"."""
 
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Gives the number of the backward pass that is going on."""
+
 Keep = Callable[[str, Tensor], Tensor]
 """Given a parameter's name and its dense gradient, which of its weights an edit may look at, as a bool tensor."""
 
@@ -38,6 +41,8 @@ class Gradients:
         self._sums: dict[str, Tensor] = {}
         """Of the last iteration that was watched, by parameter; flat and sparse if only some are kept."""
         self._averages: dict[str, Tensor] = {}
+        self._passes: dict[str, int] = {}
+        """By parameter: the backward pass that its last gradient came from."""
         self._is_over = False
         """Whether the iteration that the sums are of is over."""
         self._is_hessian = False
@@ -70,7 +75,10 @@ class Gradients:
         """Take a gradient in: the first of an iteration, or one more of it."""
         if self._is_over or self._is_hessian:
             self._sums, self._is_over, self._is_hessian = {}, False, False
-        parameter, before = self._parameters[name], self._sums.get(name)
+        parameter, before, now = self._parameters[name], self._sums.get(name), current_backward()
+        if self._passes.get(name) != now and parameter.is_first_gradient:
+            before = None  # gradients were emptied without a step, as after one that a GradScaler has skipped
+        self._passes[name] = now
         gradient = gradient.detach().float() if gradient.dtype != torch.float64 else gradient.detach()
         if before is None:
             self._sums[name] = gradient.clone() if self._keep is None else _only(self._keep(name, gradient), gradient)

@@ -73,6 +73,7 @@ class Optimizers:
         self._versions: dict[str, tuple[int, int]] = {}
         self._written: set[str] = set()
         self._has_warned = False
+        self._is_released = False
         self._replaced: list[weakref.ref[Tensor]] = []
 
     def attach(self, optimizer: Optimizer, *, own: Set[int]) -> None:
@@ -97,6 +98,10 @@ class Optimizers:
                 optimizer.register_load_state_dict_post_hook(lambda loaded: self._versions.clear())
             self.attached.add(optimizer)
 
+    def release(self) -> None:
+        """The model is no longer sparse: what was attached must not go on as if it were."""
+        self._is_released, self._storage = True, "masked"
+
     def _refuse(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise GrowpruneError(
@@ -110,10 +115,12 @@ class Optimizers:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mask what gradients are not known to be masked; those that a closure makes, when it has made them."""
+        if self._is_released:
+            raise GrowpruneError("the model was made dense by to_dense_(): make the optimizer anew")
         self._check_wrapped_again()
         if self._storage == "compact":
             return None  # dead weights are not there
-        self._written = {name for name, s in self._trained_by(optimizer) if self._versions.get(name) != _version(s)}
+        self._written = {name for name, s in self.trained_by(optimizer) if self._versions.get(name) != _version(s)}
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if closure is None:
             self._mask_gradients(optimizer)
@@ -129,18 +136,18 @@ class Optimizers:
     def _mask_gradients(self, optimizer: Optimizer) -> None:
         # what is done to gradients on their way between processes, no version tells
         is_shared = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-        for _, sparse_parameter in self._trained_by(optimizer):
+        for _, sparse_parameter in self.trained_by(optimizer):
             sparse_parameter.mask_gradient(again=is_shared)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Mask weights and state too: all if the optimizer may not keep zeros, else what someone wrote to before."""
         del args, kwargs
         is_kept = keeps_zeros(optimizer)
-        trained = self._trained_by(optimizer)
+        trained = self.trained_by(optimizer)
         self._enforce((optimizer,), [(name, s) for name, s in trained if not is_kept or name in self._written])
         self._versions.update((name, _version(s)) for name, s in trained)
 
-    def _trained_by(self, optimizer: Optimizer) -> list[tuple[str, SparseParameter]]:
+    def trained_by(self, optimizer: Optimizer) -> list[tuple[str, SparseParameter]]:
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [(name, s) for name, s in self._sparse_parameters.items() if id(s.parameter) in ids]
 

@@ -21,6 +21,7 @@ from numbers import Real
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, overload
 
 from growprune.errors import GrowpruneError
+from growprune.settings import as_float
 
 MAX_STAGES = 100_000
 """The longest plan: an edit every iteration of a run of that many."""
@@ -94,10 +95,10 @@ class Edit:
             raise GrowpruneError(f"{self.action.value} has to={self.to}, share={self.share}: give one of the two")
         if self.to is not None:
             check_sparsity(self.to)
-            object.__setattr__(self, "to", float(self.to))  # so that what is equal is written alike
+            object.__setattr__(self, "to", as_float(self.to))  # so that what is equal is written alike
         if self.share is not None:
             check_share(share=self.share)
-            object.__setattr__(self, "share", float(self.share))
+            object.__setattr__(self, "share", as_float(self.share))
         if not isinstance(self.by, By):
             object.__setattr__(self, "by", parse_by(self.by))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from growprune.adapters import check_adapters, keep_masks
+from growprune.adapters import check_adapters, forget_masks, keep_masks
 from growprune.allocation import Pool, Scope, parse_scope
 from growprune.edits import Editor
 from growprune.errors import GrowpruneError
@@ -28,6 +28,7 @@ from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, check_spa
 from growprune.settings import as_float, as_names, as_seed
 from growprune.snapshot import Snapshot, check_packed, pack, unpack
 from growprune.storage import SparseParameter, parse_storage
+from growprune.storage.compact import Layout, layouts_of
 from growprune.unpruned import unpruned
 from growprune.warn import warn
 
@@ -39,12 +40,11 @@ Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
 class RunningRule(Protocol):
-    """What happens around each step of an attached optimizer, while a phase has a rule (see growprune.rules)."""
+    """What happens before each step of an attached optimizer, while a phase has a rule (see growprune.rules)."""
 
-    def before_step(self) -> None:
-        """Called when gradients are there."""
+    def before_step(self, trained: Collection[str], /) -> None:
+        """Called when the gradients are there of the prunable parameters that an optimizer trains, given by name."""
 
-    def after_step(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
@@ -119,9 +119,12 @@ class SparseModel:
             seed=self.seed,
         )
         self.rule: RunningRule | None = None
-        """What happens around each step of an attached optimizer."""
+        """What happens before each step of an attached optimizer."""
+        self.advancing: weakref.ref[Cursor] | None = None
+        """The cursor that the steps of attached optimizers advance."""
         self._cursor: Cursor | None = None
         self._place: Mapping[str, Any] | None = None
+        self._is_released = False
         for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
             warn(message)
 
@@ -196,6 +199,8 @@ class SparseModel:
 
     def check(self, *parts: Part) -> None:
         """Raise if parts name what the model has not, or if it has other layers than when it was made sparse."""
+        if parts:
+            self._check_not_released()
         own = {id(parameter) for parameter in self.model.parameters()}
         for name, parameter in self._parameters.items():
             if id(parameter.module._parameters.get(name.rpartition(".")[2])) not in own:
@@ -248,13 +253,14 @@ class SparseModel:
         Works with any optimizer: state shaped like its parameter is masked, other state is left alone.
         Returns the optimizer, so that it can be made and attached in one line.
         """
+        self._check_not_released()
         inner = unwrapped(optimizer)
         is_new = inner not in self._optimizers.attached
         self._optimizers.attach(inner, own={id(parameter) for parameter in self.model.parameters()})
         if is_new:
             own = weakref.ref(self)
-            inner.register_step_pre_hook(lambda *_: _around_step(own, "before_step"))
-            inner.register_step_post_hook(lambda *_: _around_step(own, "after_step"))
+            inner.register_step_pre_hook(lambda stepping, *_: _before_step(own, stepping))
+            inner.register_step_post_hook(lambda *_: _after_step(own))
         self.enforce()
         return optimizer
 
@@ -270,19 +276,40 @@ class SparseModel:
     def mask_copy(self, copy: nn.Module) -> None:
         """Make another copy of the model (a moving average, a deepcopy) exactly as sparse as this one.
 
-        A compact copy is as sparse as the model was when it was made; after an edit, make it anew.
+        Do so before a moving average is used or saved: averaged over an edit, it has the weights of both masks. The
+        copy may be wrapped, as by AveragedModel. A compact copy is as sparse as the model was when it was made; after
+        an edit, make it anew.
         """
-        parameters = _named_alike(copy, self._parameters)
+        inner = _named_alike(copy, self._parameters)
+        for name, parameter in self._parameters.items():  # all, before any is changed
+            _check_copy(inner, name, parameter)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                target = parameters[name]
-                if target.shape == parameter.shape:
+                target = inner.get_parameter(name) if _layout_in(inner, name) is None else None
+                if target is not None:
                     target.copy_(torch.where(parameter.mask().to(target.device), target, 0))
-                elif target.shape != parameter.parameter.shape:
-                    raise GrowpruneError(
-                        f"{name} of the copy has shape {tuple(target.shape)}: it is of another model, or compact with "
-                        f"another mask; make it anew after an edit"
-                    )
+
+    def to_dense_(self) -> nn.Module:
+        """Make the model a plain one that happens to hold zeros, and let it go, for pickles, traces and exports.
+
+        What lives can still be asked and saved. But edits are refused from now on, and so are steps of optimizers that
+        were attached; a new SparseModel can be made of the model. Returns the model.
+        """
+        self._check_not_released()
+        for name, parameter in list(self._parameters.items()):
+            mask = parameter.mask()
+            parameter.release()
+            plain = parse_storage("masked")(self.model, name, self.pattern)
+            plain.set_mask(mask)
+            self._parameters[name] = plain
+        forget_masks(self.model)
+        self._optimizers.release()
+        self.storage, self._is_released = "masked", True
+        return self.model
+
+    def _check_not_released(self) -> None:
+        if self._is_released:
+            raise GrowpruneError("the model was made dense by to_dense_(): make a new SparseModel of it")
 
     # Plans
 
@@ -337,6 +364,7 @@ class SparseModel:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put copied tensors and masks back, whatever storage they were copied from."""
+        self._check_not_released()
         tensors = _tensors(self.model)
         for name, (values, mask) in snapshot.items():
             if mask is None:
@@ -369,6 +397,7 @@ class SparseModel:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state back. Load the model's own state before, or, if the model is sparse already, after."""
+        self._check_not_released()
         if missing := {"masks", "num_edits", "gradients", "cursor"} - state.keys():
             raise GrowpruneError(
                 f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"
@@ -442,24 +471,42 @@ def _check_model(model: nn.Module) -> None:
             raise GrowpruneError(f"{path or 'the model'} is stored compact by another SparseModel: use a fresh model")
 
 
-def _named_alike(copy: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """The parameters of a copy by the names the model has for them, whatever it is wrapped in."""
+def _named_alike(copy: nn.Module, names: Iterable[str]) -> nn.Module:
+    """A copy of the model, whatever it is wrapped in, whose parameters have the names that the model has for them."""
     for inner in (copy, getattr(copy, "module", None), getattr(copy, "_orig_mod", None)):
         parameters = dict(inner.named_parameters()) if isinstance(inner, nn.Module) else {}
-        if all(name in parameters for name in names):
-            return parameters
+        if isinstance(inner, nn.Module) and all(name in parameters for name in names):
+            return inner
     missing = next(name for name in names if name not in dict(copy.named_parameters()))
     raise GrowpruneError(f"the copy lacks {missing}: it is of another model")
 
 
-def _around_step(reference: weakref.ref[SparseModel], when: str) -> None:
-    """Let a rule act around an optimizer's step, as long as there is somebody to have one."""
+def _layout_in(model: nn.Module, name: str) -> Layout | None:
+    """How a copy holds a parameter, if it is compact and not all alive."""
+    path, _, local = name.rpartition(".")
+    return layouts_of(model.get_submodule(path)).get(local)
+
+
+def _check_copy(copy: nn.Module, name: str, parameter: SparseParameter) -> None:
+    """Raise if a parameter of a copy is not shaped like that of the model, or compact with another mask."""
+    layout = _layout_in(copy, name)
+    shape = copy.get_parameter(name).shape if layout is None else layout.shape
+    if shape != parameter.shape:
+        raise GrowpruneError(f"{name} of the copy has shape {tuple(shape)}: it is of another model")
+    if layout is not None and not torch.equal(layout.mask().cpu(), parameter.mask().cpu()):
+        raise GrowpruneError(f"{name} of the copy is compact with another mask: make it anew after an edit")
+
+
+def _before_step(reference: weakref.ref[SparseModel], optimizer: torch.optim.Optimizer) -> None:
+    """Let a rule act before an optimizer's step, as long as there is somebody to have one."""
     sparse = reference()
-    if sparse is None:
-        return
-    if sparse.rule is not None:
-        getattr(sparse.rule, when)()
-    if when == "after_step":
+    if sparse is not None and sparse.rule is not None:
+        sparse.rule.before_step({name for name, _ in sparse._optimizers.trained_by(optimizer)})
+
+
+def _after_step(reference: weakref.ref[SparseModel]) -> None:
+    sparse = reference()
+    if sparse is not None:
         sparse.gradients.end_iteration()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ class AdmmRule:
         self.rule, self._sparse = rule, sparse
         self._names = tuple(dict.fromkeys(weight.parameter for weight in sparse.weights_of(rule.part)))
         self._iteration = 0
+        """How many iterations have begun."""
+        self._pulled: set[str] = set()
+        """The weights that have been pulled in the last of them."""
         self.Z: dict[str, Tensor] = {}
         self.U: dict[str, Tensor] = {}
 
@@ -33,7 +36,18 @@ class AdmmRule:
         return {name: self._sparse.model.get_parameter(name) for name in self._names}
 
     @torch.no_grad()
-    def before_step(self) -> None:
+    def before_step(self, trained: Collection[str]) -> None:
+        own = [name for name in self._names if name in trained]
+        if not own:
+            return
+        if not self._pulled or not self._pulled.isdisjoint(own):  # of several optimizers, one steps again
+            self._begin_iteration()
+        self._pulled.update(own)
+        for name, w in self.W.items():
+            if w.grad is not None and name in own:
+                w.grad.add_(w - self.Z[name] + self.U[name], alpha=self.rule.rho)
+
+    def _begin_iteration(self) -> None:
         W = self.W
         if self._iteration == 0:
             self.U = {name: torch.zeros_like(w) for name, w in W.items()}
@@ -41,12 +55,7 @@ class AdmmRule:
         elif self._iteration % self.rule.every == 0:
             self.Z = self._project({name: w + self.U[name] for name, w in W.items()})
             self.U = {name: self.U[name] + w - self.Z[name] for name, w in W.items()}
-        for name, w in W.items():
-            if w.grad is not None:
-                w.grad.add_(w - self.Z[name] + self.U[name], alpha=self.rule.rho)
-
-    def after_step(self) -> None:
-        self._iteration += 1
+        self._iteration, self._pulled = self._iteration + 1, set()
 
     def _project(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         return self._sparse.projected(prune(self.rule.part, to=self.rule.to), values)
@@ -56,5 +65,5 @@ class AdmmRule:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         device = {name: w.device for name, w in self.W.items()}
-        self._iteration = state["iteration"]
+        self._iteration, self._pulled = state["iteration"], set()
         self.Z, self.U = ({name: t.to(device[name]) for name, t in state[key].items()} for key in ("Z", "U"))

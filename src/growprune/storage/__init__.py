@@ -27,6 +27,10 @@ class SparseParameter(Protocol):
     """
 
     @property
+    def is_first_gradient(self) -> bool:
+        """Asked while `record` is called: whether there was no gradient before this backward pass."""
+
+    @property
     def adds_up_gradients(self) -> bool:
         """Whether `record` is given the gradients of live weights as sums over the backward passes of an iteration."""
 
@@ -72,6 +76,9 @@ class SparseParameter(Protocol):
 
     def from_live(self, live: Tensor) -> Tensor:
         """The inverse of `to_live`: shaped like the parameter, zero where nothing lives."""
+
+    def release(self) -> None:
+        """Make it a plain dense parameter again, in a module that is as it was. Do not use the SparseParameter then."""
 
     @staticmethod
     def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]], /) -> None:

@@ -11,6 +11,7 @@ would keep.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import weakref
@@ -202,6 +203,9 @@ class Compact:
         dense[self.mask()] = live
         return self.from_dense(dense)
 
+    def release(self) -> None:
+        make_plain(self.module)
+
     @staticmethod
     def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
         del shaped_alike  # dead weights are not there
@@ -211,6 +215,10 @@ class Compact:
 
     def mask_gradient(self, *, again: bool) -> None:
         pass
+
+    @property
+    def is_first_gradient(self) -> bool:
+        return self._layout is None or self.parameter.grad is None  # of a plain one, each is the sum
 
     @property
     def adds_up_gradients(self) -> bool:
@@ -279,11 +287,28 @@ def set_layout(module: nn.Module, local: str, layout: Layout | None) -> None:
     _hook_state_dict(module)
 
 
+def make_plain(module: nn.Module) -> None:
+    """Undo `set_layout`: dense parameters, the plain class, and nothing that is left of ours."""
+    for local, layout in layouts_of(module).items():
+        values = module._parameters[local]
+        if layout is not None and values is not None:
+            dense = layout.expand(values.detach())
+            module._parameters[local] = nn.Parameter(dense, requires_grad=values.requires_grad)
+    module.__class__ = getattr(type(module), "_plain_class", type(module))
+    for handle in vars(module).pop("_compact_hooks", ()):
+        handle.remove()
+    for attribute in ("_compact_layouts", DENSE_SHAPES):
+        vars(module).pop(attribute, None)
+
+
 @functools.cache
 def compact_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """A kind of layer like `plain`, but whose parameters of these names are compact."""
     members: dict[str, Any] = {name: _dense_attribute(name) for name in names}
     members["_plain_class"], members["__setattr__"] = plain, _assign
+    members |= {"__reduce_ex__": _refuse_to_pickle, "__copy__": _copied}
+    if not hasattr(plain, "__deepcopy__"):
+        members["__deepcopy__"] = _deeply_copied
     for layer, forward in FORWARDS.items():
         if plain.forward is layer.forward and names == ("weight",):
             members["forward"] = forward
@@ -314,6 +339,29 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
         plain.__setattr__(module, name, value)
 
 
+def _refuse_to_pickle(module: nn.Module, protocol: object) -> Any:
+    """A pickle names its classes, and this one has no name that another process could find."""
+    del protocol
+    raise GrowpruneError(
+        f"{type(module).__name__} has compact storage, and compact storage cannot be pickled: call sparse.to_dense_() "
+        f"first, which makes the model a plain one, or write a file with growprune.save(sparse, path)"
+    )
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """What copy.copy does, which would ask for what a pickle is made of."""
+    clone: nn.Module = type(module).__new__(type(module))
+    clone.__setstate__(module.__getstate__())  # type: ignore[no-untyped-call]
+    return clone
+
+
+def _deeply_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    clone: nn.Module = type(module).__new__(type(module))
+    memo[id(module)] = clone
+    clone.__setstate__(copy.deepcopy(module.__getstate__(), memo))  # type: ignore[no-untyped-call]
+    return clone
+
+
 class Expand(torch.autograd.Function):
     """Live values to the dense tensor; gradients go back to the live values."""
 
@@ -330,10 +378,11 @@ class Expand(torch.autograd.Function):
 
 
 def _hook_state_dict(module: nn.Module) -> None:
-    if "_compact_hooked" not in module.__dict__:
-        module.register_state_dict_post_hook(_give_dense)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(_take_dense)  # type: ignore[no-untyped-call]
-        module.__dict__["_compact_hooked"] = True
+    if "_compact_hooks" not in module.__dict__:
+        module.__dict__["_compact_hooks"] = (
+            module.register_state_dict_post_hook(_give_dense),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_take_dense),  # type: ignore[no-untyped-call]
+        )
 
 
 def _give_dense(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -141,6 +141,9 @@ class Masked:
         dense[mask] = live.to(mask.device)
         return dense
 
+    def release(self) -> None:
+        pass  # it is a plain parameter, and hooks let it go with who holds the mask
+
     @staticmethod
     def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
         _ask_at_once([sparse_parameter for sparse_parameter, _ in shaped_alike])
@@ -180,6 +183,10 @@ class Masked:
         if order not in self._bits:
             self._bits[order] = kernels.pack(self.mask().permute(order).reshape(-1))
         return tensor, self._bits[order]
+
+    @property
+    def is_first_gradient(self) -> bool:
+        return getattr(self.parameter.grad, MASKED, None) is None  # what has been added to was masked before
 
     def mask_gradient(self, *, again: bool) -> None:
         """Make the gradient zero off the mask, unless it is known to be: masked as it is now, by the mask as it is."""
