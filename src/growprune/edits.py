@@ -20,7 +20,7 @@ from growprune.plan import Action, By, Edit, Part
 from growprune.scores import check_finite, edit_keys, key_bits_of, salt_of
 from growprune.selection import choose
 from growprune.storage import SparseParameter
-from growprune.storage.ranking import can_keep_largest, keep_largest
+from growprune.storage.ranking import can_keep_largest, count_alive, keep_largest
 from growprune.warn import warn
 
 Values = Callable[[Weight], Tensor]
@@ -111,23 +111,27 @@ class Editor:
         for pool in pools:
             self._check(pool, edit, _total(pool, alive))
         pools = [pool for pool in pools if pool.kept != _total(pool, alive)]
-        if self._can_choose_at_once(pools, edit):
-            self._choose_at_once(pools)
+        weights = [weight for pool in pools for weight in pool.weights]
+        if self._can_choose_at_once(weights, edit):
+            left = self._choose_at_once(pools)
         else:
             values = _OneByOne(self._values(edit))
-            for weight in [w for pool in pools for w in pool.weights] if edit.by is not By.RANDOM else ():
+            for weight in weights if edit.by is not By.RANDOM else ():
                 check_finite(values(weight), weight)
             self._choose(pools, edit, alive, values, self._set_mask)
-        self._warn_of_dead_layers([pool for pool in pools if pool.kept < _total(pool, alive)])
+            left = self.num_alive(weights)
+        if dead := [weight for weight in weights if not left[weight.name]]:
+            warn(f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense")
 
-    def _can_choose_at_once(self, pools: Sequence[Pool], edit: Edit) -> bool:
-        """Whether all pools can be ranked in one go: magnitudes of single weights, stored dense on a GPU."""
+    def _can_choose_at_once(self, weights: Sequence[Weight], edit: Edit) -> bool:
+        """Whether all can be ranked in one go: magnitudes of single weights, stored dense on a GPU."""
         is_plain = edit.action is Action.PRUNE and edit.by is By.MAGNITUDE and self._pattern.is_single
-        stored = [self._parameters[weight.parameter] for pool in pools for weight in pool.weights]
+        stored = [self._parameters[weight.parameter] for weight in weights]
         is_dense = bool(stored) and all(parameter.parameter.shape == parameter.shape for parameter in stored)
         return is_plain and is_dense and can_keep_largest([parameter.parameter for parameter in stored])
 
-    def _choose_at_once(self, pools: Sequence[Pool]) -> None:
+    def _choose_at_once(self, pools: Sequence[Pool]) -> dict[str, int]:
+        """Set the masks, and tell how many of each weight live, by its name."""
         weights = [(weight, number) for number, pool in enumerate(pools) for weight in pool.weights]
         masks = {weight.parameter: self._parameters[weight.parameter].mask() for weight, _ in weights}
         values = [weight.of(self._parameters[weight.parameter].weight()) for weight, _ in weights]
@@ -139,6 +143,7 @@ class Editor:
             mask.copy_(new)
         for name, mask in masks.items():
             self._set_mask(name, mask)
+        return dict(zip((weight.name for weight, _ in weights), count_alive(own), strict=True))
 
     def _choose(
         self, pools: Sequence[Pool], edit: Edit, alive: Mapping[str, int], values: Values, set_mask: SetMask
@@ -261,12 +266,6 @@ class Editor:
             salt=salt_of(self._seed, self.num_edits, weight.name),
             dtype=dtype,
         )
-
-    def _warn_of_dead_layers(self, pools: Sequence[Pool]) -> None:
-        weights = [weight for pool in pools for weight in pool.weights]
-        dead = [weight for weight, alive in zip(weights, self.num_alive(weights).values(), strict=True) if not alive]
-        if dead:
-            warn(f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense")
 
 
 class _OneByOne:

@@ -8,9 +8,10 @@ addresses. The key of a weight is its magnitude's bits; dead weights are left ou
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -34,7 +35,7 @@ def keep_largest(
     device, dtype = values[0].device, TYPES[values[0].dtype]
     chosen = [torch.empty(v.shape, dtype=torch.bool, device=device) for v in values]
     rows = _rows(values, masks, chosen, pools)
-    table = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    table = torch.from_numpy(rows).to(device, non_blocking=True)
     state = torch.tensor([[0, k] for k in kept], dtype=torch.int64).to(device, non_blocking=True)
     counts = torch.zeros(len(DIGITS), len(kept), BINS, dtype=torch.int64, device=device)
     grid = (len(rows),)
@@ -49,26 +50,29 @@ def keep_largest(
 
 def _rows(
     values: Sequence[Tensor], masks: Sequence[Tensor], chosen: Sequence[Tensor], pools: Sequence[int]
-) -> list[tuple[int, ...]]:
+) -> np.ndarray[Any, np.dtype[np.int64]]:
     """What each program takes: pool by pool, and in each in flat order."""
-    rows: list[tuple[int, ...]] = []
+    rows = []
     for i in sorted(range(len(values)), key=lambda i: pools[i]):
-        size, address = values[i].element_size(), values[i].data_ptr()
-        for start in range(0, values[i].numel(), CHUNK):
-            length = min(CHUNK, values[i].numel() - start)
-            mask, new = masks[i].data_ptr() + start, chosen[i].data_ptr() + start
-            rows.append((address + start * size, mask, new, length, pools[i], i))
-    return rows
+        n, size = values[i].numel(), values[i].element_size()
+        starts = np.arange(0, n, CHUNK, dtype=np.int64)
+        columns = (
+            values[i].data_ptr() + starts * size,
+            masks[i].data_ptr() + starts,
+            chosen[i].data_ptr() + starts,
+            np.minimum(CHUNK, n - starts),
+            np.full_like(starts, pools[i]),
+            np.full_like(starts, i),
+        )
+        rows.append(np.stack(columns, 1))
+    return np.concatenate(rows)
 
 
-def _ties_before(ties: Tensor, rows: Sequence[tuple[int, ...]]) -> Tensor:
+def _ties_before(ties: Tensor, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
     """How many ties of the same pool lie in the chunks before each."""
     before = ties.cumsum(0) - ties
-    pools = [row[4] for row in rows]
-    firsts = [pools.index(pool) for pool in sorted(set(pools))]
-    lengths = [end - start for start, end in itertools.pairwise([*firsts, len(rows)])]
-    first_of = torch.tensor(firsts).repeat_interleave(torch.tensor(lengths))
-    return before - before[first_of.to(ties.device, non_blocking=True)]
+    _, firsts, place = np.unique(rows[:, 4], return_index=True, return_inverse=True)
+    return before - before[torch.from_numpy(firsts[place]).to(ties.device, non_blocking=True)]
 
 
 @triton.jit
