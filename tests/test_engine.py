@@ -405,3 +405,25 @@ def test_only_the_process_that_writes_copies_the_model(
     monkeypatch.setattr(engine.run.Run, "_wait_for_result", lambda self: {})
     engine.run.Run(replace(cyclic(), checkpoint_seconds=0.0), engine.RunFolder(tmp_path)).execute()
     assert len(copies) > 20 if is_first else not copies
+
+
+def test_a_task_is_asked_for_its_number_of_batches_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_batches, calls = Toy.num_batches, []
+    monkeypatch.setattr(Toy, "num_batches", lambda self: calls.append(self) or num_batches(self))
+    engine.train(cyclic(), tmp_path / "run")
+    assert len(calls) == 1
+
+
+def test_on_gpus_replicas_ask_each_other_whether_to_stop_once_in_sixteen_iterations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh, asked = Mesh(cyclic().plan(Toy().build_model()), 1), []
+    monkeypatch.setattr(mesh, "_data", "a group")
+    device = ["cuda"]
+    monkeypatch.setattr(mesh, "_device", lambda: torch.device(device[0]))
+    monkeypatch.setattr(mesh, "sum_over_replicas", lambda flag: asked.append(1) or flag)
+    assert [mesh.any(True, iteration) for iteration in range(1, 16)] == [False] * 15
+    assert asked == []
+    device[0] = "cpu"  # where a flag can be made
+    assert mesh.any(True, 16)
+    assert asked == [1]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import growprune.storage.masked as masked_storage
 from growprune.errors import GrowpruneError
 from growprune.optimizers import KEEPS_ZEROS, keeps_zeros
+from growprune.plan import Part, grow, prune
 from growprune.sparse import SparseModel
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -244,3 +245,18 @@ def test_an_optimizer_that_accelerate_wrapped_is_unwrapped() -> None:
     run(sparse)
     inner.step()
     check(sparse, inner)
+
+
+def test_two_edits_mask_the_whole_model_once_and_then_what_they_edit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    sparse = SparseModel(model, sparsity=0.5)
+    sparse.prune()
+    optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    listed: list[int] = []
+    enforce = masked_storage.Masked.enforce
+    monkeypatch.setattr(masked_storage.Masked, "enforce", lambda pairs: listed.append(len(pairs)) or enforce(pairs))
+    first = Part("first", ("0.weight",))
+    sparse.apply(prune(first, to=0.75), grow(first, to=0.5))
+    assert listed == [3, 1, 1]

@@ -102,6 +102,27 @@ def test_with_two_optimizers_each_weight_is_pulled_once_an_iteration() -> None:
     check_same_bits(ends[0], ends[1])
 
 
+def test_a_step_with_a_closure_is_pulled_as_one_without() -> None:
+    ends = []
+    for has_closure in (False, True):
+        model, _, _, optimizer = ruled(every=2)
+
+        def closure(model: Four = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = model((1.0, 2.0, 3.0, 4.0))
+            loss.backward()
+            return loss
+
+        for _ in range(4):
+            if has_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        ends.append(model.weight.tolist())
+    assert ends[0] == ends[1]
+
+
 def test_admm_projects_onto_blocks() -> None:
     model, sparse, _, optimizer = ruled(pattern="1x2")
     pass_one(model, optimizer, (0, 0, 0, 0))

@@ -121,17 +121,7 @@ class Optimizers:
         if self._storage == "compact":
             return None  # dead weights are not there
         self._written = {name for name, s in self.trained_by(optimizer) if self._versions.get(name) != _version(s)}
-        closure = kwargs.get("closure") or next(iter(args[1:]), None)
-        if closure is None:
-            self._mask_gradients(optimizer)
-            return None
-
-        def masking() -> Any:
-            loss = closure()
-            self._mask_gradients(optimizer)
-            return loss
-
-        return (args[0], masking, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
+        return when_gradients_are_there(args, kwargs, lambda: self._mask_gradients(optimizer))
 
     def _mask_gradients(self, optimizer: Optimizer) -> None:
         # what is done to gradients on their way between processes, no version tells
@@ -252,6 +242,24 @@ class Optimizers:
             sparse_parameter = stored_of.get(id(parameters[index]))
             converted[index] = entries if sparse_parameter is None else _reshaped(entries, *how(sparse_parameter))
         return {**state, "state": converted}
+
+
+def when_gradients_are_there(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]) -> Any:
+    """In a hook before a step: act at once, or, if the step has a closure that makes gradients, when it has made them.
+
+    Gives what such a hook returns: nothing, or other arguments of the step.
+    """
+    closure = kwargs.get("closure") or next(iter(args[1:]), None)
+    if closure is None:
+        act()
+        return None
+
+    def acting() -> Any:
+        loss = closure()
+        act()
+        return loss
+
+    return (args[0], acting, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

@@ -7,6 +7,7 @@ counts the live weights. Where it stands in a plan is a Cursor's to know (cursor
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from growprune.edits import Editor
 from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients
 from growprune.layers import Weight, is_compact, prunable_weights
-from growprune.optimizers import Optimizers, unwrapped
+from growprune.optimizers import Optimizers, unwrapped, when_gradients_are_there
 from growprune.patterns import Pattern, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, check_sparsity, prune
 from growprune.settings import as_float, as_names, as_seed
@@ -259,7 +260,7 @@ class SparseModel:
         self._optimizers.attach(inner, own={id(parameter) for parameter in self.model.parameters()})
         if is_new:
             own = weakref.ref(self)
-            inner.register_step_pre_hook(lambda stepping, *_: _before_step(own, stepping))
+            inner.register_step_pre_hook(functools.partial(_before_step, own))
             inner.register_step_post_hook(lambda *_: _after_step(own))
         self.enforce()
         return optimizer
@@ -497,11 +498,13 @@ def _check_copy(copy: nn.Module, name: str, parameter: SparseParameter) -> None:
         raise GrowpruneError(f"{name} of the copy is compact with another mask: make it anew after an edit")
 
 
-def _before_step(reference: weakref.ref[SparseModel], optimizer: torch.optim.Optimizer) -> None:
+def _before_step(reference: weakref.ref[SparseModel], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Let a rule act before an optimizer's step, as long as there is somebody to have one."""
     sparse = reference()
-    if sparse is not None and sparse.rule is not None:
-        sparse.rule.before_step({name for name, _ in sparse._optimizers.trained_by(optimizer)})
+    if sparse is None or sparse.rule is None:
+        return None
+    trained = {name for name, _ in sparse._optimizers.trained_by(optimizer)}
+    return when_gradients_are_there(args, kwargs, functools.partial(sparse.rule.before_step, trained))
 
 
 def _after_step(reference: weakref.ref[SparseModel]) -> None:
