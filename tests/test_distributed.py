@@ -171,8 +171,14 @@ def test_replicas_may_compute_in_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "recipe, waits",
     [
-        (replace(plain(), task=Toy(is_plain=True, pause=0.05)), r"gave up in step \d \(.*\), while (adding|comparing)"),
-        (replace(parallel(), task=Toy(pause=0.05)), r"gave up in step \d.*, while waiting for the branches of step 1"),
+        (
+            replace(plain(), task=Toy(is_plain=True, pause=0.05)),
+            r"gave up in phase \d \(.*\), while (adding|comparing)",
+        ),
+        (
+            replace(parallel(), task=Toy(pause=0.05)),
+            r"gave up in phase \d.*, while waiting for the branches of stage 1",
+        ),
     ],
     ids=["replica", "branch"],
 )
