@@ -23,15 +23,36 @@ from typing import Any
 HERE = Path(__file__).parent
 DATA = {
     "classification-cifar10": "cifar10.npz",
+    "classification-cifar10-width32": "cifar10.npz",
     "translation-multi30k": "multi30k",
     "segmentation-subset": "shapenet_part_subset.zip",
     "detection-bccd": "bccd",
 }
 ROWS = ("dense", "cyclic-80-uniform", "cyclic-90-uniform", "parallel-80-uniform")
+NARROW = {"task.width": 32, "compile": "true", "evaluate_every": 10, "candidates": "false"}
+"""What a first look at the rivals sets beside their method: half the channels, compiled."""
+RECIPES_OF = {"classification-cifar10-width32": "classification-cifar10"}
+"""Studies whose recipes are those of another."""
 SEEDS = (0, 1)
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 """Exit statuses of a run that was stopped: after it saved, or before there was anything to save."""
+
+
+def rival(method: str, sparsity: float, allocation: str) -> tuple[str, dict[str, Any]]:
+    chosen = {"method": method, "sparsity": sparsity, "allocation": allocation, "options.epochs": 60}
+    return "dense", {**chosen, **NARROW}
+
+
 VARIANTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "classification-cifar10-width32": {
+        "dense": ("dense", NARROW),
+        "cyclic-90-uniform": ("cyclic-90-uniform", NARROW),
+        "gmp-90-global": rival("gmp", 0.9, "global"),
+        "rigl-90-erk": rival("rigl", 0.9, "erk"),
+        "acdc-90-global": rival("acdc", 0.9, "global"),
+        "set-90-erk": rival("set_", 0.9, "erk"),
+        "static-90-erk": rival("static_random", 0.9, "erk"),
+    },
     "classification-cifar10": {
         "cyclic-80-global": ("cyclic-80-global", {}),
         "cyclic-80-uniform-longer": ("cyclic-80-uniform", {"options.epochs": 5, "options.finetune": 80}),
@@ -59,7 +80,7 @@ def run(study: str, row: str, seed: int, data: Path, runs: Path, seconds: float)
         command += ["resume", str(out)]
     else:
         recipe, settings = VARIANTS.get(study, {}).get(row, (row, {}))
-        command += ["train", f"{study}/{recipe}", "--out", str(out)]
+        command += ["train", f"{RECIPES_OF.get(study, study)}/{recipe}", "--out", str(out)]
         command += [word for key, value in {"seed": seed, **settings}.items() for word in ("--set", f"{key}={value}")]
     process = subprocess.Popen([*command, "--data", str(data / DATA[study])])
     try:
@@ -82,7 +103,8 @@ def keep(result: Path, place: Path) -> None:
 
 def work(study: str, args: argparse.Namespace, deadline: float) -> bool:
     """Carry out the runs of a study without a result, until one fails or is stopped; tells whether one failed."""
-    for seed, row in itertools.product(SEEDS, [*ROWS, *VARIANTS.get(study, {})]):
+    rows = () if study in RECIPES_OF else ROWS
+    for seed, row in itertools.product(SEEDS, [*rows, *VARIANTS.get(study, {})]):
         left = deadline - time.monotonic()
         if left > 0 and not (HERE / study / row / f"seed{seed}" / "result.json").exists():
             status = run(study, row, seed, args.data, args.runs, left)

@@ -12,17 +12,18 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from run import VARIANTS
+from run import RECIPES_OF, VARIANTS
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "results.md"
 METRICS = {
     "classification-cifar10": ("top1", "top5"),
+    "classification-cifar10-width32": ("top1", "top5"),
     "translation-multi30k": ("bleu", "perplexity"),
     "segmentation-subset": ("instance_miou", "class_miou"),
     "detection-bccd": ("map", "map50"),
 }
-ORDER = ("dense", "one-shot", "cyclic", "parallel", "random")
+ORDER = ("dense", "one-shot", "cyclic", "parallel", "random", "gmp", "acdc", "rigl", "set", "static")
 
 
 def _num_epochs(result: dict[str, Any]) -> int:
@@ -47,7 +48,9 @@ def _place(row: str) -> int:
 def label(study: str, row: str) -> str:
     """The recipe of a row, and what is set in it."""
     recipe, settings = VARIANTS.get(study, {}).get(row, (row, {}))
-    return " ".join([f"`{study}/{recipe}`", *(f"`--set {key}={value}`" for key, value in settings.items())])
+    return " ".join(
+        [f"`{RECIPES_OF.get(study, study)}/{recipe}`", *(f"`--set {key}={value}`" for key, value in settings.items())]
+    )
 
 
 def spread(values: list[float]) -> str:

@@ -90,7 +90,7 @@ def test_each_part_is_sent_once_a_round_and_no_more(tmp_path: Path) -> None:
     recipe = replace(parallel(), task=Toy(depth=4), partition=contiguous(4))
     assert run_on(2, recipe, tmp_path / "run") == []
     model = recipe.task.build_model()
-    names = {part.name: part.tensors for part in recipe.partition.cut(model, recipe.keep_dense)}
+    names = {part.name: part.tensors for part in recipe.partition.cut(model, keep_dense=recipe.keep_dense)}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     weights = {w.parameter for w in recipe.sparse_model(model).weights}
     for rank, log in enumerate(("log.jsonl", "log-1.jsonl")):

@@ -427,3 +427,29 @@ def test_on_gpus_replicas_ask_each_other_whether_to_stop_once_in_sixteen_iterati
     device[0] = "cpu"  # where a flag can be made
     assert mesh.any(True, 16)
     assert asked == [1]
+
+
+def test_compiling_is_for_gpus_and_changes_nothing_elsewhere(tmp_path: Path) -> None:
+    for name, is_compiled in (("plain", False), ("compiled", True)):
+        engine.train(replace(cyclic(), compile=is_compiled), tmp_path / name)
+    plain, compiled = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "compiled"))
+    assert plain == compiled
+
+
+def test_a_graph_is_kept_for_each_shape_of_batch() -> None:
+    from growprune.engine.backward import shape_of
+
+    x, y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+    assert shape_of((x, y)) == shape_of((torch.ones(4, 3), y + 1))
+    others = [(x[:3], y[:3]), (x.double(), y), (torch.zeros(3, 4).t(), y), (x, y, y), {"x": x}]
+    assert len({shape_of((x, y)), *map(shape_of, others)}) == 6
+
+
+def test_a_plan_in_iterations_is_priced_in_epochs_of_the_data() -> None:
+    recipe = replace(cyclic(), method=methods.static_random, options={"iterations": 10})
+    assert estimate(recipe).epochs == 2.5  # four batches of 50 examples
+
+
+def test_parameters_that_a_recipe_includes_are_layers_of_its_partition() -> None:
+    recipe = replace(cyclic(), partition=per_layer(), include=("norm.weight",))
+    assert len(recipe.plan(recipe.task.build_model()).partition) == 4

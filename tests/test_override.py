@@ -170,3 +170,20 @@ def test_epochs_of_a_recipe_are_those_of_its_plan_whatever_its_options_are_calle
     assert total_epochs(replace(cyclic(), method=unannotated, options={"steps": 3})) == 3
     assert total_epochs(cyclic()) == 3 * 2 + 3
     assert total_epochs(parallel()) == 2 * 3 * 1 + 3
+
+
+def test_epochs_and_iterations_take_the_place_of_one_another_and_are_not_given_both() -> None:
+    recipe = override(cyclic(), {"method": "gmp", "options.epochs": "4"})
+    assert recipe.options == {"epochs": 4}
+    recipe = override(recipe, {"options.iterations": "100"})
+    assert recipe.options == {"iterations": 100}
+    with pytest.raises(ValueError, match="options has epochs and iterations of gmp: give one of the two"):
+        replace(recipe, options={"iterations": 100, "epochs": 4})
+
+
+def test_a_method_that_lacks_its_length_is_told_both_ways_to_give_it() -> None:
+    recipe = override(cyclic(), {"method": "rigl"})  # whose epochs would be those of a step
+    with pytest.raises(
+        ValueError, match=r"rigl: missing a required argument: 'iterations'; .* options, or epochs instead"
+    ):
+        recipe.plan(recipe.task.build_model(), 4)

@@ -95,7 +95,10 @@ def test_parts_are_the_papers(name: str, sizes: tuple[int, ...]) -> None:
         model = recipe.task.build_model()
     sparse = recipe.sparse_model(model)
     assert (
-        tuple(sum(w.numel for w in sparse.weights_of(part)) for part in recipe.partition.cut(model, recipe.keep_dense))
+        tuple(
+            sum(w.numel for w in sparse.weights_of(part))
+            for part in recipe.partition.cut(model, keep_dense=recipe.keep_dense)
+        )
         == sizes
     )
 

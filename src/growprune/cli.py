@@ -126,14 +126,19 @@ def _summary(thing: object) -> str:
 
 @app.command()
 @one_line_errors
-def plan(recipe: RecipeName, settings: Settings = []) -> None:  # noqa: B006  typer copies defaults
-    """Show the schedule of a recipe: phases, epochs, density and FLOPs, before anyone pays for it."""
+def plan(
+    recipe: RecipeName,
+    data: Data = "",
+    settings: Settings = [],  # noqa: B006  typer copies defaults
+) -> None:
+    """Show the schedule of a recipe: phases, epochs, density and FLOPs. Only a method in iterations needs the data."""
     from growprune import console
     from growprune.engine.cost import estimate
     from growprune.engine.override import override, parse_settings
     from growprune.recipes import find
 
-    chosen = override(find(recipe), parse_settings(settings))
+    found = find(recipe)
+    chosen = override(found, parse_settings(settings) | _place(data, found))
     console.show_plan(estimate(chosen), chosen.claim)
 
 

@@ -144,8 +144,8 @@ def _cells(row: Row, costs: list[Cost], about: str) -> Iterator[str]:
     yield "" if row.first.branch is None else str(row.first.branch)
     yield str(row) if len(costs) == 1 else f"{len(costs)} x {row}"
     yield f"{sum(cost.epochs for cost in costs):.4g}"
-    yield " ... ".join(dict.fromkeys(f"{cost.density:.4f}" for cost in (costs[0], costs[-1])))
-    yield about + " ... ".join(dict.fromkeys(_short(cost.forward_flops) for cost in (costs[0], costs[-1])))
+    yield " to\n".join(dict.fromkeys(f"{cost.density:.4f}" for cost in (costs[0], costs[-1])))
+    yield " to\n".join(dict.fromkeys(about + _short(cost.forward_flops) for cost in (costs[0], costs[-1])))
     yield about + _short(sum(cost.training_flops for cost in costs))
 
 

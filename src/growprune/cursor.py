@@ -71,9 +71,8 @@ class Cursor:
         on_enter: OnPhase = lambda scheduled: None,
         on_leave: OnPhase = lambda scheduled: None,
     ) -> None:
-        for name, count in (("iterations_per_epoch", iterations_per_epoch), ("accumulate", accumulate)):
-            if count is not None:
-                check_counts(1, **{name: count})
+        given = {"iterations_per_epoch": iterations_per_epoch, "accumulate": accumulate}
+        check_counts(1, **{name: count for name, count in given.items() if count is not None})
         self.sparse = sparse
         self.schedule = tuple(walk(plan))
         _check(sparse, self.schedule)

@@ -99,26 +99,10 @@ class SparseModel:
         self.weights = prunable_weights(model, keep_dense=self.keep_dense, include=self.include)
         for weight in self.weights:
             self.pattern.check(weight, sparsity)
-        names = dict.fromkeys(weight.parameter for weight in self.weights)
-        for name in names:  # before any is stored, since storing may change the model
-            parse_storage(storage).check(model, name)
-        check_adapters(model, names if storage == "compact" else ())
-        self._parameters: dict[str, SparseParameter] = {
-            name: parse_storage(storage)(model, name, self.pattern) for name in names
-        }
-        keep_masks(model, self._parameters)
+        self._parameters = self._store()
         self._optimizers = Optimizers(self._parameters, storage)
         self.gradients = Gradients(self._parameters)
-        self._editor = Editor(
-            self.weights,
-            self._parameters,
-            self._optimizers,
-            self.gradients,
-            pattern=self.pattern,
-            allocation=allocation,
-            scope=self.scope,
-            seed=self.seed,
-        )
+        self._editor = self._make_editor()
         self.rule: RunningRule | None = None
         """What happens before each step of an attached optimizer."""
         self.advancing: weakref.ref[Cursor] | None = None
@@ -128,6 +112,29 @@ class SparseModel:
         self._is_released = False
         for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
             warn(message)
+
+    def _store(self) -> dict[str, SparseParameter]:
+        """Store the parameters of all weights as asked; all are checked first, since storing may change the model."""
+        names = dict.fromkeys(weight.parameter for weight in self.weights)
+        storage = parse_storage(self.storage)
+        for name in names:
+            storage.check(self.model, name)
+        check_adapters(self.model, names if self.storage == "compact" else ())
+        parameters: dict[str, SparseParameter] = {name: storage(self.model, name, self.pattern) for name in names}
+        keep_masks(self.model, parameters)
+        return parameters
+
+    def _make_editor(self) -> Editor:
+        return Editor(
+            self.weights,
+            self._parameters,
+            self._optimizers,
+            self.gradients,
+            pattern=self.pattern,
+            allocation=self.allocation,
+            scope=self.scope,
+            seed=self.seed,
+        )
 
     # Edits
 

@@ -45,7 +45,7 @@ def _with_method(recipe: Recipe, name: str) -> Recipe:
 
 def _set(value: Any, path: list[str], text: str, key: str) -> Any:
     if isinstance(value, Recipe) and path[0] == "options":
-        return replace(value, options={**value.options, **_option(value, path[1:], text, key)})
+        return _with_options(value, _option(value, path[1:], text, key))
     known = {f.name: get_type_hints(type(value))[f.name] for f in fields(value)}
     if path[0] not in known:
         raise GrowpruneError(f"--set {key}: there is no {path[0]!r}; known are {', '.join(known)}")
@@ -57,6 +57,14 @@ def _set(value: Any, path: list[str], text: str, key: str) -> Any:
     if len(path) > 1:
         raise GrowpruneError(f"--set {key}: {path[0]} has no fields inside")
     return replace(value, **{path[0]: convert(text, known[path[0]], key)})
+
+
+def _with_options(recipe: Recipe, changed: Mapping[str, Any]) -> Recipe:
+    kept = dict(recipe.options)
+    for one, other in (("epochs", "iterations"), ("iterations", "epochs")):
+        if recipe.counts_iterations and one in changed:  # two ways to say how long
+            kept.pop(other, None)
+    return replace(recipe, options={**kept, **changed})
 
 
 def _option(recipe: Recipe, path: list[str], text: str, key: str) -> dict[str, Any]:

@@ -25,8 +25,8 @@ class Contiguous:
     def num_parts(self) -> int | None:
         return self.kappa
 
-    def cut(self, model: nn.Module, keep_dense: Sequence[str]) -> Partition:
-        return Partition.contiguous(model, self.kappa, keep_dense=keep_dense)
+    def cut(self, model: nn.Module, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
+        return Partition.contiguous(model, self.kappa, keep_dense=keep_dense, include=include)
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Named:
     def num_parts(self) -> int | None:
         return len(self.parts)
 
-    def cut(self, model: nn.Module, keep_dense: Sequence[str]) -> Partition:
-        del keep_dense
+    def cut(self, model: nn.Module, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
+        del keep_dense, include
         return Partition.of(model, self.parts)
 
 
@@ -53,8 +53,8 @@ class PerLayer:
         """As many as the model has layers, which is not known before."""
         return None
 
-    def cut(self, model: nn.Module, keep_dense: Sequence[str]) -> Partition:
-        return Partition.per_layer(model, keep_dense=keep_dense)
+    def cut(self, model: nn.Module, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
+        return Partition.per_layer(model, keep_dense=keep_dense, include=include)
 
 
 PartitionConfig: TypeAlias = Contiguous | Named | PerLayer

@@ -87,27 +87,31 @@ class Recipe:
                 raise GrowpruneError(f"options has {name}={value!r}: set the recipe's own field: {name}={value!r}")
             if name not in known:
                 raise GrowpruneError(f"{self.method.__name__} has no option {name!r}; it takes {', '.join(known)}")
+        if self.counts_iterations and {"epochs", "iterations"} <= self.options.keys():
+            raise GrowpruneError(f"options has epochs and iterations of {self.method.__name__}: give one of the two")
 
     @property
     def counts_iterations(self) -> bool:
-        """Whether the plan depends on how many iterations an epoch has."""
-        return "epochs" in self.options and "epochs" not in inspect.signature(self.method).parameters
+        """Whether the method counts in iterations: its plan's length in epochs depends on the data then."""
+        return "iterations" in inspect.signature(self.method).parameters
 
     def plan(self, model: nn.Module, iterations_per_epoch: int = 0) -> Plan:
         """The recipe's plan for a model."""
-        return self.plan_over(self.partition.cut(model, self.keep_dense), iterations_per_epoch)
+        partition = self.partition.cut(model, keep_dense=self.keep_dense, include=self.include)
+        return self.plan_over(partition, iterations_per_epoch)
 
     def plan_over(self, partition: Partition, iterations_per_epoch: int = 0) -> Plan:
         """The recipe's plan for any partition."""
         signature = inspect.signature(self.method)
         shared = {name: getattr(self, name) for name in SHARED if name in signature.parameters}
         options = dict(self.options)
-        if self.counts_iterations:
+        if self.counts_iterations and "epochs" in options and "epochs" not in signature.parameters:
             options["iterations"] = options.pop("epochs") * iterations_per_epoch
         try:
             signature.bind(partition, **shared, **options)
         except TypeError as error:
-            raise GrowpruneError(f"{self.method.__name__}: {error}; give it with options") from error
+            instead = ", or epochs instead" if "iterations" in signature.parameters else ""
+            raise GrowpruneError(f"{self.method.__name__}: {error}; give it with options{instead}") from error
         return self.method(partition, **shared, **options)
 
     def sparse_settings(self) -> dict[str, Any]:
