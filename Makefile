@@ -18,8 +18,9 @@ lint: .venv/dev
 types: .venv/dev
 	$(BIN)/mypy
 
+# Two at a time, each on one core; what is marked slow is part of it.
 unit: .venv/dev
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 # Hosts with their own addresses on this machine, cables pulled; needs root, so it is not part of `make test`.
 netns: .venv/dev
