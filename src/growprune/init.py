@@ -95,7 +95,7 @@ def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
 
 
 class _Tied:
-    """Remembers the new tensors of those that have several places. Others must not be held: they are to be freed."""
+    """Remembers the new tensors of those that have several places. Others are not remembered: they are to be freed."""
 
     def __init__(self, model: nn.Module) -> None:
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
