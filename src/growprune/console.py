@@ -68,7 +68,7 @@ def _show_other(bars: Progress, others: dict[int, TaskID], event: Event) -> None
 
 def _show_line(title: str, event: Event) -> None:
     match event:
-        case {"event": "phase"}:
+        case {"event": "phase"} if event["epochs"] or event["index"] in (0, event["last"]):
             length = f"{event['epochs']} epochs" if event["epochs"] else f"{event['iterations']} iterations"
             say = f"stage {event['stage']}: {event['edits']}; {event['alive']:,} alive, {length}"
         case {"event": "epoch"}:

@@ -11,6 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -447,7 +448,11 @@ class SparseModel:
     @property
     def num_alive(self) -> int:
         """How many prunable weights live."""
-        return sum(map(self.alive_in, self.weights))
+        counts = []
+        for name, weights in groupby(self.weights, key=lambda weight: weight.parameter):
+            mask = self._parameters[name].mask()
+            counts += [torch.count_nonzero(weight.of(mask)) for weight in weights]
+        return int(torch.stack(counts).sum())  # at last, so that a device is waited for once
 
     @property
     def num_prunable(self) -> int:
