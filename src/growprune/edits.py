@@ -15,7 +15,7 @@ from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients, Keep
 from growprune.layers import Weight
 from growprune.optimizers import Optimizers
-from growprune.patterns import Pattern, count_groups, write_groups
+from growprune.patterns import Pattern, count_groups, in_one_go, write_groups
 from growprune.plan import Action, By, Edit, Part
 from growprune.scores import check_finite, edit_keys, key_bits_of, salt_of
 from growprune.selection import choose
@@ -248,7 +248,7 @@ class Editor:
         full = {w.name: self._pattern.num_groups(w) for w in weights if self._parameters[w.parameter].is_known_full}
         others = [weight for weight in weights if weight.name not in full]
         counts = [count_groups(self._pattern, mask(weight), weight) for weight in others]
-        counted = dict(zip((w.name for w in others), torch.stack(counts).tolist() if counts else (), strict=True))
+        counted = dict(zip((w.name for w in others), in_one_go(counts), strict=True))
         return {weight.name: full.get(weight.name, counted.get(weight.name, 0)) for weight in weights}
 
     def _set_mask(self, name: str, mask: Tensor) -> None:

@@ -242,3 +242,12 @@ def count_groups(pattern: Pattern, mask: Tensor, weight: Weight) -> Tensor:
     """How many groups live, on the device of the mask, so that nobody has to wait for it."""
     none = torch.zeros((), dtype=torch.int64, device=mask.device)
     return sum((torch.count_nonzero(groups) for groups in walk_groups(pattern, mask, weight)), none)
+
+
+def in_one_go(counts: Sequence[Tensor]) -> list[int]:
+    """Numbers that lie on devices, each of which is waited for once at most.
+
+    >>> in_one_go([torch.tensor(3), torch.tensor(4)])
+    [3, 4]
+    """
+    return torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []

@@ -25,7 +25,7 @@ from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients
 from growprune.layers import Weight, is_compact, prunable_weights
 from growprune.optimizers import Optimizers, unwrapped, when_gradients_are_there
-from growprune.patterns import Pattern, parse_pattern
+from growprune.patterns import Pattern, in_one_go, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, check_sparsity, prune
 from growprune.settings import as_float, as_names, as_seed
 from growprune.snapshot import Snapshot, check_packed, pack, unpack
@@ -452,7 +452,7 @@ class SparseModel:
         for name, weights in groupby(self.weights, key=lambda weight: weight.parameter):
             mask = self._parameters[name].mask()
             counts += [torch.count_nonzero(weight.of(mask)) for weight in weights]
-        return int(torch.stack(counts).sum())  # at last, so that a device is waited for once
+        return sum(in_one_go(counts))
 
     @property
     def num_prunable(self) -> int:
