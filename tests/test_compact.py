@@ -358,7 +358,7 @@ def test_a_model_built_sparse_is_the_model_built_dense_and_pruned_at_random(allo
     expected = SparseModel(Attending(), sparsity=0.75, allocation=allocation, seed=3)
     expected.prune(by=By.RANDOM)
     assert built.num_alive == expected.num_alive
-    assert built.num_edits == expected.num_edits == 1
+    assert built.editor.num_edits == expected.editor.num_edits == 1
     for name, tensor in expected.model.state_dict().items():
         assert torch.equal(built.model.state_dict()[name], tensor), name
     plan = cyclic_gap(Partition.contiguous(built.model, 2), sparsity=0.75, steps=2, epochs=1, finetune=1)

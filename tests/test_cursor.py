@@ -60,7 +60,7 @@ def test_advance_may_jump_over_several_phases_at_once() -> None:
     cursor = Cursor(sparse, stages)
     assert cursor.advance(4) == stages[4]
     assert (cursor.start, cursor.length, cursor.left, cursor.position) == (3, 3, 2, 4)
-    assert sparse.num_edits == 5
+    assert sparse.editor.num_edits == 5
     assert cursor.advance(1000) is None
     assert cursor.is_over
 

@@ -253,7 +253,7 @@ class Cursor:
         if self._base is None:
             self._base, self._returned = self.sparse.snapshot(), {}
         for _ in scheduled.phase.edits:  # so that later edits draw the same random numbers wherever it was trained
-            self.sparse.count_edit()
+            self.sparse.editor.num_edits += 1
         self._place_at(scheduled)
         self._end_fork_after(scheduled)
 
@@ -364,6 +364,6 @@ def _prune_early(sparse: SparseModel, scheduled: ScheduledPhase, schedule: Seque
         return
     own = set(scheduled.returns.tensors)
     for edit in edits:
-        pools = sparse.pools(edit) if edit.to else []
-        sparse.select([pool for pool in pools if {weight.parameter for weight in pool.weights} <= own], edit)
+        pools = sparse.editor.pools(edit) if edit.to else []
+        sparse.editor.select([pool for pool in pools if {weight.parameter for weight in pool.weights} <= own], edit)
     sparse.enforce()

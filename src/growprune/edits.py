@@ -58,6 +58,7 @@ class Editor:
         self._pattern, self._allocate, self._scope = pattern, parse_allocation(allocation), scope
         self._seed = seed
         self.num_edits = 0
+        """How many edits there were, which makes each random one draw its own numbers."""
 
     def weights_of(self, part: Part) -> tuple[Weight, ...]:
         names = set(part.tensors)

@@ -57,7 +57,7 @@ def sparse_init(
     sparse = SparseModel(model, sparsity=sparsity, storage="compact", **settings)
     edit = prune(Part("all", tuple(w.parameter for w in sparse.weights)), to=sparse.sparsity, by=By.RANDOM)
     pools: dict[str, list[Pool]] = {}
-    for shared in sparse.pools(edit) if sparse.sparsity > 0 else ():
+    for shared in sparse.editor.pools(edit) if sparse.sparsity > 0 else ():
         for pool in _one_each(shared, sparse, edit, torch.device(device)):
             pools.setdefault(pool.weights[0].parameter.rpartition(".")[0], []).append(pool)
     made = _Tied(model)
@@ -65,8 +65,8 @@ def sparse_init(
         if new := _materialise(module, torch.device(device), made):
             initialise(module)
             _check_filled(module, path, new)
-        sparse.select(pools.get(path, []), edit)
-    sparse.count_edit()
+        sparse.editor.select(pools.get(path, []), edit)
+    sparse.editor.num_edits += 1
     return sparse
 
 
@@ -170,6 +170,6 @@ def _random_keys(weight: Weight, sparse: SparseModel, edit: Edit, device: torch.
         sparse.pattern,
         values=lambda: everything,
         mask=lambda: everything,
-        salt=salt_of(sparse.seed, sparse.num_edits, weight.name),
+        salt=salt_of(sparse.seed, sparse.editor.num_edits, weight.name),
         dtype=torch.float32,
     )

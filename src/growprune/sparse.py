@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from growprune.adapters import check_adapters, forget_masks, keep_masks
-from growprune.allocation import Pool, Scope, parse_scope
+from growprune.allocation import Scope, parse_scope
 from growprune.edits import Editor
 from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients
@@ -103,7 +103,8 @@ class SparseModel:
         self._parameters = self._store()
         self._optimizers = Optimizers(self._parameters, storage)
         self.gradients = Gradients(self._parameters)
-        self._editor = self._make_editor()
+        self.editor = self._make_editor()
+        """What carries out edits: which weights a part has, how many of them an edit leaves alive, and which."""
         self.rule: RunningRule | None = None
         """What happens before each step of an attached optimizer."""
         self.advancing: weakref.ref[Cursor] | None = None
@@ -157,8 +158,8 @@ class SparseModel:
         self.check(*(edit.part for edit in edits))
         self.enforce()  # someone may have written into dead weights, and what grows must start from zero
         for edit in edits:
-            self._editor.apply(edit)
-            self.count_edit()
+            self.editor.apply(edit)
+            self.editor.num_edits += 1
         if any(edit.by.needs_gradients for edit in edits):
             self.gradients.clear()
 
@@ -181,7 +182,7 @@ class SparseModel:
     @contextmanager
     def pruned(self) -> Iterator[None]:
         """While it lasts, the model is what it would be if it were pruned now. Optimizers must not step meanwhile."""
-        undo = self._editor.preview(prune(self._all(), to=self.sparsity))
+        undo = self.editor.preview(prune(self._all(), to=self.sparsity))
         try:
             yield
         finally:
@@ -191,20 +192,12 @@ class SparseModel:
     @property
     def can_be_pruned(self) -> bool:
         """Whether `prune()` can reach its count: not if the model is sparser already."""
-        return self._editor.is_possible(prune(self._all(), to=self.sparsity))
+        return self.editor.is_possible(prune(self._all(), to=self.sparsity))
 
     @property
     def is_at_target(self) -> bool:
         """Whether just so many weights live as `prune()` leaves."""
-        return self._editor.is_done(prune(self._all(), to=self.sparsity))
-
-    def projected(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """By parameter: these values, but zero where an edit would prune them. The model does not change."""
-        return self._editor.projected(edit, values)
-
-    def count_edit(self) -> None:
-        """Note that an edit is done, so that the next one draws other random numbers."""
-        self._editor.num_edits += 1
+        return self.editor.is_done(prune(self._all(), to=self.sparsity))
 
     def check(self, *parts: Part) -> None:
         """Raise if parts name what the model has not, or if it has other layers than when it was made sparse."""
@@ -225,18 +218,6 @@ class SparseModel:
                     f"the partition and the SparseModel of the same model"
                 )
 
-    def weights_of(self, part: Part) -> tuple[Weight, ...]:
-        """The prunable weights of a part; none, if it holds only norms or layers kept dense."""
-        return self._editor.weights_of(part)
-
-    def pools(self, edit: Edit, alive: Mapping[str, int] | None = None) -> list[Pool]:
-        """How many groups an edit leaves alive, of which weights ranked together.
-
-        Args:
-            alive: how many groups of each weight live before it, by name; counted if not given.
-        """
-        return self._editor.pools(edit, alive)
-
     def watch(self, edits: Sequence[Edit], *, is_one_backward: bool = False) -> None:
         """Watch the gradients of the iterations to come for edits that look at them; with no edits, stop.
 
@@ -247,12 +228,8 @@ class SparseModel:
         by = By.MOMENTUM if By.MOMENTUM in looked_at else next(iter(looked_at), None)  # an average takes all iterations
         if by is not None:
             self.check_by(by)
-        keep = self._editor.candidates(edits) if by and is_one_backward and self.storage == "compact" else None
+        keep = self.editor.candidates(edits) if by and is_one_backward and self.storage == "compact" else None
         self.gradients.watch(by, keep=keep)
-
-    def select(self, pools: Sequence[Pool], edit: Edit) -> None:
-        """Do what an edit does to some of its pools: let the best `pool.kept` groups of each live."""
-        self._editor.select(pools, edit)
 
     # Training
 
@@ -321,11 +298,6 @@ class SparseModel:
             raise GrowpruneError("the model was made dense by to_dense_(): make a new SparseModel of it")
 
     # Plans
-
-    @property
-    def num_edits(self) -> int:
-        """How many edits there were, which makes each random one draw its own numbers."""
-        return self._editor.num_edits
 
     def follow(self, plan: Plan | Sequence[Stage]) -> Iterator[Phase]:
         """Go through a plan: do the edits of each phase, and hand the phase out to be trained.
@@ -399,7 +371,7 @@ class SparseModel:
         """Masks and place in the plan: beside the model's and the optimizer's state, all that an exact resume needs."""
         return {
             "masks": {name: pack(parameter.mask()) for name, parameter in self._parameters.items()},
-            "num_edits": self._editor.num_edits,
+            "num_edits": self.editor.num_edits,
             "gradients": self.gradients.state_dict(),
             "cursor": self._place if self._cursor is None else self._cursor.state_dict(),
         }
@@ -419,7 +391,7 @@ class SparseModel:
         for name, parameter in self._parameters.items():
             with self._optimizers.following(parameter):
                 parameter.set_mask(unpack(state["masks"][name], parameter.shape, parameter.parameter.device))
-        self._editor.num_edits = state["num_edits"]
+        self.editor.num_edits = state["num_edits"]
         self.gradients.load_state_dict(state["gradients"])
         self._cursor, self._place = None, state["cursor"]
         self.enforce()

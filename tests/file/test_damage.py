@@ -44,7 +44,7 @@ def loaded(path: Path) -> dict[str, Tensor]:
     """The model from a file, with its masks."""
     sparse = file.load(path, Mixed())
     masks = {f"mask of {name}": mask for name, mask in sparse.masks.items()}
-    return {**sparse.model.state_dict(), **masks, "edits": torch.tensor(sparse.num_edits)}
+    return {**sparse.model.state_dict(), **masks, "edits": torch.tensor(sparse.editor.num_edits)}
 
 
 def as_example_reads(path: Path) -> dict[str, Tensor]:

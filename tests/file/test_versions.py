@@ -79,7 +79,7 @@ def test_a_model_of_version_1_is_loaded_with_its_settings() -> None:
     assert_tensors(sparse.model.state_dict(), PLAIN_TENSORS)
     assert (sparse.sparsity, sparse.allocation, sparse.pattern.name) == (0.75, "uniform", "unstructured")
     assert (sparse.scope, sparse.keep_dense, sparse.include) == (Scope.MODEL, (), ("lone",))
-    assert (sparse.seed, sparse.num_edits, sparse.num_alive) == (7, 1, 5)
+    assert (sparse.seed, sparse.editor.num_edits, sparse.num_alive) == (7, 1, 5)
 
 
 def test_blocks_of_version_1_are_loaded_with_their_settings() -> None:

@@ -70,7 +70,7 @@ def estimate(recipe: Recipe) -> Estimate:
         forward = flops.at(now)
         costs.append(Cost(scheduled, alive, forward, epochs, round(3 * forward * epochs)))
         if scheduled.returns is not None:  # what no branch returns is as it was before the fork
-            after_fork |= {w.name: now[w.name] for w in sparse.weights_of(scheduled.returns)}
+            after_fork |= {w.name: now[w.name] for w in sparse.editor.weights_of(scheduled.returns)}
             now = after_fork if scheduled.is_last_branch else now
     return Estimate(costs, flops.dense, plan, is_exact=recipe.allocation != "global")
 
@@ -81,10 +81,10 @@ def _edited(sparse: SparseModel, scheduled: ScheduledPhase, density: Densities) 
     sizes = {w.name: sparse.pattern.num_groups(w) for w in sparse.weights}
     for edit in scheduled.phase.edits:
         if edit.to == 0:
-            whole = sparse.weights_of(edit.part) if edit.action is Action.GROW else ()
+            whole = sparse.editor.weights_of(edit.part) if edit.action is Action.GROW else ()
             density |= {w.name: 1.0 for w in whole}
             continue
         alive = {name: round(density[name] * size) for name, size in sizes.items()}
-        for pool in sparse.pools(edit, alive):
+        for pool in sparse.editor.pools(edit, alive):
             density |= {w.name: pool.kept / sum(sizes[w.name] for w in pool.weights) for w in pool.weights}
     return density

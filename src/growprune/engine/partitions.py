@@ -61,12 +61,15 @@ PartitionConfig: TypeAlias = Contiguous | Named | PerLayer
 
 
 def contiguous(kappa: int) -> Contiguous:
+    """kappa parts of neighbouring layers, as equal as can be."""
     return Contiguous(kappa)
 
 
 def named(parts: Sequence[Sequence[str]]) -> Named:
+    """Parts by hand: for each, the names of its modules."""
     return Named(tuple(tuple(names) for names in parts))
 
 
 def per_layer() -> PerLayer:
+    """Every layer is a part."""
     return PerLayer()

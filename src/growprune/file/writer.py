@@ -72,7 +72,7 @@ def describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
         "keep_dense": list(sparse.keep_dense),
         "include": list(sparse.include),
         "seed": sparse.seed,
-        "num_edits": sparse.num_edits,
+        "num_edits": sparse.editor.num_edits,
         "aliases": tensors_of(sparse.model)[1],
         "tensors": {entry.name: entry.to_dict() for entry in entries},
     }
@@ -82,7 +82,7 @@ def targets(sparse: SparseModel) -> dict[str, float | None]:
     """The sparsity that each weight aims at; None where weights are ranked together and only their total has one."""
     found: dict[str, float | None] = dict.fromkeys((weight.name for weight in sparse.weights), None)
     whole = Part("all", tuple(weight.parameter for weight in sparse.weights))
-    for pool in sparse.pools(prune(whole, to=sparse.sparsity)):
+    for pool in sparse.editor.pools(prune(whole, to=sparse.sparsity)):
         if len(pool.weights) == 1:
             groups = sparse.pattern.num_groups(pool.weights[0])
             is_as_asked = pool.kept == num_kept(sparse.sparsity, groups)

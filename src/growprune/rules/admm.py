@@ -23,7 +23,7 @@ class AdmmRule:
                 f"ADMM needs all weights dense, but storage is {sparse.storage!r}: use storage='masked'"
             )
         self.rule, self._sparse = rule, sparse
-        self._names = tuple(dict.fromkeys(weight.parameter for weight in sparse.weights_of(rule.part)))
+        self._names = tuple(dict.fromkeys(weight.parameter for weight in sparse.editor.weights_of(rule.part)))
         self._iteration = 0
         """How many iterations have begun."""
         self._pulled: set[str] = set()
@@ -58,7 +58,7 @@ class AdmmRule:
         self._iteration, self._pulled = self._iteration + 1, set()
 
     def _project(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self._sparse.projected(prune(self.rule.part, to=self.rule.to), values)
+        return self._sparse.editor.projected(prune(self.rule.part, to=self.rule.to), values)
 
     def state_dict(self) -> dict[str, Any]:
         return {"iteration": self._iteration, "Z": dict(self.Z), "U": dict(self.U)}
