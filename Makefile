@@ -20,7 +20,7 @@ types: .venv/dev
 
 # Two at a time, each on one core; what is marked slow is part of it.
 unit: .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 # Hosts with their own addresses on this machine, cables pulled; needs root, so it is not part of `make test`.
 netns: .venv/dev

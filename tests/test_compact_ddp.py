@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import socket
+import tempfile
 from typing import Any
 
 import pytest
@@ -42,10 +41,9 @@ def counting(moved, bucket):  # type: ignore[no-untyped-def]  # torch reads the 
     return dist.all_reduce(averaged, async_op=True).get_future().then(lambda future: future.value()[0])
 
 
-def replica(rank: int, port: int, storage: str, results: Any) -> None:
+def replica(rank: int, meeting: str, storage: str, results: Any) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     sparse, model = make(storage)
     ddp = DistributedDataParallel(model)
     moved: list[int] = []
@@ -60,18 +58,17 @@ def batch() -> torch.Tensor:
 
 
 def on_two_processes(option: Any, target: Any = replica) -> list[Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["growprune.sparse", "torch._dynamo"])
     results = context.Queue()
-    processes = [context.Process(target=target, args=(rank, port, option, results)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    found = sorted((results.get(timeout=60) for _ in processes), key=lambda result: result[0])
-    for process in processes:
-        process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (f"{folder}/meeting", option, results)
+        processes = [context.Process(target=target, args=(rank, *arguments)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        found = sorted((results.get(timeout=60) for _ in processes), key=lambda result: result[0])
+        for process in processes:
+            process.join()
     return found
 
 
@@ -96,10 +93,9 @@ def test_masked_replicas_stay_masked() -> None:
             assert (torch.from_numpy(state[name])[~mask] == 0).all()
 
 
-def stale(rank: int, port: int, wraps_again: bool, results: Any) -> None:
+def stale(rank: int, meeting: str, wraps_again: bool, results: Any) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     sparse, model = make("compact")
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.1))
