@@ -165,6 +165,9 @@ class Run:
         self.cursor.advance(self.cursor.iteration + 1)
         if self.cursor.current is not None:
             self._between_iterations(self.cursor.current)
+        elif self.mesh.any(self._should_stop(), self.cursor.iteration):  # it was saved as it left its last phase
+            self.events.log_event("interrupted", scheduled)
+            raise Interrupted
 
     def _between_iterations(self, scheduled: ScheduledPhase) -> None:
         if self.mesh.any(self._should_stop(), self.cursor.iteration):
