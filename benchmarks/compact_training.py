@@ -300,8 +300,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="large: steps between two changes")
     parser.add_argument("--repeats", type=int, default=15, help="blocks, resnet50: steps to take the median of")
     parser.add_argument("--text", type=Path)
+    parser.add_argument("--threads", action="store_true", help="let backward passes run in a thread of autograd's own")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    torch.autograd.set_multithreading_enabled(args.threads)  # as growprune's own loop has it, for dense models too
     found = {"blocks": blocks, "resnet50": resnet, "large": large}[args.what](args)
     if args.json:
         args.json.write_text(json.dumps(found, indent=2))

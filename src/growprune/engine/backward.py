@@ -41,8 +41,13 @@ class Backward:
 
     def __call__(self, batch: Any, weight: Any) -> Tensor:
         """The loss times its weight, summed over all replicas; its gradients are added to the parameters' own."""
-        if self._is_compiled and not self.sparse.gradients.is_watching:
-            return self._compiled_pass(batch, weight)
+        # in this thread: one of autograd's own has to take Python's lock for every layer, while a GPU waits
+        with torch.autograd.set_multithreading_enabled(self.mesh.data_group is not None):
+            if self._is_compiled and not self.sparse.gradients.is_watching:
+                return self._compiled_pass(batch, weight)
+            return self._eager_pass(batch, weight)
+
+    def _eager_pass(self, batch: Any, weight: Any) -> Tensor:
         mine, share = split(batch, self.mesh.replica, self.mesh.replicas)
         with self.mesh.waiting("adding up gradients over replicas"), batchnorm.counting(share > 0):
             loss = self._loss(self._forward(), mine) * weight * share

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from growprune.engine.backward import Backward
+from growprune.engine.batches import Batches
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
 from growprune.engine.timeline import timeline
-from growprune.errors import GrowpruneError
 from growprune.plan import ScheduledPhase
-from growprune.scores import salt_of
 from growprune.sparse import SparseModel
 
 
@@ -82,6 +80,8 @@ class Training:
             nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if done + 1 < self.spans[scheduled.index].length or scheduled.index < len(self.spans) - 1:
+            self._batches.prepare(scheduled.branch, iteration + 1)
         self._num_losses += 1
         if self.device.type == "cpu" or self._num_losses % 20 == 0:
             self._check(scheduled, done, self._late_sum.read(self._loss_sum))
@@ -170,29 +170,3 @@ class LateReader:
         self._number.copy_(number, non_blocking=True)
         self._event.record()
         return before
-
-
-class Batches:
-    """The batches of a run, wherever it stands. Which they are depends on the seed, the branch and the epoch."""
-
-    def __init__(self, recipe: Recipe, task: Any, device: torch.device, per_epoch: int) -> None:
-        self._recipe, self._task, self._device, self._per_epoch = recipe, task, device, per_epoch
-        self._open: Iterator[Any] = iter(())
-        self._place: tuple[int | None, int] | None = None
-        """The branch, and the iteration whose batches come next."""
-
-    def of(self, branch: int | None, iteration: int) -> Iterator[Any]:
-        """Those of an iteration, made one by one; take them all before those of the next."""
-        epoch, number = divmod(iteration, self._per_epoch)
-        if self._place != (branch, iteration) or number == 0:
-            seed = salt_of(self._recipe.seed, "data", branch, epoch) >> 1
-            start = number * self._recipe.accumulate
-            self._open = iter(self._task.batches(seed=seed, start=start, device=self._device))
-        self._place = branch, iteration + 1
-        first = next(self._open, None)
-        if first is None:
-            raise GrowpruneError(
-                f"the task has no more batches in iteration {number + 1} of an epoch, but num_batches() promised "
-                f"{self._task.num_batches()}: both must go by the same data"
-            )
-        return itertools.chain([first], itertools.islice(self._open, self._recipe.accumulate - 1))
