@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from growprune.cursor import Cursor
     from growprune.engine import resume, train
     from growprune.engine.optim import LRSchedule, OptimizerConfig
-    from growprune.engine.partitions import contiguous, named, per_layer
+    from growprune.engine.partitions import balanced, contiguous, named, per_layer
     from growprune.engine.recipe import Recipe
     from growprune.errors import GrowpruneError
     from growprune.file import load, manifest, read, save
@@ -30,7 +30,7 @@ _HOMES = {
     "growprune.engine": ("resume", "train"),
     "growprune.errors": ("GrowpruneError",),
     "growprune.engine.optim": ("LRSchedule", "OptimizerConfig"),
-    "growprune.engine.partitions": ("contiguous", "named", "per_layer"),
+    "growprune.engine.partitions": ("balanced", "contiguous", "named", "per_layer"),
     "growprune.engine.recipe": ("Recipe",),
     "growprune.file": ("load", "manifest", "read", "save"),
     "growprune.flops": ("count_flops",),
@@ -55,6 +55,7 @@ __all__ = [
     "Plan",
     "Recipe",
     "SparseModel",
+    "balanced",
     "contiguous",
     "count_flops",
     "grow",

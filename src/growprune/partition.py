@@ -31,6 +31,8 @@ class Partition:
     """
 
     parts: tuple[Part, ...]
+    sizes: tuple[int, ...] = ()
+    """How many weights each part has that may be pruned; not known if empty."""
 
     @functools.cached_property
     def whole(self) -> Part:
@@ -45,6 +47,11 @@ class Partition:
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self.parts)
+
+    @property
+    def largest_share(self) -> float:
+        """The share of the prunable weights that the largest part has; parts of unknown size count as equal."""
+        return max(self.sizes) / max(1, sum(self.sizes)) if self.sizes else 1 / max(1, len(self.parts))
 
     @classmethod
     def of(cls, model: Any, prefixes: Iterable[Iterable[str]]) -> Partition:
@@ -70,7 +77,7 @@ class Partition:
         for i, part in enumerate(tensors):
             if not part:
                 raise GrowpruneError(f"part {i} has no parameter or buffer of its own: leave it out, or name some")
-        return cls._numbered(tensors)
+        return cls._numbered(tensors, _layers(model, (), ()))
 
     @classmethod
     def contiguous(
@@ -94,11 +101,7 @@ class Partition:
                 module holds other layers too.
         """
         layers = _layers(model, keep_dense, include)
-        check_counts(1, kappa=kappa)
-        if kappa > len(layers):
-            raise GrowpruneError(
-                f"kappa is {kappa}, but the model has {len(layers)} layers: give at most {len(layers)}"
-            )
+        _check_kappa(kappa, len(layers))
         units = _blocks(model, "", layers, is_root=True)
         if kappa > len(units):
             units = list(layers)
@@ -108,7 +111,24 @@ class Partition:
             assert unit is not None, f"layer {path} lies in no unit"
             costs[unit] += (weigh or layers).get(path, 0)
         owner = dict(zip(units, _cut(list(costs.values()), kappa), strict=True))
-        return cls._numbered(_gather(model, owner, kappa))
+        return cls._numbered(_gather(model, owner, kappa), layers)
+
+    @classmethod
+    def balanced(
+        cls, model: Any, kappa: int, *, keep_dense: Iterable[str] = (), include: Iterable[str] = ()
+    ) -> Partition:
+        """kappa parts of layers from all over the model, as equal in weights as single layers allow.
+
+        The layers, largest first, each go to the part that has the fewest weights so far. So a part that is grown takes
+        its weights from everywhere, and the memory of a grown part is about that of 1 / kappa of the model.
+        """
+        layers = _layers(model, keep_dense, include)
+        _check_kappa(kappa, len(layers))
+        owner, loads = {}, [0] * kappa
+        for path in sorted(layers, key=lambda path: -layers[path]):
+            owner[path] = loads.index(min(loads))
+            loads[owner[path]] += layers[path]
+        return cls._numbered(_gather(model, owner, kappa), layers)
 
     @classmethod
     def per_layer(cls, model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = ()) -> Partition:
@@ -118,8 +138,24 @@ class Partition:
         return cls.contiguous(model, kappa, keep_dense=keep_dense, include=include)
 
     @classmethod
-    def _numbered(cls, tensors: Sequence[Sequence[str]]) -> Partition:
-        return cls(tuple(Part(f"S{i}", tuple(names)) for i, names in enumerate(tensors)))
+    def _numbered(cls, tensors: Sequence[Sequence[str]], layers: Mapping[str, int]) -> Partition:
+        """Parts by their tensors; the weights of a layer count for the part of its first tensor."""
+        owner: dict[str, int] = {}
+        for i, names in enumerate(tensors):
+            for name in names:
+                steps = name.split(".")
+                for length in range(len(steps) + 1):
+                    owner.setdefault(".".join(steps[:length]), i)
+        sizes = [0] * len(tensors)
+        for path, size in layers.items():
+            sizes[owner[path]] += size
+        return cls(tuple(Part(f"S{i}", tuple(names)) for i, names in enumerate(tensors)), tuple(sizes))
+
+
+def _check_kappa(kappa: int, num_layers: int) -> None:
+    check_counts(1, kappa=kappa)
+    if kappa > num_layers:
+        raise GrowpruneError(f"kappa is {kappa}, but the model has {num_layers} layers: give at most {num_layers}")
 
 
 def _tensor_names(model: Any) -> list[str]:

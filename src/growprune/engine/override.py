@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from growprune.engine.partitions import parse_partition
 from growprune.engine.recipe import Recipe, own_options
 from growprune.errors import GrowpruneError
 from growprune.methods import METHODS
@@ -46,6 +47,8 @@ def _with_method(recipe: Recipe, name: str) -> Recipe:
 def _set(value: Any, path: list[str], text: str, key: str) -> Any:
     if isinstance(value, Recipe) and path[0] == "options":
         return _with_options(value, _option(value, path[1:], text, key))
+    if isinstance(value, Recipe) and path == ["partition"]:
+        return replace(value, partition=parse_partition(text))
     known = {f.name: get_type_hints(type(value))[f.name] for f in fields(value)}
     if path[0] not in known:
         raise GrowpruneError(f"--set {key}: there is no {path[0]!r}; known are {', '.join(known)}")

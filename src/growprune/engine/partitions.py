@@ -1,13 +1,16 @@
-"""How a recipe cuts its model into parts, as values: contiguous(4), named([...]), per_layer()."""
+"""How a recipe cuts its model into parts, as values: contiguous(4), balanced(4), named([...]), per_layer()."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
+from growprune.errors import GrowpruneError
 from growprune.partition import Partition
 from growprune.plan import check_counts
 
@@ -27,6 +30,23 @@ class Contiguous:
 
     def cut(self, model: nn.Module, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
         return Partition.contiguous(model, self.kappa, keep_dense=keep_dense, include=include)
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """kappa parts of layers from all over the model, as equal in weights as single layers allow."""
+
+    kappa: int = 4
+
+    def __post_init__(self) -> None:
+        check_counts(1, kappa=self.kappa)
+
+    @property
+    def num_parts(self) -> int | None:
+        return self.kappa
+
+    def cut(self, model: nn.Module, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
+        return Partition.balanced(model, self.kappa, keep_dense=keep_dense, include=include)
 
 
 @dataclass(frozen=True)
@@ -57,12 +77,17 @@ class PerLayer:
         return Partition.per_layer(model, keep_dense=keep_dense, include=include)
 
 
-PartitionConfig: TypeAlias = Contiguous | Named | PerLayer
+PartitionConfig: TypeAlias = Contiguous | Balanced | Named | PerLayer
 
 
 def contiguous(kappa: int) -> Contiguous:
     """kappa parts of neighbouring layers, as equal as can be."""
     return Contiguous(kappa)
+
+
+def balanced(kappa: int) -> Balanced:
+    """kappa parts of layers from all over the model, as equal in weights as can be."""
+    return Balanced(kappa)
 
 
 def named(parts: Sequence[Sequence[str]]) -> Named:
@@ -73,3 +98,22 @@ def named(parts: Sequence[Sequence[str]]) -> Named:
 def per_layer() -> PerLayer:
     """Every layer is a part."""
     return PerLayer()
+
+
+def parse_partition(text: str) -> PartitionConfig:
+    """The partition that a text such as "balanced(4)" names.
+
+    >>> parse_partition("balanced(4)")
+    Balanced(kappa=4)
+    >>> parse_partition('named([["stem"], ["head"]])').num_parts
+    2
+    """
+    known: dict[str, Any] = {"contiguous": contiguous, "balanced": balanced, "named": named, "per_layer": per_layer}
+    name, _, inside = text.removesuffix(")").partition("(")
+    if name in known and text == f"{name}({inside})":
+        with contextlib.suppress(ValueError, TypeError):  # what is inside is no JSON, or not what it takes
+            found: PartitionConfig = known[name](*json.loads(f"[{inside}]"))
+            return found
+    raise GrowpruneError(
+        f'partition is {text!r}, but must be contiguous(4), balanced(4), per_layer(), or named([["a", "b"], ["c"]])'
+    )

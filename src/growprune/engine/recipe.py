@@ -34,7 +34,7 @@ class Recipe:
     may be given instead."""
     sparsity: float = 0.0
     partition: PartitionConfig = field(default_factory=Contiguous)
-    """How the model is cut into parts: contiguous(4), named([...]) or per_layer()."""
+    """How the model is cut into parts: contiguous(4), balanced(4), named([...]) or per_layer()."""
     allocation: str = "uniform"
     pattern: str = "unstructured"
     scope: str = "model"

@@ -12,8 +12,10 @@ from growprune.methods.admm import admm
 from growprune.methods.cyclic_gap import cyclic_gap
 from growprune.methods.dense import dense
 from growprune.methods.gmp import gmp
+from growprune.methods.gradual_gap import gradual_gap
 from growprune.methods.one_shot import one_shot
 from growprune.methods.parallel_gap import parallel_gap
+from growprune.methods.parallel_gradual_gap import parallel_gradual_gap
 from growprune.methods.random_gap import random_gap
 from growprune.methods.rigl import rigl
 from growprune.methods.set_ import set_
@@ -21,6 +23,8 @@ from growprune.methods.static_random import static_random
 from growprune.plan import Plan
 
 METHODS: dict[str, Callable[..., Plan]] = {
+    "gradual_gap": gradual_gap,
+    "parallel_gradual_gap": parallel_gradual_gap,
     "cyclic_gap": cyclic_gap,
     "parallel_gap": parallel_gap,
     "random_gap": random_gap,
@@ -41,8 +45,10 @@ __all__ = [
     "cyclic_gap",
     "dense",
     "gmp",
+    "gradual_gap",
     "one_shot",
     "parallel_gap",
+    "parallel_gradual_gap",
     "random_gap",
     "rigl",
     "set_",

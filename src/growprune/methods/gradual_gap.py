@@ -1,0 +1,77 @@
+"""Gradual grow-and-prune: the cyclic GaP of Ma et al. (ICLR 2022) with a sparsity that rises, as in GMP (Zhu and Gupta,
+2017), and one learning-rate curve. The method we recommend; docs/results.md has what it was compared with."""
+
+from collections.abc import Iterator
+
+from growprune.errors import GrowpruneError
+from growprune.plan import By, Parts, Phase, check_counts, check_share, check_sparsity, grow, method, prune
+
+
+@method
+def gradual_gap(
+    S: Parts,
+    *,
+    sparsity: float,
+    iterations: int,
+    every: int | None = None,
+    start: float | None = None,
+    peak_density: float | None = None,
+    until: float = 0.75,
+    power: int = 1,
+    growing: bool = True,
+) -> Iterator[Phase]:
+    """Begin with a random mask of few zeros; each step prunes a little more, then grows the next part to dense.
+
+    It is meant for parts of equal size from all over the model, `Partition.balanced(model, 4)`, and one ranking of all
+    weights, allocation="global".
+
+    Args:
+        sparsity: the fraction of zeros to reach.
+        iterations: of the whole training.
+        every: the iterations of each step; a sixtieth of the training if not given.
+        start: the fraction of zeros to begin with; 0.5 if not given.
+        peak_density: instead of `start`: the largest share of the weights that may live at any time.
+        until: when the steps end and fine-tuning begins, as a share of the training.
+        power: how the sparsity rises: 1 evenly, 3 fast at first and slowly at the end, as in GMP.
+        growing: False for the control, which prunes alike and never grows.
+
+    Example: gradual_gap(S, sparsity=0.8, iterations=8, every=2)
+    """
+    every = max(1, iterations // 60) if every is None else every
+    check_counts(1, every=every, power=power)
+    check_counts(0, iterations=iterations)
+    check_share(until=until)
+    first = first_sparsity(S, sparsity, start, peak_density, growing=growing)
+    last = round(until * iterations)
+    yield Phase(prune(S.whole, to=first, by=By.RANDOM))
+    for step, t in enumerate(range(0, last, every)):
+        now = sparsity + (first - sparsity) * (1 - t / last) ** power
+        growth = [grow(S[step % len(S)])] if growing else []
+        yield Phase(prune(S.whole, to=now), *growth, iterations=min(every, last - t))
+    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)
+
+
+def first_sparsity(
+    S: Parts, sparsity: float, start: float | None, peak_density: float | None, *, growing: bool
+) -> float:
+    """The sparsity to begin with, given as it is, or as what it leaves room for: one part that is dense."""
+    check_sparsity(sparsity)
+    if start is not None and peak_density is not None:
+        raise GrowpruneError(f"start is {start} and peak_density is {peak_density}: give one of the two")
+    if peak_density is None:
+        start = min(0.5, sparsity) if start is None else start
+        check_sparsity(start)
+        if start > sparsity:
+            raise GrowpruneError(
+                f"start is {start}, but the sparsity to reach is {sparsity}: give a start of at most that"
+            )
+        return start
+    check_share(peak_density=peak_density)
+    grown = S.largest_share if growing else 0.0
+    least = 1 - sparsity * (1 - grown)
+    if peak_density < least:
+        raise GrowpruneError(
+            f"peak_density is {peak_density}, but with a part of {grown:.3g} of the weights grown at a sparsity of "
+            f"{sparsity}, {least:.4g} of them live: give at least that, or cut the model into more parts"
+        )
+    return 0.0 if grown == 1 else min(sparsity, (1 - peak_density) / (1 - grown))

@@ -1,0 +1,46 @@
+"""Gradual grow-and-prune on several machines: P-GaP of Ma et al. (ICLR 2022) with a sparsity that rises."""
+
+from collections.abc import Iterator
+
+from growprune.methods.gradual_gap import first_sparsity
+from growprune.plan import Branch, By, Fork, Parts, Phase, Stage, check_counts, check_share, grow, method, prune
+
+
+@method
+def parallel_gradual_gap(
+    S: Parts,
+    *,
+    sparsity: float,
+    iterations: int,
+    every: int | None = None,
+    start: float | None = None,
+    peak_density: float | None = None,
+    until: float = 0.75,
+    power: int = 1,
+) -> Iterator[Stage]:
+    """Each step prunes a little more, then sends the model to len(S) machines, of which the i-th grows S_i.
+
+    Args:
+        sparsity: the fraction of zeros to reach.
+        iterations: of the whole training, as each machine counts them.
+        every: the iterations of each step; a tenth of the training if not given, since each begins with a fresh
+            optimizer on every machine.
+        start: the fraction of zeros to begin with; 0.5 if not given.
+        peak_density: instead of `start`: the largest share of the weights that may live on any machine.
+        until: when the steps end and fine-tuning begins, as a share of the training.
+        power: how the sparsity rises: 1 evenly, 3 fast at first and slowly at the end.
+
+    Example: parallel_gradual_gap(S, sparsity=0.8, iterations=8, every=3)
+    """
+    every = max(1, iterations // 10) if every is None else every
+    check_counts(1, every=every, power=power)
+    check_counts(0, iterations=iterations)
+    check_share(until=until)
+    first = first_sparsity(S, sparsity, start, peak_density, growing=True)
+    last = round(until * iterations)
+    yield Phase(prune(S.whole, to=first, by=By.RANDOM))
+    for t in range(0, last, every):
+        length = min(every, last - t)
+        yield Phase(prune(S.whole, to=sparsity + (first - sparsity) * (1 - t / last) ** power))
+        yield Fork(*(Branch(Phase(grow(P), iterations=length), returns=P) for P in S))
+    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)

@@ -1,0 +1,148 @@
+"""Gradual grow-and-prune, by hand: its sparsities, its parts, its memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from torch import nn
+
+import growprune as gp
+from growprune.engine.partitions import Balanced, parse_partition
+from growprune.methods import gradual_gap, parallel_gradual_gap
+from growprune.partition import Partition
+from growprune.plan import Fork, Part, Phase
+from plan_cases import phases_of
+
+FOUR = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(4)))
+
+
+def lines(plan: Any) -> list[str]:
+    return [f"{stage}: {stage.iterations}" if isinstance(stage, Phase) else "fork" for stage in plan]
+
+
+def test_the_sparsity_rises_evenly_while_the_parts_grow_in_turns() -> None:
+    plan = gradual_gap(FOUR, sparsity=0.9, iterations=20, every=3, start=0.5, until=0.6)
+    assert lines(plan) == [
+        "prune all to 0.5 by random: 0",
+        "prune all to 0.5, grow S0 to dense: 3",
+        "prune all to 0.6, grow S1 to dense: 3",
+        "prune all to 0.7, grow S2 to dense: 3",
+        "prune all to 0.8, grow S3 to dense: 3",
+        "prune all to 0.9: 8",
+    ]
+
+
+def test_a_power_of_three_rises_as_gmp_does() -> None:
+    plan = gradual_gap(FOUR, sparsity=0.9, iterations=12, every=6, start=0.1, until=1.0, power=3, growing=False)
+    # half way, an eighth of the way is left: 0.9 - 0.8 / 8
+    assert lines(plan) == [
+        "prune all to 0.1 by random: 0",
+        "prune all to 0.1: 6",
+        "prune all to 0.8: 6",
+        "prune all to 0.9: 0",
+    ]
+
+
+def test_a_step_is_a_sixtieth_of_the_training_if_nothing_is_said() -> None:
+    plan = list(gradual_gap(FOUR, sparsity=0.9, iterations=6000))
+    assert [phase.iterations for phase in plan] == [0, *[100] * 45, 1500]  # type: ignore[union-attr]
+    assert not any(phase.restart for phase in plan)  # type: ignore[union-attr]
+
+
+def model() -> nn.Sequential:
+    """Layers of 24, 16, 8 and 4 weights: 52 in all."""
+    return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 2))
+
+
+def test_balanced_parts_take_the_largest_layer_first() -> None:
+    S = Partition.balanced(model(), 2)
+    assert [part.tensors for part in S] == [("0.weight", "0.bias", "3.weight", "3.bias"), S[1].tensors]
+    assert S.sizes == (28, 24)
+    assert S.largest_share == 28 / 52
+
+
+def test_parts_of_unknown_size_count_as_equal() -> None:
+    assert FOUR.largest_share == 0.25
+
+
+@pytest.mark.parametrize("kappa", [1, 2, 4])
+@pytest.mark.parametrize("growing", [True, False])
+def test_no_more_weights_live_than_the_peak_density_allows(kappa: int, growing: bool) -> None:
+    net = nn.Sequential(*(nn.Linear(20, 20) for _ in range(4)))
+    sparse = gp.SparseModel(net, sparsity=0.9)
+    S = Partition.balanced(net, kappa)
+    peak = 1.0 if kappa == 1 and growing else 0.75
+    plan = gradual_gap(S, sparsity=0.9, iterations=40, every=2, peak_density=peak, growing=growing)
+    alive = [sparse.num_alive / sparse.num_prunable for _ in phases_of(sparse, plan)]
+    assert max(alive[1:]) == pytest.approx(peak, abs=0.002)
+    assert alive[-1] == pytest.approx(0.1)
+
+
+def test_a_peak_density_is_exact_for_parts_that_differ() -> None:
+    net = model()
+    sparse = gp.SparseModel(net, sparsity=0.75)
+    plan = gradual_gap(Partition.balanced(net, 2), sparsity=0.75, iterations=4, every=1, peak_density=0.8, until=1.0)
+    # 28 of 52 are grown: (1 - 0.8) / (1 - 28 / 52) of all are zero at first
+    assert str(next(iter(plan))) == "prune all to 0.4333 by random"
+    alive = [sparse.num_alive for _ in phases_of(sparse, plan)]
+    assert alive[1] == 28 + 9 + 5  # of 16 and 8, as many as rounding leaves; 0.8 of 52 is 41.6
+
+
+def test_each_machine_of_the_parallel_form_grows_another_part() -> None:
+    plan = list(parallel_gradual_gap(FOUR, sparsity=0.9, iterations=10, every=4, start=0.5, until=0.8))
+    assert lines(plan) == [
+        "prune all to 0.5 by random: 0",
+        "prune all to 0.5: 0",
+        "fork",
+        "prune all to 0.7: 0",
+        "fork",
+        "prune all to 0.9: 2",
+    ]
+    forks = [stage for stage in plan if isinstance(stage, Fork)]
+    assert [[str(branch.phase) for branch in fork.branches] for fork in forks] == [
+        [f"grow S{i} to dense" for i in range(4)]
+    ] * 2
+    assert all(branch.phase.iterations == 4 for fork in forks for branch in fork.branches)
+
+
+@pytest.mark.parametrize("option", [{}, {"start": 0.2}, {"peak_density": 0.9}])
+def test_sparsity_never_falls(option: dict[str, float]) -> None:
+    plan = gradual_gap(FOUR, sparsity=0.3, iterations=100, **option)
+    asked = [phase.edits[0].to for phase in plan]  # type: ignore[union-attr]
+    assert all(a <= b for a, b in pairwise(asked))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start": 0.95}, "start is 0.95, but the sparsity to reach is 0.9: give a start of at most that"),
+        ({"start": 0.5, "peak_density": 0.6}, "start is 0.5 and peak_density is 0.6: give one of the two"),
+        ({"peak_density": 0.3}, "a part of 0.25 of the weights grown at a sparsity of 0.9, 0.325 of them live"),
+        ({"peak_density": 1.5}, "peak_density is 1.5"),
+        ({"every": 0}, "every is 0"),
+        ({"power": 0}, "power is 0"),
+        ({"until": 1.2}, "until is 1.2"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(gp.GrowpruneError, match=message):
+        gradual_gap(FOUR, sparsity=0.9, iterations=100, **options)
+
+
+def test_a_partition_can_be_written_as_text() -> None:
+    assert parse_partition("balanced(3)") == Balanced(3) == gp.balanced(3)
+    assert parse_partition("per_layer()") == gp.per_layer()
+    assert parse_partition('named([["0", "1"], ["2"]])') == gp.named([["0", "1"], ["2"]])
+
+
+@pytest.mark.parametrize("text", ["balanced", "balanced(x)", "balanced(1, 2)", "thirds(3)", "balanced(4))"])
+def test_a_text_that_is_no_partition_says_which_are(text: str) -> None:
+    with pytest.raises(gp.GrowpruneError, match=r"must be contiguous\(4\), balanced\(4\)"):
+        parse_partition(text)
+
+
+def test_balanced_refuses_more_parts_than_layers() -> None:
+    with pytest.raises(gp.GrowpruneError, match="kappa is 5, but the model has 4 layers: give at most 4"):
+        Partition.balanced(model(), 5)
