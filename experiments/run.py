@@ -43,6 +43,33 @@ def rival(method: str, sparsity: float, allocation: str) -> tuple[str, dict[str,
     return "dense", {**chosen, **NARROW}
 
 
+def plan(**options: Any) -> tuple[str, dict[str, Any]]:
+    """A plan of plans.py; what is no field of a recipe is an option of it."""
+    fields = ("partition", "sparsity")
+    return "plans.py:cifar10", {k if k in fields else f"options.{k}": v for k, v in options.items()}
+
+
+BY_GRADIENT = {"swap": 0.3, "swap_by": "gradient"}
+PLANS = {
+    "plan-never-0.5": plan(order="none"),
+    "plan-never-0.375": plan(order="none", start=0.375),
+    "plan-never-0.375-95": plan(order="none", start=0.375, sparsity=0.95),
+    "plan-swap-random-0.5": plan(order="none", swap=0.1),
+    "plan-swap-gradient-0.5": plan(order="none", **BY_GRADIENT),
+    "plan-swap-gradient-0.375": plan(order="none", start=0.375, **BY_GRADIENT),
+    "plan-cyclic4-0.5": plan(),
+    "plan-cyclic4-0.5-linear": plan(power=1),
+    "plan-cyclic4-0.5-until-0.85": plan(until=0.85),
+    "plan-cyclic4-0.5-every-48": plan(every=48),
+    "plan-cyclic4-0.5-every-192": plan(every=192),
+    "plan-cyclic4-0.5-swap-gradient": plan(**BY_GRADIENT),
+    "plan-cyclic8-0.5-swap-gradient": plan(partition="balanced(8)", **BY_GRADIENT),
+    "plan-cyclic4-0.7": plan(start=0.7),
+    "plan-cyclic2-0.5": plan(partition="balanced(2)"),
+    "plan-random4-0.5": plan(order="random", share=4, partition="per_layer()"),
+    "plan-random8-0.5": plan(order="random", share=8, partition="per_layer()"),
+}
+"""What was tried on the way to gradual_gap: sparsity rises from the number given, what grows is what the name says."""
 VARIANTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "classification-cifar10-width32": {
         "dense": ("dense", NARROW),
@@ -52,6 +79,10 @@ VARIANTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "acdc-90-global": rival("acdc", 0.9, "global"),
         "set-90-erk": rival("set_", 0.9, "erk"),
         "static-90-erk": rival("static_random", 0.9, "erk"),
+        "gmp-95-global": rival("gmp", 0.95, "global"),
+        "rigl-95-erk": rival("rigl", 0.95, "erk"),
+        "acdc-95-global": rival("acdc", 0.95, "global"),
+        **PLANS,
     },
     "classification-cifar10": {
         "cyclic-80-global": ("cyclic-80-global", {}),
@@ -80,7 +111,8 @@ def run(study: str, row: str, seed: int, data: Path, runs: Path, seconds: float)
         command += ["resume", str(out)]
     else:
         recipe, settings = VARIANTS.get(study, {}).get(row, (row, {}))
-        command += ["train", f"{RECIPES_OF.get(study, study)}/{recipe}", "--out", str(out)]
+        source = str(HERE / recipe) if ":" in recipe else f"{RECIPES_OF.get(study, study)}/{recipe}"
+        command += ["train", source, "--out", str(out)]
         command += [word for key, value in {"seed": seed, **settings}.items() for word in ("--set", f"{key}={value}")]
     process = subprocess.Popen([*command, "--data", str(data / DATA[study])])
     try:

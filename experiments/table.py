@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from run import RECIPES_OF, VARIANTS
+from run import NARROW, RECIPES_OF, VARIANTS
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "results.md"
@@ -23,7 +23,7 @@ METRICS = {
     "segmentation-subset": ("instance_miou", "class_miou"),
     "detection-bccd": ("map", "map50"),
 }
-ORDER = ("dense", "one-shot", "cyclic", "parallel", "random", "gmp", "acdc", "rigl", "set", "static")
+ORDER = ("dense", "one-shot", "cyclic", "parallel", "random", "gmp", "acdc", "rigl", "set", "static", "plan")
 
 
 def _num_epochs(result: dict[str, Any]) -> int:
@@ -48,8 +48,10 @@ def _place(row: str) -> int:
 def label(study: str, row: str) -> str:
     """The recipe of a row, and what is set in it."""
     recipe, settings = VARIANTS.get(study, {}).get(row, (row, {}))
+    source = recipe if ":" in recipe else f"{RECIPES_OF.get(study, study)}/{recipe}"
+    own = settings.items() - NARROW.items() if study in RECIPES_OF else settings.items()
     return " ".join(
-        [f"`{RECIPES_OF.get(study, study)}/{recipe}`", *(f"`--set {key}={value}`" for key, value in settings.items())]
+        [f"`{source}`", *(f"`--set {key}={settings[key]}`" for key in settings if (key, settings[key]) in own)]
     )
 
 
@@ -60,7 +62,7 @@ def spread(values: list[float]) -> str:
 def table(study: str) -> str:
     """Mean and standard deviation over seeds, on the test split, of the last model of each run."""
     found, metrics = results(study), METRICS[study]
-    heads = ["recipe", "seeds", *metrics, "minus dense", "alive", "FLOPs", "file, MB", "epochs", "s a run"]
+    heads = ["recipe", "seeds", *metrics, "minus dense", "alive", "peak", "FLOPs", "file, MB", "epochs", "s a run"]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     dense = {result["seed"]: result["test"][metrics[0]] for result in found.get("dense", [])}
     for row, of_seeds in found.items():
@@ -70,12 +72,20 @@ def table(study: str) -> str:
         cells += [spread([result["test"][metric] for result in of_seeds]) for metric in metrics]
         cells.append(f"{statistics.mean(gaps):+.2f}" if gaps else "")
         cells.append(f"{totals['alive'] / totals['prunable']:.0%} of {totals['prunable'] / 1e6:.2f} M")
+        cells.append(_peak(of_seeds))
         cells.append(f"{totals['flops_sparse'] / 1e9:.3f} G")
         cells.append(f"{of_seeds[0]['file_bytes'] / 1e6:.2f}")
         cells.append(str(_num_epochs(of_seeds[0])))
         cells.append(f"{statistics.mean(result['seconds'] for result in of_seeds):.0f}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _peak(of_seeds: list[dict[str, Any]]) -> str:
+    """The largest share of the weights that lived at the end of any epoch; not known of results of the first format."""
+    known = [r for r in of_seeds if "history" in r]
+    peaks = [max(row["alive"] for row in r["history"]) / r["sparsity"]["totals"]["prunable"] for r in known]
+    return f"{max(peaks):.2f}" if peaks else ""
 
 
 def page(text: str) -> str:
