@@ -1,0 +1,76 @@
+"""Batches that are made before they are asked for are the ones that would have come."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from growprune.engine.batches import Batches
+from growprune.recipes import find
+
+PLACES = [(None, 0), (None, 1), (None, 2), (0, 2), (0, 3), (1, 2), (None, 3), (None, 4), (None, 7), (None, 8)]
+"""On in an epoch, into the next, off to a branch and back, and a leap: an epoch has four iterations."""
+
+
+class Stream:
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+class Numbered:
+    """Batches that say which they are."""
+
+    def num_batches(self) -> int:
+        return 8
+
+    def batches(self, *, seed: int, start: int, device: torch.device) -> Any:
+        return (torch.tensor([seed % 10**9, number]) for number in range(start, 8))
+
+
+def batches(accumulate: int = 2) -> Batches:
+    recipe = replace(find("digits/tiny"), accumulate=accumulate)
+    return Batches(recipe, Numbered(), torch.device("cpu"), 8 // accumulate)
+
+
+def taken(source: Batches, place: tuple[int | None, int]) -> list[list[int]]:
+    return [batch.tolist() for batch in source.of(*place)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_made_ahead_is_the_one_that_was_to_come(monkeypatch: pytest.MonkeyPatch, accumulate: int) -> None:
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    plain, ahead = batches(accumulate), batches(accumulate)
+    ahead._stream = Stream()  # type: ignore[assignment]
+    for branch, iteration in PLACES:
+        assert taken(ahead, (branch, iteration)) == taken(plain, (branch, iteration))
+        ahead.prepare(branch, iteration + 1)
+        assert ahead._prepared is not None
+
+
+def test_nothing_is_made_ahead_on_a_cpu() -> None:
+    source = batches()
+    taken(source, (None, 0))
+    source.prepare(None, 1)
+    assert source._prepared is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_batch_made_ahead_on_a_gpu_is_not_overwritten() -> None:
+    class Large(Numbered):
+        def batches(self, *, seed: int, start: int, device: torch.device) -> Any:
+            return (torch.full((1 << 20,), number, device=device, dtype=torch.float32) for number in range(start, 8))
+
+    recipe = replace(find("digits/tiny"), accumulate=1)
+    source = Batches(recipe, Large(), torch.device("cuda"), 8)
+    sums: list[Tensor] = []
+    for iteration in range(8):
+        batch = next(source.of(None, iteration))
+        source.prepare(None, iteration + 1)
+        sums.append(batch.mean())
+    assert [float(mean) for mean in sums] == list(range(8))
