@@ -46,7 +46,7 @@ class Batches:
 
     def _first(self, branch: int | None, iteration: int) -> Any:
         epoch, number = divmod(iteration, self._per_epoch)
-        if self._place != (branch, iteration) or self._prepared is not None or number == 0:
+        if self._place != (branch, iteration) or number == 0:
             seed = salt_of(self._recipe.seed, "data", branch, epoch) >> 1
             start = number * self._recipe.accumulate
             self._open = iter(self._task.batches(seed=seed, start=start, device=self._device))
