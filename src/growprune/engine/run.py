@@ -188,6 +188,8 @@ class Run:
         row: dict[str, Any] = {"epoch": epoch, "iteration": iteration, "stage": scheduled.stage}
         row |= {"branch": scheduled.branch, "edits": str(scheduled.phase), "alive": self.sparse.num_alive}
         row |= {"loss": self.training.end_epoch(), "lr": self.training.lr}
+        if self.sparse.rule is not None and (figures := self.sparse.rule.figures()):
+            row["rule"] = figures
         is_last = scheduled.index == self.last and self.cursor.left == 1
         if epoch % self.recipe.evaluate_every == 0 or is_last:
             row["validation"] = self._evaluate("validation")
@@ -203,10 +205,14 @@ class Run:
         where = {name: row[name] for name in ("stage", "epoch")}
         if self.sparse.is_at_target:
             self.best.consider(self.sparse, row["validation"], **where)
-        elif self.recipe.candidates and self.cursor.left == 1 and self.sparse.can_be_pruned:
+        elif self.recipe.candidates and self._is_candidate_due(row) and self.sparse.can_be_pruned:
             with self.sparse.pruned():
                 row["candidate"] = self._evaluate("validation")
                 self.best.consider(self.sparse, row["candidate"], **where)
+
+    def _is_candidate_due(self, row: dict[str, Any]) -> bool:
+        """Where a phase ends, and where a rule has made as many zeros as are asked for, of weights that all live."""
+        return self.cursor.left == 1 or row.get("rule", {}).get("sparsity", 0.0) >= self.recipe.sparsity
 
     @torch.no_grad()
     def _evaluate(self, split: Any) -> dict[str, float]:
@@ -233,6 +239,8 @@ class Run:
             check_same_tensors(self.sparse, state["tensors"])
             self.sparse.restore(state["model"])
             self.training.load_state_dict(state["training"])
+            if self.sparse.rule is not None:
+                self.sparse.rule.load_state_dict(state["rule"])
             self._branch_rows = state["branch_rows"]
             self.cursor.skip_to(state["done"])
             set_rng_state(state["rng"])
@@ -274,7 +282,8 @@ class Run:
             is_end = self._is_search_end(scheduled) and self.cursor.left == 0
             self.checkpoints.save(scheduled, state, is_search_end=is_end)
         elif scheduled.branch is not None and self.mesh.leads_group:
-            self.checkpoints.save_branch(scheduled, self._state() | {"branch_rows": self._branch_rows})
+            rule = {} if self.sparse.rule is None else self.sparse.rule.state_dict()
+            self.checkpoints.save_branch(scheduled, self._state() | {"branch_rows": self._branch_rows, "rule": rule})
         self.checkpoints.put_off()
 
     def _state(self) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from growprune.methods.acdc import acdc
 from growprune.methods.admm import admm
 from growprune.methods.cyclic_gap import cyclic_gap
+from growprune.methods.deepr import deepr
 from growprune.methods.dense import dense
+from growprune.methods.dpf import dpf
 from growprune.methods.gmp import gmp
 from growprune.methods.one_shot import one_shot
 from growprune.methods.parallel_gap import parallel_gap
@@ -18,6 +20,7 @@ from growprune.methods.random_gap import random_gap
 from growprune.methods.rigl import rigl
 from growprune.methods.set_ import set_
 from growprune.methods.static_random import static_random
+from growprune.methods.str_ import str_
 from growprune.plan import Plan
 
 METHODS: dict[str, Callable[..., Plan]] = {
@@ -29,6 +32,9 @@ METHODS: dict[str, Callable[..., Plan]] = {
     "set_": set_,
     "acdc": acdc,
     "admm": admm,
+    "dpf": dpf,
+    "str_": str_,
+    "deepr": deepr,
     "one_shot": one_shot,
     "static_random": static_random,
     "dense": dense,
@@ -39,7 +45,9 @@ __all__ = [
     "acdc",
     "admm",
     "cyclic_gap",
+    "deepr",
     "dense",
+    "dpf",
     "gmp",
     "one_shot",
     "parallel_gap",
@@ -47,4 +55,5 @@ __all__ = [
     "rigl",
     "set_",
     "static_random",
+    "str_",
 ]
