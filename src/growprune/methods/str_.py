@@ -33,8 +33,8 @@ def str_(
     sparsity: float,
     iterations: int,
     until: float = 0.75,
-    s_init: float = -8.0,
-    s_decay: float = 5e-3,
+    s_init: float = -5.0,
+    s_decay: float | None = None,
 ) -> Iterator[Phase]:
     """Learn a threshold for each layer, below which weights are zero; then prune to the sparsity, and train on.
 
@@ -46,13 +46,16 @@ def str_(
         sparsity: the fraction of zeros after `until`.
         iterations: of the whole training.
         until: when the thresholds end, as a share of the training.
-        s_init: the first s of each layer, whose threshold is sigmoid(s).
-        s_decay: the weight decay of s, which is trained by SGD with the learning rate of its layer.
+        s_init: the first s of each layer, whose threshold is sigmoid(s). The paper's -3200 is for 500,000 iterations.
+        s_decay: the weight decay of s, which is trained by SGD with the learning rate of its layer. If not given, 16 /
+            iterations: on digits (SGD, learning rate 0.1) that reached 87 to 89 % in 20, 40 and 80 epochs alike, and
+            25 / iterations 94 to 95 %. Where learning rates are lower, as with Adam, it takes more.
 
     Example: str_(S, sparsity=0.8, iterations=8)
     """
     check_counts(0, iterations=iterations)
     check_share(until=until)
+    s_decay = 16 / max(1, iterations) if s_decay is None else s_decay
     last = round(until * iterations)
     yield Phase(iterations=last, rule=Str(S.whole, s_init=s_init, s_decay=s_decay))
     yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)
