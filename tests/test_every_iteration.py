@@ -18,12 +18,13 @@ from growprune import engine, methods
 from growprune.cursor import Cursor
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
+from growprune.folding import fold
 from growprune.methods.admm import Admm
 from growprune.methods.deepr import Deepr, deepr
 from growprune.methods.dpf import Dpf, dpf
 from growprune.methods.str_ import Str, str_
 from growprune.partition import Partition
-from growprune.plan import Branch, By, Fork, Part, Parts, Phase, Rule, Stage, method, prune
+from growprune.plan import Branch, By, Fork, Part, Parts, Phase, Rule, Stage, method, prune, walk
 from growprune.rules.dpf import DpfRule
 from growprune.rules.str_ import StrRule
 from growprune.sparse import SparseModel
@@ -427,7 +428,7 @@ def test_two_optimizers_that_share_a_model_do_as_one_does(name: str) -> None:
         model = small_net()
         groups = [list(layer.parameters()) for layer in model if list(layer.parameters())]
         groups = groups if split else [[p for group in groups for p in group]]
-        sparse, optimizers = under(name, model, *map(sgd, groups))
+        sparse, optimizers = under(name, model, *map(sgd, groups), allocation="global")
         for t in range(7):
             model.zero_grad()
             loss_of(model, t).backward()
@@ -464,10 +465,13 @@ def test_a_step_with_a_closure_does_as_one_without(name: str) -> None:
 @every_rule
 @every_optimizer
 def test_a_rule_goes_on_bit_for_bit_from_every_iteration(name: str, optimize: Any) -> None:
+    often = {"every": 3} if name == "dpf" else {}
+
     def fresh() -> tuple[SparseModel, Cursor]:
         model = small_net()
         sparse = SparseModel(model, sparsity=0.75, allocation="global")
-        return sparse, Cursor(sparse, methods.METHODS[name](Partition.per_layer(model), sparsity=0.75, iterations=10))
+        plan = methods.METHODS[name](Partition.per_layer(model), sparsity=0.75, iterations=10, **often)
+        return sparse, Cursor(sparse, plan)
 
     sparse, cursor = fresh()
     optimizer, saved = cursor.attach(optimize(sparse.model.parameters())), []
@@ -619,6 +623,18 @@ def test_the_best_of_dpf_is_among_all_epochs_that_have_the_sparsity(tmp_path: Pa
     assert result["best"]["validation"]["accuracy"] == max(row["candidate"]["accuracy"] for row in rows)
     assert result["test"] == result["best"]["test"] or result["best"]["epoch"] < 10
     assert result["sparsity"]["totals"]["alive"] == 80
+
+
+def test_a_run_that_ends_with_an_edit_is_validated_at_its_last_iteration(tmp_path: Path) -> None:
+    """Though it ends in the middle of an epoch, and nothing is trained after the prune."""
+    result = engine.train(replace(toy("dpf"), options={"iterations": 6, "every": 1}), tmp_path / "run")
+    assert [(row["epoch"], row["iteration"]) for row in result["history"]] == [(1, 4), (2, 6)]
+    assert result["history"][-1]["candidate"] == result["validation"] == result["best"]["validation"]
+
+
+def test_a_plan_shows_its_rule_beside_its_edits() -> None:
+    rows = [str(row) for row in fold(walk(deepr(S, sparsity=0.75, iterations=20)))]
+    assert rows == ["prune all to 0.75 by random (Deepr on all)", "train"]
 
 
 def test_every_epoch_of_deepr_can_be_the_best(tmp_path: Path) -> None:

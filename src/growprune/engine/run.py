@@ -85,6 +85,7 @@ class Run:
             on_leave=self._leave,
         )
         self.last = len(self.cursor.schedule) - 1
+        self._last_trained = self._find_last_trained()
         self.training = Training(recipe, self.cursor.schedule, self.sparse, self.device, self.mesh, per_epoch)
         self.events = Events(folder.append, listeners, self.last)
         self.checkpoints = Checkpoints(folder, self.events, recipe.checkpoint_seconds)
@@ -96,6 +97,11 @@ class Run:
         self._others = OtherLogs(folder, heads)
         if self.mesh.data_group is not None:
             self.sparse.gradients.add_up = self.mesh.sum_over_replicas
+
+    def _find_last_trained(self) -> int:
+        """The number of the last phase that is trained, after which others may only edit."""
+        trained = [scheduled for scheduled in self.cursor.schedule if scheduled.phase.is_trained]
+        return trained[-1].index if trained and trained[-1].branch is None else self.last
 
     def execute(self) -> dict[str, Any]:
         """Carry the plan out, from where the run stands to its end, and return the result."""
@@ -160,7 +166,7 @@ class Run:
 
     def _after_iteration(self, scheduled: ScheduledPhase) -> None:
         epoch, rest = divmod(self.training.spans[scheduled.index].start + self._done + 1, self.training.per_epoch)
-        if rest == 0 or (scheduled.index == self.last and self.cursor.left == 1):
+        if rest == 0 or (scheduled.index == self._last_trained and self.cursor.left == 1):
             self._after_epoch(scheduled, epoch + (rest > 0))
         self.cursor.advance(self.cursor.iteration + 1)
         if self.cursor.current is not None:
@@ -190,7 +196,7 @@ class Run:
         row |= {"loss": self.training.end_epoch(), "lr": self.training.lr}
         if self.sparse.rule is not None and (figures := self.sparse.rule.figures()):
             row["rule"] = figures
-        is_last = scheduled.index == self.last and self.cursor.left == 1
+        is_last = scheduled.index == self._last_trained and self.cursor.left == 1
         if epoch % self.recipe.evaluate_every == 0 or is_last:
             row["validation"] = self._evaluate("validation")
             self._consider(scheduled, row)
