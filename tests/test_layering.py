@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "sparse": (
         "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits"
     ),
-    "rules": "plan methods sparse",
+    "rules": "plan layers selection patterns scores storage methods sparse",
     "cursor": "plan snapshot optimizers rules sparse",
     "init": "plan layers selection scores allocation sparse",
     # what reads sparse models

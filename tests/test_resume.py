@@ -38,6 +38,9 @@ RECIPES = {
     "rigl, compact": replace(editing_often(methods.rigl), storage="compact", optimizer=OptimizerConfig("adamw")),
     "gmp": editing_often(methods.gmp),
     "admm": editing_often(methods.admm),
+    "dpf": editing_often(methods.dpf),
+    "str_": replace(cyclic(), method=methods.str_, options={"iterations": 44}, optimizer=OptimizerConfig("adam", 0.01)),
+    "deepr": replace(cyclic(), method=methods.deepr, options={"iterations": 44}, clip=1.0),
 }
 NUM_KILLS = {name: 20 if "steps" in recipe.options else 10 for name, recipe in RECIPES.items()}
 

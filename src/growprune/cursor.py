@@ -232,6 +232,8 @@ class Cursor:
         self._is_fresh |= scheduled.phase.restart or scheduled.branch is not None or self._is_in_branch
         self._place_at(scheduled)
         self.sparse.rule = running(scheduled.phase.rule, self.sparse)
+        if self.sparse.rule is not None:
+            self.sparse.rule.enter()
         self._on_enter(scheduled)
         if not self._is_counting:
             self._watch()

@@ -91,7 +91,7 @@ class Editor:
             what = "no weight of it may be pruned; give Partition keep_dense too"
             warn(f"{edit.part.name} has nothing to grow: {what}")
         for name in dict.fromkeys(w.parameter for w in weights):
-            self._set_mask(name, torch.ones_like(self._parameters[name].mask()))
+            self.set_mask(name, torch.ones_like(self._parameters[name].mask()))
 
     def is_possible(self, edit: Edit) -> bool:
         """Whether an edit can reach its count."""
@@ -119,7 +119,7 @@ class Editor:
             values = _OneByOne(self._values(edit))
             for weight in weights if edit.by is not By.RANDOM else ():
                 check_finite(values(weight), weight)
-            self._choose(pools, edit, alive, values, self._set_mask)
+            self._choose(pools, edit, alive, values, self.set_mask)
             left = self.num_alive(weights)
         if dead := [weight for weight in weights if not left[weight.name]]:
             warn(f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense")
@@ -143,7 +143,7 @@ class Editor:
         for mask, new in zip(own, chosen or (), strict=True):
             mask.copy_(new)
         for name, mask in masks.items():
-            self._set_mask(name, mask)
+            self.set_mask(name, mask)
         return dict(zip((weight.name for weight, _ in weights), count_alive(own), strict=True))
 
     def _choose(
@@ -177,6 +177,11 @@ class Editor:
 
     def projected(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """By parameter: these values, but zero where pruning them would prune. No mask changes."""
+        masks = self.kept(edit, values)
+        return {name: torch.where(masks[name], tensor, 0) for name, tensor in values.items()}
+
+    def kept(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By parameter: which of these values would live if all lived now and an edit pruned them. No mask changes."""
         pools = self.pools(edit)
         ranked = {w.parameter: self._parameters[w.parameter].weight() for pool in pools for w in pool.weights}
         ranked |= values  # a ranking of the whole model has other weights too
@@ -188,7 +193,7 @@ class Editor:
         for pool in pools:
             for weight, chosen in self._chosen(pool, edit, own, lambda w: torch.ones_like(own(w), dtype=torch.bool)):
                 write_groups(self._pattern, weight.of(masks[weight.parameter]), weight, chosen)
-        return {name: torch.where(masks[name], tensor, 0) for name, tensor in values.items()}
+        return {name: masks[name] for name in values}
 
     def candidates(self, edits: Sequence[Edit]) -> Keep | None:
         """What edits that grow by a dense gradient may look at: the best, and the live. None if all of it counts."""
@@ -252,7 +257,8 @@ class Editor:
         counted = dict(zip((w.name for w in others), in_one_go(counts), strict=True))
         return {weight.name: full.get(weight.name, counted.get(weight.name, 0)) for weight in weights}
 
-    def _set_mask(self, name: str, mask: Tensor) -> None:
+    def set_mask(self, name: str, mask: Tensor) -> None:
+        """Let exactly these weights of a parameter live; what is new is zero, and so is its state in optimizers."""
         parameter = self._parameters[name]
         with self._optimizers.following(parameter):
             parameter.set_mask(mask)

@@ -32,7 +32,7 @@ class Row:
         edits = zip(self.first.phase.edits, self.last.phase.edits, strict=True)
         are_same_parts = all(_parts(phase) == _parts(self.first) for phase in self.phases)
         said = ", ".join(_say(a, b) for a, b in edits) if are_same_parts else f"{_kinds(self.first)} of changing parts"
-        return said or str(self.first.phase)
+        return self.first.phase.say(said)
 
     def to_dict(self) -> dict[str, Any]:
         phase = self.first.phase

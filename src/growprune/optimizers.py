@@ -8,6 +8,7 @@ them since. For all others weights and state are masked after each step too.
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -140,6 +141,12 @@ class Optimizers:
     def trained_by(self, optimizer: Optimizer) -> list[tuple[str, SparseParameter]]:
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [(name, s) for name, s in self._sparse_parameters.items() if id(s.parameter) in ids]
+
+    def learning_rates(self, optimizer: Optimizer) -> dict[str, float]:
+        """Those of the parameters that an optimizer trains, by name; not a number, if it sets them by itself."""
+        rates = {id(p): group.get("lr") for group in optimizer.param_groups for p in group["params"]}
+        trained = {name: rates[id(s.parameter)] for name, s in self.trained_by(optimizer)}
+        return {name: math.nan if rate is None else float(rate) for name, rate in trained.items()}
 
     def enforce(self) -> None:
         """Make weights, and state that is shaped like its parameter, exactly zero off the masks."""

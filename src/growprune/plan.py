@@ -190,7 +190,11 @@ class Phase:
         return self.iterations or self.epochs * per_epoch
 
     def __str__(self) -> str:
-        edits = ", ".join(map(str, self.edits)) or "train"
+        return self.say(", ".join(map(str, self.edits)))
+
+    def say(self, edits: str) -> str:
+        """What it does, with its edits in these words."""
+        edits = edits or "train"
         return edits if self.rule is None else f"{edits} ({type(self.rule).__name__} on {self.rule.part.name})"
 
 

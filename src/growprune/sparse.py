@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -42,10 +42,23 @@ Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
 class RunningRule(Protocol):
-    """What happens before each step of an attached optimizer, while a phase has a rule (see growprune.rules)."""
+    """What happens around each step of an attached optimizer, while a phase has a rule (see growprune.rules)."""
 
-    def before_step(self, trained: Collection[str], /) -> None:
-        """Called when the gradients are there of the prunable parameters that an optimizer trains, given by name."""
+    def enter(self) -> None:
+        """Called when its phase begins, the edits done; not where a phase is gone on with, whose state is loaded."""
+
+    def before_step(self, trained: Mapping[str, float], /) -> None:
+        """Called when the gradients are there of the prunable parameters that an optimizer trains.
+
+        Args:
+            trained: their learning rates, by name.
+        """
+
+    def after_step(self, trained: Mapping[str, float], /) -> None:
+        """Called after the step, when what is pruned is exactly zero again."""
+
+    def figures(self) -> dict[str, float]:
+        """What is worth telling of it; `sparsity` is the fraction of zeros that it has made by itself."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
@@ -106,7 +119,7 @@ class SparseModel:
         self.editor = self._make_editor()
         """What carries out edits: which weights a part has, how many of them an edit leaves alive, and which."""
         self.rule: RunningRule | None = None
-        """What happens before each step of an attached optimizer."""
+        """What happens around each step of an attached optimizer."""
         self.advancing: weakref.ref[Cursor] | None = None
         """The cursor that the steps of attached optimizers advance."""
         self._cursor: Cursor | None = None
@@ -246,7 +259,7 @@ class SparseModel:
         if is_new:
             own = weakref.ref(self)
             inner.register_step_pre_hook(functools.partial(_before_step, own))
-            inner.register_step_post_hook(lambda *_: _after_step(own))
+            inner.register_step_post_hook(functools.partial(_after_step, own))
         self.enforce()
         return optimizer
 
@@ -487,14 +500,17 @@ def _before_step(reference: weakref.ref[SparseModel], optimizer: torch.optim.Opt
     sparse = reference()
     if sparse is None or sparse.rule is None:
         return None
-    trained = {name for name, _ in sparse._optimizers.trained_by(optimizer)}
+    trained = sparse._optimizers.learning_rates(optimizer)
     return when_gradients_are_there(args, kwargs, functools.partial(sparse.rule.before_step, trained))
 
 
-def _after_step(reference: weakref.ref[SparseModel]) -> None:
+def _after_step(reference: weakref.ref[SparseModel], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     sparse = reference()
-    if sparse is not None:
-        sparse.gradients.end_iteration()
+    if sparse is None:
+        return
+    sparse.gradients.end_iteration()
+    if sparse.rule is not None:
+        sparse.rule.after_step(sparse._optimizers.learning_rates(optimizer))
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -85,6 +85,7 @@ class Run:
             on_leave=self._leave,
         )
         self.last = len(self.cursor.schedule) - 1
+        self._last_trained = self._find_last_trained()
         self.training = Training(recipe, self.cursor.schedule, self.sparse, self.device, self.mesh, per_epoch)
         self.events = Events(folder.append, listeners, self.last)
         self.checkpoints = Checkpoints(folder, self.events, recipe.checkpoint_seconds)
@@ -96,6 +97,11 @@ class Run:
         self._others = OtherLogs(folder, heads)
         if self.mesh.data_group is not None:
             self.sparse.gradients.add_up = self.mesh.sum_over_replicas
+
+    def _find_last_trained(self) -> int:
+        """The number of the last phase that is trained, after which others may only edit."""
+        trained = [scheduled for scheduled in self.cursor.schedule if scheduled.phase.is_trained]
+        return trained[-1].index if trained and trained[-1].branch is None else self.last
 
     def execute(self) -> dict[str, Any]:
         """Carry the plan out, from where the run stands to its end, and return the result."""
@@ -160,7 +166,7 @@ class Run:
 
     def _after_iteration(self, scheduled: ScheduledPhase) -> None:
         epoch, rest = divmod(self.training.spans[scheduled.index].start + self._done + 1, self.training.per_epoch)
-        if rest == 0 or (scheduled.index == self.last and self.cursor.left == 1):
+        if rest == 0 or (scheduled.index == self._last_trained and self.cursor.left == 1):
             self._after_epoch(scheduled, epoch + (rest > 0))
         self.cursor.advance(self.cursor.iteration + 1)
         if self.cursor.current is not None:
@@ -188,7 +194,9 @@ class Run:
         row: dict[str, Any] = {"epoch": epoch, "iteration": iteration, "stage": scheduled.stage}
         row |= {"branch": scheduled.branch, "edits": str(scheduled.phase), "alive": self.sparse.num_alive}
         row |= {"loss": self.training.end_epoch(), "lr": self.training.lr}
-        is_last = scheduled.index == self.last and self.cursor.left == 1
+        if self.sparse.rule is not None and (figures := self.sparse.rule.figures()):
+            row["rule"] = figures
+        is_last = scheduled.index == self._last_trained and self.cursor.left == 1
         if epoch % self.recipe.evaluate_every == 0 or is_last:
             row["validation"] = self._evaluate("validation")
             self._consider(scheduled, row)
@@ -203,10 +211,14 @@ class Run:
         where = {name: row[name] for name in ("stage", "epoch")}
         if self.sparse.is_at_target:
             self.best.consider(self.sparse, row["validation"], **where)
-        elif self.recipe.candidates and self.cursor.left == 1 and self.sparse.can_be_pruned:
+        elif self.recipe.candidates and self._is_candidate_due(row) and self.sparse.can_be_pruned:
             with self.sparse.pruned():
                 row["candidate"] = self._evaluate("validation")
                 self.best.consider(self.sparse, row["candidate"], **where)
+
+    def _is_candidate_due(self, row: dict[str, Any]) -> bool:
+        """Where a phase ends, and where a rule has made as many zeros as are asked for, of weights that all live."""
+        return self.cursor.left == 1 or row.get("rule", {}).get("sparsity", 0.0) >= self.recipe.sparsity
 
     @torch.no_grad()
     def _evaluate(self, split: Any) -> dict[str, float]:
@@ -233,6 +245,8 @@ class Run:
             check_same_tensors(self.sparse, state["tensors"])
             self.sparse.restore(state["model"])
             self.training.load_state_dict(state["training"])
+            if self.sparse.rule is not None:
+                self.sparse.rule.load_state_dict(state["rule"])
             self._branch_rows = state["branch_rows"]
             self.cursor.skip_to(state["done"])
             set_rng_state(state["rng"])
@@ -274,7 +288,8 @@ class Run:
             is_end = self._is_search_end(scheduled) and self.cursor.left == 0
             self.checkpoints.save(scheduled, state, is_search_end=is_end)
         elif scheduled.branch is not None and self.mesh.leads_group:
-            self.checkpoints.save_branch(scheduled, self._state() | {"branch_rows": self._branch_rows})
+            rule = {} if self.sparse.rule is None else self.sparse.rule.state_dict()
+            self.checkpoints.save_branch(scheduled, self._state() | {"branch_rows": self._branch_rows, "rule": rule})
         self.checkpoints.put_off()
 
     def _state(self) -> dict[str, Any]:

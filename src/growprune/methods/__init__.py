@@ -10,7 +10,9 @@ from collections.abc import Callable
 from growprune.methods.acdc import acdc
 from growprune.methods.admm import admm
 from growprune.methods.cyclic_gap import cyclic_gap
+from growprune.methods.deepr import deepr
 from growprune.methods.dense import dense
+from growprune.methods.dpf import dpf
 from growprune.methods.gmp import gmp
 from growprune.methods.gradual_gap import gradual_gap
 from growprune.methods.one_shot import one_shot
@@ -20,6 +22,7 @@ from growprune.methods.random_gap import random_gap
 from growprune.methods.rigl import rigl
 from growprune.methods.set_ import set_
 from growprune.methods.static_random import static_random
+from growprune.methods.str_ import str_
 from growprune.plan import Plan
 
 METHODS: dict[str, Callable[..., Plan]] = {
@@ -33,6 +36,9 @@ METHODS: dict[str, Callable[..., Plan]] = {
     "set_": set_,
     "acdc": acdc,
     "admm": admm,
+    "dpf": dpf,
+    "str_": str_,
+    "deepr": deepr,
     "one_shot": one_shot,
     "static_random": static_random,
     "dense": dense,
@@ -43,7 +49,9 @@ __all__ = [
     "acdc",
     "admm",
     "cyclic_gap",
+    "deepr",
     "dense",
+    "dpf",
     "gmp",
     "gradual_gap",
     "one_shot",
@@ -53,4 +61,5 @@ __all__ = [
     "rigl",
     "set_",
     "static_random",
+    "str_",
 ]

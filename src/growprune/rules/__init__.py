@@ -9,11 +9,22 @@ from collections.abc import Callable
 from typing import Any
 
 from growprune.methods.admm import Admm
+from growprune.methods.deepr import Deepr
+from growprune.methods.dpf import Dpf
+from growprune.methods.str_ import Str
 from growprune.plan import Rule
 from growprune.rules.admm import AdmmRule
+from growprune.rules.deepr import DeeprRule
+from growprune.rules.dpf import DpfRule
+from growprune.rules.str_ import StrRule
 from growprune.sparse import RunningRule, SparseModel
 
-RULES: dict[type[Rule], Callable[[Any, SparseModel], RunningRule]] = {Admm: AdmmRule}
+RULES: dict[type[Rule], Callable[[Any, SparseModel], RunningRule]] = {
+    Admm: AdmmRule,
+    Dpf: DpfRule,
+    Str: StrRule,
+    Deepr: DeeprRule,
+}
 """By the kind of rule: what sets it to work on a model. It raises if it cannot work there, and changes nothing."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,8 +35,11 @@ class AdmmRule:
     def W(self) -> dict[str, Tensor]:
         return {name: self._sparse.model.get_parameter(name) for name in self._names}
 
+    def enter(self) -> None:
+        pass  # Z and U are made of the weights as the first step finds them
+
     @torch.no_grad()
-    def before_step(self, trained: Collection[str]) -> None:
+    def before_step(self, trained: Mapping[str, float]) -> None:
         own = [name for name in self._names if name in trained]
         if not own:
             return
@@ -46,6 +49,12 @@ class AdmmRule:
         for name, w in self.W.items():
             if w.grad is not None and name in own:
                 w.grad.add_(w - self.Z[name] + self.U[name], alpha=self.rule.rho)
+
+    def after_step(self, trained: Mapping[str, float]) -> None:
+        pass
+
+    def figures(self) -> dict[str, float]:
+        return {}
 
     def _begin_iteration(self) -> None:
         W = self.W
