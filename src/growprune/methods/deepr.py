@@ -47,9 +47,9 @@ def deepr(
     """Begin with a random mask; in every iteration, swap the weights that change their sign for random dead ones.
 
     In the paper each connection has a fixed random sign, and a new one begins at 1e-12 with it. Here a new weight is
-    zero, and the step that first moves it decides its sign, as in IntelAI's version, from which the GaP paper's
-    figures for DeepR come: with a fixed sign, the first gradient would end half of the new weights at once. Each layer
-    has as many live weights after every iteration as before.
+    zero, and the step that first moves it decides its sign, as in the version of the authors of DSR, whose figures the
+    GaP paper quotes: with a fixed sign, the first gradient would end half of the new weights at once. Each layer has as
+    many live weights after every iteration as before.
 
     Args:
         sparsity: the fraction of zeros, the same throughout.
