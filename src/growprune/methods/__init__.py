@@ -11,12 +11,19 @@ from growprune.methods.acdc import acdc
 from growprune.methods.admm import admm
 from growprune.methods.cyclic_gap import cyclic_gap
 from growprune.methods.dense import dense
+from growprune.methods.dsr import dsr
 from growprune.methods.gmp import gmp
+from growprune.methods.granet import granet
+from growprune.methods.grasp import grasp
+from growprune.methods.iterative import iterative
+from growprune.methods.iterative_admm import iterative_admm
 from growprune.methods.one_shot import one_shot
 from growprune.methods.parallel_gap import parallel_gap
 from growprune.methods.random_gap import random_gap
 from growprune.methods.rigl import rigl
 from growprune.methods.set_ import set_
+from growprune.methods.snfs import snfs
+from growprune.methods.snip import snip
 from growprune.methods.static_random import static_random
 from growprune.plan import Plan
 
@@ -25,10 +32,17 @@ METHODS: dict[str, Callable[..., Plan]] = {
     "parallel_gap": parallel_gap,
     "random_gap": random_gap,
     "gmp": gmp,
+    "granet": granet,
     "rigl": rigl,
     "set_": set_,
+    "dsr": dsr,
+    "snfs": snfs,
+    "snip": snip,
+    "grasp": grasp,
     "acdc": acdc,
     "admm": admm,
+    "iterative_admm": iterative_admm,
+    "iterative": iterative,
     "one_shot": one_shot,
     "static_random": static_random,
     "dense": dense,
@@ -40,11 +54,18 @@ __all__ = [
     "admm",
     "cyclic_gap",
     "dense",
+    "dsr",
     "gmp",
+    "granet",
+    "grasp",
+    "iterative",
+    "iterative_admm",
     "one_shot",
     "parallel_gap",
     "random_gap",
     "rigl",
     "set_",
+    "snfs",
+    "snip",
     "static_random",
 ]
