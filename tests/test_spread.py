@@ -209,7 +209,7 @@ def test_a_layer_without_momentum_gets_nothing_and_nan_is_an_error() -> None:
             loss(sparse.model, *gradients).backward()
             optimizer.step()
 
-    with pytest.raises(GrowpruneError, match="1.weight holds NaN"):
+    with pytest.raises(GrowpruneError, match=r"1.weight holds NaN"):
         look([1.0] * 8, [float("nan")] * 8)
     sparse.gradients.clear()
     look([0.0] * 8, [1.0] * 8)

@@ -259,13 +259,12 @@ class Editor:
         return grown
 
     def can_be_bounded(self, edits: Sequence[Edit]) -> bool:
-        """Whether `num_grown` knows the growth of edits: not if weights are ranked together now with these, now with
-        those."""
+        """Whether `num_grown` knows the growth of edits: not if they rank weights together, but not always the same."""
         alive = self.num_alive(self.weights)
-        pools = [pool for edit in edits for pool in self.pools(edit, alive)]
-        ranked = {pool.weights for pool in pools if len(pool.weights) > 1}
-        is_one = len(ranked) == 1 and len({edit.part for edit in edits}) == 1
-        return all(edit.spread is None for edit in edits) and (not ranked or is_one)
+        pools = [self.pools(edit, alive) for edit in edits]
+        is_ranked = any(len(pool.weights) > 1 for several in pools for pool in several)
+        changed = {frozenset(weight for pool in several for weight in pool.weights) for several in pools}
+        return all(edit.spread is None for edit in edits) and (not is_ranked or len(changed) == 1)
 
     def _values(self, edit: Edit) -> Callable[[str], Tensor]:
         """What an edit ranks the weights of a parameter by."""
