@@ -5,12 +5,15 @@ cyclic       C-GaP, K steps of T epochs and T' of fine-tuning
 parallel     P-GaP, rounds in which each part is grown on a machine of its own; the epochs of all machines count
 random       C-GaP that grows random layers instead of fixed parts
 one_shot     train dense, prune, fine-tune: the paper's prune-from-dense, done the simplest way
+stairs       train dense, then prune to one stair after another: the paper's prune-from-dense
+rival        a method of somebody else
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from growprune import methods
@@ -41,6 +44,14 @@ class Study:
     """Epochs of dense training before prune-from-dense prunes."""
     keep_dense: tuple[str, ...] = ()
     """What a uniform sparsity leaves out."""
+    budget: int | None = None
+    """The epochs that a rival trains for; None for those of the paper."""
+    every: int | None = None
+    """The iterations between two edits of a rival; None for its own."""
+    short: Mapping[str, Any] = field(default_factory=dict)
+    """What rivals set in the dense recipe."""
+    long: Mapping[str, Any] = field(default_factory=dict)
+    """What their long forms set instead."""
 
     def cyclic(self, sparsity: float, **changes: Any) -> Recipe:
         options = {"steps": self.steps, "epochs": self.epochs, "finetune": self.finetune}
@@ -59,9 +70,26 @@ class Study:
         options = {"epochs": self.pretrain, "finetune": self.finetune}
         return self._sparse(methods.one_shot, sparsity, options, {"partition": contiguous(1), **changes})
 
-    def _sparse(self, method: Any, sparsity: float, options: Mapping[str, int], changes: Mapping[str, Any]) -> Recipe:
-        # a ranking over the whole model leaves it to the weights which layers stay dense
-        keep_dense = () if changes.get("allocation") == "global" else self.keep_dense
+    def stairs(self, method: Any, sparsity: float, phases: int) -> Recipe:
+        """In the paper, each phase is as long as dense training."""
+        options = {"epochs": self.budget or self.pretrain * phases}
+        return self._sparse(method, sparsity, self._with_every(method, options), {"partition": contiguous(1)})
+
+    def rival(
+        self, method: Any, sparsity: float, *, allocation: str, epochs: int, times: int = 1, **options: Any
+    ) -> Recipe:
+        """A rival, for its own epochs in the paper, or the budget, so many times over."""
+        options["epochs"] = epochs if self.budget is None else self.budget * times
+        changes = {**(self.short if times == 1 else self.long), "partition": contiguous(1), "allocation": allocation}
+        return self._sparse(method, sparsity, self._with_every(method, options), changes)
+
+    def _with_every(self, method: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        has_every = self.every is not None and "every" in inspect.signature(method).parameters
+        return {**options, "every": self.every} if has_every else dict(options)
+
+    def _sparse(self, method: Any, sparsity: float, options: Mapping[str, Any], changes: Mapping[str, Any]) -> Recipe:
+        # a ranking over the whole model leaves it to the weights which layers stay dense, and ERK to their shapes
+        keep_dense = self.keep_dense if changes.get("allocation", "uniform") == "uniform" else ()
         settings = {"partition": named(self.parts), "keep_dense": keep_dense, **changes}
         return replace(self.dense, method=method, sparsity=sparsity, options=options, **settings)
 
