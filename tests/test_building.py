@@ -47,9 +47,11 @@ def test_a_compact_recipe_never_has_more_than_one_dense_layer(monkeypatch: pytes
     }
 
 
-@pytest.mark.parametrize("method", ["cyclic_gap", "rigl"])
+@pytest.mark.parametrize("method", ["cyclic_gap", "rigl", "granet", "dsr", "snip", "iterative"])
 def test_masked_and_compact_runs_of_a_recipe_end_with_the_same_bits(method: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"iterations": 12, "every": 3} if method == "rigl" else dict(tiny().options)
+    options: dict[str, Any] = dict(tiny().options)
+    if method != "cyclic_gap":
+        options = {"iterations": 12, **({} if method in ("snip", "iterative") else {"every": 3})}
     recipe = replace(tiny(), method=METHODS[method], options=options, device="cpu")
     for storage in ("masked", "compact"):
         engine.train(replace(recipe, storage=storage), tmp_path / storage)

@@ -64,6 +64,20 @@ def test_list_shows_every_method_task_and_recipe_with_what_it_is() -> None:
     assert "cyclic_gap" not in growprune("list", "recipes").stdout
 
 
+def test_list_shows_a_large_study_in_one_row_and_all_of_it_when_asked() -> None:
+    shown = growprune("list", "recipes").stdout
+    assert "classification-imagenet/... " in shown
+    assert "rigl, gmp" in " ".join(shown.split())
+    assert len(shown.splitlines()) < 150
+    asked = growprune("list", "recipes", "imagenet/rigl").stdout
+    assert [line.split()[0] for line in asked.splitlines() if "/" in line] == [
+        f"classification-imagenet/rigl-{sparsity}-{allocation}{times}"
+        for allocation in ("uniform", "erk")
+        for times in ("", "-5x", "-12x")
+        for sparsity in (80, 90)
+    ]
+
+
 def test_plan_shows_the_schedule_with_density_and_flops() -> None:
     shown = growprune("plan", "digits/cyclic-90", "--set", "options.steps=5").stdout
     assert shown.count("grow S") == 5

@@ -23,6 +23,20 @@ from small_data import MAKERS
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 PAPER = [name for name in RECIPES if re.match(r"\w+-(imagenet|coco|shapenet|wmt14)/", name)]
 TINY = [name for name in RECIPES if re.match(r"\w+-tiny/", name)]
+METHOD_OF = {"cyclic": "cyclic_gap", "parallel": "parallel_gap", "random": "random_gap", "set": "set_"}
+METHOD_OF |= {"static": "static_random", "str": "str_", "one-shot": "one_shot", "iterative-admm": "iterative_admm"}
+"""What a row calls a method that has another name."""
+
+
+def one_of_each_rival(names: list[str]) -> list[str]:
+    """All rows of grow-and-prune; of the others, the last of each method and task that is not a long form."""
+    chosen = {}
+    for name in names:
+        task, method = name.partition("-")[0], re.split(r"-\d", name.partition("/")[2])[0]
+        is_ours = method in ("cyclic", "parallel", "random", "one-shot")
+        if not re.search(r"-\d+x$", name) or is_ours:
+            chosen[name if is_ours else (task, method)] = name
+    return list(chosen.values())
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +74,68 @@ def test_epochs_are_counted_as_the_paper_does(name: str, epochs: int) -> None:
     assert f"; {epochs} epochs; machines of 8 V100" in recipe.claim
 
 
+@pytest.mark.parametrize(
+    "name, epochs",
+    {
+        "classification-imagenet/snip-80-uniform": 100,
+        "classification-imagenet/set-90-uniform-12x": 1200,
+        "classification-imagenet/rigl-80-erk-5x": 500,
+        "classification-imagenet/gmp-80-global": 135,
+        "classification-imagenet/grasp-90-global": 150,
+        "classification-imagenet/iterative-admm-80-uniform": 750,
+        "classification-imagenet/iterative-admm-90-uniform": 1250,
+        "classification-cifar10/gmp-80-global": 60,
+        "classification-cifar10/iterative-admm-90-uniform": 60,
+        "classification-cifar10/rigl-80-erk-5x": 300,
+        "detection-coco/iterative-90-uniform": 390,
+        "detection-bccd/iterative-90-uniform": 120,
+        "segmentation-shapenet/iterative-admm-90-uniform": 1250,
+        "segmentation-subset/iterative-admm-90-uniform": 60,
+    }.items(),
+)
+def test_a_rival_trains_as_long_as_in_the_paper_or_as_all_others_in_small(name: str, epochs: int) -> None:
+    recipe = find(name)
+    assert recipe.options["epochs"] == epochs
+    assert f"; {epochs} epochs; " in recipe.claim
+
+
+def test_every_rival_of_table_1_has_its_row() -> None:
+    """By the lines of Table 1: how the row is called, the sparsities' top-1, and the total of epochs."""
+    for row, found, epochs in (
+        ("iterative-admm-{}-uniform", ("77.1", "75.8"), (750, 1250)),
+        ("snip-{}-uniform", ("72.0", "67.2"), (100, 100)),
+        ("set-{}-uniform", ("72.9", "69.6"), (100, 100)),
+        ("set-{}-uniform-12x", ("76.4", "74.5"), (1200, 1200)),
+        ("rigl-{}-uniform", ("74.6", "72.0"), (100, 100)),
+        ("rigl-{}-uniform", ("74.6", "72.5"), (100, 100)),  # the authors' own
+        ("rigl-{}-uniform-5x", ("76.6", "75.7"), (500, 500)),
+        ("rigl-{}-uniform-5x", ("76.9", "75.6"), (500, 500)),
+        ("rigl-{}-uniform-12x", ("77.1", "76.0"), (1200, 1200)),
+        ("gmp-{}-global", ("76.5", "75.0"), (135, 135)),
+        ("snip-{}-global", ("69.7", "61.9"), (100, 100)),
+        ("grasp-{}-global", ("72.1", "68.1"), (150, 150)),
+        ("set-{}-erk", ("72.6", "70.4"), (100, 100)),
+        ("dsr-{}-global", ("73.3", "71.6"), (100, 100)),
+        ("rigl-{}-erk", ("75.1", "73.0"), (100, 100)),
+        ("rigl-{}-erk", ("75.4", "73.9"), (100, 100)),
+        ("rigl-{}-erk-5x", ("77.1", "76.4"), (500, 500)),
+        ("rigl-{}-erk-5x", ("77.4", "76.3"), (500, 500)),
+        ("rigl-{}-erk-12x", ("77.4", "76.8"), (1200, 1200)),
+    ):
+        for percent, top1, total in zip((80, 90), found, epochs, strict=True):
+            claim = find(f"classification-imagenet/{row.format(percent)}").claim
+            assert f"Table 1, {row.split('-')[0].replace('iterative', 'prune')}" in claim
+            assert f"{percent} %" in claim
+            assert re.search(rf"top-1.* {top1}\b.*; {total} epochs;", claim), claim
+
+
+def test_long_forms_have_a_cosine_and_mixup() -> None:
+    short, long = (find(f"classification-imagenet/rigl-80-erk{times}") for times in ("", "-5x"))
+    assert (short.lr_schedule.shape, long.lr_schedule.shape) == ("step", "cosine")
+    assert (vars(short.task)["mixup"], vars(long.task)["mixup"]) == (0.0, 0.2)
+    assert (short.keep_dense, find("classification-imagenet/rigl-80-uniform").keep_dense) == ((), ("conv1", "fc"))
+
+
 @pytest.mark.parametrize("name", PAPER)
 def test_a_row_of_the_paper_says_what_it_expects_and_is_what_its_name_says(name: str) -> None:
     recipe = find(name)
@@ -68,8 +144,8 @@ def test_a_row_of_the_paper_says_what_it_expects_and_is_what_its_name_says(name:
     if row == "dense":
         assert recipe.sparsity == 0
         return
-    method, sparsity, allocation, *_ = row.replace("one-shot", "one_shot").split("-")
-    assert recipe.method.__name__ == (method if method == "one_shot" else f"{method}_gap")
+    method, sparsity, allocation = re.match(r"(.+?)-(\d+)-(\w+)", row).groups()  # type: ignore[union-attr]
+    assert recipe.method.__name__ == METHOD_OF.get(method, method)
     assert (recipe.sparsity, recipe.allocation) == (int(sparsity) / 100, allocation)
     assert recipe.pattern == ("1x8" if row.endswith("1x8") else "unstructured")
     if found := re.search(r"kappa(\d)", row):
@@ -120,7 +196,15 @@ def test_small_and_tiny_have_every_row_of_the_paper() -> None:
         assert len({frozenset(of_one) for of_one in rows[task].values()}) == 1
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("task", MAKERS)
+def test_a_tiny_recipe_of_every_row_has_edits_and_a_price(task: str, data: dict[str, str]) -> None:
+    for name in (name for name in TINY if name.startswith(f"{task}-") and not name.endswith("/dense")):
+        found = estimate(with_data(name, data))
+        assert sum(len(cost.scheduled.phase.edits) for cost in found.costs) > 0, name
+        assert found.costs[-1].density == pytest.approx(1 - find(name).sparsity, abs=0.02), name
+
+
+@pytest.mark.parametrize("name", one_of_each_rival(TINY))
 def test_a_tiny_recipe_runs_resumes_exactly_and_ends_at_its_sparsity(
     name: str, data: dict[str, str], tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from growprune.flops import count_flops
     from growprune.init import sparse_init
     from growprune.partition import Partition
-    from growprune.plan import Branch, By, Fork, Part, Phase, Plan, grow, method, prune
+    from growprune.plan import Branch, By, Fork, Part, Phase, Plan, Spread, grow, method, prune
     from growprune.sparse import SparseModel
 
 _HOMES = {
@@ -36,7 +36,7 @@ _HOMES = {
     "growprune.flops": ("count_flops",),
     "growprune.init": ("sparse_init",),
     "growprune.partition": ("Partition",),
-    "growprune.plan": ("Branch", "By", "Fork", "Part", "Phase", "Plan", "grow", "method", "prune"),
+    "growprune.plan": ("Branch", "By", "Fork", "Part", "Phase", "Plan", "Spread", "grow", "method", "prune"),
     "growprune.sparse": ("SparseModel",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -55,6 +55,7 @@ __all__ = [
     "Plan",
     "Recipe",
     "SparseModel",
+    "Spread",
     "balanced",
     "contiguous",
     "count_flops",

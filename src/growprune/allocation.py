@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 
 from growprune.errors import GrowpruneError
 from growprune.layers import Weight
@@ -109,7 +110,28 @@ def erk_counts(
     return round_to_total(exact, most, total)
 
 
-def round_to_total(exact: Sequence[float], sizes: Sequence[int], total: int) -> list[int]:
+def shared_out(total: int, among: Sequence[float], room: Sequence[int]) -> list[int]:
+    """`total` as whole numbers in proportion to `among`, none above its room; what is too much goes to the others.
+
+    Where all that is left in proportion to is zero, the room counts.
+
+    >>> shared_out(10, [3, 1, 1], [4, 9, 9])
+    [4, 3, 3]
+    """
+    full: set[int] = set()
+    while True:  # a layer that is full takes no more; solve again for the others
+        others = [i for i in range(len(room)) if i not in full]
+        share = {i: Fraction(among[i]) for i in others}
+        share = share if any(share.values()) else {i: Fraction(room[i]) for i in others}
+        each = (total - sum(room[i] for i in full)) / (sum(share.values()) or Fraction(1))
+        exact = [share[i] * each if i in share else Fraction(room[i]) for i in range(len(room))]
+        over = {i for i in others if exact[i] > room[i]}
+        if not over:
+            return round_to_total(exact, room, total)
+        full |= over
+
+
+def round_to_total(exact: Sequence[float | Fraction], sizes: Sequence[int], total: int) -> list[int]:
     """Round down, then give what is missing to the largest remainders, the earlier layer first."""
     counts = [min(int(x), size) for x, size in zip(exact, sizes, strict=True)]
     order = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
@@ -111,6 +113,8 @@ def list_(
         "tasks": {name: _summary(task) for name, task in TASKS.items()},
         "recipes": {name: build().claim or _summary(build) for name, build in RECIPES.items()},
     }
+    if not containing:
+        kinds["recipes"] = _by_study(kinds["recipes"])
     if what and what not in kinds:
         raise GrowpruneError(f"there is no list of {what!r}; known are {', '.join(kinds)}")
     chosen = {what: kinds[what]} if what else kinds
@@ -118,6 +122,19 @@ def list_(
     if not any(found.values()):
         raise GrowpruneError(f"none of the {what or 'methods, tasks and recipes'} has {containing!r} in its name")
     console.show_lists(found)
+
+
+def _by_study(recipes: Mapping[str, str]) -> dict[str, str]:
+    """Recipes in few rows: one that names the methods stands for those of a large study."""
+    shown: dict[str, str] = {}
+    for study, names in itertools.groupby(recipes, key=lambda name: name.partition("/")[0]):
+        rows = [name.partition("/")[2] for name in names]
+        if len(rows) <= 8:
+            shown |= {f"{study}/{row}": recipes[f"{study}/{row}"] for row in rows}
+        else:
+            known = ", ".join(dict.fromkeys(re.split(r"-\d", row)[0] for row in rows))
+            shown[f"{study}/..."] = f"{len(rows)} recipes: {known}; see `growprune list recipes {study}`"
+    return shown
 
 
 def _summary(thing: object) -> str:

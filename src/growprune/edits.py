@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growprune.allocation import Pool, Scope, parse_allocation
+from growprune.allocation import Pool, Scope, parse_allocation, shared_out
 from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients, Keep
 from growprune.layers import Weight
 from growprune.optimizers import Optimizers
 from growprune.patterns import Pattern, count_groups, in_one_go, write_groups
-from growprune.plan import Action, By, Edit, Part
+from growprune.plan import Action, By, Edit, Part, Spread
 from growprune.scores import check_finite, edit_keys, key_bits_of, salt_of
 from growprune.selection import choose
 from growprune.storage import SparseParameter
@@ -68,16 +68,45 @@ class Editor:
         """How many groups an edit leaves alive, of which weights ranked together.
 
         Args:
-            alive: how many groups of each weight live before it, by name; counted if not given.
+            alive: how many groups of each weight live before it, by name; counted if not given. If it is given, no
+                gradient is looked at: what is spread by momentum is taken to go with the live weights.
         """
         part = self.weights_of(edit.part)
+        if edit.spread in (Spread.LIVE, Spread.MOMENTUM) and part:
+            return self._spread_out(edit, part, alive)
         if edit.to is None:
             alive = self.num_alive(part) if alive is None else alive
+            if edit.spread is Spread.RANKING:
+                return [Pool(part, _shared(edit, sum(alive[w.name] for w in part)))] if part else []
             return [Pool((w,), _shared(edit, alive[w.name])) for w in part]
         for weight in part:
             self._pattern.check(weight, edit.to)
         scope = self._scope if edit.action is Action.PRUNE else Scope.PART  # to grow a part leaves the others alone
         return self._allocate(self.weights, part, edit.to, self._pattern, scope) if part else []
+
+    def _spread_out(self, edit: Edit, part: tuple[Weight, ...], alive: Mapping[str, int] | None) -> list[Pool]:
+        """Pools of one weight each, which share the growth of all."""
+        among = self._momenta(part) if edit.spread is Spread.MOMENTUM and alive is None else None
+        alive = self.num_alive(part) if alive is None else alive
+        now = [alive[weight.name] for weight in part]
+        total = sum(pool.kept for pool in self.pools(replace(edit, spread=None), alive))
+        room = [self._pattern.most_alive(weight) - count for weight, count in zip(part, now, strict=True)]
+        if not sum(now) <= total <= sum(now) + sum(room):
+            return [Pool(part, total)]  # which cannot be done, and the check of it says so
+        more = shared_out(total - sum(now), now if among is None else among, room)
+        return [Pool((w,), count + some) for w, count, some in zip(part, now, more, strict=True)]
+
+    def _momenta(self, part: Sequence[Weight]) -> list[float]:
+        """The mean magnitude that the momentum of each weight's live elements has."""
+        momentum = _OneByOne(lambda name: self._gradients.scores(By.MOMENTUM, name))
+        mask = _OneByOne(lambda name: self._parameters[name].mask())
+        means = []
+        for weight in part:
+            check_finite(momentum(weight), weight)
+            means.append(
+                momentum(weight)[mask(weight)].abs().sum(dtype=torch.float64) / mask(weight).sum().clamp(min=1)
+            )
+        return [float(mean) for mean in torch.stack(means).tolist()]
 
     def apply(self, edit: Edit) -> None:
         if edit.to == 0:
@@ -97,18 +126,19 @@ class Editor:
         """Whether an edit can reach its count."""
         alive = self.num_alive(self.weights)
         pools = self.pools(edit, alive)
-        pools = _within_one(pools, alive) if edit.action is Action.PRUNE else pools
+        pools = _within_one(pools, alive, edit.action)
         return not any(_is_wrong_way(edit, pool, _total(pool, alive)) for pool in pools)
 
     def is_done(self, edit: Edit) -> bool:
-        """Whether there is nothing left to do for an edit."""
+        """Whether as many live as an edit leaves, in all: methods that move weights among layers count as done too."""
         alive = self.num_alive(self.weights)
-        return all(pool.kept == _total(pool, alive) for pool in _within_one(self.pools(edit, alive), alive))
+        pools = self.pools(edit, alive)
+        return sum(pool.kept for pool in pools) == sum(_total(pool, alive) for pool in pools)
 
     def select(self, pools: Sequence[Pool], edit: Edit) -> None:
         """Do what an edit does to some of its pools; if one of them cannot be, nothing changes."""
         alive = self.num_alive([weight for pool in pools for weight in pool.weights])
-        pools = _within_one(pools, alive) if edit.action is Action.PRUNE else pools
+        pools = _within_one(pools, alive, edit.action)
         for pool in pools:
             self._check(pool, edit, _total(pool, alive))
         pools = [pool for pool in pools if pool.kept != _total(pool, alive)]
@@ -162,7 +192,7 @@ class Editor:
         """Prune, but leave optimizers alone; returns what undoes it, to be called in reverse."""
         alive, values = self.num_alive(self.weights), _OneByOne(self._values(edit))
         undo: list[Callable[[], None]] = []
-        pools = _within_one(self.pools(edit, alive), alive)
+        pools = _within_one(self.pools(edit, alive), alive, edit.action)
         self._choose(pools, edit, alive, values, lambda name, mask: undo.append(self._parameters[name].preview(mask)))
         return undo
 
@@ -202,6 +232,8 @@ class Editor:
             return None
         if any(self._pattern.most_alive(w) < self._pattern.num_groups(w) for w in self.weights):
             return None  # what is pruned first makes room for its neighbours, and nobody knows yet what that will be
+        if not self.can_be_bounded(edits):
+            return None
         grown = self.num_grown(edits)
 
         def useful(name: str, gradient: Tensor) -> Tensor:
@@ -217,17 +249,27 @@ class Editor:
         return useful
 
     def num_grown(self, edits: Sequence[Edit]) -> dict[str, int]:
-        """How many groups of each weight edits may grow at most, by its name."""
+        """How many groups of each weight edits may grow at most, by its name. Those `can_be_bounded`."""
         alive = self.num_alive(self.weights)
         grown = dict.fromkeys(alive, 0)
         for edit in edits:
-            for pool in self.pools(edit, alive):
-                more = max(0, pool.kept - _total(pool, alive))
+            for pool in _within_one(self.pools(edit, alive), alive, edit.action):
+                before, several = _total(pool, alive), len(pool.weights) > 1
+                # of several ranked together the total is known, but what each has is a guess, and may be rounded
+                more = max(0, pool.kept - before) + (len(pool.weights) * len(edits) if several else 0)
                 for weight in pool.weights if edit.action is Action.GROW else ():
                     grown[weight.name] = min(self._pattern.num_groups(weight), grown[weight.name] + more)
-                if len(pool.weights) == 1:
-                    alive[pool.weights[0].name] = pool.kept
+                for weight in pool.weights:
+                    alive[weight.name] = alive[weight.name] * pool.kept // max(1, before) if several else pool.kept
         return grown
+
+    def can_be_bounded(self, edits: Sequence[Edit]) -> bool:
+        """Whether `num_grown` knows the growth of edits: not if they rank weights together, but not always the same."""
+        alive = self.num_alive(self.weights)
+        pools = [self.pools(edit, alive) for edit in edits]
+        is_ranked = any(len(pool.weights) > 1 for several in pools for pool in several)
+        changed = {frozenset(weight for pool in several for weight in pool.weights) for several in pools}
+        return all(edit.spread is None for edit in edits) and (not is_ranked or len(changed) == 1)
 
     def _values(self, edit: Edit) -> Callable[[str], Tensor]:
         """What an edit ranks the weights of a parameter by."""
@@ -323,18 +365,19 @@ def _total(pool: Pool, alive: Mapping[str, int]) -> int:
     return sum(alive[weight.name] for weight in pool.weights)
 
 
-def _within_one(pools: Sequence[Pool], alive: Mapping[str, int]) -> list[Pool]:
-    """Pools of which none asks for one group more than there is, with the same total.
+def _within_one(pools: Sequence[Pool], alive: Mapping[str, int], action: Action) -> list[Pool]:
+    """Pools of which none asks for one group too many (or, to grow, too few), with the same total.
 
     ERK's counts add up to an exact total, so with a rising sparsity the rounded count of a layer may rise by one. What
-    one layer lacks, the next that has it gives.
+    one layer lacks, the next that has it gives; and when such layers grow, none has to give it back.
     """
+    sign = 1 if action is Action.PRUNE else -1
     counts = [_total(pool, alive) for pool in pools]
-    kept = [pool.kept - (pool.kept == count + 1) for pool, count in zip(pools, counts, strict=True)]
-    lacking = sum(pool.kept for pool in pools) - sum(kept)
+    kept = [pool.kept - sign * (pool.kept == count + sign) for pool, count in zip(pools, counts, strict=True)]
+    lacking = sign * (sum(pool.kept for pool in pools) - sum(kept))
     for i, count in enumerate(counts):
-        more = min(lacking, max(0, count - kept[i]))
-        kept[i], lacking = kept[i] + more, lacking - more
+        more = min(lacking, max(0, sign * (count - kept[i])))
+        kept[i], lacking = kept[i] + sign * more, lacking - more
     return [replace(pool, kept=k) for pool, k in zip(pools, kept, strict=True)] if not lacking else list(pools)
 
 

@@ -59,6 +59,24 @@ class Action(Enum):
     GROW = "grow"
 
 
+class Spread(Enum):
+    """How what an edit takes or adds is shared among the layers of its part, if not as the model's allocation says."""
+
+    RANKING = "ranking"
+    """By one ranking of all their weights. For a share, which then is one of all live weights together."""
+    LIVE = "live"
+    """In proportion to the live weights that each layer has. For growth; a layer without any gets none."""
+    MOMENTUM = "momentum"
+    """In proportion to the mean |momentum| of each layer's live weights. For growth by momentum."""
+
+
+def parse_spread(name: str) -> Spread:
+    known = [spread.value for spread in Spread]
+    if name not in known:
+        raise GrowpruneError(f"spread is {name!r}, but must be one of {', '.join(known)}")
+    return Spread(name)
+
+
 @dataclass(frozen=True)
 class Part:
     """A named set of a model's tensors: S_i in the paper."""
@@ -91,6 +109,8 @@ class Edit:
     """The sparsity (fraction of zeros) after the edit."""
     share: float | None = None
     """How many weights of each layer it takes or adds, as a share of those that live there, rounded down."""
+    spread: Spread | None = None
+    """How the layers share it; None for as the allocation says, or each its own share."""
 
     def __post_init__(self) -> None:
         if (self.to is None) is (self.share is None):
@@ -103,9 +123,22 @@ class Edit:
             object.__setattr__(self, "share", as_float(self.share))
         if not isinstance(self.by, By):
             object.__setattr__(self, "by", parse_by(self.by))
+        if self.spread is not None:
+            self._check_spread()
+
+    def _check_spread(self) -> None:
+        spread = self.spread if isinstance(self.spread, Spread) else parse_spread(str(self.spread))
+        object.__setattr__(self, "spread", spread)
+        if spread is Spread.RANKING and self.share is None:
+            raise GrowpruneError(f"{self.action.value} has spread=ranking and to={self.to}: give share instead of to")
+        if spread is not Spread.RANKING and self.action is Action.PRUNE:
+            raise GrowpruneError(f"prune has spread={spread.value}, which is for grow: give ranking, or None")
+        if spread is Spread.MOMENTUM and self.by is not By.MOMENTUM:
+            raise GrowpruneError(f"grow has spread=momentum, but goes by {self.by.value}: give by=By.MOMENTUM too")
 
     def __str__(self) -> str:
         how = "" if self.is_usual else f" by {self.by.value}"
+        how += "" if self.spread is None else f" spread by {self.spread.value}"
         if self.share is not None:
             more = "more of " if self.action is Action.GROW else "of "
             return f"{self.action.value} {self.share:.4g} {more}{self.part.name}{how}"
@@ -119,28 +152,47 @@ class Edit:
         return self.by is By.MAGNITUDE
 
 
-def prune(part: Part, *, to: float | None = None, share: float | None = None, by: By = By.MAGNITUDE) -> Edit:
+def prune(
+    part: Part,
+    *,
+    to: float | None = None,
+    share: float | None = None,
+    by: By = By.MAGNITUDE,
+    spread: Spread | None = None,
+) -> Edit:
     """ArgPruneTo: keep the best `1 - to` of a part's weights, and make the rest exactly zero.
 
-    With `share` instead of `to`: prune that share of the live weights of each of its layers.
+    With `share` instead of `to`: prune that share of the live weights of each of its layers; with `spread` of
+    `Spread.RANKING`, of all of them together, wherever they are.
 
     >>> print(prune(Part("S0", ("fc.weight",)), to=0.9))
     prune S0 to 0.9
     >>> print(prune(Part("S0", ("fc.weight",)), share=0.3))
     prune 0.3 of S0
     """
-    return Edit(Action.PRUNE, part, by, to, share)
+    return Edit(Action.PRUNE, part, by, to, share, spread)
 
 
-def grow(part: Part, *, to: float | None = None, share: float | None = None, by: By = By.RANDOM) -> Edit:
+def grow(
+    part: Part,
+    *,
+    to: float | None = None,
+    share: float | None = None,
+    by: By = By.RANDOM,
+    spread: Spread | None = None,
+) -> Edit:
     """ArgGrowTo: let more of a part's weights live, all of them by default. A grown weight starts at exactly zero.
+
+    With `spread`, the part as a whole gets as many as the allocation says, but its layers share them otherwise.
 
     >>> print(grow(Part("S0", ("fc.weight",))))
     grow S0 to dense
     >>> print(grow(Part("S0", ("fc.weight",)), to=0.9, by=By.GRADIENT))
     grow S0 to 0.9 by gradient
+    >>> print(grow(Part("S0", ("fc.weight",)), to=0.9, spread=Spread.LIVE))
+    grow S0 to 0.9 spread by live
     """
-    return Edit(Action.GROW, part, by, 0.0 if to is None and share is None else to, share)
+    return Edit(Action.GROW, part, by, 0.0 if to is None and share is None else to, share, spread)
 
 
 @dataclass(frozen=True)

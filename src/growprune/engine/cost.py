@@ -9,7 +9,7 @@ import torch
 
 from growprune.engine.recipe import Recipe
 from growprune.flops import count_flops
-from growprune.plan import Action, Plan, ScheduledPhase, walk
+from growprune.plan import Action, Edit, Plan, ScheduledPhase, Spread, walk
 from growprune.sparse import SparseModel
 
 Densities = dict[str, float]
@@ -35,7 +35,7 @@ class Estimate:
     dense_flops: int
     plan: Plan
     is_exact: bool
-    """False for a global ranking: how it will share the weights among layers is not known before."""
+    """False for a global ranking, and for growth by momentum that layers share: how they will is not known before."""
 
     @property
     def training_flops(self) -> int:
@@ -72,7 +72,14 @@ def estimate(recipe: Recipe) -> Estimate:
         if scheduled.returns is not None:  # what no branch returns is as it was before the fork
             after_fork |= {w.name: now[w.name] for w in sparse.editor.weights_of(scheduled.returns)}
             now = after_fork if scheduled.is_last_branch else now
-    return Estimate(costs, flops.dense, plan, is_exact=recipe.allocation != "global")
+    is_exact = recipe.allocation != "global" and not any(
+        _is_open(edit) for cost in costs for edit in cost.scheduled.phase.edits
+    )
+    return Estimate(costs, flops.dense, plan, is_exact)
+
+
+def _is_open(edit: Edit) -> bool:
+    return edit.spread in (Spread.RANKING, Spread.MOMENTUM)
 
 
 def _edited(sparse: SparseModel, scheduled: ScheduledPhase, density: Densities) -> Densities:
@@ -86,5 +93,9 @@ def _edited(sparse: SparseModel, scheduled: ScheduledPhase, density: Densities) 
             continue
         alive = {name: round(density[name] * size) for name, size in sizes.items()}
         for pool in sparse.editor.pools(edit, alive):
-            density |= {w.name: pool.kept / sum(sizes[w.name] for w in pool.weights) for w in pool.weights}
+            total = sum(alive[w.name] for w in pool.weights)
+            if edit.spread is Spread.RANKING:
+                density |= {w.name: density[w.name] * pool.kept / max(1, total) for w in pool.weights}
+            else:
+                density |= {w.name: pool.kept / sum(sizes[w.name] for w in pool.weights) for w in pool.weights}
     return density

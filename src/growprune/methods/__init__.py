@@ -13,14 +13,21 @@ from growprune.methods.cyclic_gap import cyclic_gap
 from growprune.methods.deepr import deepr
 from growprune.methods.dense import dense
 from growprune.methods.dpf import dpf
+from growprune.methods.dsr import dsr
 from growprune.methods.gmp import gmp
 from growprune.methods.gradual_gap import gradual_gap
+from growprune.methods.granet import granet
+from growprune.methods.grasp import grasp
+from growprune.methods.iterative import iterative
+from growprune.methods.iterative_admm import iterative_admm
 from growprune.methods.one_shot import one_shot
 from growprune.methods.parallel_gap import parallel_gap
 from growprune.methods.parallel_gradual_gap import parallel_gradual_gap
 from growprune.methods.random_gap import random_gap
 from growprune.methods.rigl import rigl
 from growprune.methods.set_ import set_
+from growprune.methods.snfs import snfs
+from growprune.methods.snip import snip
 from growprune.methods.static_random import static_random
 from growprune.methods.str_ import str_
 from growprune.plan import Plan
@@ -32,13 +39,20 @@ METHODS: dict[str, Callable[..., Plan]] = {
     "parallel_gap": parallel_gap,
     "random_gap": random_gap,
     "gmp": gmp,
+    "granet": granet,
     "rigl": rigl,
     "set_": set_,
+    "dsr": dsr,
+    "snfs": snfs,
+    "snip": snip,
+    "grasp": grasp,
     "acdc": acdc,
     "admm": admm,
     "dpf": dpf,
     "str_": str_,
     "deepr": deepr,
+    "iterative_admm": iterative_admm,
+    "iterative": iterative,
     "one_shot": one_shot,
     "static_random": static_random,
     "dense": dense,
@@ -52,14 +66,21 @@ __all__ = [
     "deepr",
     "dense",
     "dpf",
+    "dsr",
     "gmp",
     "gradual_gap",
+    "granet",
+    "grasp",
+    "iterative",
+    "iterative_admm",
     "one_shot",
     "parallel_gap",
     "parallel_gradual_gap",
     "random_gap",
     "rigl",
     "set_",
+    "snfs",
+    "snip",
     "static_random",
     "str_",
 ]

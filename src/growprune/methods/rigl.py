@@ -37,6 +37,10 @@ def swapping(
     end = until * iterations
     yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM), iterations=min(every, iterations))
     for t in range(every, iterations, every):
-        share = drop / 2 * (1 + math.cos(math.pi * t / end)) if t < end else 0.0
-        swap = prune(S.whole, share=share), grow(S.whole, to=sparsity, by=by)
-        yield Phase(*(swap if t < end else ()), iterations=min(every, iterations - t))
+        swap = (prune(S.whole, share=falling(drop, t, end)), grow(S.whole, to=sparsity, by=by)) if t < end else ()
+        yield Phase(*swap, iterations=min(every, iterations - t))
+
+
+def falling(drop: float, t: float, end: float) -> float:
+    """A share that falls from `drop` at 0 to nothing at `end` with a cosine, as RigL's, SNFS's and GraNet's."""
+    return drop / 2 * (1 + math.cos(math.pi * t / end))

@@ -20,6 +20,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "digits/dense": digits.dense,
     "digits/cyclic-90": digits.cyclic_90,
     "digits/cyclic-90-global": digits.cyclic_90_global,
+    "digits/gradual-90": digits.gradual_90,
     "digits/parallel-90": digits.parallel_90,
     "digits/random-90": digits.random_90,
     "digits/one-shot-90": digits.one_shot_90,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.partitions import contiguous, per_layer
+from growprune.engine.partitions import balanced, contiguous, per_layer
 from growprune.engine.recipe import Recipe
 from growprune.tasks.digits import Digits
 
@@ -45,6 +45,12 @@ def random_90() -> Recipe:
     """C-GaP at 90 % that grows a random half of the layers in each step."""
     options = {**cyclic_90().options, "kappa": 2}
     return replace(cyclic_90(), method=methods.random_gap, options=options, partition=per_layer())
+
+
+def gradual_90() -> Recipe:
+    """Grow-and-prune at 90 % with a sparsity that rises; as many epochs as the others."""
+    recipe = replace(dense(), method=methods.gradual_gap, sparsity=0.9)
+    return replace(recipe, partition=balanced(4), allocation="global")
 
 
 def one_shot_90() -> Recipe:

@@ -4,17 +4,21 @@ dense        the reference
 cyclic       C-GaP, K steps of T epochs and T' of fine-tuning
 parallel     P-GaP, rounds in which each part is grown on a machine of its own; the epochs of all machines count
 random       C-GaP that grows random layers instead of fixed parts
+gradual      grow-and-prune with a sparsity that rises, as long as dense training: what we recommend
 one_shot     train dense, prune, fine-tune: the paper's prune-from-dense, done the simplest way
+stairs       train dense, then prune to one stair after another: the paper's prune-from-dense
+rival        a method of somebody else
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from growprune import methods
-from growprune.engine.partitions import contiguous, named, per_layer
+from growprune.engine.partitions import balanced, contiguous, named, per_layer
 from growprune.engine.recipe import Recipe
 from growprune.partition import Partition
 from growprune.plan import Part, walk
@@ -41,6 +45,14 @@ class Study:
     """Epochs of dense training before prune-from-dense prunes."""
     keep_dense: tuple[str, ...] = ()
     """What a uniform sparsity leaves out."""
+    budget: int | None = None
+    """The epochs that a rival trains for; None for those of the paper."""
+    every: int | None = None
+    """The iterations between two edits of a rival; None for its own."""
+    short: Mapping[str, Any] = field(default_factory=dict)
+    """What rivals set in the dense recipe."""
+    long: Mapping[str, Any] = field(default_factory=dict)
+    """What their long forms set instead."""
 
     def cyclic(self, sparsity: float, **changes: Any) -> Recipe:
         options = {"steps": self.steps, "epochs": self.epochs, "finetune": self.finetune}
@@ -55,13 +67,36 @@ class Study:
         options["kappa"] = len(self.parts)
         return self._sparse(methods.random_gap, sparsity, options, {"partition": per_layer(), **changes})
 
+    def gradual(self, sparsity: float, **changes: Any) -> Recipe:
+        """gradual_gap, for as long as dense training."""
+        options = {"epochs": self.dense.options["epochs"]}
+        ours = {"partition": balanced(4), "allocation": "global", **changes}
+        return self._sparse(methods.gradual_gap, sparsity, options, ours)
+
     def one_shot(self, sparsity: float, **changes: Any) -> Recipe:
         options = {"epochs": self.pretrain, "finetune": self.finetune}
         return self._sparse(methods.one_shot, sparsity, options, {"partition": contiguous(1), **changes})
 
-    def _sparse(self, method: Any, sparsity: float, options: Mapping[str, int], changes: Mapping[str, Any]) -> Recipe:
-        # a ranking over the whole model leaves it to the weights which layers stay dense
-        keep_dense = () if changes.get("allocation") == "global" else self.keep_dense
+    def stairs(self, method: Any, sparsity: float, phases: int) -> Recipe:
+        """In the paper, each phase is as long as dense training."""
+        options = {"epochs": self.budget or self.pretrain * phases}
+        return self._sparse(method, sparsity, self._with_every(method, options), {"partition": contiguous(1)})
+
+    def rival(
+        self, method: Any, sparsity: float, *, allocation: str, epochs: int, times: int = 1, **options: Any
+    ) -> Recipe:
+        """A rival, for its own epochs in the paper, or the budget, so many times over."""
+        options["epochs"] = epochs if self.budget is None else self.budget * times
+        changes = {**(self.short if times == 1 else self.long), "partition": contiguous(1), "allocation": allocation}
+        return self._sparse(method, sparsity, self._with_every(method, options), changes)
+
+    def _with_every(self, method: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        has_every = self.every is not None and "every" in inspect.signature(method).parameters
+        return {**options, "every": self.every} if has_every else dict(options)
+
+    def _sparse(self, method: Any, sparsity: float, options: Mapping[str, Any], changes: Mapping[str, Any]) -> Recipe:
+        # a ranking over the whole model leaves it to the weights which layers stay dense, and ERK to their shapes
+        keep_dense = self.keep_dense if changes.get("allocation", "uniform") == "uniform" else ()
         settings = {"partition": named(self.parts), "keep_dense": keep_dense, **changes}
         return replace(self.dense, method=method, sparsity=sparsity, options=options, **settings)
 
@@ -69,6 +104,12 @@ class Study:
 Row = tuple[str, Callable[[Study], Recipe]]
 """What the paper says of a row of its tables, and how to make it from a study."""
 
+
+OURS: dict[str, Row] = {
+    "gradual-80-global": ("gradual_gap 80 %, which the paper does not have", lambda s: s.gradual(0.8)),
+    "gradual-90-global": ("gradual_gap 90 %, which the paper does not have", lambda s: s.gradual(0.9)),
+}
+"""What every study has beside the rows of its table."""
 
 ClaimFormat = Callable[[str, str], str]
 """Given a row's name and what the paper says of it, what to expect of the recipe."""
@@ -103,7 +144,7 @@ def recipes(
 
         return build
 
-    return {f"{name}/{row}": bound(row, *what) for row, what in rows.items()}
+    return {f"{name}/{row}": bound(row, *what) for row, what in (dict(rows) | OURS).items()}
 
 
 def total_epochs(recipe: Recipe) -> int:

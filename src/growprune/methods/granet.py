@@ -1,0 +1,55 @@
+"""GraNet: Liu et al., "Sparse Training via Boosting Pruning Plasticity with Neuroregeneration", NeurIPS 2021."""
+
+import itertools
+from collections.abc import Iterator
+
+from growprune.errors import GrowpruneError
+from growprune.methods.rigl import falling
+from growprune.plan import By, Parts, Phase, check_counts, check_share, check_span, check_sparsity, grow, method, prune
+
+
+@method
+def granet(
+    S: Parts,
+    *,
+    sparsity: float,
+    iterations: int,
+    every: int = 100,
+    start: float = 0.5,
+    drop: float = 0.5,
+    begin: float = 0.0,
+    until: float = 0.3,
+) -> Iterator[Phase]:
+    """Begin half sparse; prune a little more every so many iterations, and swap a share of the rest by gradient.
+
+    At t the sparsity is s_f + (s_i - s_f) (1 - (t - t_0) / (n dt))^3, as in GMP. Right after it is reached, a share of
+    each layer's live weights, the smallest, is swapped for those of the largest gradient. The swaps go on when the
+    sparsity has stopped rising, and the share falls to 0 with a cosine over the whole training, as in the authors'
+    code.
+
+    Args:
+        sparsity: s_f, the fraction of zeros to reach.
+        iterations: of the whole training.
+        every: dt, the iterations between two edits.
+        start: s_i, the fraction of zeros of the random mask at first.
+        drop: the share that is swapped at first.
+        begin, until: when the sparsity begins and ends to rise, as shares of the training.
+
+    Example: granet(S, sparsity=0.8, iterations=10, every=2, until=0.6)
+    """
+    check_counts(1, every=every)
+    check_counts(0, iterations=iterations)
+    check_span(begin=begin, until=until)
+    check_share(drop=drop)
+    for fraction in (sparsity, start):
+        check_sparsity(fraction)
+    if start > sparsity:
+        raise GrowpruneError(f"start is {start!r}, but sparsity is {sparsity!r}: give a start of at most sparsity")
+    first, last = round(begin * iterations), max(1, round(until * iterations))
+    times = [0, *sorted({t for t in range(every, iterations, every) if t >= first} | {last})] if iterations else []
+    yield Phase(prune(S.whole, to=start if times else sparsity, by=By.RANDOM), iterations=min(times[1:2], default=0))
+    for t, after in itertools.pairwise([*times[1:], iterations]):
+        left = min(1.0, max(0.0, (last - t) / max(1, last - first)))
+        to = sparsity + (start - sparsity) * left**3
+        swap = prune(S.whole, share=falling(drop, t, iterations)), grow(S.whole, to=to, by=By.GRADIENT)
+        yield Phase(prune(S.whole, to=to), *swap, iterations=after - t)

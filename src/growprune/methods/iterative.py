@@ -1,0 +1,55 @@
+"""Iterative magnitude pruning in stairs: Han et al., "Learning both Weights and Connections for Efficient Neural
+Networks", NeurIPS 2015; with the stairs of the GaP paper's prune-from-dense of SSD."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from growprune.errors import GrowpruneError
+from growprune.plan import Parts, Phase, check_counts, check_sparsity, method, prune
+
+STAGES = (0.5, 0.7, 0.8, 0.875, 0.9)
+
+
+@method
+def iterative(
+    S: Parts, *, sparsity: float, iterations: int, stages: tuple[float, ...] = STAGES, restart: bool = True
+) -> Iterator[Phase]:
+    """Train dense, then prune to one stair after another, and train on each; all get an equal share of the training.
+
+    Args:
+        sparsity: the last stair. Of `stages`, those below it are taken: for 0.8 these are 0.5 and 0.7.
+        iterations: of the whole training.
+        stages: the stairs, rising.
+        restart: whether each stair has a fresh optimizer and a learning-rate schedule of its own, as in the paper.
+
+    Example: iterative(S, sparsity=0.8, iterations=8)
+    """
+    check_counts(0, iterations=iterations)
+    stairs = stairs_to(sparsity, stages)
+    lengths = equal_lengths(iterations, 1 + len(stairs))
+    yield Phase(iterations=lengths[0])
+    for stair, length in zip(stairs, lengths[1:], strict=True):
+        yield Phase(prune(S.whole, to=stair), iterations=length, restart=restart)
+
+
+def stairs_to(sparsity: float, stages: Sequence[float]) -> list[float]:
+    """The stages below a sparsity, then the sparsity.
+
+    >>> stairs_to(0.8, (0.5, 0.7, 0.8, 0.9))
+    [0.5, 0.7, 0.8]
+    """
+    for stage in (sparsity, *stages):
+        check_sparsity(stage)
+    if any(a >= b for a, b in itertools.pairwise(stages)):
+        raise GrowpruneError(f"stages is {tuple(stages)}, but stairs rise: give each more than the one before")
+    return [*(stage for stage in stages if stage < sparsity), sparsity]
+
+
+def equal_lengths(iterations: int, count: int) -> list[int]:
+    """So many iterations in so many phases, as equal as can be.
+
+    >>> equal_lengths(11, 3)
+    [4, 3, 4]
+    """
+    ends = [round(iterations * i / count) for i in range(count + 1)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
