@@ -57,6 +57,8 @@ def peak_density(plan: gp.Plan, model: torch.nn.Module, sparsity: float) -> floa
     return max(held) / sparse.num_prunable
 
 
+DIVERGED = 10.0
+"""A test loss above this is no model; guessing gives 2.3, or 4.2 for characters."""
 SGD = partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=5e-4)
 ADAM = partial(torch.optim.AdamW, weight_decay=0.01)
 
@@ -117,12 +119,15 @@ def once(task: gp.tasks.Task, plan: Callable[..., gp.Plan], make: Any, sparsity:
 
 
 def cells(runs: list[dict[str, float]], base: list[dict[str, float]]) -> list[str]:
-    """Mean ± standard error; of the difference between runs of the same seed, too."""
+    """Mean ± standard error; of the difference between runs of the same seed, too. What diverged is counted apart."""
+    pairs = [(one, other) for one, other in zip(runs, base, strict=True) if one["loss"] < DIVERGED]
+    lost = "" if len(pairs) == len(runs) else f" ({len(runs) - len(pairs)} of {len(runs)} diverged)"
     found = [f"{sum(one[key] for one in runs) / len(runs):.2f}" for key in ("peak", "average")]
     for key, digits in (("accuracy", 2), ("loss", 3)):
-        if key in runs[0]:
-            gaps = [one[key] - other[key] for one, other in zip(runs, base, strict=True)]
-            found += [told([one[key] for one in runs], digits), "" if runs is base else told(gaps, digits, sign=True)]
+        if key in runs[0] and pairs:
+            gaps = [one[key] - other[key] for one, other in pairs]
+            found.append(told([one[key] for one, _ in pairs], digits) + lost)
+            found.append("" if runs is base else told(gaps, digits, sign=True))
     return found
 
 

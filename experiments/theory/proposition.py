@@ -203,6 +203,19 @@ def measure(case: dict[str, Any], is_proof: bool, rounds: int, seed: int, rate: 
     return Follower(problem, case["sparsity"], rounds, 1, is_proof=is_proof, rate=rate, seed=seed).follow()
 
 
+def bound(one: dict[str, Any], rounds: int, seed: int) -> tuple[float, float]:
+    """With the proof's own learning rate: the average squared gradient, and what the theorem allows.
+
+    The theorem's sigma^2 / sqrt(Q) is left out, so it allows a little more.
+    """
+    problem = PROBLEMS[one["problem"]](one["kappa"], one["tail"], seed)
+    with torch.no_grad():
+        first = float(problem.loss(torch.arange(len(problem.x))))
+    found = measure(one, True, rounds, seed, rate=1 / (4 * one["kappa"]))
+    noise_free = 96 * one["kappa"] * problem.smoothness * first / rounds**0.5
+    return found["gradient"], noise_free + 10 * problem.smoothness**2 * found["delta2"] * found["norm"]
+
+
 def name(case: dict[str, Any]) -> str:
     tail = {0.0: ", even", 1.0: ", steep"}[case["tail"]] if case["problem"] == "linear" else ""
     return f"{case['problem']}{tail}, {case['sparsity']:.3g}, kappa {case['kappa']}"
@@ -212,7 +225,12 @@ def main() -> None:
     options = parser(__doc__ or "", "proposition")
     options.set_defaults(seeds=2)
     options.add_argument("--rounds", type=int, nargs="+", default=[8, 32, 128, 512], help="Q")
+    options.add_argument("--bound", action="store_true", help="compare with the theorem's bound instead; keeps nothing")
     arguments, seconds = options.parse_args(), clock()
+    if arguments.bound:
+        bounds = [(name(one), *bound(one, arguments.rounds[-1], seed=0)) for one in CASES if one["problem"] == "linear"]
+        print(table(["", "measured", "allowed"], [(one, f"{is_:.2f}", f"{may:.0f}") for one, is_, may in bounds]))
+        return
     rows, figures = [], []
     for is_proof, one in product((True, False), CASES):
         found = [
