@@ -6,6 +6,7 @@ python experiments/theory/draw.py
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +26,18 @@ class Line:
 
 
 def chart(title: str, x_name: str, y_name: str, lines: Sequence[Line], ticks: Sequence[tuple[float, str]]) -> str:
-    """A line chart; y begins at 0."""
-    right, top = max(x for line in lines for x, _ in line.points), max(y for line in lines for _, y in line.points)
+    """A line chart; y begins at 0, and ends at a round number."""
+    right, top = (
+        max(x for line in lines for x, _ in line.points),
+        _above(max(y for line in lines for _, y in line.points)),
+    )
     left = min(x for line in lines for x, _ in line.points)
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - left) / (right - left) * (WIDTH - LEFT - RIGHT)
         return LEFT + across, HEIGHT - BOTTOM - y / top * (HEIGHT - TOP - BOTTOM)
 
-    drawn = [_text(LEFT, 20, title, size=14), _text(WIDTH - RIGHT, HEIGHT - 8, x_name, anchor="end")]
-    drawn.append(_text(LEFT - 52, TOP - 2, y_name, size=10))
+    drawn = [_text(LEFT, 20, f"{title}: {y_name}", size=13), _text(WIDTH - RIGHT, HEIGHT - 8, x_name, anchor="end")]
     for part in range(5):
         x, y = place(left, top * part / 4)
         drawn.append(f'<line x1="{x:.1f}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dee2e6"/>')
@@ -47,6 +50,12 @@ def chart(title: str, x_name: str, y_name: str, lines: Sequence[Line], ticks: Se
     style = 'font-family="sans-serif" font-size="11" fill="#212529"'
     paper = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{paper}\n{body}\n</svg>\n'
+
+
+def _above(value: float) -> float:
+    """The next of 1, 1.2, 1.6, 2, 2.4, 4, 6, 8 times a power of ten, whose quarters are short to write."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return power * next(step for step in (1, 1.2, 1.6, 2, 2.4, 4, 6, 8, 10) if step * power >= value * 0.999)
 
 
 def _line(i: int, line: Line, places: Sequence[tuple[float, float]]) -> list[str]:
@@ -73,7 +82,7 @@ def explored(found: dict[str, Any]) -> str:
         means = [_mean(column) for column in zip(*row["coverage"], strict=True)]
         lines.append(Line(row["method"], list(zip(found["when"], means, strict=True)), row["method"] == "gmp"))
     ticks = [(when, f"{when:.0%}") for when in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)]
-    return chart("Weights that have ever lived (digits CNN, 90 %)", "of the training", "share", lines, ticks)
+    return chart("Digits CNN at 90 %", "of the training", "share of weights that have ever lived", lines, ticks)
 
 
 def mask_error(found: dict[str, Any]) -> str:
@@ -83,7 +92,7 @@ def mask_error(found: dict[str, Any]) -> str:
         name = f"{row['sparsity']:.0%}, {row['allocation']}, {'restarts' if row['restart'] else 'one curve'}"
         lines.append(Line(name, list(enumerate(means, 1)), not row["restart"]))
     ticks = [(float(q), str(q)) for q, _ in enumerate(found["rows"][0]["runs"][0]["part"], 1)]
-    return chart("What each pruning throws away (digits CNN, C-GaP)", "round", "delta² of the part", lines, ticks)
+    return chart("C-GaP on a digits CNN", "round", "delta² of the part that is pruned", lines, ticks)
 
 
 def proposition(found: dict[str, Any]) -> str:
@@ -93,9 +102,11 @@ def proposition(found: dict[str, Any]) -> str:
             means = [_mean([run["gradient"] for run in runs]) for runs in row["runs"]]
             points = [(q**-0.5, mean) for q, mean in zip(found["rounds"], means, strict=True)]
             tail = "" if row["sparsity"] == 0 else ", steep" if row["tail"] else ", even"
-            lines.append(Line(f"sparsity {row['sparsity']:g}{tail}", [(0.0, max(0.0, row["floor"])), *points]))
+            lines.append(
+                Line(f"sparsity {row['sparsity']:g}{tail}", [(0.0, max(0.0, row["floor"])), *reversed(points)])
+            )
     ticks = [(0.0, "fit, Q = ∞"), *((q**-0.5, f"Q = {q}") for q in found["rounds"][:-1])]
-    return chart("Proposition 1, linear problem, as proven", "1 / √Q", "mean ‖∇F‖²", lines, ticks)
+    return chart("Linear problem, as proven", "1 / √Q", "mean squared gradient", lines, ticks)
 
 
 def main() -> None:
