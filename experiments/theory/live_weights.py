@@ -1,0 +1,98 @@
+"""Does quality follow the average number of live weights over training? Digits, nine methods and dense.
+
+The results of real runs that are kept in experiments/ are shown in the same way.
+
+python experiments/theory/live_weights.py
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+import digits
+from common import HERE, clock, keep, mean_and_error, parser, run, table, told
+
+import growprune as gp
+
+METRICS = {"classification-cifar10": "top1", "classification-cifar10-width32": "top1"}
+
+
+def measure(name: str, sparsity: float, seed: int, epochs: int, width: int) -> dict[str, float]:
+    """One run: the average and the peak share of live weights, and the test metrics."""
+
+    def plan(S: gp.Partition) -> gp.Plan:
+        return digits.METHODS[name](S, sparsity, epochs, seed)
+
+    settings = {"sparsity": 0.0 if name == "dense" else sparsity, "seed": seed}
+    trace, metrics = run(gp.tasks.Digits(width=width), plan, digits.SGD, **settings)
+    return {"average": trace.average, "peak": trace.peak, **metrics}
+
+
+def rank_correlation(x: list[float], y: list[float]) -> float:
+    """Spearman's: 1 if one rises whenever the other does. Equal values have the mean of their ranks."""
+    return statistics.correlation(_ranks(x), _ranks(y))
+
+
+def _ranks(values: list[float]) -> list[float]:
+    return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
+
+
+def kept() -> list[dict[str, Any]]:
+    """Runs on CIFAR-10: what of each is known, by study and row, averaged over seeds."""
+    rows = []
+    for study, metric in METRICS.items():
+        for folder in sorted((HERE.parent / study).iterdir()):
+            found = [json.loads(path.read_text()) for path in sorted(folder.glob("seed*/result.json"))]
+            averages, scores = [average_live(one) for one in found], [one["test"][metric] for one in found]
+            place = {"study": study, "row": folder.name, "seeds": len(found)}
+            if found:
+                rows.append({**place, "average": statistics.mean(averages), metric: statistics.mean(scores)})
+    return rows
+
+
+def average_live(result: dict[str, Any]) -> float:
+    """Over the epochs of a kept run; the first format has a row for each phase, later ones one for each epoch."""
+    history = [(row["epochs"], row["alive"]) for row in result.get("phases", ())]
+    history = history or [(1, row["alive"]) for row in result["history"]]
+    total = sum(epochs * alive for epochs, alive in history)
+    return total / sum(epochs for epochs, _ in history) / result["sparsity"]["totals"]["prunable"]
+
+
+def main() -> None:
+    options = parser(__doc__ or "", "live_weights")
+    options.add_argument("--epochs", type=int, default=40)
+    options.add_argument("--width", type=int, default=8)
+    options.add_argument("--sparsities", type=float, nargs="+", default=[0.9, 0.95])
+    arguments, seconds = options.parse_args(), clock()
+    rows, figures, correlations = [], [], {}
+    for sparsity in arguments.sparsities:
+        for name in digits.METHODS:
+            runs = [measure(name, sparsity, n, arguments.epochs, arguments.width) for n in range(arguments.seeds)]
+            figures.append({"sparsity": sparsity, "method": name, "runs": runs})
+        here = sorted(figures[-len(digits.METHODS) :], key=lambda row: row["runs"][0]["average"])
+        for row in here:
+            average, peak = (mean_and_error([one[key] for one in row["runs"]])[0] for key in ("average", "peak"))
+            scores = [[one[key] for one in row["runs"]] for key in ("accuracy", "loss")]
+            cells = [f"{average:.2f}", f"{peak:.2f}", told(scores[0]), told(scores[1], 3)]
+            rows.append([f"{sparsity:.0%} `{row['method']}`", *cells])
+        sparse = [row for row in here if row["method"] != "dense"]
+        columns = [
+            [statistics.mean(one[key] for one in row["runs"]) for row in sparse] for key in ("average", "accuracy")
+        ]
+        correlations[f"{sparsity:.0%}"] = rank_correlation(*columns)
+    print(table(["", "average live", "peak live", "test accuracy", "test loss"], rows))
+    print("\nRank correlation of average live and accuracy, dense left out:", correlations, "\n")
+    cifar = kept()
+    print(
+        table(
+            ["", "seeds", "average live", "top1"],
+            [[f"{r['study']}/{r['row']}", r["seeds"], f"{r['average']:.2f}", f"{r['top1']:.2f}"] for r in cifar],
+        )
+    )
+    keep(arguments.out, seconds(), correlations=correlations, rows=figures, cifar10=cifar)
+
+
+if __name__ == "__main__":
+    main()
