@@ -44,6 +44,8 @@ _ROW: json_file.Names = {
     "edits": str,
     "epoch": int,
     "alive": int,
+    "explored?": json_file.NUMBER,
+    "churn?": json_file.NUMBER,
     "validation?.*": json_file.NUMBER,
     "candidate?.*": json_file.NUMBER,
 }
@@ -91,6 +93,10 @@ class RunFolder:
     def branch(self, stage: int, branch: int) -> Path:
         """Checkpoints of one branch of a fork, by the processes that train it."""
         return self.checkpoints / "branches" / f"{stage}-{branch}"
+
+    def explored(self, stage: int, branch: int) -> Path:
+        """Which weights a branch of a fork has explored."""
+        return self.branch(stage, branch) / "explored.safetensors"
 
     def remove_branches(self, before: int) -> None:
         """Remove the checkpoints of forks before a stage of the plan."""
