@@ -9,7 +9,14 @@ torch.set_num_threads(1)
 settings.register_profile("growprune", deadline=None, max_examples=50)
 settings.load_profile("growprune")
 
-WITH_PORTS = {"test_compact_ddp", "test_distributed", "test_replicas", "test_starting", "test_benchmarks", "test_exploration"}
+WITH_PORTS = {
+    "test_compact_ddp",
+    "test_distributed",
+    "test_replicas",
+    "test_starting",
+    "test_benchmarks",
+    "test_exploration",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -31,7 +31,7 @@ _ONES = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint8)
 
 
 class Exploration:
-    """Keeps count, in two bits a weight of the CPU's memory: whether it ever lived, and whether it did in the last phase.
+    """Keeps count, in two bits a weight of the CPU's memory: did it ever live, and did it in the last phase?
 
     Args:
         folder: where branches leave what they explored until they are combined.

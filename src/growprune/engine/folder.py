@@ -198,6 +198,17 @@ class RunFolder:
         """How to find the recipe again."""
         return {name: value for name, value in self.read_recipe().items() if name not in ("recipe", "format", "job")}
 
+    def portable_origin(self) -> dict[str, Any]:
+        """How to find the recipe again on any machine: without where files lie on this one."""
+        try:
+            origin = self.read_origin()
+        except GrowpruneError:  # the outcome of a run is worth more than what is known of its beginning
+            return {}
+        path, colon, function = str(origin.get("source") or "").rpartition(":")
+        named = {"source": f"{Path(path).name}:{function}"} if colon else {}
+        settings = {name: value for name, value in (origin.get("settings") or {}).items() if name != "task.data"}
+        return origin | named | ({"settings": settings} if "settings" in origin else {})
+
     def how_to_resume(self) -> str:
         """The command line finds the recipe again if it started the run; one from Python only Python has."""
         if self.read_origin().get("source"):

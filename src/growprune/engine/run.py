@@ -38,7 +38,7 @@ from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.rng import rng_state, set_rng_state
 from growprune.engine.saving import Checkpoints
-from growprune.engine.training import Training
+from growprune.engine.training import Training, TrainingDiverged
 from growprune.errors import GrowpruneError
 from growprune.plan import By, ScheduledPhase, check_counts
 from growprune.snapshot import Snapshot, pack
@@ -102,12 +102,16 @@ class Run:
     def execute(self) -> dict[str, Any]:
         """Carry the plan out, from where the run stands to its end, and return the result."""
         reset_peak(self.device)
-        with self._own_stream():
-            self.cursor.advance(self.cursor.iteration)
-            while (scheduled := self.cursor.current) is not None:
-                self.training.iterate(scheduled, self._done)
-                self._after_iteration(scheduled)
-            return self._finish()
+        try:
+            with self._own_stream():
+                self.cursor.advance(self.cursor.iteration)
+                while (scheduled := self.cursor.current) is not None:
+                    self.training.iterate(scheduled, self._done)
+                    self._after_iteration(scheduled)
+                return self._finish()
+        except (GrowpruneError, TrainingDiverged) as error:
+            self.events.log_event("failed", message=str(error))  # so that who looks at the folder knows why
+            raise
 
     def _own_stream(self) -> Any:
         """A CUDA graph cannot be recorded on the default stream, nor if what went before was on another one."""
@@ -318,10 +322,12 @@ class Run:
         file.save(self.sparse, self.folder.model)
         result = {
             "recipe": describe(self.recipe),
+            "origin": self.folder.portable_origin(),
             "seed": self.recipe.seed,
             "environment": environment(self.device),
             "history": self.history,
             "signature": self.task.signature,
+            "metric": self.task.metric,
             "validation": self._evaluate("validation"),
             "test": self._evaluate("test"),
             "sparsity": summarise(self.sparse, move(self.task.example(), self.device)).to_dict(),
