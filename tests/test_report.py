@@ -171,6 +171,33 @@ def test_what_is_not_whole_is_shown_as_such_and_the_page_is_made(tmp_path: Path)
     assert quality.rows[0] == [1, (51.0 + 60.0 + 60.0) / 3]
 
 
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ({"seconds": "long"}, "its seconds is 'long'"),
+        ({"recipe": {"method": "rigl", "sparsity": 0.9}}, "it has no recipe.task"),
+        ({"sparsity": {"rows": [{"name": 3}], "totals": {"alive": 1, "prunable": 2}}}, "its sparsity.rows.*.name is 3"),
+        ({"origin": [1]}, "its origin is [1]"),
+    ],
+)
+def test_a_result_that_someone_changed_is_named_with_what_is_wrong(
+    tmp_path: Path, wrong: dict[str, Any], says: str
+) -> None:
+    finished(tmp_path / "whole", "rigl", 0.9, 0, 88.0)
+    made = recipe("rigl", 0.9, 0)
+    write_run(tmp_path / "wrong", made, {**result(made, 88.0, history([1000])), **wrong})
+    record = next(record for record in find_runs([tmp_path]) if record.name == "wrong")
+    assert record.status == "damaged" and says in record.why
+
+
+def test_lines_of_a_log_that_are_not_ours_are_passed_over(tmp_path: Path) -> None:
+    odd = [3, {"event": "epoch"}, {"event": ["epoch"]}, {"event": "phase", "index": "x"}, {"event": "failed"}]
+    write_run(tmp_path / "a", recipe("rigl", 0.9, 0), events=odd)
+    (record,) = find_runs([tmp_path / "a"])
+    assert (record.status, record.history, record.phases) == ("failed", [], [])
+    assert "nothing to show yet" in render([record], "")
+
+
 def test_an_epoch_that_was_trained_again_after_a_kill_counts_once(tmp_path: Path) -> None:
     epochs = [
         {"event": "epoch", "index": 0, **row(n, 0, 1000, loss=loss)} for n, loss in ((1, 3.0), (2, 2.0), (2, 1.5))

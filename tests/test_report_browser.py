@@ -96,6 +96,11 @@ def test_every_chart_is_drawn_without_complaint_and_without_a_network(
         " plot.querySelectorAll('.scatterlayer .trace path, .barlayer .point path').length)"
     )
     assert len(drawn) == charts and all(drawn), drawn
+    sizes = browser.execute_script(
+        "return Array.from(document.querySelectorAll('.plot'), p => [p.clientWidth,"
+        " p.querySelector('.main-svg').clientWidth, p.clientHeight, p.querySelector('.main-svg').clientHeight])"
+    )
+    assert all(inner <= outer and high == tall > 100 for outer, inner, high, tall in sizes), sizes
     assert browser.get_log("browser") == []  # a breach of the page's own policy would be here too
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]

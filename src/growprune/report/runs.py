@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from growprune.engine import json_file
 from growprune.engine.folder import RunFolder
 from growprune.errors import GrowpruneError
 
@@ -20,6 +21,24 @@ SKIPPED = ("checkpoints", "earlier")
 """Folders inside a run that hold no runs to show: an earlier outcome was replaced by the run's own."""
 FILES = ("result.json", "recipe.json", "plan.json", "log.jsonl")
 """A folder with any of them is a run."""
+
+_RESULT: json_file.Names = {
+    **{"recipe.task": dict, "recipe.method": str, "recipe.sparsity": json_file.NUMBER, "recipe.seed?": int},
+    **{"seconds": json_file.NUMBER, "metric?": str, "environment?": dict, "sparsity.rows?": list},
+    **{
+        f"sparsity.rows?.*.{name}": kind
+        for name, kind in (("name", str), ("size", int), ("sparsity", json_file.NUMBER))
+    },
+    **{"sparsity.rows?.*.target?": json_file.NUMBER, "sparsity.totals.sparsity": json_file.NUMBER},
+    **{f"{name}?": json_file.NUMBER for name in ("peak_bytes", "training_flops", "peak_alive", "average_alive")},
+    **{"history?.*.loss?": json_file.NUMBER, "origin?": dict, "origin?.source?": str, "origin?.settings?": dict},
+}
+"""What the page needs of a result beside what the engine asks of it."""
+_EVENTS = {
+    "epoch": {"epoch": int, "stage": int, "alive": int, "edits": str},
+    "phase": {"index": int, "stage": int, "alive": int, "edits": str, "iterations": int, "epochs": int},
+}
+"""What an event must have to be shown."""
 
 
 @dataclass(frozen=True)
@@ -172,9 +191,7 @@ def _read_folder(path: Path, name: str) -> Record:
 
 
 def _finished(path: Path, name: str, result: Json, origin: Json, phases: list[Json]) -> Record:
-    missing = [key for key in ("recipe", "seconds") if key not in result]
-    if missing or not isinstance(result["recipe"], dict):
-        raise GrowpruneError(f"{path} is no result of a run: it has no {', '.join(missing) or 'recipe'}")
+    json_file.read(path if path.is_file() else path / "result.json", _RESULT, "put a copy of it back")
     origin = origin or dict(result.get("origin") or {})
     return Record(path, name, "finished", "", result["recipe"], origin, list(result["history"]), phases, result)
 
@@ -186,19 +203,26 @@ def _events(folder: Path) -> Iterator[Json]:
             for line in lines:
                 with contextlib.suppress(ValueError, RecursionError):  # a line that a kill cut short
                     event = json.loads(line)
-                    if isinstance(event, dict) and (log.name == "log.jsonl" or event.get("branch") is not None):
-                        yield event
+                    if _is_whole(event) and (log.name == "log.jsonl" or event.get("branch") is not None):
+                        yield {"branch": None, **event}
+
+
+def _is_whole(event: Any) -> bool:
+    if not isinstance(event, dict):
+        return False
+    needed = _EVENTS.get(str(event.get("event")), {})
+    return all(isinstance(event.get(name), kind) for name, kind in needed.items())
 
 
 def _phases(events: Sequence[Json]) -> list[Json]:
     """In order; of a phase that was trained again after a kill, the last time."""
-    by_index = {event["index"]: event for event in events if event.get("event") == "phase" and "index" in event}
+    by_index = {event["index"]: event for event in events if event.get("event") == "phase"}
     return [by_index[index] for index in sorted(by_index)]
 
 
 def _history(events: Sequence[Json]) -> list[Json]:
-    rows = [event for event in events if event.get("event") == "epoch" and "epoch" in event]
-    by_place = {(row["epoch"], row.get("stage"), row.get("branch")): row for row in rows}
+    rows = [event for event in events if event.get("event") == "epoch"]
+    by_place = {(row["epoch"], row["stage"], row["branch"]): row for row in rows}
     places = sorted(by_place, key=lambda place: (place[0], place[1], -1 if place[2] is None else place[2]))
     return [by_place[place] for place in places]
 
