@@ -14,7 +14,7 @@ Json = dict[str, Any]
 Value = str | float | int | None
 
 COLOURS = (
-    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#4aa3df", "#8c6bb1", "#7f7f00"),
+    *("#1a7fc4", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#4aa3df", "#8c6bb1", "#7f7f00"),
     *("#e0559b", "#3f8f8f", "#a0522d", "#6b7fd7"),
 )
 """Told apart in most forms of colour blindness, and seen on white and on black; the first eight after Okabe and Ito."""

@@ -114,7 +114,10 @@ def _chart(curve: Curve, group: Group, styles: Styles) -> Chart | None:
 def _trace(curve: Curve, cell: Cell, points: Points, styles: Styles) -> Json:
     style = styles.of(cell)
     few = len(points) <= 12
-    trace: Json = {"type": "scatter", "x": list(points), "y": list(points.values()), "name": cell.label}
+    xs, ys = list(points), list(points.values())
+    if curve.is_step and xs[0] == 1:  # what the first epoch ends with, it began with
+        xs, ys = [0, *xs], [ys[0], *ys]
+    trace: Json = {"type": "scatter", "x": xs, "y": ys, "name": cell.label}
     trace |= {"mode": "lines+markers", "line": style.line(shape="vh" if curve.is_step else "linear")}
     # so that lines are told apart without colours, a marker now and then
     trace["marker"] = style.marker(size=7, maxdisplayed=0 if few else 9)

@@ -166,7 +166,7 @@ def _cells(records: Sequence[Record]) -> list[Cell]:
     cells = []
     for method, of_method in by_method.items():
         settings = [_variant(record) for record in of_method]
-        names = list(differing(settings))
+        names = _telling(settings)
         found: dict[tuple[float, str], list[Record]] = {}
         for record, setting in zip(of_method, settings, strict=True):
             variant = ", ".join(_say(name, setting.get(name)) for name in names)
@@ -174,6 +174,19 @@ def _cells(records: Sequence[Record]) -> list[Cell]:
         for (sparsity, variant), same in found.items():
             cells.append(Cell(method, variant, sparsity, tuple(sorted(same, key=lambda record: record.seed))))
     return sorted(cells, key=lambda cell: (cell.sparsity > 0, cell.method, cell.variant, cell.sparsity))
+
+
+def _telling(settings: Sequence[dict[str, Any]]) -> list[str]:
+    """As few settings as tell all apart that differ, those that papers name first."""
+    chosen: list[str] = []
+    for name in sorted(differing(settings), key=lambda name: not name.startswith(("allocation", "pattern", "options"))):
+        if _num_kinds(settings, [*chosen, name]) > _num_kinds(settings, chosen):
+            chosen.append(name)
+    return chosen
+
+
+def _num_kinds(settings: Sequence[dict[str, Any]], names: Sequence[str]) -> int:
+    return len({json.dumps([each.get(name) for name in names], default=str) for each in settings})
 
 
 def _variant(record: Record) -> dict[str, Any]:

@@ -64,8 +64,8 @@ def _how_good(group: Group, finished: Sequence[Cell]) -> list[str]:
     for sparsity in sorted({cell.sparsity for cell in finished if cell.sparsity > 0}):
         cells = [cell for cell in finished if cell.sparsity == sparsity]
         best = max(cells, key=lambda cell: cell.mean(quality) or 0.0)
-        who = "the best is" if len(cells) > 1 else "there is"
-        text = f"At sparsity {sparsity:.4g}, {who} {best.series} with {spread(best, quality)}"
+        who = f"{best.series} is the best of {len(cells)} and" if len(cells) > 1 else best.series
+        text = f"At sparsity {sparsity:.4g}, {who} reaches {group.metric} {spread(best, quality)} on test data"
         sentences.append(text + (f", {_gap(best, dense)}." if dense is not None else "."))
     return sentences
 
