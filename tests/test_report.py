@@ -90,7 +90,7 @@ def test_a_single_run_is_told_in_words_that_need_no_code(tmp_path: Path) -> None
 
 def test_the_page_asks_the_network_for_nothing_and_runs_nothing_it_was_given(tmp_path: Path) -> None:
     evil = "</script><img src=x onerror=alert(1)>"
-    made = recipe("rigl", 0.9, 0)
+    made = recipe(evil, 0.9, 0)
     rows = history([1000, 500], edits=evil)
     write_run(tmp_path / "<b>run", made, result(made, 88.0, rows), origin={"source": evil, "settings": {evil: evil}})
     page = page_of(tmp_path / "<b>run")
@@ -363,11 +363,14 @@ def test_in_a_fork_each_part_is_as_dense_as_where_it_is_trained(tmp_path: Path) 
         phase(0, 0, "prune all to 0.8 by random", 0, 200),
         phase(1, 1, "grow S0 to dense", 10, 500, branch=0),
         phase(2, 1, "grow S1 to 0.5", 10, 700, branch=1),
-        phase(3, 2, "prune all to 0.8", 0, 200),
-        phase(4, 3, "train", 20, 200),
+        phase(3, 2, "train", 10, 800),
+        phase(4, 3, "prune all to 0.8", 20, 200),
     ]
     write_run(tmp_path / "a", made, result(made, 88.0, [row(1, 1, 500, branch=0), row(3, 3, 200)]), events)
-    assert stretches(only_group(tmp_path / "a")) == {"S0": [(0, 1, 1.0), (1, 3, 0.2)], "S1": [(0, 1, 0.5), (1, 3, 0.2)]}
+    assert stretches(only_group(tmp_path / "a")) == {
+        "S0": [(0, 2, 1.0), (2, 4, 0.2)],  # combined, both are as their branches left them, until they are pruned
+        "S1": [(0, 2, 0.5), (2, 4, 0.2)],
+    }
 
 
 def test_a_method_that_edits_the_whole_model_has_one_row_by_its_live_weights(tmp_path: Path) -> None:

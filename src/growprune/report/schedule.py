@@ -124,7 +124,7 @@ def _part_states(record: Record, spans: Sequence[Span], parts: Sequence[str]) ->
     for same in _by_time(spans):
         branches = [_edited(now, span.edits) for span in same]
         shown = {part: max(branch[part] for branch in branches) for part in parts}
-        now = branches[0] if same[0].branch is None else now
+        now = shown  # after a fork, each part is as it was where it grew
         if _end(same) > same[0].start:
             for part in parts:
                 states[part].append((_end(same), shown[part]))
