@@ -395,7 +395,7 @@ def test_explored_is_the_mean_over_seeds_and_of_branches_the_most(tmp_path: Path
 
 def test_peak_and_average_live_weights_are_the_counted_ones_where_there_are_any(tmp_path: Path) -> None:
     plain = find_runs([finished(tmp_path / "a", "rigl", 0.9, 0, 88.0, rows=history([1000, 200]))])[0]
-    counted = find_runs([finished(tmp_path / "b", "rigl", 0.9, 0, 88.0, peak_alive=700, average_alive=0.25)])[0]
+    counted = find_runs([finished(tmp_path / "b", "rigl", 0.9, 0, 88.0, peak_alive=700, average_alive=250.0)])[0]
     assert (peak_live(plain), average_live(plain)) == (1.0, 0.6)
     assert (peak_live(counted), average_live(counted)) == (0.7, 0.25)
 

@@ -35,7 +35,7 @@ def _share_alive(record: Record, name: str, otherwise: Callable[[list[float]], f
         return None
     counted = record.result.get(name)
     if counted is not None:
-        return float(counted) if 0 < counted <= 1 else counted / record.prunable
+        return float(counted) / record.prunable
     alive = [float(row["alive"]) for row in record.history]
     return otherwise(alive) / record.prunable if alive else None
 
