@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint types unit netns clean
+.PHONY: demo test check lint types unit netns test-browser clean
 
 demo: .venv/demo
 	$(BIN)/growprune demo
@@ -25,6 +25,12 @@ unit: .venv/dev
 # Hosts with their own addresses on this machine, cables pulled; needs root, so it is not part of `make test`.
 netns: .venv/dev
 	GROWPRUNE_NETNS=1 $(BIN)/pytest tests/test_netns.py
+
+# The page of `growprune report` in a real browser. `make test` runs this too where there is a chromium; here Debian's is
+# installed if there is none, which needs root.
+test-browser: .venv/dev
+	command -v chromium chromedriver || apt-get install --yes --no-install-recommends chromium chromium-driver
+	OMP_NUM_THREADS=1 $(BIN)/pytest -rs tests/test_report_browser.py
 
 # The stamps depend on what decides the environment, so a changed pin reinstalls.
 .venv/demo: pyproject.toml constraints.txt

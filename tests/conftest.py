@@ -9,7 +9,10 @@ torch.set_num_threads(1)
 settings.register_profile("growprune", deadline=None, max_examples=50)
 settings.load_profile("growprune")
 
-WITH_PORTS = {"test_compact_ddp", "test_distributed", "test_replicas", "test_starting", "test_benchmarks"}
+WITH_PORTS = {
+    *("test_compact_ddp", "test_distributed", "test_replicas", "test_starting", "test_benchmarks", "test_exploration"),
+    "test_report_browser",  # which meets its browser there
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

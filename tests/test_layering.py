@@ -59,7 +59,8 @@ MAY_IMPORT = {
     "recipes": "plan partition methods tasks engine",
     # who runs it
     "console": "folding plan engine file summary",
-    "cli": f"{CORE} methods flops file summary deploy tasks engine recipes console",
+    "report": "atomic methods engine",
+    "cli": f"{CORE} methods flops file summary deploy tasks engine recipes console report",
     "__main__": "cli",
     "__init__": f"{CORE} rules init methods flops file summary deploy tasks engine",
 }

@@ -24,6 +24,7 @@ EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 PAPER = [name for name in RECIPES if re.match(r"\w+-(imagenet|coco|shapenet|wmt14)/", name)]
 TINY = [name for name in RECIPES if re.match(r"\w+-tiny/", name)]
 METHOD_OF = {"cyclic": "cyclic_gap", "parallel": "parallel_gap", "random": "random_gap", "set": "set_"}
+METHOD_OF |= {"gradual": "gradual_gap"}
 METHOD_OF |= {"static": "static_random", "str": "str_", "one-shot": "one_shot", "iterative-admm": "iterative_admm"}
 """What a row calls a method that has another name."""
 

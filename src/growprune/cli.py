@@ -213,6 +213,24 @@ def inspect(
     console.show_run(path) if path.is_dir() else console.show_file(path)
 
 
+@app.command()
+@one_line_errors
+def report(
+    out: Annotated[Path, typer.Option("-o", "--out", help="The page to write, such as page.html.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, folders of runs, or result.json files.")
+    ] = [],  # noqa: B006  typer copies defaults
+) -> None:
+    """Write one page about runs: schedule, curves, comparison. It opens offline."""
+    from growprune.report import find_runs, notes, write_page
+
+    records = find_runs(runs)
+    write_page(records, out)
+    for note in notes(records):
+        print(f"growprune: {note}", file=sys.stderr)
+    print(f"{out}: {len(records)} runs, {out.stat().st_size / 1e6:.1f} MB")
+
+
 def _place(data: str, recipe: Recipe) -> dict[str, str]:
     """The setting that `--data` stands for; absolute, so that a run can be resumed from any folder."""
     if data and not recipe.task.reads_files:

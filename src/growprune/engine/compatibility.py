@@ -20,6 +20,7 @@ MAY_CHANGE = {
     "task.workers",
     "storage",
     "checkpoint_seconds",
+    "exploration",
     "claim",
     "replicas",
     "timeout_seconds",

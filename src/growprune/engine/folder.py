@@ -44,6 +44,8 @@ _ROW: json_file.Names = {
     "edits": str,
     "epoch": int,
     "alive": int,
+    "explored?": json_file.NUMBER,
+    "churn?": json_file.NUMBER,
     "validation?.*": json_file.NUMBER,
     "candidate?.*": json_file.NUMBER,
 }
@@ -91,6 +93,10 @@ class RunFolder:
     def branch(self, stage: int, branch: int) -> Path:
         """Checkpoints of one branch of a fork, by the processes that train it."""
         return self.checkpoints / "branches" / f"{stage}-{branch}"
+
+    def explored(self, stage: int, branch: int) -> Path:
+        """Which weights a branch of a fork has explored."""
+        return self.branch(stage, branch) / "explored.safetensors"
 
     def remove_branches(self, before: int) -> None:
         """Remove the checkpoints of forks before a stage of the plan."""
@@ -191,6 +197,17 @@ class RunFolder:
     def read_origin(self) -> dict[str, Any]:
         """How to find the recipe again."""
         return {name: value for name, value in self.read_recipe().items() if name not in ("recipe", "format", "job")}
+
+    def portable_origin(self) -> dict[str, Any]:
+        """How to find the recipe again on any machine: without where files lie on this one."""
+        try:
+            origin = self.read_origin()
+        except GrowpruneError:  # the outcome of a run is worth more than what is known of its beginning
+            return {}
+        path, colon, function = str(origin.get("source") or "").rpartition(":")
+        named = {"source": f"{Path(path).name}:{function}"} if colon else {}
+        settings = {name: value for name, value in (origin.get("settings") or {}).items() if name != "task.data"}
+        return origin | named | ({"settings": settings} if "settings" in origin else {})
 
     def how_to_resume(self) -> str:
         """The command line finds the recipe again if it started the run; one from Python only Python has."""

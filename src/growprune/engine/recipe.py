@@ -67,6 +67,9 @@ class Recipe:
     """Under torchrun: how long to wait for another process."""
     checkpoint_seconds: float = 60.0
     """The time between checkpoints; there is one after every branch of a fork too. No influence on results."""
+    exploration: bool = True
+    """Whether to keep count of the weights that ever lived, and of how much the masks change, for the report. Takes two
+    bits a weight of the CPU's memory. No influence on results."""
     claim: str = ""
     """What the recipe is expected to reach, and where."""
 

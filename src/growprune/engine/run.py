@@ -32,12 +32,13 @@ from growprune.engine.building import build
 from growprune.engine.compatibility import check_same_tensors, tensors_of
 from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
 from growprune.engine.events import Events, Listener
+from growprune.engine.exploration import Exploration
 from growprune.engine.folder import OtherLogs, RunFolder
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.rng import rng_state, set_rng_state
 from growprune.engine.saving import Checkpoints
-from growprune.engine.training import Training
+from growprune.engine.training import Training, TrainingDiverged
 from growprune.errors import GrowpruneError
 from growprune.plan import By, ScheduledPhase, check_counts
 from growprune.snapshot import Snapshot, pack
@@ -90,6 +91,7 @@ class Run:
         self.events = Events(folder.append, listeners, self.last)
         self.checkpoints = Checkpoints(folder, self.events, recipe.checkpoint_seconds)
         self.best = Best(folder.best, self.task.metric, is_writer=self.mesh.is_first)
+        self.exploration = Exploration(self.sparse, folder, is_on=recipe.exploration, is_writer=self.mesh.leads_group)
         self.history: list[dict[str, Any]] = []
         self._branch_rows: list[dict[str, Any]] = []
         self._seconds, self._since = 0.0, time.monotonic()
@@ -106,12 +108,16 @@ class Run:
     def execute(self) -> dict[str, Any]:
         """Carry the plan out, from where the run stands to its end, and return the result."""
         reset_peak(self.device)
-        with self._own_stream():
-            self.cursor.advance(self.cursor.iteration)
-            while (scheduled := self.cursor.current) is not None:
-                self.training.iterate(scheduled, self._done)
-                self._after_iteration(scheduled)
-            return self._finish()
+        try:
+            with self._own_stream():
+                self.cursor.advance(self.cursor.iteration)
+                while (scheduled := self.cursor.current) is not None:
+                    self.training.iterate(scheduled, self._done)
+                    self._after_iteration(scheduled)
+                return self._finish()
+        except (GrowpruneError, TrainingDiverged) as error:
+            self.events.log_event("failed", message=str(error))  # so that who looks at the folder knows why
+            raise
 
     def _own_stream(self) -> Any:
         """A CUDA graph cannot be recorded on the default stream, nor if what went before was on another one."""
@@ -136,10 +142,11 @@ class Run:
             self._restore_branch(scheduled)
         elif scheduled.phase.edits:
             self._agree_on_masks(scheduled)
+        self.exploration.enter(scheduled)
         if self.cursor.left > 0 or not scheduled.phase.is_trained:
             phase = {"edits": str(scheduled.phase), "epochs": scheduled.phase.epochs}
             length = {"iterations": self.cursor.length, "alive": self.sparse.num_alive}
-            self.events.log_event("phase", scheduled, **phase, **length)
+            self.events.log_event("phase", scheduled, **phase, **length, **self.exploration.figures)
 
     def _leave(self, scheduled: ScheduledPhase) -> None:
         """A phase is over; the edits of the next come next."""
@@ -193,7 +200,9 @@ class Run:
         iteration = self.training.spans[scheduled.index].start + self._done + 1
         row: dict[str, Any] = {"epoch": epoch, "iteration": iteration, "stage": scheduled.stage}
         row |= {"branch": scheduled.branch, "edits": str(scheduled.phase), "alive": self.sparse.num_alive}
-        row |= {"loss": self.training.end_epoch(), "lr": self.training.lr}
+        if self.sparse.rule is not None and scheduled.branch is None:
+            self.exploration.look_again()
+        row |= {"loss": self.training.end_epoch(), "lr": self.training.lr, **self.exploration.figures}
         if self.sparse.rule is not None and (figures := self.sparse.rule.figures()):
             row["rule"] = figures
         is_last = scheduled.index == self._last_trained and self.cursor.left == 1
@@ -260,6 +269,7 @@ class Run:
         combined = self.mesh.combine(returned, parts, like)
         for branch in range(len(parts)):
             self.history += self.folder.read_rows(stage, branch)
+        self.exploration.combine(stage, len(parts))
         self.events.log_event("combined", stage=stage, bytes_received=self.mesh.bytes_received - before)
         return combined
 
@@ -285,6 +295,7 @@ class Run:
         if scheduled.branch is None and self.mesh.is_first:
             state = self._state() | {"sparse": self.sparse.state_dict(), "cursor": self.cursor.state_dict()}
             state |= {"history": self.history, "best": self.best.state_dict()}
+            state |= {"exploration": self.exploration.state_dict()}
             is_end = self._is_search_end(scheduled) and self.cursor.left == 0
             self.checkpoints.save(scheduled, state, is_search_end=is_end)
         elif scheduled.branch is not None and self.mesh.leads_group:
@@ -310,6 +321,7 @@ class Run:
         self.cursor.load_state_dict(state["cursor"])
         self.training.load_state_dict(state["training"])
         self.best.load_state_dict(state["best"])
+        self.exploration.load_state_dict(state.get("exploration", {}))
         self.history, self._seconds = state["history"], state["seconds"]
         current = self.cursor.current
         is_end = current is not None and self._is_search_end(current) and self.cursor.left == 0
@@ -327,10 +339,12 @@ class Run:
         file.save(self.sparse, self.folder.model)
         result = {
             "recipe": describe(self.recipe),
+            "origin": self.folder.portable_origin(),
             "seed": self.recipe.seed,
             "environment": environment(self.device),
             "history": self.history,
             "signature": self.task.signature,
+            "metric": self.task.metric,
             "validation": self._evaluate("validation"),
             "test": self._evaluate("test"),
             "sparsity": summarise(self.sparse, move(self.task.example(), self.device)).to_dict(),

@@ -1,0 +1,17 @@
+"""One page about one run or many, for someone who never saw the code; it opens offline.
+
+    runs.py       reads run folders and results
+    groups.py     which runs may be compared, and which are the same but for their seed
+    schedule.py   \\
+    curves.py      \\  one file for each group of charts; a chart is a value (chart.py)
+    by_layer.py    /
+    frontier.py   /
+    tables.py     results in numbers; words.py: what is said in words, the commands among it
+    page.py       puts all together; page.css and page.js go into the page
+"""
+
+from growprune.report.page import write_page
+from growprune.report.runs import Record, find_runs
+from growprune.report.words import notes
+
+__all__ = ["Record", "find_runs", "notes", "write_page"]

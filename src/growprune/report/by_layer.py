@@ -1,0 +1,67 @@
+"""The sparsity of each layer, against what it was to be."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from growprune.report.chart import Chart, Styles, axis, layout
+from growprune.report.groups import Cell, Group
+from growprune.report.runs import Json
+
+Row = tuple[str, int, float | None, float]
+"""Of a layer: its weight's name, how many it has, its target (none where layers share one), and its sparsity."""
+
+
+def layer_chart(group: Group, styles: Styles) -> Chart | None:
+    """A line a method over the layers; what each was to have is a cross, where that was said."""
+    found = {cell.label: (cell, rows) for cell in group.sparse if (rows := _rows(cell))}
+    if not found:
+        return None
+    data = [trace for cell, rows in found.values() for trace in _traces(cell, rows, styles)]
+    # with numbers instead of names, which are as long as a phone is wide
+    most = max(len(rows) for _, rows in found.values())
+    x = axis("layer, from input to output", tickformat="d", tick0=1, dtick=max(1, -(-most // 10)))
+    return Chart(
+        "layers",
+        "Sparsity of each layer",
+        "Where a line is high, most of the layer is gone; a cross is what the layer was to have, and a method without "
+        "crosses ranks all layers together. The names of the layers are in the table.",
+        data,
+        layout(x, axis("sparsity", tickformat=".0%", range=[-0.03, 1.05])),
+        ["run", "layer", "weight", "size", "target", "sparsity"],
+        [
+            [label, number, name, size, target, sparsity]
+            for label, (_, rows) in found.items()
+            for number, (name, size, target, sparsity) in enumerate(rows, 1)
+        ],
+    )
+
+
+def _traces(cell: Cell, rows: Sequence[Row], styles: Styles) -> list[Json]:
+    style = styles.of(cell)
+    numbers, names = list(range(1, len(rows) + 1)), [row[0] for row in rows]
+    same: Json = {"type": "scatter", "x": numbers, "customdata": names, "legendgroup": cell.label}
+    said = f"{cell.label}<br>%{{customdata}}"
+    reached: Json = {**same, "y": [row[3] for row in rows], "name": cell.label, "mode": "lines+markers"}
+    reached |= {"line": style.line(width=1.5), "marker": style.marker(size=7)}
+    reached["hovertemplate"] = f"{said}: %{{y:.2%}}<extra></extra>"
+    if all(target is None for _, _, target, _ in rows):
+        return [reached]
+    aimed: Json = {**same, "y": [row[2] for row in rows], "name": f"{cell.label}: target", "mode": "markers"}
+    aimed |= {"marker": {"color": style.colour, "symbol": "x-thin", "size": 13}, "showlegend": False}
+    aimed["marker"]["line"] = {"color": style.colour, "width": 1.5}
+    aimed["hovertemplate"] = f"{said}: %{{y:.2%}} asked for<extra></extra>"
+    return [reached, aimed]
+
+
+def _rows(cell: Cell) -> list[Row]:
+    """Means over seeds; with a global ranking, each has another share for a layer."""
+    found = [record.result["sparsity"].get("rows") or [] for record in cell.records if record.result is not None]
+    if not found:
+        return []
+    rows: list[Row] = []
+    for same in zip(*found, strict=False):
+        sparsity = statistics.mean(row["sparsity"] for row in same)
+        rows.append((same[0]["name"], same[0]["size"], same[0].get("target"), sparsity))
+    return rows

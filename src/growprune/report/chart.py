@@ -1,0 +1,130 @@
+"""A chart as a value: what Plotly draws, the table behind it, and one sentence that says what to see in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from growprune.methods import METHODS
+from growprune.report.groups import Cell
+
+Json = dict[str, Any]
+Value = str | float | int | None
+
+COLOURS = (
+    *("#1a7fc4", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#4aa3df", "#8c6bb1", "#7f7f00"),
+    *("#e0559b", "#3f8f8f", "#a0522d", "#6b7fd7"),
+)
+"""Told apart in most forms of colour blindness, and seen on white and on black; the first eight after Okabe and Ito."""
+SYMBOLS = (
+    *("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "pentagon", "star", "hexagon"),
+    *("triangle-left", "triangle-right", "bowtie", "hourglass"),
+)
+DASHES = ("solid", "dot", "dashdot", "longdash", "longdashdot")
+INK = "ink"
+"""A colour that page.js replaces by that of the text, for what is no method."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart.
+
+    Args:
+        name: of its files, when it is downloaded.
+        caption: one sentence that says what to see.
+        columns, rows: the table behind it.
+    """
+
+    name: str
+    title: str
+    caption: str
+    data: list[Json]
+    layout: Json
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Value]]
+    height: int = 420
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a method looks, the same in every chart of a page: never by its colour alone."""
+
+    colour: str
+    symbol: str
+    dash: str
+
+    def line(self, **more: Any) -> Json:
+        return {"color": self.colour, "dash": self.dash, "width": 2, **more}
+
+    def marker(self, **more: Any) -> Json:
+        return {"color": self.colour, "symbol": self.symbol, "size": 10, **more}
+
+
+@dataclass(frozen=True)
+class Styles:
+    """The look of the runs of a page: a method has a colour, a series of it a symbol, and a sparsity a kind of line."""
+
+    methods: Sequence[str]
+    series: Sequence[str]
+    sparsities: Sequence[float]
+
+    def of(self, cell: Cell) -> Style:
+        if cell.sparsity == 0:
+            return Style(INK, "asterisk-open", "dash")
+        colour = COLOURS[self.methods.index(cell.method) % len(COLOURS)]
+        symbol = SYMBOLS[self.series.index(cell.series) % len(SYMBOLS)]
+        # the sparsity that most runs have has the plainest line, and dashes are the dense model's
+        return Style(colour, symbol, DASHES[self.sparsities.index(cell.sparsity) % len(DASHES)])
+
+
+def styles_for(cells: Iterable[Cell]) -> Styles:
+    """Methods in the order in which growprune lists them, then those it does not know."""
+    order = [name.rstrip("_") for name in METHODS]
+    sparse = [cell for cell in cells if cell.sparsity > 0]
+    ranks = {cell.method: order.index(cell.method) if cell.method in order else len(order) for cell in sparse}
+    series = {cell.series: (ranks[cell.method], cell.series) for cell in sparse}
+    methods = sorted(ranks, key=lambda name: (ranks[name], name))
+    counts = Counter(cell.sparsity for cell in sparse)
+    sparsities = sorted(counts, key=lambda sparsity: (-counts[sparsity], sparsity))
+    return Styles(methods, sorted(series, key=lambda name: series[name]), sparsities)
+
+
+def axis(title: str, **more: Any) -> Json:
+    return {"title": {"text": title}, "automargin": True, "zeroline": False, **more}
+
+
+def layout(x: Json, y: Json, **more: Any) -> Json:
+    """What all charts have in common; colours are the page's."""
+    return {
+        "xaxis": x,
+        "yaxis": y,
+        "margin": {"l": 10, "r": 16, "t": 16, "b": 10},
+        "legend": {"orientation": "h", "yanchor": "top", "y": -0.22, "x": 0},
+        "hovermode": "closest",
+        **more,
+    }
+
+
+def short(value: Value) -> str:
+    """A value in a table: up to five digits, thousands apart."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) or (abs(value) >= 1e5 and float(value).is_integer()):
+        return f"{value:,}" if isinstance(value, int) else f"{int(value):,}"
+    return f"{value:.5g}" if abs(value) < 1e5 else f"{value:,.0f}"
+
+
+def scaled(count: float) -> str:
+    """A count in three digits, such as 3.12 G.
+
+    >>> scaled(3_120_000_000), scaled(12)
+    ('3.12 G', '12')
+    """
+    if abs(count) < 1000:
+        return f"{count:.3g}"
+    power = next((p for p in range(1, 7) if abs(count) < 999.5 * 1000**p), 6)
+    return f"{count / 1000**power:#.3g}".rstrip(".") + f" {'_kMGTPE'[power]}"

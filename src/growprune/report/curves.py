@@ -1,0 +1,157 @@
+"""What changes over a run: quality, loss, live weights, what was explored, and how much the masks change."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from growprune.report.chart import Chart, Styles, axis, layout
+from growprune.report.groups import Cell, Group
+from growprune.report.runs import Json, Record
+
+Points = dict[int, float]
+"""By epoch."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one chart over time shows of a row, or of the rows of the branches of a fork, which share an epoch."""
+
+    name: str
+    title: str
+    axis: str
+    caption: str
+    of: Callable[[Record, Json], float | None]
+    join: Callable[[Iterable[float]], float]
+    """What stands for the branches of a fork."""
+    is_step: bool = False
+    is_share: bool = False
+
+
+def curves(group: Group) -> list[Curve]:
+    """The charts over time, in the order of the page."""
+    metric = group.metric
+    return [
+        Curve(
+            "quality",
+            f"{metric} over time",
+            f"{metric} on validation data",
+            f"The higher a line, the better the model is on data it was not trained on ({metric}); dips follow edits.",
+            lambda record, row: (row.get("validation") or {}).get(record.metric),
+            statistics.mean,
+        ),
+        Curve(
+            "loss",
+            "Loss over time",
+            "training loss",
+            "The loss on the training data falls as the model learns, and jumps where weights are taken away.",
+            lambda record, row: row.get("loss"),
+            statistics.mean,
+        ),
+        Curve(
+            "live",
+            "Live weights over time",
+            "live weights (share of the prunable)",
+            "How much of the model exists at each time: the peak of a line is what the training has to have room for.",
+            lambda record, row: row["alive"] / record.prunable if record.prunable else None,
+            max,
+            is_step=True,
+            is_share=True,
+        ),
+        Curve(
+            "explored",
+            "Weights ever explored",
+            "ever trained (share of the prunable)",
+            "Of all weights, the share that has been live in training so far: a method that reaches 1 has tried every "
+            "weight, and one that stays flat keeps to the mask it began with.",
+            lambda record, row: row.get("explored"),
+            max,
+            is_step=True,
+            is_share=True,
+        ),
+        Curve(
+            "churn",
+            "Mask churn",
+            "changed at the last edit (share of the live)",
+            "How much of the mask the last edit changed: at 0 the same weights live as before, at 1 none of them.",
+            lambda record, row: row.get("churn"),
+            max,
+            is_step=True,
+            is_share=True,
+        ),
+    ]
+
+
+def curve_charts(group: Group, styles: Styles) -> list[Chart]:
+    """Those for which any run has figures."""
+    charts = [_chart(curve, group, styles) for curve in curves(group)]
+    return [chart for chart in charts if chart is not None]
+
+
+def missing_curves(group: Group) -> list[str]:
+    """The titles of charts for which no run has figures."""
+    return [curve.title for curve in curves(group) if not any(points_of(cell, curve) for cell in group.cells)]
+
+
+def _chart(curve: Curve, group: Group, styles: Styles) -> Chart | None:
+    found = {cell.label: (cell, points) for cell in group.cells if (points := points_of(cell, curve))}
+    if not found:
+        return None
+    y = axis(curve.axis, **({"rangemode": "tozero", "tickformat": ".0%"} if curve.is_share else {}))
+    epochs = sorted({epoch for _, points in found.values() for epoch in points})
+    return Chart(
+        curve.name,
+        curve.title,
+        curve.caption + (" Lines are means over seeds." if any(len(cell.records) > 1 for cell in group.cells) else ""),
+        [_trace(curve, cell, points, styles) for cell, points in found.values()],
+        layout(axis("epoch", rangemode="tozero"), y),
+        ["epoch", *found],
+        [[epoch, *(points.get(epoch) for _, points in found.values())] for epoch in epochs],
+    )
+
+
+def _trace(curve: Curve, cell: Cell, points: Points, styles: Styles) -> Json:
+    style = styles.of(cell)
+    few = len(points) <= 12
+    xs, ys = list(points), list(points.values())
+    if curve.is_step and xs[0] == 1:  # what the first epoch ends with, it began with
+        xs, ys = [0, *xs], [ys[0], *ys]
+    trace: Json = {"type": "scatter", "x": xs, "y": ys, "name": cell.label}
+    trace |= {"mode": "lines+markers", "line": style.line(shape="vh" if curve.is_step else "linear")}
+    # so that lines are told apart without colours, a marker now and then
+    trace["marker"] = style.marker(size=7, maxdisplayed=0 if few else 9)
+    number = ".1%" if curve.is_share else ".4g"
+    trace["hovertemplate"] = f"{cell.label}<br>epoch %{{x}}: %{{y:{number}}}<extra></extra>"
+    return trace
+
+
+def points_of(cell: Cell, curve: Curve) -> Points:
+    """The mean over seeds at the epochs that all of them have."""
+    of_seeds = [points for record in cell.records if (points := _points(record, curve))]
+    if not of_seeds:
+        return {}
+    shared = set.intersection(*(set(points) for points in of_seeds))
+    return {epoch: statistics.mean(points[epoch] for points in of_seeds) for epoch in sorted(shared)}
+
+
+def _points(record: Record, curve: Curve) -> Points:
+    by_epoch: dict[int, list[float]] = {}
+    for row in record.history:
+        value = curve.of(record, row)
+        if value is not None:
+            by_epoch.setdefault(row["epoch"], []).append(float(value))
+    return {epoch: float(curve.join(values)) for epoch, values in by_epoch.items()}
+
+
+def last_of(cells: Sequence[Cell], name: str) -> dict[str, float]:
+    """By cell, the last value of a row's field that has one, as a mean over seeds."""
+    found = {}
+    for cell in cells:
+        ends = [
+            next((row[name] for row in reversed(r.history) if row.get(name) is not None), None) for r in cell.records
+        ]
+        known = [float(end) for end in ends if end is not None]
+        if known:
+            found[cell.label] = statistics.mean(known)
+    return found

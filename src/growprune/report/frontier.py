@@ -1,0 +1,233 @@
+"""Quality against what it costs: sparsity, FLOPs, live weights, memory; and the time that training took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from growprune.report.chart import INK, Chart, Styles, Value, axis, layout
+from growprune.report.groups import Cell, Group
+from growprune.report.runs import Json, Record
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What quality is shown against."""
+
+    name: str
+    title: str
+    axis: str
+    caption: str
+    of: Callable[[Record], float | None]
+    tickformat: str
+
+
+def given(name: str) -> Callable[[Record], Any]:
+    """What a result has under a name, if there is one."""
+    return lambda record: None if record.result is None else record.result.get(name)
+
+
+def _share_alive(record: Record, name: str, otherwise: Callable[[list[float]], float]) -> float | None:
+    """A number of live weights, as a share of the prunable; of results without it, by the rows of their history."""
+    if record.result is None or not record.prunable:
+        return None
+    counted = record.result.get(name)
+    if counted is not None:
+        return float(counted) / record.prunable
+    alive = [float(row["alive"]) for row in record.history]
+    return otherwise(alive) / record.prunable if alive else None
+
+
+def peak_live(record: Record) -> float | None:
+    return _share_alive(record, "peak_alive", max)
+
+
+def average_live(record: Record) -> float | None:
+    return _share_alive(record, "average_alive", lambda alive: sum(alive) / len(alive))
+
+
+COSTS = (
+    Cost(
+        "sparsity",
+        "Quality against sparsity",
+        "sparsity",
+        "How much quality is left as more weights are removed: the dashed line is the dense model, and what is on or "
+        "above it lost nothing. Runs of one sparsity stand side by side.",
+        lambda record: record.sparsity,
+        "~%",
+    ),
+    Cost(
+        "training-flops",
+        "Quality against training FLOPs",
+        "training FLOPs",
+        "How much computing each method needed to get there; up and to the left is better.",
+        given("training_flops"),
+        "~s",
+    ),
+    Cost(
+        "inference-flops",
+        "Quality against inference FLOPs",
+        "FLOPs of one example, in theory",
+        "How much computing the finished model needs for one example, if its zeros are skipped; up and to the left is "
+        "better.",
+        lambda record: record.total("flops_sparse"),
+        "~s",
+    ),
+    Cost(
+        "peak-live",
+        "Quality against peak live weights",
+        "peak live weights (share)",
+        "How large the model ever was in training: a method at 100 % has to have room for the dense model.",
+        peak_live,
+        ".0%",
+    ),
+    Cost(
+        "average-live",
+        "Quality against average live weights",
+        "average live weights (share)",
+        "How large the model was on average in training, which is about what its training could cost.",
+        average_live,
+        ".0%",
+    ),
+    Cost(
+        "peak-memory",
+        "Quality against peak memory",
+        "peak bytes, as measured",
+        "What was really used at most: of the GPU's memory, or of the whole process on a CPU; compare only runs of one "
+        "machine and one storage.",
+        given("peak_bytes"),
+        "~s",
+    ),
+)
+
+
+def quality(record: Record) -> float | None:
+    return record.quality
+
+
+def frontier_charts(group: Group, styles: Styles) -> list[Chart]:
+    """One for each cost that the runs have figures of."""
+    charts = [_chart(cost, group, styles) for cost in COSTS]
+    return [chart for chart in charts if chart is not None]
+
+
+def missing_costs(group: Group) -> list[str]:
+    return [cost.title for cost in COSTS if all(cell.mean(cost.of) is None for cell in group.sparse)]
+
+
+def _chart(cost: Cost, group: Group, styles: Styles) -> Chart | None:
+    series: dict[str, list[Cell]] = {}
+    for cell in group.sparse:
+        if cell.mean(cost.of) is not None and cell.mean(quality) is not None:
+            series.setdefault(cell.series, []).append(cell)
+    if not series:
+        return None
+    shown = [cell for cells in series.values() for cell in cells]
+    dense = [cell for cell in group.dense if cell.mean(quality) is not None]
+    xs = [cell.mean(cost.of) or 0.0 for cell in shown]
+    data = [trace for cell in dense for trace in _dense(cell, cost, xs)]
+    data += [_trace(cells, cost, styles) for cells in series.values()]
+    if cost.name == "sparsity":
+        _put_side_by_side([trace for trace in data if "customdata" in trace], xs)
+    return Chart(
+        f"quality-{cost.name}",
+        cost.title,
+        cost.caption + (" Bars are one standard deviation over seeds." if _has_spread(shown) else ""),
+        data,
+        layout(_x_axis(cost, xs), axis(f"{group.metric}, test data")),
+        ["run", "sparsity", cost.axis, f"{group.metric} (mean)", "standard deviation", "seeds"],
+        [_row(cell, cost) for cell in [*dense, *shown]],
+    )
+
+
+def _x_axis(cost: Cost, xs: list[float]) -> Json:
+    """Sparsities are few and round, so that they themselves are the ticks."""
+    if cost.name != "sparsity":
+        return axis(cost.axis, tickformat=cost.tickformat)
+    ends = [min(xs) - 0.5 * _gap(xs), max(xs) + 0.5 * _gap(xs)]
+    return axis(cost.axis, tickvals=sorted(set(xs)), tickformat=cost.tickformat, range=ends)
+
+
+def _put_side_by_side(traces: list[Json], xs: list[float]) -> None:
+    """Many methods have the same sparsity: they stand a little beside it, so that all are seen."""
+    for number, trace in enumerate(traces):
+        trace["x"] = [x + 0.7 * _gap(xs) * ((number + 0.5) / len(traces) - 0.5) for x in trace["x"]]
+
+
+def _gap(xs: list[float]) -> float:
+    """Between the sparsities that are closest."""
+    return min((b - a for a, b in pairwise(sorted(set(xs)))), default=0.04)
+
+
+def _trace(cells: list[Cell], cost: Cost, styles: Styles) -> Json:
+    cells = sorted(cells, key=lambda cell: cell.mean(cost.of) or 0.0)
+    style = styles.of(cells[0])
+    trace: Json = {"type": "scatter", "name": cells[0].series, "mode": "lines+markers"}
+    trace |= {"x": [cell.mean(cost.of) for cell in cells], "y": [cell.mean(quality) for cell in cells]}
+    trace |= {"line": style.line(width=1.5, dash="solid"), "marker": style.marker(size=11)}
+    if _has_spread(cells):
+        trace["error_y"] = {"type": "data", "array": [cell.spread(quality) or 0.0 for cell in cells], "width": 4}
+    trace["customdata"] = [f"{cell.label}, {len(cell.values(quality))} seeds" for cell in cells]
+    at = "" if cost.name == "sparsity" else f" at %{{x:{cost.tickformat}}}"
+    trace["hovertemplate"] = f"%{{customdata}}<br>%{{y:.4g}}{at}<extra></extra>"
+    return trace
+
+
+def _dense(cell: Cell, cost: Cost, xs: list[float]) -> list[Json]:
+    """The dense model as a line, and as a point where it has a place on the axis."""
+    x, y = cell.mean(cost.of), cell.mean(quality)
+    name = f"{cell.label}, {cell.first.epochs} epochs" if not cell.variant else cell.label
+    ends = [min(xs), max(xs)] if x is None or cost.name == "sparsity" else [min(*xs, x), max(*xs, x)]
+    if cost.name == "sparsity" or ends[0] == ends[1]:
+        ends = [ends[0] * 0.98, ends[1] * 1.02]
+    line: Json = {"type": "scatter", "mode": "lines", "name": name, "x": ends, "y": [y, y], "legendgroup": name}
+    line |= {
+        "line": {"color": INK, "dash": "dash", "width": 1.5},
+        "hovertemplate": f"{name}<br>%{{y:.4g}}<extra></extra>",
+    }
+    if x is None or cost.name == "sparsity":
+        return [line]
+    point: Json = {"type": "scatter", "mode": "markers", "name": name, "x": [x], "y": [y], "legendgroup": name}
+    point |= {"marker": {"color": INK, "symbol": "asterisk", "size": 11, "line": {"color": INK, "width": 1.5}}}
+    point |= {"showlegend": False, "hovertemplate": f"{name}<br>%{{y:.4g}} at %{{x:{cost.tickformat}}}<extra></extra>"}
+    return [line, point]
+
+
+def _has_spread(cells: list[Cell]) -> bool:
+    return any(cell.spread(quality) is not None for cell in cells)
+
+
+def _row(cell: Cell, cost: Cost) -> list[Value]:
+    number = len(cell.values(quality))
+    return [cell.label, cell.sparsity, cell.mean(cost.of), cell.mean(quality), cell.spread(quality), number]
+
+
+def time_chart(group: Group, styles: Styles) -> Chart | None:
+    """How long training took, as measured."""
+    cells = [cell for cell in group.cells if cell.mean(given("seconds")) is not None]
+    if not cells:
+        return None
+    cells = sorted(cells, key=lambda cell: -(cell.mean(given("seconds")) or 0.0))
+    seconds = [cell.mean(given("seconds")) or 0.0 for cell in cells]
+    unit, size = ("hours", 3600) if max(seconds) > 7200 else ("minutes", 60) if max(seconds) > 120 else ("seconds", 1)
+    bar: Json = {"type": "bar", "orientation": "h", "x": [each / size for each in seconds]}
+    bar |= {"y": [cell.label for cell in cells], "text": [f"{each / size:.3g}" for each in seconds]}
+    bar["marker"] = {"color": [styles.of(cell).colour for cell in cells]}
+    bar["hovertemplate"] = f"%{{y}}: %{{x:.4g}} {unit}<extra></extra>"
+    bar |= {"textposition": "inside", "insidetextanchor": "start", "textangle": 0}
+    if any(cell.spread(given("seconds")) for cell in cells):
+        of_seeds = [cell.spread(given("seconds")) for cell in cells]
+        spreads = [None if each is None else each / size for each in of_seeds]
+        bar["error_x"] = {"type": "data", "array": spreads, "width": 4, "color": INK}
+    return Chart(
+        "time",
+        "Training time",
+        f"How many {unit} a run took on its machine; compare only runs that had one machine to themselves.",
+        [bar],
+        layout(axis(unit, rangemode="tozero"), axis("", type="category", ticksuffix=" "), showlegend=False),
+        ["run", "seconds (mean)", "standard deviation", "seeds"],
+        [[c.label, c.mean(given("seconds")), c.spread(given("seconds")), len(c.records)] for c in cells],
+        height=110 + 34 * len(cells),
+    )

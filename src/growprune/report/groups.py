@@ -1,0 +1,206 @@
+"""Which runs may be compared: those of one task, one data set and one budget. And which differ by their seed alone."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from growprune.report.runs import Record
+
+OF_NO_INFLUENCE = ("workers", "in_memory", "channels_last")
+"""Fields of a task that change how fast data come, and nothing of what they are."""
+NOT_A_VARIANT = (
+    *("task", "method", "seed", "sparsity", "claim", "device", "checkpoint_seconds", "timeout_seconds"),
+    *("exploration", "evaluate_every", "candidates", "replicas"),
+)
+"""Fields of a recipe in which runs of one series may differ, or which are told elsewhere."""
+SAME_FLOPS = 0.05
+"""Training FLOPs that differ by no more than this share are one budget."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs that differ by their seed alone."""
+
+    method: str
+    variant: str
+    """What tells it from other runs of the method in its group; empty if nothing needs to."""
+    sparsity: float
+    records: tuple[Record, ...]
+
+    @property
+    def series(self) -> str:
+        return f"{self.method}, {self.variant}" if self.variant else self.method
+
+    @property
+    def label(self) -> str:
+        return self.series if self.sparsity == 0 else f"{self.series} {self.sparsity:.4g}"
+
+    @property
+    def first(self) -> Record:
+        return self.records[0]
+
+    def values(self, of: Callable[[Record], float | None]) -> list[float]:
+        return [value for record in self.records if (value := of(record)) is not None]
+
+    def mean(self, of: Callable[[Record], float | None]) -> float | None:
+        values = self.values(of)
+        return statistics.mean(values) if values else None
+
+    def spread(self, of: Callable[[Record], float | None]) -> float | None:
+        """The standard deviation over seeds, if there are several."""
+        values = self.values(of)
+        return statistics.stdev(values) if len(values) > 1 else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that may be compared. Dense ones are the reference of every group of their task and data."""
+
+    title: str
+    budget: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def sparse(self) -> list[Cell]:
+        return [cell for cell in self.cells if cell.sparsity > 0]
+
+    @property
+    def dense(self) -> list[Cell]:
+        return [cell for cell in self.cells if cell.sparsity == 0]
+
+    @property
+    def metric(self) -> str:
+        return next((cell.first.metric for cell in self.cells if cell.first.metric), "metric")
+
+
+def group_runs(records: Sequence[Record]) -> list[Group]:
+    """The groups of all runs that have something to show."""
+    shown = [record for record in records if record.history or record.is_finished]
+    tasks: dict[str, list[Record]] = {}
+    for record in shown:
+        tasks.setdefault(json.dumps(_task(record), sort_keys=True, default=str), []).append(record)
+    alike = _by_name(shown)
+    return [group for of_task in tasks.values() for group in _split(of_task, differing(alike[_name(of_task[0])]))]
+
+
+def what_differs(records: Sequence[Record]) -> list[str]:
+    """In which settings of task and data, and in which budgets, runs differ, in words."""
+    shown = [record for record in records if record.history or record.is_finished]
+    names = _by_name(shown)
+    said = [f"the task is {' or '.join(names)}"] if len(names) > 1 else []
+    for name, tasks in names.items():
+        of = f" ({name})" if len(names) > 1 else ""
+        said += [f"task.{key} is {' or '.join(sorted(map(str, found)))}{of}" for key, found in differing(tasks).items()]
+    budgets: dict[str, list[str]] = {}
+    for group in group_runs(records):
+        budgets.setdefault(group.title, []).append(group.budget)
+    several = {title: found for title, found in budgets.items() if len(found) > 1}
+    return said + [f"the budget is {' or '.join(sorted(found))} ({title})" for title, found in several.items()]
+
+
+def differing(settings: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The settings that are not the same everywhere, with the values they have."""
+    settings = list(settings)
+    names = dict.fromkeys(name for each in settings for name in each)
+    values = {name: list({json.dumps(each.get(name), default=str) for each in settings}) for name in names}
+    return {name: [json.loads(value) for value in found] for name, found in values.items() if len(found) > 1}
+
+
+def _name(record: Record) -> str:
+    return str(record.task.get("name", "a task"))
+
+
+def _by_name(records: Sequence[Record]) -> dict[str, list[dict[str, Any]]]:
+    """The settings of tasks by the name of the task; those of different tasks have nothing in common."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        found.setdefault(_name(record), []).append(_task(record))
+    return found
+
+
+def _task(record: Record) -> dict[str, Any]:
+    """What decides a task and its data; where on a disk the data lie does not."""
+    task = {name: value for name, value in record.task.items() if name not in OF_NO_INFLUENCE}
+    return {**task, "data": PurePath(str(task["data"])).name} if task.get("data") else task
+
+
+def _split(records: list[Record], told_apart: dict[str, list[Any]]) -> list[Group]:
+    """Runs of one task by their budget."""
+    dense = [record for record in records if record.is_dense]
+    budgets: dict[str, list[Record]] = {}
+    for record in [record for record in records if not record.is_dense and record.is_finished]:
+        budgets.setdefault(f"{record.epochs} epochs", []).append(record)
+    if _is_one_by_flops([record for found in budgets.values() for record in found]) and len(budgets) > 1:
+        budgets = {"equal training FLOPs": [record for found in budgets.values() for record in found]}
+    going_on = [record for record in records if not record.is_dense and not record.is_finished]
+    if going_on:  # how long they are to be is not known: they stand with the largest budget there is
+        budgets.setdefault(max(budgets, key=lambda name: len(budgets[name]), default=""), []).extend(going_on)
+    budgets = budgets or {f"{max((record.epochs for record in dense), default=0)} epochs": []}
+    title = _title(records[0], told_apart)
+    return [Group(title, budget, tuple(_cells([*dense, *found]))) for budget, found in budgets.items()]
+
+
+def _is_one_by_flops(records: Sequence[Record]) -> bool:
+    flops = [record.result.get("training_flops") for record in records if record.result is not None]
+    known = [each for each in flops if isinstance(each, int | float) and each > 0]
+    return bool(known) and len(known) == len(flops) and max(known) <= (1 + SAME_FLOPS) * min(known)
+
+
+def _title(record: Record, told_apart: dict[str, list[Any]]) -> str:
+    task = _task(record)
+    words = [_name(record), *(str(task[name]) for name in ("model",) if task.get(name))]
+    title = " ".join(words) + (f" on {task['data']}" if task.get("data") else "")
+    more = [f"{name} {task[name]}" for name in told_apart if name in task and name not in ("name", "model", "data")]
+    return ", ".join([title, *more])
+
+
+def _cells(records: Sequence[Record]) -> list[Cell]:
+    by_method: dict[str, list[Record]] = {}
+    for record in records:
+        by_method.setdefault("dense" if record.is_dense else record.method, []).append(record)
+    cells = []
+    for method, of_method in by_method.items():
+        settings = [_variant(record) for record in of_method]
+        names = _telling(settings)
+        found: dict[tuple[float, str], list[Record]] = {}
+        for record, setting in zip(of_method, settings, strict=True):
+            variant = ", ".join(_say(name, setting.get(name)) for name in names)
+            found.setdefault((record.sparsity, variant), []).append(record)
+        for (sparsity, variant), same in found.items():
+            cells.append(Cell(method, variant, sparsity, tuple(sorted(same, key=lambda record: record.seed))))
+    return sorted(cells, key=lambda cell: (cell.sparsity > 0, cell.method, cell.variant, cell.sparsity))
+
+
+def _telling(settings: Sequence[dict[str, Any]]) -> list[str]:
+    """As few settings as tell all apart that differ, those that papers name first."""
+    chosen: list[str] = []
+    for name in sorted(differing(settings), key=lambda name: not name.startswith(("allocation", "pattern", "options"))):
+        if _num_kinds(settings, [*chosen, name]) > _num_kinds(settings, chosen):
+            chosen.append(name)
+    return chosen
+
+
+def _num_kinds(settings: Sequence[dict[str, Any]], names: Sequence[str]) -> int:
+    return len({json.dumps([each.get(name) for name in names], default=str) for each in settings})
+
+
+def _variant(record: Record) -> dict[str, Any]:
+    """What may tell runs of one method apart, by dotted names; of dense runs, how long they were."""
+    if record.is_dense:
+        return {"epochs": record.epochs}
+    flat: dict[str, Any] = {}
+    for name, value in record.recipe.items():
+        if name not in NOT_A_VARIANT:
+            inside = value.items() if isinstance(value, dict) else [("", value)]
+            flat |= {f"{name}.{key}".rstrip("."): item for key, item in inside}
+    return flat
+
+
+def _say(name: str, value: Any) -> str:
+    plain = name.removeprefix("options.").removesuffix(".name")
+    return str(value) if plain in ("allocation", "pattern", "storage", "method") else f"{plain} {value}"

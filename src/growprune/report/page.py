@@ -1,0 +1,223 @@
+"""The page: words, charts and tables in one file that asks the network for nothing."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from growprune.atomic import replacing
+from growprune.errors import GrowpruneError
+from growprune.report import tables, words
+from growprune.report.by_layer import layer_chart
+from growprune.report.chart import Chart, Styles, Value, short, styles_for
+from growprune.report.curves import curve_charts, missing_curves
+from growprune.report.frontier import frontier_charts, missing_costs, time_chart
+from growprune.report.groups import Group, group_runs
+from growprune.report.runs import Record
+from growprune.report.schedule import schedule_chart
+
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+"""Nothing may be fetched from anywhere: the browser itself sees to it."""
+
+WIDE = ("schedule",)
+
+
+def write_page(records: Sequence[Record], out: Path) -> None:
+    """Write the page about some runs."""
+    if not out.parent.is_dir():
+        raise GrowpruneError(f"{out} cannot be written: there is no folder {out.parent}; make it, or give another -o")
+    if out.is_dir():
+        raise GrowpruneError(f"{out} is a folder: give -o the name of a file, such as {out / 'page.html'}")
+    content = render(records, _plotly()).encode()
+    with replacing(out) as file:
+        file.write(content)
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs  # an extra, and only pages need it
+    except ImportError as error:
+        raise GrowpruneError("pages are drawn with plotly: pip install 'growprune[report]'") from error
+    return str(get_plotlyjs())
+
+
+def render(records: Sequence[Record], plotly: str) -> str:
+    """The whole page as text, with the code of Plotly in it."""
+    groups = group_runs(records)
+    styles = styles_for(cell for group in groups for cell in group.cells)
+    charts: list[Chart] = []
+    body = [_head(groups, records)]
+    body += [_group(number, group, styles, charts) for number, group in enumerate(groups, 1)]
+    body += [_runs(records), _again(records), _meanings()]
+    specs = [
+        {"name": _file_name(n, chart), "data": chart.data, "layout": chart.layout} for n, chart in enumerate(charts)
+    ]
+    return _TEMPLATE.format(
+        policy=POLICY,
+        title=_escape(words.title(groups, records)),
+        style=_asset("page.css"),
+        body="\n".join(body),
+        charts=json.dumps(_finite(specs)).replace("<", "\\u003c"),
+        plotly=plotly.replace("</script", "<\\/script"),
+        script=_asset("page.js"),
+    )
+
+
+_TEMPLATE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<a class="skip" href="#main">Skip to the content</a>
+<main id="main">
+{body}
+</main>
+<script type="application/json" id="charts">{charts}</script>
+<script>{plotly}</script>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+
+
+def _head(groups: Sequence[Group], records: Sequence[Record]) -> str:
+    said = "".join(f"<p class='note'>{_escape(note)}</p>" for note in words.notes(records))
+    for group in groups:
+        said += f"<p>{' '.join(map(_escape, words.summary(group)))}</p>"
+    links = [(f"group-{n}", f"{g.title}, {g.budget}".rstrip(", ")) for n, g in enumerate(groups, 1)]
+    links += [("runs", "All runs"), ("again", "How to do it again"), ("words", "Words")]
+    contents = "".join(f"<li><a href='#{place}'>{_escape(text)}</a></li>" for place, text in links)
+    return (
+        "<header><p class='brand'>growprune report"
+        "<button type='button' id='theme' aria-live='polite'>Theme: auto</button></p>"
+        f"<h1>{_escape(words.title(groups, records))}</h1></header>"
+        f"<section id='summary'><h2>In short</h2>{said}</section><nav aria-label='Contents'><ul>{contents}</ul></nav>"
+    )
+
+
+def _group(number: int, group: Group, styles: Styles, charts: list[Chart]) -> str:
+    """All that is shown of runs that may be compared."""
+    named = f"{group.title}, {group.budget}".rstrip(", ")
+    shown = [schedule_chart(group), *curve_charts(group, styles), layer_chart(group, styles)]
+    compared = [*frontier_charts(group, styles), time_chart(group, styles)] if len(group.cells) > 1 else []
+    sections = [f"<section id='group-{number}'><h2>{_escape(named)}</h2>"]
+    if rows := tables.means(group):
+        head = [f"{group.metric}, test" if name == "quality" else name for name in tables.MEANS_HEAD]
+        sections.append(f"<h3>Results</h3>{_table(head, rows)}")
+    sections.append(_figures("How it was trained", [chart for chart in shown if chart is not None], charts))
+    sections.append(_figures("What was gained, and at what cost", [c for c in compared if c is not None], charts))
+    lacking = missing_curves(group) + (missing_costs(group) if compared else [])
+    if lacking:
+        sections.append(f"<p class='small'>Not shown, since no run has the figures: {_escape(', '.join(lacking))}.</p>")
+    return "\n".join([*sections, "</section>"])
+
+
+def _figures(heading: str, shown: Sequence[Chart], charts: list[Chart]) -> str:
+    figures = []
+    for chart in shown:
+        figures.append(_figure(len(charts), chart))
+        charts.append(chart)
+    return f"<h3>{heading}</h3><div class='charts'>{''.join(figures)}</div>" if figures else ""
+
+
+def _figure(number: int, chart: Chart) -> str:
+    kinds = "".join(
+        f"<button type='button' data-chart='{number}' data-kind='{kind}'>{kind.upper()}</button>"
+        for kind in ("png", "svg", "csv")
+    )
+    about = _escape(f"{chart.title}. {chart.caption} The numbers are in the table below.")
+    return (
+        f"<figure id='chart-{number}' class='{'wide' if chart.name in WIDE else ''}'><h4>{_escape(chart.title)}</h4>"
+        f"<div class='plot' id='plot-{number}' data-height='{chart.height}' style='height:{chart.height}px' "
+        f"role='img' aria-label='{about}'></div><figcaption>{_escape(chart.caption)}</figcaption>"
+        f"<details><summary>Table</summary>{_table(chart.columns, chart.rows)}</details>"
+        f"<p class='downloads'>Download: {kinds}</p></figure>"
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Value]]) -> str:
+    heads = "".join(f"<th scope='col'>{_escape(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return f"<div class='scroll' tabindex='0'><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _cell(value: Value) -> str:
+    """A number is shown short, and kept whole for the CSV file."""
+    if value is None:
+        return "<td class='number' data-v=''>-</td>"
+    if isinstance(value, str):
+        return f"<td{' class=long' if len(value) > 40 else ''}>{_escape(value)}</td>"
+    exact = repr(value)
+    shown = short(value)
+    return f"<td class='number'{f' data-v={exact!r}' if exact != shown else ''}>{shown}</td>"
+
+
+def _runs(records: Sequence[Record]) -> str:
+    return f"<section id='runs'><h2>All runs</h2>{_table(tables.RUNS_HEAD, tables.all_runs(records))}</section>"
+
+
+def _again(records: Sequence[Record]) -> str:
+    """Commands, whole recipes, machines and versions."""
+    recipes = "".join(
+        f"<details><summary>Recipe of {_escape(record.name)}</summary>"
+        f"<pre>{_escape(json.dumps(_without_places(record.recipe), indent=1))}</pre></details>"
+        for record in records
+        if record.recipe
+    )
+    machines = ""
+    found = words.environments(records)
+    if found:
+        names = list(dict.fromkeys(name for environment, _ in found for name in environment))
+        rows = [[*(str(environment.get(name, "")) for name in names), ", ".join(who)] for environment, who in found]
+        machines = f"<h3>Machines and versions</h3>{_table([*names, 'runs'], rows)}"
+    return (
+        f"<section id='again'><h2>How to do it again</h2><p>DATA is the folder in which your data lie.</p>"
+        f"<pre tabindex='0'>{_escape(words.commands(records))}</pre>{recipes}{machines}</section>"
+    )
+
+
+def _without_places(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe without where data lie on a disk."""
+    task = recipe.get("task")
+    if not isinstance(task, dict) or not task.get("data"):
+        return recipe
+    return {**recipe, "task": {**task, "data": Path(str(task["data"])).name}}
+
+
+def _meanings() -> str:
+    terms = "".join(f"<dt>{term}</dt><dd>{_escape(meaning)}</dd>" for term, meaning in words.MEANINGS.items())
+    return f"<section id='words'><h2>Words</h2><dl>{terms}</dl></section>"
+
+
+def _file_name(number: int, chart: Chart) -> str:
+    return f"{number + 1:02d}-{chart.name}"
+
+
+def _asset(name: str) -> str:
+    return files("growprune.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _escape(text: str) -> str:
+    return html.escape(text, quote=True)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity and no NaN, which a loss may be."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,194 @@
+"""The schedule as a timeline: how dense each part, or the whole model, is when."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from growprune.report.chart import Chart, axis, layout
+from growprune.report.groups import Cell, Group
+from growprune.report.runs import Json, Record
+
+MAX_PARTS = 12
+"""Beyond so many parts, or sets of layers, only the whole model is shown."""
+MIN_SHARE = 0.07
+"""How much of the time a stretch must take for its density to be written into it."""
+
+_EDIT = re.compile(r"(prune|grow) (?:([\d.e-]+) (?:more )?of (.+?)|(.+?) to (dense|[\d.e-]+))(?: by \w+| at random)?$")
+
+
+Row = tuple[str, float, float, float]
+"""Of a stretch of the timeline: of what, from which epoch, to which, and how dense it is."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time, in epochs, in which nothing is edited; the branches of a fork have spans of their own."""
+
+    start: float
+    end: float
+    stage: int
+    branch: int | None
+    edits: str
+    alive: int
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One row of the timeline: from which epoch on, which density."""
+
+    label: str
+    ends: tuple[float, ...]
+    densities: tuple[float, ...]
+
+
+def schedule_chart(group: Group) -> Chart | None:
+    """Of every method of a group, how dense what was when; of runs that differ by their seed, the first."""
+    lanes = [lane for cell in group.cells for lane in _lanes(cell, len(group.cells) > 1)]
+    if not lanes:
+        return None
+    rows = [row for lane in lanes for row in _rows(lane)]
+    length = max(end for _, _, end, _ in rows)
+    return Chart(
+        "schedule",
+        "The schedule",
+        "Each row is a part of a model, or a whole model; the darker (on a dark page, the brighter) it is, the more of "
+        "its weights live at that time."
+        + (" Parts that are dense at the same time are so on machines of their own." if _has_forks(group) else ""),
+        [_bars(rows, length)],
+        layout(
+            axis("epoch", range=[0, length]),
+            axis("", autorange="reversed", type="category", ticksuffix=" "),
+            bargap=0.12,
+        ),
+        ["what", "from epoch", "to epoch", "density"],
+        rows,
+        height=130 + 34 * len(lanes),
+    )
+
+
+def _has_forks(group: Group) -> bool:
+    return any(row.get("branch") is not None for cell in group.cells for row in cell.first.history)
+
+
+def _bars(rows: Sequence[Row], length: float) -> Json:
+    """A bar for each stretch, as dark as it is dense."""
+    densities = [density for _, _, _, density in rows]
+    bars: Json = {"type": "bar", "orientation": "h", "meta": "density", "y": [label for label, _, _, _ in rows]}
+    bars |= {"base": [start for _, start, _, _ in rows], "x": [end - start for _, start, end, _ in rows]}
+    scale = {"title": {"text": "density"}, "thickness": 12, "tickformat": ".0%"}
+    bars["marker"] = {"color": densities, "cmin": 0, "cmax": 1, "colorbar": scale, "line": {"width": 0}}
+    bars["text"] = [_name(density) if end - start >= MIN_SHARE * length else "" for _, start, end, density in rows]
+    bars |= {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "constraintext": "none"}
+    bars["customdata"] = [f"epochs {start:.4g} to {end:.4g}: density {density:.3g}" for _, start, end, density in rows]
+    bars["hovertemplate"] = "%{y}<br>%{customdata}<extra></extra>"
+    return bars
+
+
+def _rows(lane: Lane) -> Iterator[Row]:
+    for (start, end), density in zip(pairwise((0.0, *lane.ends)), lane.densities, strict=True):
+        yield lane.label, round(start, 3), round(end, 3), density
+
+
+def _name(density: float) -> str:
+    return "dense" if density == 1 else f"{density:.2g}"
+
+
+def _lanes(cell: Cell, is_named: bool) -> list[Lane]:
+    record = next((record for record in cell.records if record.phases), cell.first)
+    spans = _spans(record)
+    if not spans:
+        return []
+    parts = sorted({part for span in spans for _, part, _, _ in _parse(span.edits)} - {"all"}, key=_natural)
+    before = f"{cell.label}: " if is_named else ""
+    if 0 < len(parts) <= MAX_PARTS and all(_is_known(span.edits) for span in spans):
+        return [_lane(f"{before}{part}", states) for part, states in _part_states(record, spans, parts).items()]
+    size = record.prunable or max(span.alive for span in spans)
+    whole = [(_end(same), max(span.alive for span in same) / size) for same in _by_time(spans)]
+    return [_lane(f"{before}whole model" if before == "" else cell.label, whole)]
+
+
+def _lane(label: str, states: Sequence[tuple[float, float]]) -> Lane:
+    """Neighbours of one density are one stretch."""
+    runs = [(density, list(same)) for density, same in groupby(states, key=lambda state: state[1])]
+    return Lane(label, tuple(same[-1][0] for _, same in runs), tuple(density for density, _ in runs))
+
+
+def _part_states(record: Record, spans: Sequence[Span], parts: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
+    """By part, until when it has which density. Of a fork, a part is as dense as on the machine where it is densest."""
+    states: dict[str, list[tuple[float, float]]] = {part: [] for part in parts}
+    # a log has the edits of all phases; rows of a history may lack the first ones, which every method spends on pruning
+    now = dict.fromkeys(parts, 1.0 if record.phases else 1 - record.sparsity)
+    for same in _by_time(spans):
+        branches = [_edited(now, span.edits) for span in same]
+        shown = {part: max(branch[part] for branch in branches) for part in parts}
+        now = shown  # after a fork, each part is as it was where it grew
+        if _end(same) > same[0].start:
+            for part in parts:
+                states[part].append((_end(same), shown[part]))
+    return states
+
+
+def _edited(now: dict[str, float], edits: str) -> dict[str, float]:
+    after = dict(now)
+    for action, part, to, share in _parse(edits):
+        for name in after if part == "all" else [part]:
+            if to is not None:
+                after[name] = 1 - to
+            elif share is not None:
+                after[name] = min(1.0, after[name] * (1 - share if action == "prune" else 1 + share))
+    return {part: round(density, 6) for part, density in after.items()}
+
+
+def _parse(edits: str) -> list[tuple[str, str, float | None, float | None]]:
+    """The edits of a phase as it is written in logs: (action, part, to, share)."""
+    found = []
+    for edit in edits.split(", "):
+        if match := _EDIT.fullmatch(edit.partition(" (")[0]):
+            action, share, of, part, to = match.groups()
+            sparsity = None if to is None else 0.0 if to == "dense" else float(to)
+            found.append((action, of or part, sparsity, None if share is None else float(share)))
+    return found
+
+
+def _is_known(edits: str) -> bool:
+    return edits.startswith("train") or len(_parse(edits)) == len(edits.split(", "))
+
+
+def _spans(record: Record) -> list[Span]:
+    """From the log, which has every phase; without one, from the history, which has what each epoch ended with."""
+    if not record.phases:
+        return [_of_row(row) for row in record.history]
+    rows = [row for row in record.history if row.get("iteration")]
+    per_epoch = rows[0]["iteration"] / rows[0]["epoch"] if rows else 1.0
+    trained = [phase["iterations"] / phase["epochs"] for phase in record.phases if phase.get("epochs")]
+    per_epoch = trained[0] if trained else per_epoch
+    spans, now = [], 0.0
+    for _, group in groupby(record.phases, key=lambda phase: phase["stage"]):
+        same = list(group)
+        for phase in same:
+            end = now + phase["iterations"] / per_epoch
+            spans.append(Span(now, end, phase["stage"], phase["branch"], phase["edits"], phase["alive"]))
+        now = max(span.end for span in spans[-len(same) :])
+    return spans
+
+
+def _of_row(row: Json) -> Span:
+    length = row.get("epochs", 1)  # the first format has a row a phase
+    return Span(row["epoch"] - length, row["epoch"], row["stage"], row["branch"], row["edits"], row["alive"])
+
+
+def _by_time(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans one after the other, those of the branches of a fork together."""
+    return [list(same) for _, same in groupby(spans, key=lambda span: (span.stage, span.start))]
+
+
+def _end(spans: Sequence[Span]) -> float:
+    return max(span.end for span in spans)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """S2 before S10."""
+    return [(int(piece), "") if piece.isdigit() else (0, piece) for piece in re.split(r"(\d+)", name) if piece]

@@ -1,0 +1,88 @@
+"""The two tables of results: means over seeds of what may be compared, and every run by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from growprune.report.chart import Value, scaled
+from growprune.report.curves import last_of
+from growprune.report.frontier import average_live, given, peak_live, quality
+from growprune.report.groups import Cell, Group
+from growprune.report.runs import Record
+
+MEANS_HEAD = (
+    *("run", "seeds", "epochs", "quality", "minus dense", "sparsity reached", "training FLOPs", "inference FLOPs"),
+    *("peak live", "average live", "explored", "peak memory", "time"),
+)
+RUNS_HEAD = (
+    *("run", "status", "method", "sparsity", "seed", "epochs", "metric", "test", "test of the best by validation"),
+    *("live weights", "file bytes", "peak bytes", "seconds"),
+)
+UNKNOWN = "-"
+
+
+def means(group: Group) -> list[list[str]]:
+    """A row for each of the finished runs of a group that differ by more than their seed."""
+    dense = next((mean for cell in group.dense if (mean := cell.mean(quality)) is not None), None)
+    finished = [cell for cell in group.cells if cell.mean(quality) is not None]
+    return [list(_cells(cell, dense)) for cell in finished]
+
+
+def _cells(cell: Cell, dense: float | None) -> Iterator[str]:
+    yield from (cell.label, str(len(cell.values(quality))), str(cell.first.epochs), spread(cell, quality))
+    gap = (cell.mean(quality) or 0.0) - (dense or 0.0)
+    yield "" if dense is None or cell.sparsity == 0 else f"{gap:+.2f}"
+    yield _reached(cell)
+    yield _say(cell.mean(given("training_flops")), scaled)
+    yield _say(cell.mean(lambda record: record.total("flops_sparse")), scaled)
+    for share in (cell.mean(peak_live), cell.mean(average_live), last_of([cell], "explored").get(cell.label)):
+        yield _say(share, lambda known: f"{known:.1%}")
+    yield _say(cell.mean(given("peak_bytes")), lambda count: f"{scaled(count)}B")
+    yield _say(cell.mean(given("seconds")), duration)
+
+
+def _say(value: float | None, how: Callable[[float], str]) -> str:
+    return UNKNOWN if value is None else how(value)
+
+
+def _reached(cell: Cell) -> str:
+    """Says so where a method missed its target by more than rounding."""
+    reached, size = cell.mean(lambda record: record.total("sparsity")), cell.first.prunable or 1
+    if reached is None:
+        return UNKNOWN
+    is_exact = abs(reached - cell.sparsity) * size <= max(1.0, 0.0005 * size)
+    return f"{reached:.4g}" if is_exact else f"{reached:.4g}, not {cell.sparsity:.4g}"
+
+
+def spread(cell: Cell, of: Callable[[Record], float | None]) -> str:
+    """The mean over seeds, and the standard deviation if there are several."""
+    mean, deviation = cell.mean(of), cell.spread(of)
+    if mean is None:
+        return UNKNOWN
+    return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(42), duration(600), duration(9000)
+    ('42 s', '10 min', '2.5 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+
+
+def all_runs(records: Sequence[Record]) -> list[list[Value]]:
+    """Every run, whatever became of it."""
+    rows: list[list[Value]] = []
+    for record in records:
+        best = given("best")(record) or {}
+        status = f"{record.status}: {record.why}" if record.why else record.status
+        rows.append(
+            [
+                *(record.name, status, record.method, record.sparsity, record.seed, record.epochs, record.metric),
+                *(record.quality, (best.get("test") or {}).get(record.metric), record.total("alive")),
+                *(given(name)(record) for name in ("file_bytes", "peak_bytes", "seconds")),
+            ]
+        )
+    return rows

@@ -1,0 +1,140 @@
+"""What the page says in words: what was trained, how good it is, what differs, and how to do it again."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+from growprune.methods import METHODS
+from growprune.report.frontier import quality
+from growprune.report.groups import Cell, Group, what_differs
+from growprune.report.runs import Record
+from growprune.report.tables import duration, spread
+
+MEANINGS = {
+    "sparsity": "the share of the weights that are exactly zero; at 0.9, one weight in ten is left",
+    "density": "the share that is left: 1 - sparsity",
+    "live weight": "a weight that may be other than zero, and is trained",
+    "prunable weights": "those that may be removed: of convolutions and matrix products, not of norms and biases",
+    "part": "one of the pieces into which a model is cut, so that one after the other can be trained dense",
+    "epoch": "one pass over the training data",
+    "validation and test data": "data that are not trained on; the first choose a model, the second only judge it",
+}
+
+
+def title(groups: Sequence[Group], records: Sequence[Record]) -> str:
+    tasks = list(dict.fromkeys(group.title for group in groups))
+    what = tasks[0] if len(tasks) == 1 else f"{len(tasks)} tasks" if tasks else "nothing to show yet"
+    return f"{_count(len(records), 'run')}: {what}"
+
+
+def summary(group: Group) -> list[str]:
+    """A few sentences on one group of runs."""
+    finished = [cell for cell in group.cells if cell.mean(quality) is not None]
+    if not finished:
+        return [f"No run of {group.title} is finished yet; what there is so far is shown below."]
+    return [_trained(group), *_how_good(group, finished), _how_long(finished)]
+
+
+def _trained(group: Group) -> str:
+    cells = group.sparse or group.dense
+    names = list(dict.fromkeys(cell.method for cell in cells))
+    sparsities = sorted({cell.sparsity for cell in cells})
+    said = " and ".join(f"{sparsity:.4g}" for sparsity in sparsities)
+    runs = sum(len(cell.records) for cell in group.cells)
+    what = f"{_count(runs, 'run')} of {group.title}, {group.budget}".rstrip(", ")
+    these = "This is" if runs == 1 else "These are"
+    if not group.sparse:
+        return f"{these} {what}: a dense model, of which no weight was removed."
+    if len(names) > 1:
+        return f"{these} {what}: {len(names)} methods, at sparsity {said} (the share of the weights that are removed)."
+    methods = {name.rstrip("_"): method for name, method in METHODS.items()}
+    about = (methods[names[0]].__doc__ or "").strip().splitlines()[0] if names[0] in methods else ""
+    return f"{these} {what}: the method {names[0]} at sparsity {said}. {about}".strip()
+
+
+def _how_good(group: Group, finished: Sequence[Cell]) -> list[str]:
+    sentences = []
+    dense = next((cell for cell in finished if cell.sparsity == 0), None)
+    if dense is not None:
+        sentences.append(f"Without removing anything, {group.metric} on test data is {spread(dense, quality)}.")
+    for sparsity in sorted({cell.sparsity for cell in finished if cell.sparsity > 0}):
+        cells = [cell for cell in finished if cell.sparsity == sparsity]
+        best = max(cells, key=lambda cell: cell.mean(quality) or 0.0)
+        who = f"{best.series} is the best of {len(cells)} and" if len(cells) > 1 else best.series
+        text = f"At sparsity {sparsity:.4g}, {who} reaches {group.metric} {spread(best, quality)} on test data"
+        sentences.append(text + (f", {_gap(best, dense)}." if dense is not None else "."))
+    return sentences
+
+
+def _gap(cell: Cell, dense: Cell) -> str:
+    gap = (cell.mean(quality) or 0.0) - (dense.mean(quality) or 0.0)
+    if abs(gap) < 0.005:
+        return "as good as dense"
+    return f"{abs(gap):.2f} {'above' if gap > 0 else 'below'} dense"
+
+
+def _how_long(cells: Sequence[Cell]) -> str:
+    results = [record.result for cell in cells for record in cell.records if record.result is not None]
+    seconds = [result["seconds"] for result in results]
+    devices = sorted({str((result.get("environment") or {}).get("device") or "") for result in results} - {""})
+    where = f" on {' and '.join(devices)}" if devices else ""
+    if len(seconds) == 1:
+        return f"The run took {duration(seconds[0])}{where}."
+    return f"A run took between {duration(min(seconds))} and {duration(max(seconds))}{where}."
+
+
+def notes(records: Sequence[Record]) -> list[str]:
+    """What a reader must know before comparing: which runs differ, and which are not whole."""
+    said = []
+    if differ := what_differs(records):
+        said.append(
+            f"Not all of these runs can be compared: {'; '.join(differ)}. Charts of quality are refused across them, "
+            f"and drawn for each group by itself."
+        )
+    counts = Counter(record.status for record in records if not record.is_finished)
+    if counts:
+        each = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
+        said.append(f"Not all of these runs are whole ({each}): the table of all runs says why.")
+    return said
+
+
+def commands(records: Sequence[Record]) -> str:
+    """What starts each run again; in the end, those of which no command is known."""
+    known = [f"# {record.name}\n{command(record)}" for record in records if record.origin.get("source")]
+    others = [record.name for record in records if not record.origin.get("source")]
+    unknown = f"# begun from Python, or kept without a command (their recipes are below): {', '.join(others)}"
+    return "\n".join([*known, *([unknown] if others else [])])
+
+
+def command(record: Record) -> str:
+    """What starts a run again; where files lie on a disk is left to the reader."""
+    source, colon, function = str(record.origin["source"]).rpartition(":")
+    name = f"{PurePath(source).name}:{function}" if colon else function
+    settings = dict(record.origin.get("settings") or {})
+    data = settings.pop("task.data", None) or record.task.get("data")
+    words = ["growprune", "train", name, *(w for k, v in settings.items() for w in ("--set", f"{k}={v}"))]
+    words += [] if not data else ["--data", f"DATA/{PurePath(data).name}"]
+    line = shlex.join([*words, "--out", record.name])
+    extended = record.origin.get("extended")
+    return line + (f"\ngrowprune resume {shlex.quote(record.name)} --extend {extended}" if extended else "")
+
+
+def environments(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[str]]]:
+    """The machines and versions there were, each with the runs that had them."""
+    found: list[tuple[dict[str, Any], list[str]]] = []
+    for record in records:
+        environment = (record.result or {}).get("environment")
+        if isinstance(environment, dict):
+            same = next((names for known, names in found if known == environment), None)
+            if same is None:
+                found.append((environment, same := []))
+            same.append(record.name)
+    return found
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
