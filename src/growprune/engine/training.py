@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from growprune.engine.backward import Backward
+from growprune.engine.data_order import seed_of_epoch
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
 from growprune.engine.timeline import timeline
 from growprune.errors import GrowpruneError
 from growprune.plan import ScheduledPhase
-from growprune.scores import salt_of
 from growprune.sparse import SparseModel
+from growprune.tasks.task import num_examples
 
 
 class TrainingDiverged(RuntimeError):
@@ -50,6 +51,8 @@ class Training:
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr = 0.0
         """The learning rate of the last iteration."""
+        self.num_examples = 0
+        """How many the last iteration had, those of all replicas."""
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._num_losses = 0
         self._late_sum, self._shown_sum, self._num_shown = LateReader(device), LateReader(device), 0
@@ -89,9 +92,13 @@ class Training:
     def _add_gradients(self, batches: Iterator[Any]) -> Tensor:
         """Those of all batches of an iteration; returns their mean loss."""
         if self.recipe.accumulate == 1:
-            return self.backward(next(batches), 1)
+            batch = next(batches)
+            self.num_examples = num_examples(batch) or 1
+            return self.backward(batch, 1)
         weights, loss_sum = [], torch.zeros_like(self._loss_sum)
+        self.num_examples = 0
         for batch in batches:
+            self.num_examples += num_examples(batch) or 1
             weights.append(self.recipe.task.weigh(batch))
             loss_sum += self.backward(batch, weights[-1])
         for parameter in self.sparse.model.parameters():
@@ -185,7 +192,7 @@ class Batches:
         """Those of an iteration, made one by one; take them all before those of the next."""
         epoch, number = divmod(iteration, self._per_epoch)
         if self._place != (branch, iteration) or number == 0:
-            seed = salt_of(self._recipe.seed, "data", branch, epoch) >> 1
+            seed = seed_of_epoch(self._recipe.seed, branch, epoch)
             start = number * self._recipe.accumulate
             self._open = iter(self._task.batches(seed=seed, start=start, device=self._device))
         self._place = branch, iteration + 1
