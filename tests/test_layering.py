@@ -57,9 +57,11 @@ MAY_IMPORT = {
     "tasks": "",
     "engine": f"atomic {CORE} init folding rules methods flops file summary tasks.task",
     "recipes": "plan partition methods tasks engine",
+    "compare": "atomic plan partition methods tasks engine recipes",
     # who runs it
     "console": "folding plan engine file summary",
-    "cli": f"{CORE} methods flops file summary deploy tasks engine recipes console",
+    "console_compare": "compare console",
+    "cli": f"{CORE} methods flops file summary deploy tasks engine recipes compare console console_compare",
     "__main__": "cli",
     "__init__": f"{CORE} rules init methods flops file summary deploy tasks engine",
 }

@@ -205,7 +205,11 @@ class RunFolder:
     def read_rows(self, stage: int, branch: int) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """What came of a branch of a fork, epoch by epoch, and what it cost, if that was counted."""
         folder = self.branch(stage, branch)
-        names: json_file.Names = {"rows": list, "cost?": dict, **{f"rows.*.{name}": kind for name, kind in _ROW.items()}}
+        names: json_file.Names = {
+            "rows": list,
+            "cost?": dict,
+            **{f"rows.*.{name}": kind for name, kind in _ROW.items()},
+        }
         remedy = f"remove {folder} and resume, which trains that branch again"
         content = json_file.read(folder / "rows.json", names, remedy)
         return content["rows"], content.get("cost")
@@ -288,6 +292,22 @@ def _lock(descriptor: int) -> bool:
             return True
         else:
             return True
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether another process has the lock of a folder."""
+    if not path.is_dir():
+        return False
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system that knows no locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _of_this_format(result: Any) -> Any:
