@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rich import box
+from rich.console import JustifyMethod
 from rich.table import Table
 
 from growprune.compare.jobs import Job
-from growprune.compare.table import COST, QUALITY, Comparison, cost_cells, quality_cells
+from growprune.compare.table import COST, QUALITY, Comparison, TableRow, cost_cells, quality_cells
 from growprune.compare.working import carry_out as work
 from growprune.console import err
 from growprune.console import out as console
@@ -46,27 +48,36 @@ def show(comparison: Comparison, *, out: Path | None, as_markdown: bool) -> None
         print(comparison.to_markdown(), end="")
         return
     where = f" on {comparison.base}" if comparison.base else ""
-    title = f"test {comparison.metric}{where}: mean ± deviation over seeds; differences ± standard error"
-    console.print(_table(title, QUALITY, [quality_cells(row) for row in comparison.rows]))
-    cost = [{"row": _place(row.name, row.sparsity), **cost_cells(row)} for row in comparison.rows]
-    console.print(_table("cost: shares are of dense", ("row", *COST), cost))
+    _say(f"test {comparison.metric}{where}: mean ± deviation over seeds; differences ± standard error")
+    console.print(_table(QUALITY_SHOWN, [_named(row) | quality_cells(row) for row in comparison.rows]))
+    _say("cost, as a share of dense:")
+    console.print(_table(("row", *COST), [_named(row) | cost_cells(row) for row in comparison.rows]))
     for line in [*comparison.notes, *comparison.errors]:
-        console.print(line, highlight=False, soft_wrap=True)
+        _say(line)
     if out is not None:
-        console.print(f"in {out}: comparison.json, comparison.csv", highlight=False, soft_wrap=True)
+        _say(f"in {out}: comparison.json, comparison.csv")
 
 
-def _place(name: str, sparsity: float) -> str:
-    return f"{name} {sparsity:g}" if sparsity else name
+QUALITY_SHOWN = tuple(name for name in QUALITY if name != "sparsity")
 
 
-def _table(title: str, heads: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left")
+def _say(line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True)
+
+
+def _named(row: TableRow) -> dict[str, str]:
+    """The row and its sparsity in one, so that the table fits a terminal."""
+    sparsity = quality_cells(row)["sparsity"] if row.sparsity else ""
+    return {"title": f"{row.name} {sparsity}".strip()}
+
+
+def _table(heads: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
+    """Numbers are shown whole; where there is no room, the names of rows go on in the next line."""
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
     for head in heads:
-        if head in ("row", "runs"):
-            table.add_column(head, overflow="fold", min_width=10)
-        else:
-            table.add_column(head, justify="right")
+        is_text = head in ("row", "runs")
+        justify: JustifyMethod = "left" if is_text else "right"
+        table.add_column(head.replace(" ", "\n"), justify=justify, no_wrap=head != "row", overflow="fold")
     for cells in rows:
-        table.add_row(*(cells[head] for head in heads))
+        table.add_row(cells["title"], *(cells[head] for head in heads[1:]))
     return table

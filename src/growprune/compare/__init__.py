@@ -127,6 +127,7 @@ def of_runs(paths: Sequence[Path], allow: Sequence[str] = ()) -> Comparison:
     """The table of runs that are there: folders of runs, folders with some below, or result.json files."""
     found = outcomes.of_paths(paths, allow)
     differing = fairness.check([o.facts(with_epochs=True) for o in found if o.recipe], allow)
+    outcomes.check_apart(found)
     return table.build(found, notes=differing)
 
 

@@ -63,12 +63,14 @@ class Budget:
 def _nearest(price: Callable[[int], int], target: int, least: int, most: int) -> int:
     """The number of epochs whose price is nearest to a target; the price grows about as the epochs do."""
     price, epochs = functools.cache(price), least
+    tried = {least}
     for _ in range(8):
-        better = min(most, max(least, round(epochs * target / max(1, price(epochs)))))
-        if better == epochs:
+        epochs = min(most, max(least, round(epochs * target / max(1, price(epochs)))))
+        if epochs in tried:
             break
-        epochs = better
-    close = [n for n in (epochs - 1, epochs, epochs + 1) if least <= n <= most]
+        tried.add(epochs)
+    # a step that gets an epoch more makes a leap of the price, so that the nearest may lie a little aside
+    close = tried | {n for n in range(epochs - 3, epochs + 4) if least <= n <= most}
     return min(close, key=lambda n: (abs(price(n) - target), n))
 
 

@@ -21,6 +21,8 @@ from growprune.tasks import TASKS
 OF_THE_ROW = {"method", "options", "sparsity", "allocation", "scope", "partition", "seed"}
 """Fields of a recipe in which rows, or the runs of one, may differ. The next ones change no figure of the table."""
 NO_INFLUENCE = (MAY_CHANGE - {"storage", "task.data"}) | {"evaluate_every", "candidates", "device"}
+OF_SPARSITY = {"pattern", "keep_dense", "include", "also"}
+"""What means nothing to a dense run."""
 OLD_PARTITION = {"kappa", "parts"}
 """What the partition was called in results of the first format."""
 
@@ -47,7 +49,7 @@ def facts_of(
 ) -> Facts:
     """Of a run with this recipe; `more` are other things that must be the same, such as epochs."""
     fields = _defaults(recipe) | flat(dict(recipe))
-    skipped = OF_THE_ROW | OLD_PARTITION | NO_INFLUENCE
+    skipped = OF_THE_ROW | OLD_PARTITION | NO_INFLUENCE | (OF_SPARSITY if not recipe.get("sparsity") else set())
     kept = {key: value for key, value in fields.items() if not ({key, key.partition(".")[0]} & skipped)}
     if "task.data" in kept:  # it may lie elsewhere on each machine
         kept["task.data"] = PurePath(str(kept["task.data"])).name
@@ -106,8 +108,8 @@ def _differences(runs: Sequence[Facts]) -> dict[str, dict[str, list[str]]]:
     if all(run.data for run in runs):  # then there is something better than a name
         names.pop("task.data", None)
     for name in names:
-        values = _by_value({run.name: run.fields.get(name, "nothing") for run in runs})
-        if len(values) > 1 and not (name == "epochs" and "nothing" in values):
+        values = _by_value([(run.name, run.fields[name]) for run in runs if name in run.fields])
+        if len(values) > 1:  # what a run does not say is not held against it
             found[name] = values
     return found | _data_differences(runs)
 
@@ -120,15 +122,15 @@ def _data_differences(runs: Sequence[Facts]) -> dict[str, dict[str, list[str]]]:
         if run.data:
             groups.setdefault(repr((run.seed, run.fields.get("accumulate"), task)), []).append(run)
     for group in groups.values():
-        values = _by_value({run.name: run.data for run in group})
+        values = _by_value([(run.name, run.data) for run in group])
         if len(values) > 1:
             return {"data": values}
     return {}
 
 
-def _by_value(values: Mapping[str, Any]) -> dict[str, list[str]]:
+def _by_value(values: Sequence[tuple[str, Any]]) -> dict[str, list[str]]:
     grouped: dict[str, list[str]] = {}
-    for name, value in values.items():
+    for name, value in values:
         grouped.setdefault(_text(value), []).append(name)
     return grouped
 

@@ -84,7 +84,8 @@ def make_jobs(
 ) -> list[Job]:
     """Every run, seed by seed, so that a comparison that is broken off has all rows with its first seeds."""
     _check(sparsities, seeds, settings)
-    base = override(find(source), settings)
+    found = find(source)
+    base = override(found, settings)
     per_epoch = num_iterations_per_epoch(base)
     cells = [(row, s) for row in rows for s in ([0.0] if row.is_dense else sparsities)]
     made = [_settle(base, row, sparsity, budget, per_epoch, "epochs" in allowed) for row, sparsity in cells]
@@ -93,7 +94,7 @@ def make_jobs(
         for (row, sparsity), (own, epochs) in zip(cells, made, strict=True):
             whole = {**settings, **own, "seed": str(seed)}
             folder = out.resolve() / row.folder / f"{sparsity:g}" / f"seed{seed}"
-            recipe = override(find(source), whole)
+            recipe = override(found, whole)
             jobs.append(Job(row, sparsity, seed, epochs, absolute(source), whole, recipe, folder))
     return jobs
 

@@ -96,19 +96,24 @@ def of_paths(paths: Sequence[Path], allowed: Sequence[str] = ()) -> list[Outcome
     found = _named_apart([_of_folder(folder) for path in paths for folder in _folders(path)], allowed)
     if not found:
         raise GrowpruneError("there is nothing to compare: give folders of runs, or a recipe with --methods")
+    return found
+
+
+def check_apart(outcomes: Sequence[Outcome]) -> None:
+    """Raise if two runs are of one row and seed."""
     seen: dict[Any, Outcome] = {}
-    for outcome in found:
+    for outcome in outcomes:
         if (other := seen.setdefault((outcome.row, outcome.sparsity, outcome.seed), outcome)) is not outcome:
             raise GrowpruneError(
                 f"{other.folder} and {outcome.folder} are the same row and seed: leave one of them out"
             )
-    return found
 
 
 def _named_apart(outcomes: Sequence[Outcome], allowed: Sequence[str]) -> list[Outcome]:
     """Runs that differ in what is allowed are different rows, and their names say in what."""
     facts = [outcome.facts(with_epochs=True) for outcome in outcomes]
-    fields = [name for name in varying(facts, allowed) if name != "data"]
+    known_ones = [known for known, outcome in zip(facts, outcomes, strict=True) if outcome.recipe]
+    fields = [name for name in varying(known_ones, allowed) if name != "data"]
     named = []
     for outcome, known in zip(outcomes, facts, strict=True):
         hidden = [name for name in fields if name != "epochs" or _is_plain(outcome.recipe.get("options") or {})]

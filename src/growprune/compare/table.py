@@ -173,7 +173,19 @@ def _notes(outcomes: Sequence[Outcome], rows: Sequence[TableRow]) -> list[str]:
     notes = [f"runs were on different devices ({', '.join(sorted(places))}): seconds do not compare"]
     notes = notes if len(places) > 1 else []
     off = [row for row in rows if is_off(row)]
+    for sparsity in dict.fromkeys(row.sparsity for row in rows if row.summary["rival"]):
+        notes.append(_say_rivals([row for row in rows if row.sparsity == sparsity and row.summary["rival"]]))
     return [*notes, *(f"{row.name} does not reach {row.sparsity:g} exactly: {_reached(row)}" for row in off)]
+
+
+def _say_rivals(rows: Sequence[TableRow]) -> str:
+    """All rows have the same best rival, but for itself, and for rows that lack some seeds."""
+    by_rival: dict[str, list[str]] = {}
+    for row in rows:
+        by_rival.setdefault(row.summary["rival"], []).append(row.name)
+    (usual, _), *others = sorted(by_rival.items(), key=lambda item: -len(item[1]))
+    exceptions = "".join(f"; that of {', '.join(names)} is {rival}" for rival, names in others)
+    return f"best rival at {rows[0].sparsity:g}, by validation: {usual}{exceptions}"
 
 
 def is_off(row: TableRow) -> bool:
@@ -220,8 +232,8 @@ def _mean_and(numbers: Mapping[str, Any], spread: str, sign: str = "") -> str:
 
 
 def _runs(row: TableRow) -> str:
-    counts = {status: row.summary[status] for status in ("finished", "failed", "unfinished")}
-    return ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    counts = {status: row.summary[status] for status in ("failed", "unfinished")}
+    return ", ".join([str(row.summary["finished"]), *(f"{n} {status}" for status, n in counts.items() if n)])
 
 
 def _flat(row: TableRow) -> dict[str, Any]:
