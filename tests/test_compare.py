@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -225,3 +226,11 @@ def test_the_last_words_of_a_run_are_its_error(tmp_path: Path) -> None:
     assert last_words(log, -9) == "killed by signal 9 (out of memory?)"
     log.write_text("")
     assert last_words(log, 3) == "ended with status 3"
+
+
+def test_the_page_names_options_that_there_are() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "comparing.md").read_text()
+    helps = CliRunner().invoke(app, ["compare", "--help"]).stdout + CliRunner().invoke(app, ["train", "--help"]).stdout
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page))
+    assert len(named) > 10
+    assert sorted(option for option in named if option not in helps) == []
