@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from growprune import GrowpruneError, methods
 from growprune.compare import Request
-from growprune.compare.budget import Budget, fill, num_epochs
+from growprune.compare.budget import Budget, num_epochs, spend
 from growprune.compare.rows import Row, parse_rows
 from growprune.engine.cost import estimate
 from growprune.engine.partitions import contiguous, per_layer
@@ -118,7 +118,7 @@ def test_a_method_of_a_file_must_be_a_method(own: Path) -> None:
     ],
 )
 def test_each_method_gets_the_form_that_fills_the_budget(method: str, epochs: int, options: dict[str, Any]) -> None:
-    assert fill(bare(method), epochs, 4).options == options
+    assert spend(bare(method), epochs, 4).options == options
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -126,26 +126,26 @@ def test_each_method_gets_the_form_that_fills_the_budget(method: str, epochs: in
 def test_every_method_spends_every_budget_exactly(method: str, epochs: int, parts: int) -> None:
     needed = 2 if method == "random_gap" else 1  # it never grows a layer twice in a row
     recipe = replace(bare(method), partition=contiguous(max(needed, parts)))
-    assert num_epochs(fill(recipe, epochs, 4), 4) == epochs
+    assert num_epochs(spend(recipe, epochs, 4), 4) == epochs
 
 
 def test_a_method_that_draws_its_layers_is_given_all_of_them_and_the_others_parts() -> None:
-    assert fill(bare("random_gap"), 20, 4).partition == per_layer()
+    assert spend(bare("random_gap"), 20, 4).partition == per_layer()
     drawn = replace(bare("cyclic_gap"), partition=per_layer())
-    assert fill(drawn, 20, 4).partition == contiguous(4)
+    assert spend(drawn, 20, 4).partition == contiguous(4)
 
 
 def test_options_that_are_given_stay_and_the_others_fill_up() -> None:
-    given = fill(bare("cyclic_gap", steps=4, restart=False), 20, 4).options
+    given = spend(bare("cyclic_gap", steps=4, restart=False), 20, 4).options
     assert given == {"steps": 4, "restart": False, "epochs": 2, "finetune": 12}
-    assert fill(bare("cyclic_gap", finetune=4), 20, 4).options == {"finetune": 4, "steps": 8, "epochs": 2}
-    assert fill(bare("one_shot", epochs=4), 20, 4).options == {"epochs": 4, "finetune": 16}
-    assert fill(bare("rigl", every=3), 20, 4).options == {"epochs": 20, "every": 3}
+    assert spend(bare("cyclic_gap", finetune=4), 20, 4).options == {"finetune": 4, "steps": 8, "epochs": 2}
+    assert spend(bare("one_shot", epochs=4), 20, 4).options == {"epochs": 4, "finetune": 16}
+    assert spend(bare("rigl", every=3), 20, 4).options == {"epochs": 20, "every": 3}
 
 
 def test_too_few_epochs_for_a_round_are_refused_with_what_would_do() -> None:
     with pytest.raises(GrowpruneError, match=r"needs 4 epochs for 4 steps, but the budget is 3.*contiguous\(2\)"):
-        fill(bare("cyclic_gap"), 3, 4)
+        spend(bare("cyclic_gap"), 3, 4)
 
 
 # Budgets
@@ -153,7 +153,7 @@ def test_too_few_epochs_for_a_round_are_refused_with_what_would_do() -> None:
 
 def at(method: str, allocation: str = "uniform") -> Any:
     base = replace(tiny(), method=METHODS[method], options={}, allocation=allocation)
-    return lambda epochs: fill(base, epochs, 5)
+    return lambda epochs: spend(base, epochs, 5)
 
 
 def test_equal_flops_give_a_static_mask_as_many_epochs_as_cost_what_dense_costs() -> None:

@@ -74,7 +74,7 @@ def _nearest(price: Callable[[int], int], target: int, least: int, most: int) ->
     return min(close, key=lambda n: (abs(price(n) - target), n))
 
 
-def fill(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> Recipe:
+def spend(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> Recipe:
     """The recipe with the options that make its plan so many epochs long; options it has already stay as they are."""
     recipe = _cut_as_method_wants(recipe)
     lengths = _lengths(recipe, _parts_of(recipe), epochs, iterations_per_epoch)

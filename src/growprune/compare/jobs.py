@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from growprune.compare.budget import Budget, check_length, fill, num_epochs, num_iterations_per_epoch
+from growprune.compare.budget import Budget, check_length, num_epochs, num_iterations_per_epoch, spend
 from growprune.compare.rows import Row
 from growprune.engine.override import override
 from growprune.engine.recipe import Recipe, describe, own_options
@@ -126,7 +126,7 @@ def _settle(
     begun = override(base, own)
 
     def at(epochs: int) -> Recipe:
-        return fill(begun, epochs, per_epoch)
+        return spend(begun, epochs, per_epoch)
 
     epochs = budget.epochs_of(begun.method, at)
     filled = at(epochs)
