@@ -77,7 +77,7 @@ def test_runs_that_are_alike_are_compared(write: Callable[..., list[Path]]) -> N
         ({"signature": "tok:13a"}, None),
         ({"data__first_batch": "0123"}, "data differ: num_batches 4, first_batch .*; num_batches 4, first_batch 0123"),
         ({"data__num_batches": 5}, "data differ"),
-        ({"history": [{}] * 4}, "epochs differ: 3 in .*; 4 in rigl:erk every=2 0.8 seed 1"),
+        ({"training_iterations": 16}, "epochs differ: 3 in .*; 4 in rigl:erk every=2 0.8 seed 1"),
     ],
     ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
 )

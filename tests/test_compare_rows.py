@@ -22,7 +22,7 @@ from growprune.recipes.digits import tiny
 from toy import Toy, cyclic
 
 OWN_METHOD = """
-from growprune import Phase, method, prune
+from growprune import Branch, Fork, Phase, method, prune
 
 @method
 def halves(S, *, sparsity, iterations, cuts=(0.5,)):
@@ -34,6 +34,12 @@ def halves(S, *, sparsity, iterations, cuts=(0.5,)):
 def short(S, *, sparsity, length=3):
     "Three epochs, whatever one wants."
     yield Phase(prune(S.whole, to=sparsity), epochs=length)
+
+@method
+def apart(S, *, sparsity, iterations):
+    "Each machine counts its own iterations."
+    yield Fork(*(Branch(Phase(iterations=iterations // 2), returns=P) for P in S))
+    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - iterations // 2)
 
 def forgotten(S, *, sparsity):
     yield Phase()
@@ -213,6 +219,13 @@ def test_a_method_of_ones_own_is_compared_like_any_other(tmp_path: Path, own: Pa
     assert job.row.name == "halves:erk cuts=[0.5,0.7]"
     assert job.recipe.method.__name__ == "halves"
     assert dict(job.recipe.options) == {"epochs": 6, "cuts": [0.5, 0.7]}
+
+
+def test_the_iterations_of_all_machines_make_the_budget(tmp_path: Path, own: Path) -> None:
+    job = request(f"{own}:apart", tmp_path / "out").jobs()[0]
+    # 5 batches an epoch and 3 parts: 15 of 30 iterations are 7 on each of 3 machines, and 8
+    assert dict(job.recipe.options) == {"iterations": 15}
+    assert job.epochs == 6
 
 
 def test_a_plan_that_does_not_spend_the_budget_is_refused_unless_that_is_allowed(tmp_path: Path, own: Path) -> None:

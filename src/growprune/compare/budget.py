@@ -5,6 +5,7 @@ What a method gets goes by the options it takes, so that a new method needs noth
 
 from __future__ import annotations
 
+import bisect
 import functools
 import inspect
 import math
@@ -22,7 +23,7 @@ from growprune.partition import Partition
 from growprune.plan import Plan, check_counts, walk
 
 KINDS = ("epochs", "flops", "paper")
-PAPER_RATIO = {"cyclic_gap": 4, "parallel_gap": 4, "random_gap": 4, "gradual_gap": 4}
+PAPER_RATIO = {"cyclic_gap": 4, "parallel_gap": 4, "random_gap": 4, "gradual_gap": 4, "parallel_gradual_gap": 4}
 """How many times as long as dense the GaP methods train in the paper, about."""
 
 SEARCH, ROUNDS = 0.4, 2
@@ -84,7 +85,7 @@ def spend(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> Recipe:
 def check_length(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> None:
     """Raise unless a recipe trains for so many epochs."""
     total = num_epochs(recipe, iterations_per_epoch)
-    if total != epochs:
+    if round(total) != epochs:  # branches in iterations may leave a few over
         options = ", ".join(f"{name}={value}" for name, value in recipe.options.items())
         raise GrowpruneError(
             f"{recipe.method.__name__} trains for {total:g} epochs with {options}, but the budget is {epochs}: give it "
@@ -119,14 +120,27 @@ def _is_required(recipe: Recipe, name: str) -> bool:
 def _lengths(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) -> dict[str, Any]:
     taken, given = own_options(recipe.method), recipe.options
     if "iterations" in taken:
-        length = {} if "iterations" in given else {"epochs": epochs}
-        return length | _often_enough(recipe, epochs * per_epoch)
+        often = _often_enough(recipe, epochs * per_epoch)
+        is_said = "iterations" in given or "epochs" in given
+        return often if is_said else often | _whole_length(recipe, S, epochs, per_epoch)
     if "steps" in taken:
         return _search(recipe, S, epochs)
     if "finetune" in taken:
         finetune = given.get("finetune", epochs - given.get("epochs", epochs // 2))
         return {"epochs": max(0, epochs - finetune), "finetune": max(0, finetune)}
     return {"epochs": epochs} if "epochs" in taken else {}
+
+
+def _whole_length(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) -> dict[str, int]:
+    """All epochs; of a method whose machines count their own, as many iterations as make about so many in all."""
+
+    def at(**length: int) -> float:
+        return _length(replace(recipe, options={**recipe.options, **length}), S, per_epoch)
+
+    if at(epochs=epochs) == epochs:
+        return {"epochs": epochs}
+    longest = bisect.bisect_right(range(epochs * per_epoch), False, key=lambda n: at(iterations=n) > epochs)
+    return {"iterations": max(1, longest - 1)}
 
 
 def _often_enough(recipe: Recipe, iterations: int) -> dict[str, int]:

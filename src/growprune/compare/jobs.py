@@ -137,4 +137,4 @@ def _settle(
     if filled.partition != begun.partition:
         parts = filled.partition.num_parts
         own["partition"] = f"contiguous({parts})" if parts else "per_layer"
-    return own, num_epochs(filled, per_epoch)
+    return own, round(num_epochs(filled, per_epoch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,8 @@ _NAMES: json_file.Names = {
     "recipe.options": dict,
     "seed": int,
     "metric?": str,
-    "data?": dict,
+    "data?.num_batches": int,
+    "training_iterations?": int,
     "environment?": dict,
     "validation": dict,
     "validation.*": NUMBER,
@@ -181,7 +183,10 @@ def metric_of(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _num_epochs(result: Mapping[str, Any]) -> int:
-    """Results of the first format have a row a phase, later ones one an epoch."""
+    """By iterations where they are counted; results of before have a row an epoch, the first ones a row a phase."""
+    if result.get("training_iterations") and result.get("data"):
+        per_epoch: int = math.ceil(result["data"]["num_batches"] / (result["recipe"].get("accumulate") or 1))
+        return round(int(result["training_iterations"]) / per_epoch)
     if "phases" in result:
         return sum(int(phase["epochs"]) for phase in result["phases"])
     return len(result.get("history") or ())

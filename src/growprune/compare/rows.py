@@ -29,6 +29,7 @@ USUAL_ALLOCATION = {
     "dpf": "global",
     "str_": "global",
     "gradual_gap": "global",
+    "parallel_gradual_gap": "global",
 }
 """How each method shares its weights among layers in its own paper; what is not listed here is uniform."""
 
