@@ -84,6 +84,8 @@ def test_any_number_of_processes_gives_the_same_bits(recipe: Recipe, tmp_path: P
         found = json.loads((tmp_path / str(world) / "result.json").read_text())
         assert found["history"] == result["history"]
         assert found["best"] == result["best"]
+        for name in ("training_flops", "training_examples", "peak_alive", "average_alive", "data"):
+            assert found[name] == result[name]
 
 
 def test_each_part_is_sent_once_a_round_and_no_more(tmp_path: Path) -> None:

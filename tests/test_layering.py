@@ -57,10 +57,12 @@ MAY_IMPORT = {
     "tasks": "",
     "engine": f"atomic {CORE} init folding rules methods flops file summary tasks.task",
     "recipes": "plan partition methods tasks engine",
+    "compare": "atomic plan partition methods tasks engine recipes",
     # who runs it
     "console": "folding plan engine file summary",
     "report": "atomic methods engine",
-    "cli": f"{CORE} methods flops file summary deploy tasks engine recipes console report",
+    "console_compare": "compare console",
+    "cli": f"{CORE} methods flops file summary deploy tasks engine recipes compare console console_compare report",
     "__main__": "cli",
     "__init__": f"{CORE} rules init methods flops file summary deploy tasks engine",
 }

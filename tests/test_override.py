@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import growprune as gp
-from growprune import methods
+from growprune import GrowpruneError, methods
 from growprune.engine.override import override, parse_settings
-from growprune.engine.partitions import contiguous
+from growprune.engine.partitions import contiguous, per_layer
 from growprune.recipes.study import total_epochs
 from toy import cyclic, parallel
 
@@ -187,3 +188,32 @@ def test_a_method_that_lacks_its_length_is_told_both_ways_to_give_it() -> None:
         ValueError, match=r"rigl: missing a required argument: 'iterations'; .* options, or epochs instead"
     ):
         recipe.plan(recipe.task.build_model(), 4)
+
+
+# What a comparison sets, and anybody may
+
+
+def test_options_as_a_whole_take_the_place_of_all_there_were() -> None:
+    recipe = replace(cyclic(), options={"steps": 3, "epochs": 2, "finetune": 3, "restart": False})
+    found = override(recipe, {"options": '{"steps": 4, "epochs": 1, "finetune": 0}'})
+    assert found.options == {"steps": 4, "epochs": 1, "finetune": 0}
+    with pytest.raises(GrowpruneError, match="wants a JSON object"):
+        override(recipe, {"options": "steps=4"})
+    with pytest.raises(GrowpruneError, match=r"options.steps=1.5: wants a whole number"):
+        override(recipe, {"options": '{"steps": 1.5}'})
+
+
+def test_a_partition_is_set_as_python_writes_it() -> None:
+    assert override(cyclic(), {"partition": "per_layer"}).partition == per_layer()
+    assert override(cyclic(), {"partition": "contiguous(2)"}).partition == contiguous(2)
+    with pytest.raises(GrowpruneError, match=r"wants per_layer or contiguous\(4\)"):
+        override(cyclic(), {"partition": "named"})
+
+
+def test_a_method_may_be_a_function_of_a_file(tmp_path: Path) -> None:
+    code = "from growprune import Phase, method\n@method\ndef mine(S, *, epochs):\n    yield Phase(epochs=epochs)\n"
+    (tmp_path / "own.py").write_text(code)
+    recipe = override(cyclic(), {"method": f"{tmp_path / 'own.py'}:mine", "options.epochs": "2"})
+    assert (recipe.method.__name__, recipe.options) == ("mine", {"epochs": 2})
+    with pytest.raises(GrowpruneError, match="has no function 'other'"):
+        override(cyclic(), {"method": f"{tmp_path / 'own.py'}:other"})

@@ -166,13 +166,14 @@ def train(
     out: Annotated[Path, typer.Option(help="The folder of the run; must be new or empty.")],
     data: Data = "",
     settings: Settings = [],  # noqa: B006  typer copies defaults
+    resume: Annotated[bool, typer.Option("--resume", help="Go on if the folder holds this run already.")] = False,
 ) -> None:
     """Carry a recipe out in a new folder."""
     from growprune import console
     from growprune.engine.override import parse_settings
 
     with _stopping() as should_stop:
-        console.show_result(_train(recipe, parse_settings(settings), out, should_stop, data), out)
+        console.show_result(_train(recipe, parse_settings(settings), out, should_stop, data, resume), out)
 
 
 @app.command()
@@ -231,6 +232,49 @@ def report(
     print(f"{out}: {len(records)} runs, {out.stat().st_size / 1e6:.1f} MB")
 
 
+@app.command()
+@one_line_errors
+def compare(
+    what: Annotated[
+        list[str], typer.Argument(metavar="RECIPE | RUN...", help="A recipe with --methods, or folders of runs.")
+    ] = [],  # noqa: B006
+    methods: Annotated[str, typer.Option(help="Rows: dense,rigl:erk,'gmp until=0.5',...; or all.")] = "",
+    sparsities: Annotated[str, typer.Option(help="Fractions of zeros.")] = "0.9",
+    seeds: Annotated[str, typer.Option(help="Seeds.")] = "0,1,2",
+    epochs: Annotated[int, typer.Option(min=0, help="Of each run; those of the recipe if not given.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Where runs and tables go.")] = None,
+    data: Data = "",
+    settings: Settings = [],  # noqa: B006
+    budget: Annotated[str, typer.Option(help="What is equal: epochs, flops, or the paper's ratio: paper.")] = "epochs",
+    max_epochs: Annotated[int, typer.Option(min=0, help="The most with --budget flops; 5 times --epochs.")] = 0,
+    allow: Annotated[list[str], typer.Option(metavar="FIELD", help="What may differ among rows.")] = [],  # noqa: B006
+    workers: Annotated[int, typer.Option(min=1, help="How many runs at a time.")] = 1,
+    retry: Annotated[bool, typer.Option("--retry", help="Run again what failed.")] = False,
+    print_jobs: Annotated[
+        bool, typer.Option("--print-jobs", help="Print a command for each run; run nothing.")
+    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print markdown, and write comparison.md.")] = False,
+) -> None:
+    """Compare methods on equal terms, or runs that are there already."""
+    from growprune import console_compare
+    from growprune.compare import Request, of_runs
+
+    show = functools.partial(console_compare.show, out=out, as_markdown=markdown)
+    if not methods:
+        return show(of_runs([Path(path) for path in what], allow))
+    request = Request(what, methods, sparsities, seeds, epochs, out, settings, data, budget, max_epochs, allow)
+    jobs = request.jobs()
+    if print_jobs:
+        return console_compare.print_jobs(jobs)
+    with _stopping() as should_stop:
+        is_done = console_compare.carry_out(jobs, workers, should_stop, retry=retry)
+    comparison = request.table(jobs)
+    show(comparison)
+    if not is_done or comparison.num_failed:
+        raise typer.Exit(128 + should_stop.signal if should_stop.signal else 1)
+    return None
+
+
 def _place(data: str, recipe: Recipe) -> dict[str, str]:
     """The setting that `--data` stands for; absolute, so that a run can be resumed from any folder."""
     if data and not recipe.task.reads_files:
@@ -240,20 +284,23 @@ def _place(data: str, recipe: Recipe) -> dict[str, str]:
     return {"task.data": str(Path(data).resolve())} if data else {}
 
 
-def _train(source: str, settings: dict[str, str], out: Path, should_stop: StopFlag, data: str = "") -> dict[str, Any]:
+def _train(
+    source: str, settings: dict[str, str], out: Path, should_stop: StopFlag, data: str = "", go_on: bool = False
+) -> dict[str, Any]:
     from growprune import console, engine
     from growprune.engine.override import override
+    from growprune.engine.source import absolute
     from growprune.recipes import find
 
     recipe = find(source)
     settings = settings | _place(data, recipe)
+    if "method" in settings:
+        settings["method"] = absolute(settings["method"])
     recipe = override(recipe, settings)
-    if ":" in source:  # so that resume finds it from any folder
-        path, _, function = source.rpartition(":")
-        source = f"{Path(path).resolve()}:{function}"
-    origin = {"source": source, "settings": settings}
+    origin = {"source": absolute(source), "settings": settings}  # so that resume finds it from any folder
+    start = engine.resume if go_on and (out / "recipe.json").exists() else engine.train
     with console.progress(f"{source} seed {recipe.seed}") as on_event, _say_how_to_resume(out, should_stop):
-        return engine.train(recipe, out, origin=origin, on_event=on_event, should_stop=should_stop)
+        return start(recipe, out, origin=origin, on_event=on_event, should_stop=should_stop)
 
 
 class StopFlag:

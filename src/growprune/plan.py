@@ -307,20 +307,33 @@ class Plan:
 Options = ParamSpec("Options")
 
 
-def method(
-    generator: Callable[Concatenate[Any, Options], Iterator[Stage]],
-) -> Callable[Concatenate[Parts, Options], Plan]:
+Generator: TypeAlias = Callable[Concatenate[Any, Options], Iterator[Stage]]
+Method: TypeAlias = Callable[Concatenate[Parts, Options], Plan]
+
+
+@overload
+def method(generator: Generator[Options], /) -> Method[Options]: ...
+@overload
+def method(*, allocation: str = ..., partition: str = ...) -> Callable[[Generator[Options]], Method[Options]]: ...
+def method(generator: Any = None, /, *, allocation: str = "uniform", partition: str = "contiguous") -> Any:
     """Turn a generator of stages into a method: calling it gives a `Plan`.
 
-    `__wrapped__` stays reachable, so the options a method takes can be read off its signature.
+    Where methods are compared and nobody says otherwise, each has the `allocation` and the kind of `partition` that it
+    names here. `__wrapped__` stays reachable, so the options a method takes can be read off its signature.
     """
+    if generator is None:
+        return functools.partial(_method, allocation=allocation, partition=partition)
+    return _method(generator, allocation=allocation, partition=partition)
 
+
+def _method(generator: Generator[Options], *, allocation: str, partition: str) -> Method[Options]:
     def plan(S: Parts, /, *args: Options.args, **kwargs: Options.kwargs) -> Plan:
         if args:
             raise TypeError(f"{generator.__name__} takes the partition, then keyword arguments only")
         return Plan(generator, S, dict(kwargs))
 
     functools.update_wrapper(plan, generator)
+    plan.__dict__.update(allocation=allocation, partition=partition)
     return plan
 
 

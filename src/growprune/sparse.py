@@ -433,11 +433,16 @@ class SparseModel:
     @property
     def num_alive(self) -> int:
         """How many prunable weights live."""
+        return sum(self.alive_by_weight.values())
+
+    @property
+    def alive_by_weight(self) -> dict[str, int]:
+        """How many live of each weight, counted with one wait for the device."""
         counts = []
         for name, weights in groupby(self.weights, key=lambda weight: weight.parameter):
             mask = self._parameters[name].mask()
             counts += [torch.count_nonzero(weight.of(mask)) for weight in weights]
-        return sum(in_one_go(counts))
+        return dict(zip((weight.name for weight in self.weights), in_one_go(counts), strict=True))
 
     @property
     def num_prunable(self) -> int:

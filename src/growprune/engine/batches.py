@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from growprune.engine.data_order import seed_of_epoch
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
-from growprune.scores import salt_of
 
 
 class Batches:
@@ -47,7 +47,7 @@ class Batches:
     def _first(self, branch: int | None, iteration: int) -> Any:
         epoch, number = divmod(iteration, self._per_epoch)
         if self._place != (branch, iteration) or number == 0:
-            seed = salt_of(self._recipe.seed, "data", branch, epoch) >> 1
+            seed = seed_of_epoch(self._recipe.seed, branch, epoch)
             start = number * self._recipe.accumulate
             self._open = iter(self._task.batches(seed=seed, start=start, device=self._device))
         first = next(self._open, None)

@@ -35,7 +35,7 @@ def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:
     """
     folder.check_format()
     given = fields_of(recipe)
-    stored = _flat(_with_defaults(folder.read_recipe()["recipe"], recipe))
+    stored = flat(_with_defaults(folder.read_recipe()["recipe"], recipe))
     for name in [name for name in {**given, **stored} if name not in MAY_CHANGE]:
         if name not in given:
             raise GrowpruneError(
@@ -52,7 +52,7 @@ def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:
 
 def fields_of(recipe: Recipe) -> dict[str, Any]:
     """Every setting of a recipe as plain JSON values, by dotted names such as `task.width`."""
-    return _flat(_plain(recipe))
+    return flat(_plain(recipe))
 
 
 def _plain(value: Any) -> Any:
@@ -77,11 +77,11 @@ def _with_defaults(stored: Any, value: Any) -> Any:
     return whole
 
 
-def _flat(content: Any, prefix: str = "") -> dict[str, Any]:
+def flat(content: Any, prefix: str = "") -> dict[str, Any]:
     """{"task": {"width": 3}} -> {"task.width": 3}"""
     if not isinstance(content, dict) or not content:
         return {prefix.removesuffix("."): content}
-    return {name: value for key, inside in content.items() for name, value in _flat(inside, f"{prefix}{key}.").items()}
+    return {name: value for key, inside in content.items() for name, value in flat(inside, f"{prefix}{key}.").items()}
 
 
 def _short(value: Any) -> str:

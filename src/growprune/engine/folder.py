@@ -219,17 +219,22 @@ class RunFolder:
         remedy = "remove it and resume the run, which makes it again"
         return json_file.read(self.result, _RESULT, remedy, upgrade=_of_this_format)
 
-    def read_rows(self, stage: int, branch: int) -> list[dict[str, Any]]:
-        """What came of a branch of a fork, epoch by epoch."""
+    def read_rows(self, stage: int, branch: int) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+        """What came of a branch of a fork, epoch by epoch, and what it cost, if that was counted."""
         folder = self.branch(stage, branch)
-        names = {"rows": list, **{f"rows.*.{name}": kind for name, kind in _ROW.items()}}
+        names: json_file.Names = {
+            "rows": list,
+            "cost?": dict,
+            **{f"rows.*.{name}": kind for name, kind in _ROW.items()},
+        }
         remedy = f"remove {folder} and resume, which trains that branch again"
-        return json_file.read(folder / "rows.json", names, remedy)["rows"]  # type: ignore[no-any-return]
+        content = json_file.read(folder / "rows.json", names, remedy)
+        return content["rows"], content.get("cost")
 
-    def write_rows(self, stage: int, branch: int, rows: Sequence[dict[str, Any]]) -> None:
+    def write_rows(self, stage: int, branch: int, rows: Sequence[dict[str, Any]], cost: Mapping[str, Any]) -> None:
         folder = self.branch(stage, branch)
         folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_json(folder / "rows.json", {"rows": list(rows)})
+        checkpoint.write_json(folder / "rows.json", {"rows": list(rows), "cost": dict(cost)})
 
     def write_plan(self, plan: Plan) -> None:
         """The parts, and the phases with those that are alike folded into one row; a long plan has thousands."""
@@ -304,6 +309,22 @@ def _lock(descriptor: int) -> bool:
             return True
         else:
             return True
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether another process has the lock of a folder."""
+    if not path.is_dir():
+        return False
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system that knows no locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _of_this_format(result: Any) -> Any:

@@ -7,14 +7,16 @@ import inspect
 import json
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from growprune.engine.partitions import parse_partition
 from growprune.engine.recipe import Recipe, own_options
+from growprune.engine.source import is_source, load
 from growprune.errors import GrowpruneError
 from growprune.methods import METHODS
+from growprune.plan import Plan
 
 
 def override(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
@@ -36,15 +38,28 @@ def parse_settings(texts: list[str]) -> dict[str, str]:
 
 
 def _with_method(recipe: Recipe, name: str) -> Recipe:
-    if name not in METHODS:
-        raise GrowpruneError(f"method is {name!r}, but must be one of {', '.join(METHODS)}")
-    taken, options = own_options(METHODS[name]), dict(recipe.options)
+    method = find_method(name)
+    taken, options = own_options(method), dict(recipe.options)
     if "iterations" in taken and "finetune" in options:  # then epochs were those of a step, and not of all
         options.pop("epochs", None)
-    return replace(recipe, method=METHODS[name], options={k: v for k, v in options.items() if k in taken})
+    return replace(recipe, method=method, options={k: v for k, v in options.items() if k in taken})
+
+
+def find_method(name: str) -> Callable[..., Plan]:
+    """One of `METHODS`, or what `path.py:function` names."""
+    if name in METHODS:
+        return METHODS[name]
+    if not is_source(name):
+        raise GrowpruneError(f"method is {name!r}, but must be one of {', '.join(METHODS)}, or path.py:function")
+    found = load(name, "method")
+    if not hasattr(found, "__wrapped__"):
+        raise GrowpruneError(f"{name} is no method: write @growprune.method above it")
+    return found
 
 
 def _set(value: Any, path: list[str], text: str, key: str) -> Any:
+    if isinstance(value, Recipe) and path == ["options"]:
+        return _with_all_options(value, text)
     if isinstance(value, Recipe) and path[0] == "options":
         return _with_options(value, _option(value, path[1:], text, key))
     if isinstance(value, Recipe) and path == ["partition"]:
@@ -60,6 +75,18 @@ def _set(value: Any, path: list[str], text: str, key: str) -> Any:
     if len(path) > 1:
         raise GrowpruneError(f"--set {key}: {path[0]} has no fields inside")
     return replace(value, **{path[0]: convert(text, known[path[0]], key)})
+
+
+def _with_all_options(recipe: Recipe, text: str) -> Recipe:
+    """A JSON object takes the place of all options there were."""
+    wanted = next((value for value in _readings(text) if isinstance(value, dict)), None)
+    if wanted is None:
+        raise GrowpruneError(f'--set options={text}: wants a JSON object, such as {{"steps": 4}}, or set options.steps')
+    recipe = replace(recipe, options={})
+    for name, value in wanted.items():
+        option = _option(recipe, [name], value if isinstance(value, str) else json.dumps(value), f"options.{name}")
+        recipe = _with_options(recipe, option)
+    return recipe
 
 
 def _with_options(recipe: Recipe, changed: Mapping[str, Any]) -> Recipe:

@@ -21,6 +21,9 @@ class Contiguous:
 
     kappa: int = 4
 
+    def __str__(self) -> str:
+        return f"contiguous({self.kappa})"
+
     def __post_init__(self) -> None:
         check_counts(1, kappa=self.kappa)
 
@@ -37,6 +40,9 @@ class Balanced:
     """kappa parts of layers from all over the model, as equal in weights as single layers allow."""
 
     kappa: int = 4
+
+    def __str__(self) -> str:
+        return f"balanced({self.kappa})"
 
     def __post_init__(self) -> None:
         check_counts(1, kappa=self.kappa)
@@ -55,6 +61,9 @@ class Named:
 
     parts: tuple[tuple[str, ...], ...]
 
+    def __str__(self) -> str:
+        return f"named({json.dumps(self.parts)})"
+
     @property
     def num_parts(self) -> int | None:
         return len(self.parts)
@@ -67,6 +76,9 @@ class Named:
 @dataclass(frozen=True)
 class PerLayer:
     """Every layer is a part: for methods that draw their own sets of layers."""
+
+    def __str__(self) -> str:
+        return "per_layer()"
 
     @property
     def num_parts(self) -> int | None:
@@ -105,8 +117,8 @@ def parse_partition(text: str) -> PartitionConfig:
 
     >>> parse_partition("balanced(4)")
     Balanced(kappa=4)
-    >>> parse_partition('named([["stem"], ["head"]])').num_parts
-    2
+    >>> print(parse_partition('named([["stem"], ["head"]])'))
+    named([["stem"], ["head"]])
     """
     known: dict[str, Any] = {"contiguous": contiguous, "balanced": balanced, "named": named, "per_layer": per_layer}
     name, _, inside = text.removesuffix(")").partition("(")

@@ -27,9 +27,11 @@ import torch
 from growprune import file
 from growprune.cursor import Cursor
 from growprune.engine import checkpoint
+from growprune.engine.accounting import Accounting
 from growprune.engine.best import Best
 from growprune.engine.building import build
 from growprune.engine.compatibility import check_same_tensors, tensors_of
+from growprune.engine.data_order import fingerprint
 from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
 from growprune.engine.events import Events, Listener
 from growprune.engine.exploration import Exploration
@@ -72,6 +74,7 @@ class Run:
         check_counts(1, num_batches=self.num_batches)
         per_epoch = math.ceil(self.num_batches / recipe.accumulate)
         self.sparse, self.plan, is_begun = build(recipe, self.device, per_epoch)
+        self.accounting = Accounting(self.sparse, move(self.task.example(), self.device))
         self.mesh = Mesh(self.plan, recipe.replicas, recipe.timeout_seconds)
         self.cursor = Cursor(
             self.sparse,
@@ -136,6 +139,7 @@ class Run:
     def _enter(self, scheduled: ScheduledPhase) -> None:
         """A phase begins, and its edits are done."""
         self.mesh.phase = str(scheduled)
+        self.accounting.enter(is_branch=scheduled.branch is not None)
         self.training.enter(scheduled)
         self._branch_rows = []
         if scheduled.branch is not None:
@@ -165,6 +169,7 @@ class Run:
 
     def _score(self, by: By) -> None:
         """Look at the first batches of the data, for an edit by gradient before there was any training."""
+        self.accounting.measure()  # what lives now is seen by no phase, but all of it takes part
         self.sparse.model.train()
         losses = [partial(self.training.backward.loss, batch) for batch in self.training.first_batches()]
         self.sparse.score(by, losses)
@@ -172,6 +177,7 @@ class Run:
     # Iterations
 
     def _after_iteration(self, scheduled: ScheduledPhase) -> None:
+        self.accounting.count(self.training.num_examples)
         epoch, rest = divmod(self.training.spans[scheduled.index].start + self._done + 1, self.training.per_epoch)
         if rest == 0 or (scheduled.index == self._last_trained and self.cursor.left == 1):
             self._after_epoch(scheduled, epoch + (rest > 0))
@@ -199,7 +205,7 @@ class Run:
         self.training.check_finite(scheduled, self._done)
         iteration = self.training.spans[scheduled.index].start + self._done + 1
         row: dict[str, Any] = {"epoch": epoch, "iteration": iteration, "stage": scheduled.stage}
-        row |= {"branch": scheduled.branch, "edits": str(scheduled.phase), "alive": self.sparse.num_alive}
+        row |= {"branch": scheduled.branch, "edits": str(scheduled.phase), "alive": self.accounting.measure()}
         if self.sparse.rule is not None and scheduled.branch is None:
             self.exploration.look_again()
         row |= {"loss": self.training.end_epoch(), "lr": self.training.lr, **self.exploration.figures}
@@ -244,7 +250,8 @@ class Run:
         """Note what came of a branch where all processes find it when it is combined."""
         assert scheduled.branch is not None
         if self.mesh.leads_group:
-            self.folder.write_rows(scheduled.stage, scheduled.branch, self._branch_rows)
+            tally = self.accounting.branch_dict()
+            self.folder.write_rows(scheduled.stage, scheduled.branch, self._branch_rows, tally)
         self._save(scheduled)
 
     def _restore_branch(self, scheduled: ScheduledPhase) -> None:
@@ -256,6 +263,7 @@ class Run:
             self.training.load_state_dict(state["training"])
             if self.sparse.rule is not None:
                 self.sparse.rule.load_state_dict(state["rule"])
+            self.accounting.load_state_dict(state.get("accounting"), is_branch=True)
             self._branch_rows = state["branch_rows"]
             self.cursor.skip_to(state["done"])
             set_rng_state(state["rng"])
@@ -268,7 +276,9 @@ class Run:
         before = self.mesh.bytes_received
         combined = self.mesh.combine(returned, parts, like)
         for branch in range(len(parts)):
-            self.history += self.folder.read_rows(stage, branch)
+            rows, tally = self.folder.read_rows(stage, branch)
+            self.history += rows
+            self.accounting.add_branch(tally)
         self.exploration.combine(stage, len(parts))
         self.events.log_event("combined", stage=stage, bytes_received=self.mesh.bytes_received - before)
         return combined
@@ -308,6 +318,7 @@ class Run:
             "tensors": tensors_of(self.sparse),
             "model": self.sparse.snapshot(device="cpu"),
             "training": self.training.state_dict(),
+            "accounting": self.accounting.state_dict(),
             "rng": rng_state(),
             "seconds": self._seconds,
             "done": self._done,
@@ -320,6 +331,7 @@ class Run:
         self.sparse.load_state_dict(state["sparse"])
         self.cursor.load_state_dict(state["cursor"])
         self.training.load_state_dict(state["training"])
+        self.accounting.load_state_dict(state.get("accounting"))
         self.best.load_state_dict(state["best"])
         self.exploration.load_state_dict(state.get("exploration", {}))
         self.history, self._seconds = state["history"], state["seconds"]
@@ -341,16 +353,18 @@ class Run:
             "recipe": describe(self.recipe),
             "origin": self.folder.portable_origin(),
             "seed": self.recipe.seed,
+            "metric": self.task.metric,
+            "data": fingerprint(self.recipe, self.num_batches),
             "environment": environment(self.device),
             "history": self.history,
             "signature": self.task.signature,
-            "metric": self.task.metric,
             "validation": self._evaluate("validation"),
             "test": self._evaluate("test"),
             "sparsity": summarise(self.sparse, move(self.task.example(), self.device)).to_dict(),
             "file_bytes": self.folder.model.stat().st_size,
             "peak_bytes": peak_bytes(self.device),
             "seconds": self._seconds,
+            **self.accounting.figures(),
         }
         result["best"] = self._best_tested()  # last, because the model becomes the best one
         checkpoint.write_json(self.folder.result, result)

@@ -17,6 +17,7 @@ from growprune.engine.rng import seed_all
 from growprune.engine.timeline import timeline
 from growprune.plan import ScheduledPhase
 from growprune.sparse import SparseModel
+from growprune.tasks.task import num_examples
 
 
 class TrainingDiverged(RuntimeError):
@@ -48,6 +49,8 @@ class Training:
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr = 0.0
         """The learning rate of the last iteration."""
+        self.num_examples = 0
+        """How many the last iteration had, those of all replicas."""
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._num_losses = 0
         self._late_sum, self._shown_sum, self._num_shown = LateReader(device), LateReader(device), 0
@@ -89,9 +92,13 @@ class Training:
     def _add_gradients(self, batches: Iterator[Any]) -> Tensor:
         """Those of all batches of an iteration; returns their mean loss."""
         if self.recipe.accumulate == 1:
-            return self.backward(next(batches), 1)
+            batch = next(batches)
+            self.num_examples = num_examples(batch) or 1
+            return self.backward(batch, 1)
         weights, loss_sum = [], torch.zeros_like(self._loss_sum)
+        self.num_examples = 0
         for batch in batches:
+            self.num_examples += num_examples(batch) or 1
             weights.append(self.recipe.task.weigh(batch))
             loss_sum += self.backward(batch, weights[-1])
         for parameter in self.sparse.model.parameters():

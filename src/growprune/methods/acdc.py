@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from growprune.plan import Parts, Phase, check_counts, check_share, check_span, grow, method, prune
 
 
-@method
+@method(allocation="global")
 def acdc(
     S: Parts,
     *,

@@ -34,7 +34,7 @@ class Deepr(Rule):
         return self.temperature * math.pow(COOLING, iteration / max(1, self.iterations))
 
 
-@method
+@method(allocation="erk")
 def deepr(
     S: Parts,
     *,

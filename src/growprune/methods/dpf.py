@@ -31,7 +31,7 @@ class Dpf(Rule):
         return self.to * (1 - left**3)
 
 
-@method
+@method(allocation="global")
 def dpf(
     S: Parts,
     *,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from growprune.plan import By, Parts, Phase, Spread, check_counts, check_share, grow, method, prune
 
 
-@method
+@method(allocation="global")
 def dsr(
     S: Parts, *, sparsity: float, iterations: int, every: int = 100, drop: float = 0.1, until: float = 0.95
 ) -> Iterator[Phase]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from growprune.plan import Parts, Phase, check_counts, check_span, method, prune
 
 
-@method
+@method(allocation="global")
 def gmp(
     S: Parts, *, sparsity: float, iterations: int, every: int = 100, begin: float = 0.1, until: float = 0.75
 ) -> Iterator[Phase]:

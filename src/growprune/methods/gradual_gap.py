@@ -7,7 +7,7 @@ from growprune.errors import GrowpruneError
 from growprune.plan import By, Parts, Phase, check_counts, check_share, check_sparsity, grow, method, prune
 
 
-@method
+@method(allocation="global", partition="balanced")
 def gradual_gap(
     S: Parts,
     *,

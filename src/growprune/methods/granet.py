@@ -8,7 +8,7 @@ from growprune.methods.rigl import falling
 from growprune.plan import By, Parts, Phase, check_counts, check_share, check_span, check_sparsity, grow, method, prune
 
 
-@method
+@method(allocation="erk")
 def granet(
     S: Parts,
     *,

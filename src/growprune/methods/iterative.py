@@ -10,7 +10,7 @@ from growprune.plan import Parts, Phase, check_counts, check_sparsity, method, p
 STAGES = (0.5, 0.7, 0.8, 0.875, 0.9)
 
 
-@method
+@method(allocation="global")
 def iterative(
     S: Parts, *, sparsity: float, iterations: int, stages: tuple[float, ...] = STAGES, restart: bool = True
 ) -> Iterator[Phase]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from growprune.plan import Parts, Phase, check_counts, method, prune
 
 
-@method
+@method(allocation="global")
 def one_shot(S: Parts, *, sparsity: float, epochs: int, finetune: int, restart: bool = True) -> Iterator[Phase]:
     """Train dense for `epochs`, prune the smallest magnitudes once, fine-tune for `finetune` epochs.
 

@@ -6,7 +6,7 @@ from growprune.methods.gradual_gap import first_sparsity
 from growprune.plan import Branch, By, Fork, Parts, Phase, Stage, check_counts, check_share, grow, method, prune
 
 
-@method
+@method(allocation="global", partition="balanced")
 def parallel_gradual_gap(
     S: Parts,
     *,

@@ -7,7 +7,7 @@ from growprune.errors import GrowpruneError
 from growprune.plan import By, Parts, Phase, check_counts, grow, method, prune
 
 
-@method
+@method(partition="per_layer")
 def random_gap(
     S: Parts,
     *,

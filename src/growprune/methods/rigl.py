@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from growprune.plan import By, Parts, Phase, check_counts, check_share, grow, method, prune
 
 
-@method
+@method(allocation="erk")
 def rigl(
     S: Parts, *, sparsity: float, iterations: int, every: int = 100, drop: float = 0.3, until: float = 0.75
 ) -> Iterator[Phase]:

@@ -7,7 +7,7 @@ from growprune.methods.rigl import swapping
 from growprune.plan import By, Parts, Phase, method
 
 
-@method
+@method(allocation="erk")
 def set_(
     S: Parts, *, sparsity: float, iterations: int, every: int = 100, drop: float = 0.3, until: float = 0.75
 ) -> Iterator[Phase]:

@@ -6,7 +6,7 @@ from growprune.methods.rigl import falling
 from growprune.plan import By, Parts, Phase, Spread, check_counts, check_share, grow, method, prune
 
 
-@method
+@method(allocation="global")
 def snfs(
     S: Parts, *, sparsity: float, iterations: int, every: int = 100, drop: float = 0.5, until: float = 1.0
 ) -> Iterator[Phase]:

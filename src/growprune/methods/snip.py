@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from growprune.plan import By, Parts, Phase, check_counts, method, prune
 
 
-@method
+@method(allocation="global")
 def snip(S: Parts, *, sparsity: float, iterations: int) -> Iterator[Phase]:
     """Before any training, keep the weights with the largest |gradient x weight|; then train what is left.
 

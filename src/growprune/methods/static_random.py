@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from growprune.plan import By, Parts, Phase, check_counts, method, prune
 
 
-@method
+@method(allocation="erk")
 def static_random(S: Parts, *, sparsity: float, iterations: int) -> Iterator[Phase]:
     """Train a random mask, the same from beginning to end, for `iterations` iterations.
 

@@ -26,7 +26,7 @@ class Str(Rule):
             raise GrowpruneError(f"s_decay is {self.s_decay!r}, but must be 0 or more")
 
 
-@method
+@method(allocation="global")
 def str_(
     S: Parts,
     *,

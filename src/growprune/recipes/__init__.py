@@ -7,12 +7,10 @@ paper, `classification-cifar10/...` the same in small, `classification-tiny/...`
 from __future__ import annotations
 
 import difflib
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from growprune.engine.recipe import Recipe
+from growprune.engine.source import is_source, load
 from growprune.errors import GrowpruneError
 from growprune.recipes import classification, detection, digits, segmentation, translation
 
@@ -36,27 +34,12 @@ def find(source: str) -> Recipe:
     """The recipe a text names: one of `RECIPES`, or `path.py:function`."""
     if source in RECIPES:
         return RECIPES[source]()
-    path, colon, function = source.rpartition(":")
-    if not colon:
+    if not is_source(source):
         close = ", ".join(difflib.get_close_matches(source, RECIPES, 3, 0.4)) or "none"
         raise GrowpruneError(
             f"there is no recipe {source!r}; close are: {close}. See `growprune list recipes`, or give path.py:function"
         )
-    recipe = _load_function(Path(path), function)()
+    recipe = load(source, "recipe")()
     if not isinstance(recipe, Recipe):
         raise GrowpruneError(f"{source} returned a {type(recipe).__name__}, but a recipe function returns a Recipe")
     return recipe
-
-
-def _load_function(path: Path, function: str) -> Callable[[], object]:
-    if not path.is_file():
-        raise GrowpruneError(f"there is no recipe file {path}")
-    spec = importlib.util.spec_from_file_location(f"recipe_file_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise GrowpruneError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where a dataclass defined in the file looks its own types up
-    spec.loader.exec_module(module)
-    if not callable(found := getattr(module, function, None)):
-        raise GrowpruneError(f"{path} has no function {function!r}")
-    return found  # type: ignore[no-any-return]

@@ -1,0 +1,139 @@
+"""Compares methods on equal terms: `Request(...)` says what to run, and makes the table of what came of it.
+
+`of_runs` makes the table of runs that are there already. How to use it, and the rules: docs/comparing.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+from growprune.compare import fairness, outcomes, table
+from growprune.compare.budget import Budget, num_epochs, num_iterations_per_epoch
+from growprune.compare.jobs import Job, make_jobs
+from growprune.compare.rows import parse_rows
+from growprune.compare.table import Comparison
+from growprune.engine.override import override, parse_settings
+from growprune.engine.recipe import Recipe, describe
+from growprune.errors import GrowpruneError
+from growprune.recipes import find
+
+__all__ = ["Comparison", "Job", "Request", "of_runs"]
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asks for, as typed."""
+
+    recipes: Sequence[str]
+    """The recipe that all rows are made from: one."""
+    methods: str
+    sparsities: str
+    seeds: str
+    epochs: int = 0
+    """Of dense training; 0 for those of the recipe."""
+    out: Path | None = None
+    settings: Sequence[str] = ()
+    data: str = ""
+    budget_kind: str = "epochs"
+    max_epochs: int = 0
+    """0 for five times the epochs."""
+    allow: Sequence[str] = ()
+
+    def jobs(self) -> list[Job]:
+        """Every run, after all that can be refused was."""
+        if self.out is None:
+            raise GrowpruneError("--out is not given: say where the runs go, such as --out runs/comparison")
+        rows, source = parse_rows(self.methods), self._source
+        sparsities, seeds = numbers("--sparsities", self.sparsities, float), numbers("--seeds", self.seeds, int)
+        jobs = make_jobs(source, rows, sparsities, seeds, self.budget, self.out, self._settings, self.allow)
+        self._check(jobs)
+        for job in jobs:
+            outcomes.check_same_run(job)
+        return jobs
+
+    def table(self, jobs: Sequence[Job]) -> Comparison:
+        """What came of the runs so far."""
+        found = outcomes.of_jobs(jobs)
+        differing = self._check(jobs)
+        fairness.check([o.facts(with_epochs=self._is_equal) for o in found], [*self.allow])
+        return table.build(
+            found,
+            base=self._source,
+            budget=asdict(self.budget),
+            planned={(job.row.name, job.sparsity): job.epochs for job in jobs},
+            notes=[f"budget: {self.budget}", *differing, *self._capped(jobs)],
+        )
+
+    def _check(self, jobs: Sequence[Job]) -> list[str]:
+        """Raise if rows differ in what they may not; gives what they differ in."""
+        facts: dict[str, fairness.Facts] = {}
+        for job in jobs:
+            name = f"{job.row.name} {job.sparsity:g}"
+            epochs = job.epochs if self._is_equal else None
+            facts.setdefault(name, fairness.facts_of(name, describe(job.recipe), epochs=epochs))
+        return fairness.check([*facts.values()], self.allow)
+
+    def _capped(self, jobs: Sequence[Job]) -> list[str]:
+        most = self.budget.max_epochs
+        rows = [job for job in jobs if job.epochs >= most and self.budget.kind == "flops"]
+        return [*dict.fromkeys(f"{job.row.name} {job.sparsity:g} is capped at {most} epochs" for job in rows)]
+
+    @property
+    def _is_equal(self) -> bool:
+        """Whether all rows have the same epochs."""
+        return self.budget_kind == "epochs"
+
+    @cached_property
+    def budget(self) -> Budget:
+        epochs = self.epochs or self._own_epochs()
+        return Budget(self.budget_kind, epochs, self.max_epochs or 5 * epochs)
+
+    def _own_epochs(self) -> int:
+        base = self._base
+        epochs = num_epochs(base, num_iterations_per_epoch(base))
+        if epochs != int(epochs) or epochs < 1:
+            raise GrowpruneError(f"{self._source} trains for {epochs:g} epochs: give --epochs")
+        return int(epochs)
+
+    @property
+    def _source(self) -> str:
+        if len(self.recipes) != 1:
+            raise GrowpruneError(
+                f"--methods wants one recipe, and {len(self.recipes)} were given: name the one whose task is used"
+            )
+        return self.recipes[0]
+
+    @cached_property
+    def _base(self) -> Recipe:
+        return override(find(self._source), self._settings)
+
+    @cached_property
+    def _settings(self) -> dict[str, str]:
+        settings = parse_settings([*self.settings])
+        if self.data:
+            if not find(self._source).task.reads_files:
+                raise GrowpruneError(f"--data is {self.data}, but the task of {self._source} reads no files")
+            settings["task.data"] = str(Path(self.data).resolve())
+        return settings
+
+
+def of_runs(paths: Sequence[Path], allow: Sequence[str] = ()) -> Comparison:
+    """The table of runs that are there: folders of runs, folders with some below, or result.json files."""
+    found = outcomes.of_paths(paths, allow)
+    differing = fairness.check([o.facts(with_epochs=True) for o in found if o.recipe], allow)
+    outcomes.check_apart(found)
+    return table.build(found, notes=differing)
+
+
+def numbers(what: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
+    """ "0,1,2" -> [0, 1, 2]"""
+    try:
+        return [kind(item) for item in text.split(",") if item.strip()]
+    except ValueError as error:
+        raise GrowpruneError(f"{what} is {text!r}, but wants numbers with commas between them") from error

@@ -1,0 +1,186 @@
+"""Budgets: how many epochs a row trains for, and the options with which its method spends exactly those.
+
+What a method gets goes by the options it takes, so that a new method needs nothing here.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from growprune.engine.cost import estimate
+from growprune.engine.partitions import balanced, contiguous, per_layer
+from growprune.engine.recipe import Recipe, own_options
+from growprune.errors import GrowpruneError
+from growprune.partition import Partition
+from growprune.plan import Plan, check_counts, walk
+
+KINDS = ("epochs", "flops", "paper")
+PAPER_RATIO = {"cyclic_gap": 4, "parallel_gap": 4, "random_gap": 4, "gradual_gap": 4, "parallel_gradual_gap": 4}
+"""How many times as long as dense the GaP methods train in the paper, about."""
+
+SEARCH, ROUNDS = 0.4, 2
+"""The share of the epochs in which grow-and-prune searches, and how often it grows every part then."""
+LEAST_EDITS = 40
+"""A short training has at least so many edits, where its method edits every so many iterations."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    kind: str
+    epochs: int
+    """Those of dense training."""
+    max_epochs: int
+    """What no row goes beyond where FLOPs are equal."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise GrowpruneError(f"--budget is {self.kind!r}, but must be one of {', '.join(KINDS)}")
+        check_counts(1, epochs=self.epochs)
+        check_counts(self.epochs, max_epochs=self.max_epochs)
+
+    def __str__(self) -> str:
+        if self.kind == "flops":
+            return f"as many training FLOPs as {self.epochs} dense epochs, in at most {self.max_epochs} epochs"
+        return f"{self.epochs} epochs" + (", and 4 times as many for GaP" if self.kind == "paper" else "")
+
+    def epochs_of(self, method: Callable[..., Plan], at: Callable[[int], Recipe]) -> int:
+        """How many a row trains for; `at` gives its recipe for a number of epochs."""
+        if self.kind == "paper":
+            return self.epochs * PAPER_RATIO.get(method.__name__, 1)
+        if self.kind == "flops":
+            target = 3 * estimate(at(self.epochs)).dense_flops * self.epochs
+            return _nearest(lambda epochs: estimate(at(epochs)).training_flops, target, self.epochs, self.max_epochs)
+        return self.epochs
+
+
+def _nearest(price: Callable[[int], int], target: int, least: int, most: int) -> int:
+    """The number of epochs whose price is nearest to a target; the price grows about as the epochs do."""
+    price, epochs = functools.cache(price), least
+    tried = {least}
+    for _ in range(8):
+        epochs = min(most, max(least, round(epochs * target / max(1, price(epochs)))))
+        if epochs in tried:
+            break
+        tried.add(epochs)
+    # a step that gets an epoch more makes a leap of the price, so that the nearest may lie a little aside
+    close = tried | {n for n in range(epochs - 3, epochs + 4) if least <= n <= most}
+    return min(close, key=lambda n: (abs(price(n) - target), n))
+
+
+def spend(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> Recipe:
+    """The recipe with the options that make its plan so many epochs long; options it has already stay as they are."""
+    recipe = _with_kappa(recipe, recipe.partition.num_parts or 4)
+    lengths = _lengths(recipe, _parts_of(recipe), epochs, iterations_per_epoch)
+    return replace(recipe, options={**lengths, **recipe.options})
+
+
+def check_length(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> None:
+    """Raise unless a recipe trains for so many epochs."""
+    total = num_epochs(recipe, iterations_per_epoch)
+    if round(total) != epochs:  # branches in iterations may leave a few over
+        options = ", ".join(f"{name}={value}" for name, value in recipe.options.items())
+        raise GrowpruneError(
+            f"{recipe.method.__name__} trains for {total:g} epochs with {options}, but the budget is {epochs}: give it "
+            f"options that add up to that, or --allow epochs"
+        )
+
+
+def num_epochs(recipe: Recipe, iterations_per_epoch: int) -> float:
+    """Of all phases, and of all branches, as the paper counts them."""
+    return _length(recipe, _parts_of(recipe), iterations_per_epoch)
+
+
+def _parts_of(recipe: Recipe) -> Partition:
+    with torch.device("meta"):
+        model = recipe.task.build_model()
+    return recipe.partition.cut(model, keep_dense=recipe.keep_dense, include=recipe.include)
+
+
+def cut_as_usual(recipe: Recipe) -> Recipe:
+    """The recipe with the kind of partition that its method is meant for, in as many parts as it has."""
+    kind, parts = getattr(recipe.method, "partition", "contiguous"), recipe.partition.num_parts or 4
+    recipe = _with_kappa(recipe, parts)
+    if kind == "per_layer":
+        return replace(recipe, partition=per_layer())
+    if kind == "balanced":
+        return replace(recipe, partition=balanced(parts))
+    return recipe if recipe.partition.num_parts else replace(recipe, partition=contiguous(parts))
+
+
+def _with_kappa(recipe: Recipe, kappa: int) -> Recipe:
+    """A method that draws its own sets of layers is told how many."""
+    is_asked = "kappa" in own_options(recipe.method) and _is_required(recipe, "kappa")
+    return replace(recipe, options={"kappa": kappa, **recipe.options}) if is_asked else recipe
+
+
+def _is_required(recipe: Recipe, name: str) -> bool:
+    return inspect.signature(recipe.method).parameters[name].default is inspect.Parameter.empty
+
+
+def _lengths(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) -> dict[str, Any]:
+    taken, given = own_options(recipe.method), recipe.options
+    if "iterations" in taken:
+        often = _often_enough(recipe, epochs * per_epoch)
+        is_said = "iterations" in given or "epochs" in given
+        return often if is_said else often | _whole_length(recipe, S, epochs, per_epoch)
+    if "steps" in taken:
+        return _search(recipe, S, epochs)
+    if "finetune" in taken:
+        finetune = given.get("finetune", epochs - given.get("epochs", epochs // 2))
+        return {"epochs": max(0, epochs - finetune), "finetune": max(0, finetune)}
+    return {"epochs": epochs} if "epochs" in taken else {}
+
+
+def _whole_length(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) -> dict[str, int]:
+    """All epochs; of a method whose machines count their own, as many iterations as make about so many in all."""
+
+    def at(**length: int) -> float:
+        return _length(replace(recipe, options={**recipe.options, **length}), S, per_epoch)
+
+    if at(epochs=epochs) == epochs:
+        return {"epochs": epochs}
+    longest = bisect.bisect_right(range(epochs * per_epoch), False, key=lambda n: at(iterations=n) > epochs)
+    return {"iterations": max(1, longest - 1)}
+
+
+def _often_enough(recipe: Recipe, iterations: int) -> dict[str, int]:
+    every = inspect.signature(recipe.method).parameters.get("every")
+    if every is None or not isinstance(every.default, int):
+        return {}
+    return {"every": max(1, min(every.default, iterations // LEAST_EDITS))}
+
+
+def _search(recipe: Recipe, S: Partition, epochs: int) -> dict[str, int]:
+    """K steps of T epochs, then T' of fine-tuning: two rounds if there is time, else one."""
+    given = recipe.options
+    once = replace(recipe, options={**given, "steps": 1, "epochs": 1, "finetune": 0})
+    width = round(_length(once, S, 1))  # how many branches a step has
+    of_round = max(1, given.get("kappa", len(S)) // max(1, width))
+    rounds = ROUNDS if epochs > ROUNDS * of_round * width else 1
+    steps = given.get("steps", rounds * of_round)
+    search = epochs - given["finetune"] if "finetune" in given else round(SEARCH * epochs)
+    length = given.get("epochs", max(1, search // (steps * width)))
+    finetune = epochs - steps * width * length
+    if finetune < 0:
+        raise GrowpruneError(
+            f"{recipe.method.__name__} needs {steps * width * length} epochs for {steps} steps, but the budget is "
+            f"{epochs}: give more --epochs, or fewer parts with --set partition=contiguous(2)"
+        )
+    return {"steps": steps, "epochs": length, "finetune": finetune}
+
+
+def _length(recipe: Recipe, S: Partition, per_epoch: int) -> float:
+    plan = recipe.plan_over(S, per_epoch)
+    return sum(scheduled.phase.num_iterations(per_epoch) for scheduled in walk(plan)) / per_epoch
+
+
+def num_iterations_per_epoch(recipe: Recipe) -> int:
+    return math.ceil(recipe.task.num_batches() / recipe.accumulate)

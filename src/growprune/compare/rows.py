@@ -1,0 +1,102 @@
+"""Rows of a comparison: a method, an allocation, and options of its own, as a person types them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from growprune.engine.override import find_method
+from growprune.engine.source import absolute, is_source
+from growprune.errors import GrowpruneError
+from growprune.methods import METHODS
+
+ALLOCATIONS = ("uniform", "erk", "global")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table at one sparsity."""
+
+    method: str
+    """One of `METHODS`, or path.py:function."""
+    allocation: str
+    settings: tuple[tuple[str, str], ...] = ()
+    """Options of the method, or fields of the recipe, as they were typed."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether its method knows no sparsity: it is run once, and is the reference."""
+        return "sparsity" not in inspect.signature(find_method(self.method)).parameters
+
+    @property
+    def name(self) -> str:
+        """As it stands in the table."""
+        method = self.method.rpartition(":")[2]
+        allocated = method if self.is_dense else f"{method}:{self.allocation}"
+        return " ".join([allocated, *(f"{key}={value}" for key, value in self.settings)])
+
+    @property
+    def folder(self) -> str:
+        """Its name as that of a folder."""
+        return re.sub(r"[^A-Za-z0-9_.=]+", "-", self.name).strip("-.")
+
+
+def parse_rows(text: str) -> list[Row]:
+    """The rows that `--methods` asks for, each once, in its order.
+
+    >>> [row.name for row in parse_rows("dense,rigl,gmp:uniform until=0.5")]
+    ['dense', 'rigl:erk', 'gmp:uniform until=0.5']
+    """
+    texts = [part.strip() for part in _split(text)]
+    texts = [name for part in texts for name in (METHODS if part == "all" else (part,)) if name]
+    rows = [_parse(part) for part in dict.fromkeys(texts)]
+    if not rows:
+        raise GrowpruneError(f"--methods is {text!r}, but wants one or more rows, such as dense,rigl:erk,gmp")
+    _check_names(rows)
+    return rows
+
+
+def _split(text: str) -> list[str]:
+    """At commas, but for those inside brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[({") - (letter in "])}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _parse(text: str) -> Row:
+    head, *words = text.split()
+    for word in words:
+        if "=" not in word:
+            raise GrowpruneError(f"the row {text!r} has {word!r}, but after its method a row has only key=value")
+    method, allocation = _method_and_allocation(head)
+    find_method(method)  # an unknown one is said now
+    settings = tuple((key, value) for key, _, value in (word.partition("=") for word in words))
+    if "allocation" in dict(settings):
+        raise GrowpruneError(f"the row {text!r} sets allocation: write it after the method, as in {method}:erk")
+    return Row(method, allocation, settings)
+
+
+def _method_and_allocation(head: str) -> tuple[str, str]:
+    """rigl, rigl:erk, path.py:function or path.py:function:erk"""
+    method, colon, allocation = head.rpartition(":")
+    if not colon or (is_source(head) and ".py" in head and method.endswith(".py")):
+        method, allocation = head, getattr(find_method(head), "allocation", "uniform")
+    if allocation not in ALLOCATIONS:
+        raise GrowpruneError(
+            f"the row {head!r} has the allocation {allocation!r}, but it must be one of {', '.join(ALLOCATIONS)}"
+        )
+    return (absolute(method) if is_source(method) else method), allocation
+
+
+def _check_names(rows: Sequence[Row]) -> None:
+    folders: dict[str, Row] = {}
+    for row in rows:
+        if (other := folders.setdefault(row.folder, row)) != row:
+            raise GrowpruneError(f"the rows {other.name!r} and {row.name!r} would share a folder: name them apart")

@@ -1,0 +1,247 @@
+"""The table of a comparison: rows with the raw figures of each seed, and what they sum up to.
+
+`comparison.json` has all of it (its fields are in docs/comparing.md), `comparison.csv` and `comparison.md` the rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from growprune.atomic import replacing
+from growprune.compare.outcomes import Outcome, metric_of
+from growprune.compare.statistics import best_rival, paired, spread
+from growprune.engine.checkpoint import write_json
+
+FORMAT = 1
+"""Of comparison.json."""
+TOLERANCE = 0.0005
+"""How far a row may end from the sparsity that was asked for without the table saying so."""
+SHARES = ("training_flops", "inference_flops", "peak_alive", "average_alive")
+
+
+@dataclass
+class TableRow:
+    name: str
+    method: str
+    allocation: str
+    options: Mapping[str, Any]
+    sparsity: float
+    """What was asked for."""
+    epochs: float | None
+    runs: list[dict[str, Any]]
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    def values(self, figure: str) -> dict[int, float]:
+        """By seed, a figure of the runs that have it."""
+        return {run["seed"]: run[figure] for run in self.runs if run.get(figure) is not None}
+
+
+@dataclass
+class Comparison:
+    base: str
+    """The recipe, or nothing for runs that were there already."""
+    budget: Mapping[str, Any]
+    """kind, epochs and max_epochs; empty for runs that were there already."""
+    metric: str
+    notes: list[str]
+    """What the reader must know: what differs, and what was capped."""
+    rows: list[TableRow]
+
+    @property
+    def num_failed(self) -> int:
+        return sum(run["status"] == "failed" for row in self.rows for run in row.runs)
+
+    @property
+    def errors(self) -> list[str]:
+        """Of each run that failed, in one line."""
+        failed = [(row, run) for row in self.rows for run in row.runs if run["status"] == "failed"]
+        return [f"{row.name} {row.sparsity:g} seed {run['seed']} failed: {run['error']}" for row, run in failed]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    def write(self, folder: Path, *, with_markdown: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "comparison.json", self.to_dict())
+        texts = {"comparison.csv": self.to_csv()} | ({"comparison.md": self.to_markdown()} if with_markdown else {})
+        for name, text in texts.items():
+            with replacing(folder / name) as file:
+                file.write(text.encode())
+
+    def to_csv(self) -> str:
+        """A line a row, numbers in full."""
+        text = io.StringIO()
+        lines = [{"row": row.name, "sparsity": row.sparsity, "epochs": row.epochs, **_flat(row)} for row in self.rows]
+        writer = csv.DictWriter(text, list(lines[0]) if lines else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+        return text.getvalue()
+
+    def to_markdown(self) -> str:
+        heads = [*QUALITY, *COST]
+        lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
+        for row in self.rows:
+            cells = quality_cells(row) | cost_cells(row)
+            lines.append("| " + " | ".join(cells[head] for head in heads) + " |")
+        return "\n".join([*lines, "", *(f"- {note}" for note in [*self.notes, *self.errors])]) + "\n"
+
+
+def build(
+    outcomes: Sequence[Outcome],
+    *,
+    base: str = "",
+    budget: Mapping[str, Any] | None = None,
+    planned: Mapping[tuple[str, float], float] | None = None,
+    notes: Sequence[str] = (),
+) -> Comparison:
+    """The table of some runs; `planned` are the epochs of rows of which no run is finished."""
+    metric = metric_of([outcome.result for outcome in outcomes if outcome.result is not None])
+    groups: dict[tuple[str, float], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.row, outcome.sparsity), []).append(outcome)
+    dense = next((o.epochs for o in outcomes if o.is_dense and o.epochs), None)
+    reference = (budget or {}).get("epochs") or dense
+    rows = []
+    for (name, sparsity), group in groups.items():
+        epochs = next((o.epochs for o in group if o.epochs is not None), (planned or {}).get((name, sparsity)))
+        runs = [_figures(outcome, metric, reference) for outcome in group]
+        recipe = group[0].recipe
+        options, allocation = recipe.get("options") or {}, str(recipe.get("allocation", ""))
+        rows.append(TableRow(name, str(recipe.get("method", "")), allocation, options, sparsity, epochs, runs))
+    _sum_up(rows)
+    return Comparison(base, budget or {}, metric, [*notes, *_notes(outcomes, rows)], rows)
+
+
+def _figures(outcome: Outcome, metric: str, reference: float | None) -> dict[str, Any]:
+    run: dict[str, Any] = {"seed": outcome.seed, "folder": str(outcome.folder), "status": outcome.status}
+    run |= {"error": outcome.error}
+    if (result := outcome.result) is None:
+        return run
+    totals, prunable = result["sparsity"]["totals"], result["sparsity"]["totals"]["prunable"]
+    flops, epochs = totals.get("flops_dense"), outcome.epochs
+    dense = 0.0
+    if result.get("training_examples") and flops and epochs:
+        dense = 3 * flops * result["training_examples"] * (reference or epochs) / epochs
+    return run | {
+        "validation": result["validation"][metric],
+        "test": result["test"][metric],
+        "epochs": epochs,
+        "reached": 1 - totals["alive"] / prunable if prunable else 0.0,
+        "training_flops": _share(result.get("training_flops"), dense),
+        "inference_flops": _share(totals.get("flops_sparse"), flops),
+        "peak_alive": _share(result.get("peak_alive"), prunable),
+        "average_alive": _share(result.get("average_alive"), prunable),
+        "peak_bytes": result["peak_bytes"],
+        "seconds": result["seconds"],
+    }
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def _sum_up(rows: Sequence[TableRow]) -> None:
+    validation = [row.values("validation") for row in rows]
+    dense = next((row for row in rows if row.method == "dense"), None)
+    for index, row in enumerate(rows):
+        others = [i for i, other in enumerate(rows) if other.sparsity == row.sparsity and other.method != "dense"]
+        rival = best_rival(index, validation, others) if row.method != "dense" else None
+        test = row.values("test")
+        row.summary = {"test": spread(list(test.values())), "validation": spread(list(validation[index].values()))}
+        row.summary["reached"] = _mean(row, "reached")
+        row.summary["rival"] = None if rival is None else rows[rival].name
+        row.summary["minus_rival"] = None if rival is None else paired(test, rows[rival].values("test"))
+        row.summary["minus_dense"] = None if dense in (None, row) else paired(test, dense.values("test"))
+        row.summary |= {name: _mean(row, name) for name in (*SHARES, "seconds")}
+        row.summary["peak_bytes"] = max(row.values("peak_bytes").values(), default=None)
+        states = [run["status"] for run in row.runs]
+        row.summary |= {status: states.count(status) for status in ("finished", "failed", "unfinished")}
+
+
+def _mean(row: TableRow, figure: str) -> float | None:
+    return statistics.fmean(values) if (values := row.values(figure).values()) else None
+
+
+def _notes(outcomes: Sequence[Outcome], rows: Sequence[TableRow]) -> list[str]:
+    places = {str((o.result.get("environment") or {}).get("device")) for o in outcomes if o.result is not None}
+    notes = [f"runs were on different devices ({', '.join(sorted(places))}): seconds do not compare"]
+    notes = notes if len(places) > 1 else []
+    off = [row for row in rows if is_off(row)]
+    for sparsity in dict.fromkeys(row.sparsity for row in rows if row.summary["rival"]):
+        notes.append(_say_rivals([row for row in rows if row.sparsity == sparsity and row.summary["rival"]]))
+    return [*notes, *(f"{row.name} does not reach {row.sparsity:g} exactly: {_reached(row)}" for row in off)]
+
+
+def _say_rivals(rows: Sequence[TableRow]) -> str:
+    """All rows have the same best rival, but for itself, and for rows that lack some seeds."""
+    by_rival: dict[str, list[str]] = {}
+    for row in rows:
+        by_rival.setdefault(row.summary["rival"], []).append(row.name)
+    (usual, _), *others = sorted(by_rival.items(), key=lambda item: -len(item[1]))
+    exceptions = "".join(f"; that of {', '.join(names)} is {rival}" for rival, names in others)
+    return f"best rival at {rows[0].sparsity:g}, by validation: {usual}{exceptions}"
+
+
+def is_off(row: TableRow) -> bool:
+    """Whether a row ends at another sparsity than it was asked for."""
+    reached = row.summary["reached"]
+    return reached is not None and abs(reached - row.sparsity) > TOLERANCE
+
+
+# What is shown
+
+QUALITY = ("row", "sparsity", "epochs", "test", "vs rival", "vs dense", "runs")
+COST = ("training FLOPs", "inference FLOPs", "peak alive", "average alive", "memory", "seconds")
+
+
+def quality_cells(row: TableRow) -> dict[str, str]:
+    """How good a row is, by column, as text."""
+    sparsity = f"{row.sparsity:g}" + (f" (reached {_reached(row)})" if is_off(row) else "")
+    epochs = "-" if row.epochs is None else f"{row.epochs:g}"
+    rest = [_mean_and(row.summary["test"], "deviation"), _gap(row, "minus_rival"), _gap(row, "minus_dense"), _runs(row)]
+    return dict(zip(QUALITY, [row.name, sparsity, epochs, *rest], strict=True))
+
+
+def cost_cells(row: TableRow) -> dict[str, str]:
+    """What a row costs, by column, as text."""
+    shares = ["-" if row.summary[name] is None else f"{row.summary[name]:.3f}" for name in SHARES]
+    peak, seconds = row.summary["peak_bytes"], row.summary["seconds"]
+    memory = "-" if peak is None else f"{peak / 2**20:.0f} MiB"
+    return dict(zip(COST, [*shares, memory, "-" if seconds is None else f"{seconds:.1f}"], strict=True))
+
+
+def _reached(row: TableRow) -> str:
+    return f"{row.summary['reached']:.4g}"
+
+
+def _gap(row: TableRow, name: str) -> str:
+    gap = row.summary[name]
+    return "" if gap is None else _mean_and(gap, "standard_error", "+")
+
+
+def _mean_and(numbers: Mapping[str, Any], spread: str, sign: str = "") -> str:
+    if numbers["mean"] is None:
+        return "-"
+    return f"{numbers['mean']:{sign}.2f}" + ("" if numbers[spread] is None else f" ± {numbers[spread]:.2f}")
+
+
+def _runs(row: TableRow) -> str:
+    counts = {status: row.summary[status] for status in ("failed", "unfinished")}
+    return ", ".join([str(row.summary["finished"]), *(f"{n} {status}" for status, n in counts.items() if n)])
+
+
+def _flat(row: TableRow) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    names = {"test": "deviation", "validation": "deviation", "minus_rival": "standard_error"}
+    for name, more in {**names, "minus_dense": "standard_error"}.items():
+        numbers = row.summary[name] or {}
+        flat |= {f"{name}_mean": numbers.get("mean"), f"{name}_{more}": numbers.get(more)}
+    gaps = ("minus_rival", "minus_dense")
+    plain = {name: value for name, value in row.summary.items() if not isinstance(value, dict) and name not in gaps}
+    return flat | plain

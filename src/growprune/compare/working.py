@@ -1,0 +1,86 @@
+"""Carries runs out, several processes at a time, each the command that `--print-jobs` prints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from growprune.compare.jobs import Job
+from growprune.engine.folder import is_in_use
+
+STOPPED = {code for number in (signal.SIGINT, signal.SIGTERM) for code in (128 + number, -number)}
+"""Exit statuses of a run that was asked to stop: after it saved, or before there was anything to save."""
+
+Tell = Callable[[Job, str], None]
+"""Told of a job, and of what became of it: started, finished, failed, stopped, or in use by somebody else."""
+
+
+def carry_out(jobs: Sequence[Job], *, workers: int, should_stop: Callable[[], bool], tell: Tell) -> bool:
+    """Run what is not finished and has not failed; False if it was asked to stop, which saves all that runs."""
+    waiting = deque(job for job in jobs if not job.is_finished and not job.error)
+    running: dict[Job, subprocess.Popen[bytes]] = {}
+    is_stopping = False
+    try:
+        while running or (waiting and not is_stopping):
+            if not is_stopping and should_stop():
+                is_stopping = True
+                _stop(running)
+            while waiting and len(running) < workers and not is_stopping:
+                _begin(waiting.popleft(), running, workers, tell)
+            for job in [job for job, process in running.items() if process.poll() is not None]:
+                tell(job, _end(job, running.pop(job).returncode))
+            time.sleep(0.02)
+    finally:
+        _stop(running)  # nothing runs on without us
+    return not is_stopping
+
+
+def _begin(job: Job, running: dict[Job, subprocess.Popen[bytes]], workers: int, tell: Tell) -> None:
+    if is_in_use(job.folder):
+        tell(job, "in use")
+        return
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "growprune", *job.arguments]
+    with job.log.open("ab") as log:
+        # a session of its own, so that Ctrl-C reaches it once, from us: a second signal would end it unsaved
+        running[job] = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(workers), start_new_session=True
+        )
+    tell(job, "started")
+
+
+def _environment(workers: int) -> Mapping[str, str]:
+    """Processes side by side share the cores, where nobody has said otherwise."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = {} if workers == 1 else {"OMP_NUM_THREADS": str(max(1, cores // workers))}
+    return threads | dict(os.environ)
+
+
+def _stop(running: Mapping[Job, subprocess.Popen[bytes]]) -> None:
+    for process in running.values():
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+
+
+def _end(job: Job, status: int) -> str:
+    if job.is_finished:
+        return "finished"
+    if status in STOPPED:
+        return "stopped"
+    job.failure.write_text(last_words(job.log, status))
+    return "failed"
+
+
+def last_words(log: Path, status: int) -> str:
+    """The error of a run, in one line: the last that it said, but for warnings."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    said = [line for line in lines if line and not line.startswith("growprune: warning:")]
+    if status < 0:
+        return f"killed by signal {-status}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
+    return said[-1].removeprefix("growprune: ") if said else f"ended with status {status}"

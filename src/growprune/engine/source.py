@@ -1,0 +1,39 @@
+"""A function of a user's own, named as `path.py:function`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from growprune.errors import GrowpruneError
+
+
+def is_source(text: str) -> bool:
+    """Whether a text names a function in a file, rather than something of ours."""
+    return ":" in text
+
+
+def load(source: str, kind: str) -> Callable[..., Any]:
+    """The function that `path.py:function` names; `kind` says for errors what the file should hold."""
+    name, _, function = source.rpartition(":")
+    path = Path(name)
+    if not path.is_file():
+        raise GrowpruneError(f"there is no {kind} file {path}")
+    spec = importlib.util.spec_from_file_location(f"{kind}_file_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise GrowpruneError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where a dataclass defined in the file looks its own types up
+    spec.loader.exec_module(module)
+    if not callable(found := getattr(module, function, None)):
+        raise GrowpruneError(f"{path} has no function {function!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def absolute(source: str) -> str:
+    """The same source, found from any folder."""
+    path, _, function = source.rpartition(":")
+    return f"{Path(path).resolve()}:{function}" if path else source
