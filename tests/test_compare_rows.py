@@ -132,9 +132,10 @@ def test_each_method_gets_the_form_that_fills_the_budget(method: str, epochs: in
 def test_every_method_spends_every_budget_exactly(method: str, epochs: int, parts: int) -> None:
     needed = 2 if method == "random_gap" else 1  # it never grows a layer twice in a row
     recipe = cut_as_usual(replace(bare(method), partition=contiguous(max(needed, parts))))
-    spent = num_epochs(spend(recipe, epochs, 4), 4)
-    # branches that count their own iterations may leave some over
-    assert round(spent) == epochs if method == "parallel_gradual_gap" else spent == epochs
+    if method == "parallel_gradual_gap":  # an iteration more is one more on all machines, so a few are left over
+        assert num_epochs(spend(recipe, epochs, 40), 40) == pytest.approx(epochs, abs=0.5)
+    else:
+        assert num_epochs(spend(recipe, epochs, 4), 4) == epochs
 
 
 def test_a_method_that_draws_its_layers_is_given_all_of_them_and_the_others_parts() -> None:

@@ -3,7 +3,7 @@
     runs.py       reads run folders and results
     groups.py     which runs may be compared, and which are the same but for their seed
     schedule.py   \\
-    curves.py      \\  one file for each group of charts; a chart is a value (chart.py)
+    over_time.py   \\  one file for each group of charts; a chart is a value (chart.py)
     by_layer.py    /
     frontier.py   /
     tables.py     results in numbers; words.py: what is said in words, the commands among it

@@ -15,9 +15,9 @@ from growprune.errors import GrowpruneError
 from growprune.report import tables, words
 from growprune.report.by_layer import layer_chart
 from growprune.report.chart import Chart, Styles, Value, short, styles_for
-from growprune.report.curves import curve_charts, missing_curves
 from growprune.report.frontier import frontier_charts, missing_costs, time_chart
 from growprune.report.groups import Group, group_runs
+from growprune.report.over_time import charts_over_time, missing_quantities
 from growprune.report.runs import Record
 from growprune.report.schedule import schedule_chart
 
@@ -111,7 +111,7 @@ def _head(groups: Sequence[Group], records: Sequence[Record]) -> str:
 def _group(number: int, group: Group, styles: Styles, charts: list[Chart]) -> str:
     """All that is shown of runs that may be compared."""
     named = f"{group.title}, {group.budget}".rstrip(", ")
-    shown = [schedule_chart(group), *curve_charts(group, styles), layer_chart(group, styles)]
+    shown = [schedule_chart(group), *charts_over_time(group, styles), layer_chart(group, styles)]
     compared = [*frontier_charts(group, styles), time_chart(group, styles)] if len(group.cells) > 1 else []
     sections = [f"<section id='group-{number}'><h2>{_escape(named)}</h2>"]
     if rows := tables.means(group):
@@ -119,7 +119,7 @@ def _group(number: int, group: Group, styles: Styles, charts: list[Chart]) -> st
         sections.append(f"<h3>Results</h3>{_table(head, rows)}")
     sections.append(_figures("How it was trained", [chart for chart in shown if chart is not None], charts))
     sections.append(_figures("What was gained, and at what cost", [c for c in compared if c is not None], charts))
-    lacking = missing_curves(group) + (missing_costs(group) if compared else [])
+    lacking = missing_quantities(group) + (missing_costs(group) if compared else [])
     if lacking:
         sections.append(f"<p class='small'>Not shown, since no run has the figures: {_escape(', '.join(lacking))}.</p>")
     return "\n".join([*sections, "</section>"])

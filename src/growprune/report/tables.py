@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from growprune.report.chart import Value, scaled
-from growprune.report.curves import last_of
 from growprune.report.frontier import average_live, given, peak_live, quality
 from growprune.report.groups import Cell, Group
+from growprune.report.over_time import last_of
 from growprune.report.runs import Record
 
 MEANS_HEAD = (

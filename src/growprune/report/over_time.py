@@ -15,7 +15,7 @@ Points = dict[int, float]
 
 
 @dataclass(frozen=True)
-class Curve:
+class Quantity:
     """What one chart over time shows of a row, or of the rows of the branches of a fork, which share an epoch."""
 
     name: str
@@ -29,11 +29,11 @@ class Curve:
     is_share: bool = False
 
 
-def curves(group: Group) -> list[Curve]:
+def quantities(group: Group) -> list[Quantity]:
     """The charts over time, in the order of the page."""
     metric = group.metric
     return [
-        Curve(
+        Quantity(
             "quality",
             f"{metric} over time",
             f"{metric} on validation data",
@@ -41,7 +41,7 @@ def curves(group: Group) -> list[Curve]:
             lambda record, row: (row.get("validation") or {}).get(record.metric),
             statistics.mean,
         ),
-        Curve(
+        Quantity(
             "loss",
             "Loss over time",
             "training loss",
@@ -49,7 +49,7 @@ def curves(group: Group) -> list[Curve]:
             lambda record, row: row.get("loss"),
             statistics.mean,
         ),
-        Curve(
+        Quantity(
             "live",
             "Live weights over time",
             "live weights (share of the prunable)",
@@ -59,7 +59,7 @@ def curves(group: Group) -> list[Curve]:
             is_step=True,
             is_share=True,
         ),
-        Curve(
+        Quantity(
             "explored",
             "Weights ever explored",
             "ever trained (share of the prunable)",
@@ -70,7 +70,7 @@ def curves(group: Group) -> list[Curve]:
             is_step=True,
             is_share=True,
         ),
-        Curve(
+        Quantity(
             "churn",
             "Mask churn",
             "changed at the last edit (share of the live)",
@@ -83,65 +83,68 @@ def curves(group: Group) -> list[Curve]:
     ]
 
 
-def curve_charts(group: Group, styles: Styles) -> list[Chart]:
+def charts_over_time(group: Group, styles: Styles) -> list[Chart]:
     """Those for which any run has figures."""
-    charts = [_chart(curve, group, styles) for curve in curves(group)]
+    charts = [_chart(quantity, group, styles) for quantity in quantities(group)]
     return [chart for chart in charts if chart is not None]
 
 
-def missing_curves(group: Group) -> list[str]:
+def missing_quantities(group: Group) -> list[str]:
     """The titles of charts for which no run has figures."""
-    return [curve.title for curve in curves(group) if not any(points_of(cell, curve) for cell in group.cells)]
+    return [
+        quantity.title for quantity in quantities(group) if not any(points_of(cell, quantity) for cell in group.cells)
+    ]
 
 
-def _chart(curve: Curve, group: Group, styles: Styles) -> Chart | None:
-    found = {cell.label: (cell, points) for cell in group.cells if (points := points_of(cell, curve))}
+def _chart(quantity: Quantity, group: Group, styles: Styles) -> Chart | None:
+    found = {cell.label: (cell, points) for cell in group.cells if (points := points_of(cell, quantity))}
     if not found:
         return None
-    y = axis(curve.axis, **({"rangemode": "tozero", "tickformat": ".0%"} if curve.is_share else {}))
+    y = axis(quantity.axis, **({"rangemode": "tozero", "tickformat": ".0%"} if quantity.is_share else {}))
     epochs = sorted({epoch for _, points in found.values() for epoch in points})
     return Chart(
-        curve.name,
-        curve.title,
-        curve.caption + (" Lines are means over seeds." if any(len(cell.records) > 1 for cell in group.cells) else ""),
-        [_trace(curve, cell, points, styles) for cell, points in found.values()],
+        quantity.name,
+        quantity.title,
+        quantity.caption
+        + (" Lines are means over seeds." if any(len(cell.records) > 1 for cell in group.cells) else ""),
+        [_trace(quantity, cell, points, styles) for cell, points in found.values()],
         layout(axis("epoch", rangemode="tozero"), y),
         ["epoch", *found],
         [[epoch, *(points.get(epoch) for _, points in found.values())] for epoch in epochs],
     )
 
 
-def _trace(curve: Curve, cell: Cell, points: Points, styles: Styles) -> Json:
+def _trace(quantity: Quantity, cell: Cell, points: Points, styles: Styles) -> Json:
     style = styles.of(cell)
     few = len(points) <= 12
     xs, ys = list(points), list(points.values())
-    if curve.is_step and xs[0] == 1:  # what the first epoch ends with, it began with
+    if quantity.is_step and xs[0] == 1:  # what the first epoch ends with, it began with
         xs, ys = [0, *xs], [ys[0], *ys]
     trace: Json = {"type": "scatter", "x": xs, "y": ys, "name": cell.label}
-    trace |= {"mode": "lines+markers", "line": style.line(shape="vh" if curve.is_step else "linear")}
+    trace |= {"mode": "lines+markers", "line": style.line(shape="vh" if quantity.is_step else "linear")}
     # so that lines are told apart without colours, a marker now and then
     trace["marker"] = style.marker(size=7, maxdisplayed=0 if few else 9)
-    number = ".1%" if curve.is_share else ".4g"
+    number = ".1%" if quantity.is_share else ".4g"
     trace["hovertemplate"] = f"{cell.label}<br>epoch %{{x}}: %{{y:{number}}}<extra></extra>"
     return trace
 
 
-def points_of(cell: Cell, curve: Curve) -> Points:
+def points_of(cell: Cell, quantity: Quantity) -> Points:
     """The mean over seeds at the epochs that all of them have."""
-    of_seeds = [points for record in cell.records if (points := _points(record, curve))]
+    of_seeds = [points for record in cell.records if (points := _points(record, quantity))]
     if not of_seeds:
         return {}
     shared = set.intersection(*(set(points) for points in of_seeds))
     return {epoch: statistics.mean(points[epoch] for points in of_seeds) for epoch in sorted(shared)}
 
 
-def _points(record: Record, curve: Curve) -> Points:
+def _points(record: Record, quantity: Quantity) -> Points:
     by_epoch: dict[int, list[float]] = {}
     for row in record.history:
-        value = curve.of(record, row)
+        value = quantity.of(record, row)
         if value is not None:
             by_epoch.setdefault(row["epoch"], []).append(float(value))
-    return {epoch: float(curve.join(values)) for epoch, values in by_epoch.items()}
+    return {epoch: float(quantity.join(values)) for epoch, values in by_epoch.items()}
 
 
 def last_of(cells: Sequence[Cell], name: str) -> dict[str, float]:
