@@ -100,13 +100,13 @@ def _chart(quantity: Quantity, group: Group, styles: Styles) -> Chart | None:
     found = {cell.label: (cell, points) for cell in group.cells if (points := points_of(cell, quantity))}
     if not found:
         return None
+    has_seeds = any(len(cell.records) > 1 for cell in group.cells)
     y = axis(quantity.axis, **({"rangemode": "tozero", "tickformat": ".0%"} if quantity.is_share else {}))
     epochs = sorted({epoch for _, points in found.values() for epoch in points})
     return Chart(
         quantity.name,
         quantity.title,
-        quantity.caption
-        + (" Lines are means over seeds." if any(len(cell.records) > 1 for cell in group.cells) else ""),
+        quantity.caption + (" Lines are means over seeds." if has_seeds else ""),
         [_trace(quantity, cell, points, styles) for cell, points in found.values()],
         layout(axis("epoch", rangemode="tozero"), y),
         ["epoch", *found],
