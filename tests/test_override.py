@@ -204,9 +204,9 @@ def test_options_as_a_whole_take_the_place_of_all_there_were() -> None:
 
 
 def test_a_partition_is_set_as_python_writes_it() -> None:
-    assert override(cyclic(), {"partition": "per_layer"}).partition == per_layer()
+    assert override(cyclic(), {"partition": "per_layer()"}).partition == per_layer()
     assert override(cyclic(), {"partition": "contiguous(2)"}).partition == contiguous(2)
-    with pytest.raises(GrowpruneError, match=r"wants per_layer or contiguous\(4\)"):
+    with pytest.raises(GrowpruneError, match=r"must be contiguous\(4\), balanced\(4\), per_layer\(\)"):
         override(cyclic(), {"partition": "named"})
 
 

@@ -205,6 +205,7 @@ def test_a_tiny_recipe_of_every_row_has_edits_and_a_price(task: str, data: dict[
         assert found.costs[-1].density == pytest.approx(1 - find(name).sparsity, abs=0.02), name
 
 
+@pytest.mark.filterwarnings("ignore:no weight lives in")  # of so small a model, under one ranking
 @pytest.mark.parametrize("name", one_of_each_rival(TINY))
 def test_a_tiny_recipe_runs_resumes_exactly_and_ends_at_its_sparsity(
     name: str, data: dict[str, str], tmp_path: Path

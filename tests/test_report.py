@@ -228,11 +228,9 @@ def test_branches_of_other_processes_are_read_from_their_logs(tmp_path: Path) ->
     ]
 
 
-@pytest.mark.parametrize("study", sorted(path.name for path in EXPERIMENTS.iterdir() if path.is_dir()))
+@pytest.mark.parametrize("study", sorted({path.parents[2].name for path in EXPERIMENTS.glob("*/*/*/result.json")}))
 def test_the_experiments_of_this_repository_can_be_shown(study: str) -> None:
     records = find_runs([EXPERIMENTS / study])
-    if not any(record.is_finished for record in records):
-        pytest.skip("it holds no results of runs")
     page = render(records, "")
     for record in records:
         assert record.status == "finished", record.why

@@ -80,8 +80,8 @@ def show(browser: Any, page: Path, *, width: int = 1280, scheme: str = "light") 
 @pytest.mark.parametrize(
     "name, charts, width, scheme",
     [
-        ("several", 13, 1280, "light"),
-        ("several", 13, 390, "dark"),
+        ("several", 14, 1280, "light"),
+        ("several", 14, 390, "dark"),
         ("one", 7, 390, "light"),
         ("earlier", 11, 1280, "dark"),
         ("earlier", 11, 390, "light"),
