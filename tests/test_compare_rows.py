@@ -75,6 +75,12 @@ def test_commas_in_brackets_do_not_end_a_row(own: Path) -> None:
     assert [row.name for row in rows] == ["dense", "halves:erk cuts=[0.5,0.7]", "rigl:erk"]
 
 
+def test_a_method_with_controls_brings_them_along_once() -> None:
+    names = [row.name for row in parse_rows("gradual_gap until=0.5,gmp,gradual_gap until=0.5 control=peak")]
+    ours = "gradual_gap:global until=0.5"
+    assert names == [ours, f"{ours} control=start", f"{ours} control=peak", "gmp:global"]
+
+
 def test_all_stands_for_every_method() -> None:
     assert {row.method for row in parse_rows("all")} == set(METHODS)
 

@@ -35,7 +35,7 @@ def test_the_sparsity_rises_evenly_while_the_parts_grow_in_turns() -> None:
 
 
 def test_a_power_of_three_rises_as_gmp_does() -> None:
-    plan = gradual_gap(FOUR, sparsity=0.9, iterations=12, every=6, start=0.1, until=1.0, power=3, growing=False)
+    plan = gradual_gap(FOUR, sparsity=0.9, iterations=12, every=6, start=0.1, until=1.0, power=3, control="start")
     # half way, an eighth of the way is left: 0.9 - 0.8 / 8
     assert lines(plan) == [
         "prune all to 0.1 by random: 0",
@@ -67,17 +67,33 @@ def test_parts_of_unknown_size_count_as_equal() -> None:
     assert FOUR.largest_share == 0.25
 
 
+@pytest.mark.parametrize("control", [None, "peak"])
 @pytest.mark.parametrize("kappa", [1, 2, 4])
-@pytest.mark.parametrize("growing", [True, False])
-def test_no_more_weights_live_than_the_peak_density_allows(kappa: int, growing: bool) -> None:
+def test_no_more_weights_live_than_the_peak_density_allows(kappa: int, control: Any) -> None:
     net = nn.Sequential(*(nn.Linear(20, 20) for _ in range(4)))
     sparse = gp.SparseModel(net, sparsity=0.9)
     S = Partition.balanced(net, kappa)
-    peak = 1.0 if kappa == 1 and growing else 0.75
-    plan = gradual_gap(S, sparsity=0.9, iterations=40, every=2, peak_density=peak, growing=growing)
+    peak = 1.0 if kappa == 1 else 0.75
+    plan = gradual_gap(S, sparsity=0.9, iterations=40, every=2, peak_density=peak, control=control)
     alive = [sparse.num_alive / sparse.num_prunable for _ in phases_of(sparse, plan)]
     assert max(alive[1:]) == pytest.approx(peak, abs=0.002)
     assert alive[-1] == pytest.approx(0.1)
+
+
+def test_controls_never_grow_from_the_same_start_or_the_same_peak() -> None:
+    options: dict[str, Any] = {"sparsity": 0.9, "iterations": 8, "every": 4, "start": 0.4, "until": 1.0}
+    assert lines(gradual_gap(FOUR, **options, control="start")) == [
+        "prune all to 0.4 by random: 0",
+        "prune all to 0.4: 4",
+        "prune all to 0.65: 4",
+        "prune all to 0.9: 0",
+    ]
+    # 0.6 + 0.4 / 4 of the weights live at the peak
+    assert lines(gradual_gap(FOUR, **options, control="peak"))[:3] == [
+        "prune all to 0.3 by random: 0",
+        "prune all to 0.3: 4",
+        "prune all to 0.6: 4",
+    ]
 
 
 def test_a_peak_density_is_exact_for_parts_that_differ() -> None:
@@ -123,6 +139,7 @@ def test_sparsity_never_falls(option: dict[str, float]) -> None:
         ({"peak_density": 1.5}, "peak_density is 1.5"),
         ({"every": 0}, "every is 0"),
         ({"power": 0}, "power is 0"),
+        ({"control": "both"}, "control is 'both', but must be 'start', 'peak', or None"),
         ({"until": 1.2}, "until is 1.2"),
     ],
 )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from growprune.engine.override import find_method
 from growprune.engine.source import absolute, is_source
 from growprune.errors import GrowpruneError
 from growprune.methods import METHODS
 
+CONTROLS = ("start", "peak")
+"""The same plan never growing, and never growing from as many live weights as the plan has at its peak."""
 ALLOCATIONS = ("uniform", "erk", "global")
 
 
@@ -51,11 +53,20 @@ def parse_rows(text: str) -> list[Row]:
     """
     texts = [part.strip() for part in _split(text)]
     texts = [name for part in texts for name in (METHODS if part == "all" else (part,)) if name]
-    rows = [_parse(part) for part in dict.fromkeys(texts)]
+    rows = [row for part in dict.fromkeys(texts) for row in _with_controls(_parse(part))]
+    rows = list(dict.fromkeys(rows))
     if not rows:
         raise GrowpruneError(f"--methods is {text!r}, but wants one or more rows, such as dense,rigl:erk,gmp")
     _check_names(rows)
     return rows
+
+
+def _with_controls(row: Row) -> list[Row]:
+    """A row, and its controls: where a method has the option, what it is without what it claims to help."""
+    is_controlled = "control" in inspect.signature(find_method(row.method)).parameters
+    if not is_controlled or "control" in dict(row.settings):
+        return [row]
+    return [row, *(replace(row, settings=(*row.settings, ("control", kind))) for kind in CONTROLS)]
 
 
 def _split(text: str) -> list[str]:

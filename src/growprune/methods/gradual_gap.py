@@ -2,6 +2,7 @@
 2017), and one learning-rate curve. The method we recommend; docs/results.md has what it was compared with."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from growprune.errors import GrowpruneError
 from growprune.plan import By, Parts, Phase, check_counts, check_share, check_sparsity, grow, method, prune
@@ -18,7 +19,7 @@ def gradual_gap(
     peak_density: float | None = None,
     until: float = 0.75,
     power: int = 1,
-    growing: bool = True,
+    control: Literal["start", "peak"] | None = None,
 ) -> Iterator[Phase]:
     """Begin with a random mask of few zeros; each step prunes a little more, then grows the next part to dense.
 
@@ -33,7 +34,8 @@ def gradual_gap(
         peak_density: instead of `start`: the largest share of the weights that may live at any time.
         until: when the steps end and fine-tuning begins, as a share of the training.
         power: how the sparsity rises: 1 evenly, 3 fast at first and slowly at the end, as in GMP.
-        growing: False for the control, which prunes alike and never grows.
+        control: for a comparison, what shows what growth itself brings: the same plan without growth, from the same
+            "start", or from as many live weights as the plan has at its "peak".
 
     Example: gradual_gap(S, sparsity=0.8, iterations=8, every=2)
     """
@@ -41,20 +43,21 @@ def gradual_gap(
     check_counts(1, every=every, power=power)
     check_counts(0, iterations=iterations)
     check_share(until=until)
-    first = first_sparsity(S, sparsity, start, peak_density, growing=growing)
+    first = first_sparsity(S, sparsity, start, peak_density)
+    if control not in (None, "start", "peak"):
+        raise GrowpruneError(f"control is {control!r}, but must be 'start', 'peak', or None for no control")
+    first *= 1 - S.largest_share if control == "peak" else 1
     last = round(until * iterations)
     yield Phase(prune(S.whole, to=first, by=By.RANDOM))
     for step, t in enumerate(range(0, last, every)):
         now = sparsity + (first - sparsity) * (1 - t / last) ** power
-        growth = [grow(S[step % len(S)])] if growing else []
+        growth = [] if control else [grow(S[step % len(S)])]
         yield Phase(prune(S.whole, to=now), *growth, iterations=min(every, last - t))
     yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)
 
 
-def first_sparsity(
-    S: Parts, sparsity: float, start: float | None, peak_density: float | None, *, growing: bool
-) -> float:
-    """The sparsity to begin with, given as it is, or as what it leaves room for: one part that is dense."""
+def first_sparsity(S: Parts, sparsity: float, start: float | None, peak_density: float | None) -> float:
+    """The sparsity to begin with, given as it is, or as what it leaves room for: the largest part, dense."""
     check_sparsity(sparsity)
     if start is not None and peak_density is not None:
         raise GrowpruneError(f"start is {start} and peak_density is {peak_density}: give one of the two")
@@ -67,7 +70,7 @@ def first_sparsity(
             )
         return start
     check_share(peak_density=peak_density)
-    grown = S.largest_share if growing else 0.0
+    grown = S.largest_share
     least = 1 - sparsity * (1 - grown)
     if peak_density < least:
         raise GrowpruneError(

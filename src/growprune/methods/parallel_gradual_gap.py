@@ -36,7 +36,7 @@ def parallel_gradual_gap(
     check_counts(1, every=every, power=power)
     check_counts(0, iterations=iterations)
     check_share(until=until)
-    first = first_sparsity(S, sparsity, start, peak_density, growing=True)
+    first = first_sparsity(S, sparsity, start, peak_density)
     last = round(until * iterations)
     yield Phase(prune(S.whole, to=first, by=By.RANDOM))
     for t in range(0, last, every):
