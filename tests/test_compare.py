@@ -54,9 +54,9 @@ def test_when_all_runs_are_there_the_command_shows_the_table_and_runs_nothing(fi
     assert "started" not in done.stderr
     for text in (
         "test accuracy",
-        "rigl:erk 0.8",
-        "cyclic_gap:global",  # which may be broken into lines
-        "restart=false 0.8",
+        "at sparsity 0.8, 6 epochs",
+        "rigl:erk",
+        "cyclic_gap:global restart=false",
         "budget: 6 epochs",
         "best rival",
     ):

@@ -10,7 +10,7 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from growprune.compare.jobs import Job
-from growprune.compare.table import COST, QUALITY, Comparison, TableRow, cost_cells, quality_cells
+from growprune.compare.table import COST, QUALITY, Comparison, TableRow, cost_cells, is_off, quality_cells
 from growprune.compare.working import carry_out as work
 from growprune.console import err
 from growprune.console import out as console
@@ -47,37 +47,50 @@ def show(comparison: Comparison, *, out: Path | None, as_markdown: bool) -> None
     if as_markdown:
         print(comparison.to_markdown(), end="")
         return
-    where = f" on {comparison.base}" if comparison.base else ""
-    _say(f"test {comparison.metric}{where}: mean ± deviation over seeds; differences ± standard error")
-    console.print(_table(QUALITY_SHOWN, [_named(row) | quality_cells(row) for row in comparison.rows]))
+    _say(f"test {comparison.metric}{_terms(comparison)}: mean ± deviation over seeds; differences ± standard error")
+    names, cells = _names(comparison.rows), [quality_cells(row) for row in comparison.rows]
+    heads = [head for head in QUALITY[2:] if head not in ALIKE or len({each[head] for each in cells}) > 1]
+    console.print(_table(heads, names, cells))
     _say("cost, as a share of dense:")
-    console.print(_table(("row", *COST), [_named(row) | cost_cells(row) for row in comparison.rows]))
+    console.print(_table(COST, names, [cost_cells(row) for row in comparison.rows]))
     for line in [*comparison.notes, *comparison.errors]:
         _say(line)
     if out is not None:
         _say(f"in {out}: comparison.json, comparison.csv")
 
 
-QUALITY_SHOWN = tuple(name for name in QUALITY if name != "sparsity")
+def _terms(comparison: Comparison) -> str:
+    """What all rows have in common."""
+    sparsities = {row.sparsity for row in comparison.rows if row.sparsity}
+    epochs = {row.epochs for row in comparison.rows}
+    words = [f" on {comparison.base}"] if comparison.base else []
+    words += [f" at sparsity {sparsity:g}" for sparsity in sparsities if len(sparsities) == 1]
+    words += [f", {each:g} epochs" for each in epochs if each is not None and len(epochs) == 1]
+    return "".join(words)
+
+
+ALIKE = ("epochs", "runs")
+"""Columns that are left out where all rows have the same."""
 
 
 def _say(line: str) -> None:
     console.print(line, highlight=False, soft_wrap=True)
 
 
-def _named(row: TableRow) -> dict[str, str]:
-    """The row and its sparsity in one, so that the table fits a terminal."""
-    sparsity = quality_cells(row)["sparsity"] if row.sparsity else ""
-    return {"title": f"{row.name} {sparsity}".strip()}
+def _names(rows: Sequence[TableRow]) -> list[str]:
+    """What each row is called: its sparsity too, where there are several, or where it is not what was asked for."""
+    is_one = len({row.sparsity for row in rows if row.sparsity}) == 1
+    plain = [row.name if not row.sparsity or (is_one and not is_off(row)) else "" for row in rows]
+    return [name or f"{row.name} {quality_cells(row)['sparsity']}" for name, row in zip(plain, rows, strict=True)]
 
 
-def _table(heads: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
+def _table(heads: Sequence[str], names: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
     """Numbers are shown whole; where there is no room, the names of rows go on in the next line."""
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
+    table.add_column("row", overflow="fold")
     for head in heads:
-        is_text = head in ("row", "runs")
-        justify: JustifyMethod = "left" if is_text else "right"
-        table.add_column(head.replace(" ", "\n"), justify=justify, no_wrap=head != "row", overflow="fold")
-    for cells in rows:
-        table.add_row(cells["title"], *(cells[head] for head in heads[1:]))
+        justify: JustifyMethod = "left" if head == "runs" else "right"
+        table.add_column(head.replace(" ", "\n"), justify=justify, no_wrap=True)
+    for name, cells in zip(names, rows, strict=True):
+        table.add_row(name, *(cells[head] for head in heads))
     return table
