@@ -103,7 +103,15 @@ class Record:
         """Of all phases and of all branches, as far as the run went."""
         if self.result is not None and "phases" in self.result:  # the first format: a row a phase
             return sum(int(row.get("epochs") or 0) for row in self.history)
-        return len(self.history)
+        done, per_epoch = self._iterations
+        return round(done / per_epoch) if done and per_epoch else len(self.history)
+
+    @property
+    def _iterations(self) -> tuple[int, int]:
+        """How many were trained, and how many an epoch has; (0, 0) of results that do not say."""
+        result = self.result or {}
+        batches = (result.get("data") or {}).get("num_batches") or 0
+        return result.get("training_iterations") or 0, -(-batches // (self.recipe.get("accumulate") or 1))
 
     @property
     def prunable(self) -> int | None:
