@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint types unit netns test-browser clean
+.PHONY: demo test check lint types unit netns test-browser docs clean
 
 demo: .venv/demo
 	$(BIN)/growprune demo
@@ -21,6 +21,10 @@ types: .venv/dev
 # Two at a time, each on one core; what is marked slow is part of it.
 unit: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
+
+# The site, in site/; `make test` builds it too.
+docs: .venv/dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Hosts with their own addresses on this machine, cables pulled; needs root, so it is not part of `make test`.
 netns: .venv/dev
