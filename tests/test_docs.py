@@ -54,3 +54,11 @@ def test_the_site_is_built_without_a_complaint(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "experiments" / "theory" / "explored.svg").exists()
     for built in (tmp_path / "site").rglob("*.html"):
         assert not re.search(r'<(?:script|link|img)[^>]+(?:src|href)="https?://', built.read_text()), built.name
+
+
+def test_pictures_are_those_that_the_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    import pictures
+
+    for name, draw in pictures.PICTURES.items():
+        assert (DOCS / "images" / name).read_text() == draw(), f"run experiments/pictures.py for {name}"

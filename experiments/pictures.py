@@ -1,0 +1,113 @@
+"""The pictures of the README: the schedule of gradual_gap, and quality against peak memory on CIFAR-10.
+
+    python experiments/pictures.py      # writes docs/images/*.svg
+
+Plain SVG, from the plan itself and from the results beside this file. Colours are readable on white and on black.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+from growprune.methods import gradual_gap
+from growprune.partition import Partition
+from growprune.plan import Action, Part, Phase
+
+HERE = Path(__file__).parent
+IMAGES = HERE.parent / "docs" / "images"
+GREY = "#808890"
+STUDY = "classification-cifar10-width32"
+POINTS = {
+    "dense": "dense",
+    "plan-cyclic4-0.5-linear": "gradual_gap",
+    "plan-never-0.375": "never growing",
+    "plan-never-0.5": "never growing",
+    "acdc-90-global": "AC/DC",
+    "gmp-90-global": "GMP",
+    "rigl-90-erk": "RigL",
+    "static-90-erk": "static",
+    "cyclic-90-uniform": "C-GaP (paper)",
+}
+"""Rows of the study, and what they are called; `plan-cyclic4-0.5-linear` is gradual_gap as it is by default."""
+
+
+def svg(width: int, height: int, body: list[str], title: str) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" role="img">'
+    )
+    return "\n".join([head, f"<title>{title}</title>", *body, "</svg>\n"])
+
+
+def text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 13, colour: str = GREY) -> str:
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
+
+
+def densities(S: Partition, plan: list[Phase]) -> Iterator[tuple[int, list[float]]]:
+    """Of each phase that trains, its length and the density of each part."""
+    now = [1.0] * len(S)
+    for phase in plan:
+        for edit in phase.edits:
+            for i, part in enumerate(S):
+                is_of = edit.part in (part, S.whole)
+                now[i] = 1 - (edit.to or 0.0) if is_of and (edit.action is Action.PRUNE or edit.to == 0) else now[i]
+        if phase.iterations:
+            yield phase.iterations, list(now)
+
+
+def schedule() -> str:
+    """Four parts over time: the darker, the denser."""
+    S = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(4)))
+    plan = [stage for stage in gradual_gap(S, sparsity=0.9, iterations=320, every=10) if isinstance(stage, Phase)]
+    body, x = [], 60.0
+    for length, parts in densities(S, plan):
+        for i, density in enumerate(parts):
+            shape = f'x="{x:g}" y="{20 + 34 * i}" width="{1.9 * length:g}" height="30"'
+            body.append(f'<rect {shape} fill="#1f77b4" fill-opacity="{0.08 + 0.92 * density:.3f}"/>')
+        x += 1.9 * length
+    body += [text(50, 40 + 34 * i, f"part {i}", anchor="end") for i in range(4)]
+    body += [text(60, 178, "half of the weights live"), text(x, 178, "10 % live", anchor="end")]
+    body.append(text(60 + 0.75 * 608, 178, "fine-tuning", anchor="middle"))
+    return svg(690, 190, body, "Sparsity rises while one part after another is grown to dense and pruned back")
+
+
+def frontier() -> str:
+    """Test accuracy against the largest share of the weights that ever lived."""
+    body, left, bottom, low, high = [], 70.0, 300.0, 87.0, 90.2
+
+    def at(peak: float, top1: float) -> tuple[float, float]:
+        return left + 540 * peak, bottom - (top1 - low) / (high - low) * 270
+
+    for value in range(87, 91):
+        _, y = at(0, value)
+        body.append(f'<line x1="{left}" x2="{left + 560}" y1="{y:g}" y2="{y:g}" stroke="{GREY}" stroke-opacity="0.3"/>')
+        body.append(text(left - 8, y + 4, f"{value} %", anchor="end"))
+    for share in (0.1, 0.25, 0.5, 0.75, 1.0):
+        body.append(text(at(share, low)[0], bottom + 18, f"{share:.0%}", anchor="middle"))
+    for row, name in POINTS.items():
+        results = [json.loads(path.read_text()) for path in sorted((HERE / STUDY / row).glob("seed*/result.json"))]
+        top1 = statistics.fmean(result["test"]["top1"] for result in results)
+        peaks = [max(h["alive"] for h in r["history"]) / r["sparsity"]["totals"]["prunable"] for r in results]
+        x, y = at(max(peaks), top1)
+        colour = "#d62728" if name == "gradual_gap" else "#1f77b4"
+        body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
+        is_right = max(peaks) > 0.7 or name == "never growing"  # where there is no room to the right
+        words = f"{name}, {top1:.1f}" + ("" if len(results) > 1 else " (one seed)")
+        body.append(text(x - 9 if is_right else x + 9, y + 4, words, anchor="end" if is_right else "start"))
+    body.append(text(left, bottom + 42, "most weights alive at any time of the training, as a share of dense"))
+    return svg(680, 350, body, "ResNet-18 (width 32) on CIFAR-10 at 90 % sparsity, 60 epochs: accuracy against peak")
+
+
+PICTURES = {"schedule.svg": schedule, "frontier.svg": frontier}
+
+
+def main() -> None:
+    IMAGES.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        (IMAGES / name).write_text(draw())
+
+
+if __name__ == "__main__":
+    main()
