@@ -111,7 +111,7 @@ def test_plan_cuts_no_number_off(columns: int | None) -> None:
     }.items(),
 )
 def test_counts_are_shown_in_three_digits(count: int, shown: str) -> None:
-    assert console._short(count) == shown
+    assert console.screen.short(count) == shown
 
 
 def test_train_resume_extend_and_inspect(tmp_path: Path) -> None:

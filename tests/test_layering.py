@@ -55,7 +55,8 @@ MAY_IMPORT = {
     "deploy": f"{CORE} flops file",
     # what trains them
     "tasks": "",
-    "engine": f"atomic {CORE} init folding rules methods flops file summary tasks.task",
+    "logs": "atomic",
+    "engine": f"atomic {CORE} init folding rules methods flops file summary logs tasks.task",
     "recipes": "plan partition methods tasks engine",
     "compare": "atomic plan partition methods tasks engine recipes",
     # who runs it
