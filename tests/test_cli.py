@@ -54,7 +54,7 @@ def test_help_names_the_verbs_and_imports_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip().endswith("False")
     verbs = [line.split()[0] for line in done.stdout.split("Commands:")[1].splitlines()[1:] if line.startswith("  ")]
-    assert verbs == ["demo", "list", "plan", "train", "resume", "inspect", "report", "compare"]
+    assert verbs == ["demo", "list", "plan", "train", "resume", "inspect", "report", "compare", "doctor"]
 
 
 def test_list_shows_every_method_task_and_recipe_with_what_it_is() -> None:
@@ -68,7 +68,7 @@ def test_list_shows_a_large_study_in_one_row_and_all_of_it_when_asked() -> None:
     shown = growprune("list", "recipes").stdout
     assert "classification-imagenet/... " in shown
     assert "rigl, gmp" in " ".join(shown.split())
-    assert len(shown.splitlines()) < 150
+    assert len(shown.splitlines()) < 30
     asked = growprune("list", "recipes", "imagenet/rigl").stdout
     assert [line.split()[0] for line in asked.splitlines() if "/" in line] == [
         f"classification-imagenet/rigl-{sparsity}-{allocation}{times}"

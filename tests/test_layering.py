@@ -60,10 +60,13 @@ MAY_IMPORT = {
     "recipes": "plan partition methods tasks engine",
     "compare": "atomic plan partition methods tasks engine recipes",
     # who runs it
-    "console": "folding plan engine file summary",
+    "doctor": "storage",
+    "console": "folding plan engine file summary logs doctor",
     "report": "atomic methods engine",
     "console_compare": "compare console",
-    "cli": f"{CORE} methods flops file summary deploy tasks engine recipes compare console console_compare report",
+    "cli": (
+        f"{CORE} methods flops file summary deploy tasks engine recipes compare console console_compare report doctor"
+    ),
     "__main__": "cli",
     "__init__": f"{CORE} rules init methods flops file summary deploy tasks engine",
 }

@@ -14,6 +14,7 @@ import typer
 
 import growprune
 from growprune.cli.comparing import compare, report
+from growprune.cli.doctoring import doctor
 from growprune.cli.looking import inspect, list_, plan
 from growprune.cli.training import demo, resume, train
 
@@ -26,6 +27,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "inspect": inspect,
     "report": report,
     "compare": compare,
+    "doctor": doctor,
 }
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +32,7 @@ def list_(
         "recipes": {name: build().claim or _summary(build) for name, build in RECIPES.items()},
     }
     if not containing and not as_json:
-        kinds["recipes"] = _by_study(kinds["recipes"])
+        kinds["recipes"] = _by_study(kinds["recipes"], {name for name, build in RECIPES.items() if build().claim})
     if what and what not in kinds:
         raise GrowpruneError(f"there is no list of {what!r}; known are {', '.join(kinds)}")
     chosen = {what: kinds[what]} if what else kinds
@@ -42,16 +42,16 @@ def list_(
     console.print_json(found) if as_json else console.show_lists(found)
 
 
-def _by_study(recipes: Mapping[str, str]) -> dict[str, str]:
-    """Recipes in few rows: one that names the methods stands for those of a large study."""
+def _by_study(recipes: Mapping[str, str], rows: Container[str]) -> dict[str, str]:
+    """Recipes in few lines: those that are rows of a study, which claim something, in one that names their methods."""
     shown: dict[str, str] = {}
-    for study, names in itertools.groupby(recipes, key=lambda name: name.partition("/")[0]):
-        rows = [name.partition("/")[2] for name in names]
-        if len(rows) <= 8:
-            shown |= {f"{study}/{row}": recipes[f"{study}/{row}"] for row in rows}
+    for study, group in itertools.groupby(recipes, key=lambda name: name.partition("/")[0]):
+        names = [*group]
+        if not any(name in rows for name in names):
+            shown |= {name: recipes[name] for name in names}
         else:
-            known = ", ".join(dict.fromkeys(re.split(r"-\d", row)[0] for row in rows))
-            shown[f"{study}/..."] = f"{len(rows)} recipes: {known}; see `growprune list recipes {study}`"
+            methods = dict.fromkeys(re.split(r"-\d", name.partition("/")[2])[0] for name in names)
+            shown[f"{study}/..."] = f"{len(names)} recipes: {', '.join(methods)}"
     return shown
 
 

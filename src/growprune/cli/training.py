@@ -71,8 +71,9 @@ def resume(
     recipe = override(recipe, origin["settings"])
     if origin.get("extended"):
         recipe = recipe.extended(origin["extended"])
-    with stopping() as should_stop, console.progress() as on_event, say_how_to_resume(folder, should_stop):
-        result = engine.resume(recipe, folder, extend=extend, origin=origin, on_event=on_event, should_stop=should_stop)
+    title = f"{origin['source']} seed {recipe.seed}"
+    with stopping() as stop, say_how_to_resume(folder, stop), console.progress(title) as on_event:
+        result = engine.resume(recipe, folder, extend=extend, origin=origin, on_event=on_event, should_stop=stop)
     console.show_result(result, folder)
 
 
@@ -96,7 +97,7 @@ def _train(
     recipe = override(recipe, settings)
     origin = {"source": absolute(source), "settings": settings}  # so that resume finds it from any folder
     start = engine.resume if go_on and (out / "recipe.json").exists() else engine.train
-    with console.progress(f"{source} seed {recipe.seed}") as on_event, say_how_to_resume(out, should_stop):
+    with say_how_to_resume(out, should_stop), console.progress(f"{source} seed {recipe.seed}") as on_event:
         return start(recipe, out, origin=origin, on_event=on_event, should_stop=should_stop)
 
 

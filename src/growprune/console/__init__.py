@@ -1,6 +1,7 @@
 """What the command line shows: tables, and progress (bars on a terminal, plain lines elsewhere)."""
 
 from growprune.console.files import show_file
+from growprune.console.health import show_findings
 from growprune.console.plans import plan_content, show_lists, show_plan
 from growprune.console.progress import progress
 from growprune.console.runs import run_content, show_comparison, show_result, show_run
@@ -15,6 +16,7 @@ __all__ = [
     "run_content",
     "show_comparison",
     "show_file",
+    "show_findings",
     "show_lists",
     "show_plan",
     "show_result",

@@ -35,8 +35,8 @@ def _print_json(path: Path, about: dict[str, Any], tensors: Sequence[StoredTenso
 def _show(path: Path, about: dict[str, Any], tensors: Sequence[StoredTensor]) -> None:
     totals = about["totals"]
     out.print(
-        f"{path}: pattern {about['pattern']}, sparsity {about['sparsity']:g} shared {about['allocation']}, "
-        f"format {about['version']}",
+        f"{path}: pattern {about['pattern']}, sparsity {about['sparsity']:g} ({about['allocation']}), format "
+        f"{about['version']}",
         soft_wrap=True,
         highlight=False,
     )

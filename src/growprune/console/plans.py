@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from growprune.console.screen import new_table, out, short
 from growprune.engine.cost import Cost, Estimate
@@ -19,8 +20,10 @@ def show_lists(kinds: Mapping[str, Mapping[str, str]]) -> None:
         table.add_column(no_wrap=True)
         table.add_column()
         for name, text in things.items():
-            table.add_row(name, text)
+            table.add_row(name, Text(text, no_wrap=name.endswith("/..."), overflow="ellipsis"))
         out.print(table)
+        if folded := [name for name in things if name.endswith("/...")]:
+            out.print(f"  A group in full: growprune list {kind} {folded[0].removesuffix('/...')}", highlight=False)
 
 
 def plan_content(estimate: Estimate, name: str, claim: str = "") -> dict[str, Any]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -81,6 +82,8 @@ class Drawing:
         self._phase = f"phase {event['index'] + 1} of {event['last'] + 1}{branch}: {event['edits']}"
         self._figures |= _figures(event)
         self._note = ""
+        if event["branch"] is None:  # a fork that there was is over
+            self._others = {}
 
     def _hear_of_other(self, event: Event) -> None:
         """Of the branch that another process trains."""
@@ -94,12 +97,12 @@ class Drawing:
     def draw(self) -> RenderableType:
         if self._is_finished:
             self._run = self._run[1], self._run[1]
-        figures = "   ".join(self._figures[name] for name in ORDER if name in self._figures)
-        lines: list[RenderableType] = [_row(self._title, self._run, self._time())]
+        figures = "  ".join(self._figures[name] for name in ORDER if name in self._figures)
+        lines: list[RenderableType] = [BarRow(self._title, self._run, self._time())]
         if self._phase and not self._is_finished:
             lines.append(_indented(f"{self._phase}   {self._note}".rstrip()))
         lines += [_indented(figures)] if figures else []
-        lines += [_row(f"  {title}", bar, "") for title, bar in self._others.values()]
+        lines += [BarRow(f"  {title}", bar, "") for title, bar in self._others.values()]
         return Group(*lines)
 
     def _time(self) -> str:
@@ -115,6 +118,7 @@ class Drawing:
         return (self._clock() - began) * (self._run[1] - self._run[0]) / (self._run[0] - done_before)
 
 
+MIN_BAR = 10
 ORDER = ("epoch", "loss", "metric", "density", "lr")
 
 
@@ -128,7 +132,7 @@ def _figures(event: Event) -> dict[str, str]:
     if "density" in event:
         found["density"] = f"density {event['density']:.4f}"
     if event.get("validation"):
-        found["metric"] = f"{event['metric']} {event['validation'][event['metric']]:.4g}"
+        found["metric"] = f"validation {event['metric']} {event['validation'][event['metric']]:.4g}"
     return found
 
 
@@ -143,15 +147,24 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _row(title: str, bar: Bar, after: str) -> Table:
+@dataclass(frozen=True)
+class BarRow:
     """A bar between a title and what is said after it; the title gives way if there is no room."""
-    row = Table.grid(padding=(0, 3, 0, 0), expand=True)
-    row.add_column(no_wrap=True, overflow="ellipsis")
-    row.add_column(ratio=1, min_width=10)
-    row.add_column(no_wrap=True, justify="right")
-    drawn = ProgressBar(total=bar[1], completed=bar[0]) if bar[1] else Text("")
-    row.add_row(Text(title, overflow="ellipsis", no_wrap=True), drawn, after)
-    return row
+
+    title: str
+    bar: Bar
+    after: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        del console
+        title = Text(self.title)
+        title.truncate(max(1, options.max_width - len(self.after) - MIN_BAR - 6), overflow="ellipsis")
+        row = Table.grid(padding=(0, 3, 0, 0), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, justify="right")
+        row.add_row(title, ProgressBar(total=self.bar[1], completed=self.bar[0]) if self.bar[1] else "", self.after)
+        yield row
 
 
 def _indented(text: str) -> Text:

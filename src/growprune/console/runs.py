@@ -11,6 +11,7 @@ from rich.table import Table
 
 from growprune.console.screen import metrics_text, new_table, out, spread
 from growprune.engine import RunFolder
+from growprune.logs.rows import StandingRows, read_events
 
 
 def show_comparison(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
@@ -68,15 +69,46 @@ def show_run(path: Path) -> None:
     out.print(f"{origin.get('source', 'a run from Python')}: {recipe['method']} at sparsity {recipe['sparsity']}")
     if folder.result.exists():
         result = folder.read_result()
-        shown = new_table("stage", "branch", "edits", "epoch", "alive", "validation", "candidate")
-        for row in _last_of_each_phase(result["history"]):
-            cells = (metrics_text(row.get(name, {})) for name in ("validation", "candidate"))
-            branch = "" if row["branch"] is None else str(row["branch"])
-            shown.add_row(str(row["stage"]), branch, row["edits"], str(row["epoch"]), f"{row['alive']:,}", *cells)
-        out.print(shown)
+        out.print(_history(result))
         show_result(result, path)
     else:
+        _show_so_far(path)
         out.print(f"not finished; go on with {folder.how_to_resume()}", soft_wrap=True)
+
+
+def _show_so_far(path: Path) -> None:
+    """How far a run has come that is not finished, and why it ended if it did."""
+    events = read_events(path)
+    last = [*StandingRows(events)][-1:]
+    for row in last:
+        figures = {name: row.figures.get(name) for name in ("epoch", "loss", "density")}
+        figures |= {name: value for name, value in row.figures.items() if name.startswith("validation/")}
+        known = (f"{name.replace('/', ' ')} {value:.4g}" for name, value in figures.items() if value is not None)
+        out.print(f"so far: {', '.join(known)}", highlight=False)
+    if events and events[-1]["event"] == "failed":
+        out.print(f"failed: {events[-1].get('message')}", soft_wrap=True, highlight=False)
+
+
+def _history(result: Mapping[str, Any]) -> Table:
+    """How the phases of a run ended; of several metrics, the one that counts."""
+    rows = _last_of_each_phase(result["history"])
+    has_branches = any(row["branch"] is not None for row in rows)
+    shown = new_table("stage", *(["branch"] if has_branches else []), "edits", "epoch", "alive", *SPLITS)
+    for row in rows:
+        branch = ["" if row["branch"] is None else str(row["branch"])] if has_branches else []
+        scores = [_score(row.get(split) or {}, result.get("metric")) for split in SPLITS]
+        shown.add_row(str(row["stage"]), *branch, row["edits"], str(row["epoch"]), f"{row['alive']:,}", *scores)
+    metric = result.get("metric") or next((name for row in rows for name in row.get("validation") or ()), "")
+    shown.caption = f"{metric} on validation data; candidate: if it were pruned to the end right then"
+    return shown
+
+
+SPLITS = ("validation", "candidate")
+
+
+def _score(metrics: Mapping[str, float], metric: str | None) -> str:
+    values = [metrics[metric]] if metric and metric in metrics else [*metrics.values()][:1]
+    return "".join(f"{value:.4g}" for value in values)
 
 
 def _last_of_each_phase(history: list[dict[str, Any]]) -> list[dict[str, Any]]:

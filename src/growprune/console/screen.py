@@ -27,7 +27,7 @@ def new_table(*columns: str) -> Table:
     """Numbers are shown whole, to the right; where there is no room, texts go on in the next line."""
     table = Table()
     for name in columns:
-        if name in ("edits", "validation", "candidate"):
+        if name == "edits":
             table.add_column(name, min_width=12, overflow="fold")
         else:
             table.add_column(name, no_wrap=True, justify="right")
