@@ -187,6 +187,16 @@ def _threads() -> Iterator[Finding]:
         yield Finding("threads", "ok", f"{text}, as OMP_NUM_THREADS says", do)
     else:
         yield Finding("threads", "ok", text, "for several processes on a machine, set OMP_NUM_THREADS")
+    yield from _load(threads, cores)
+
+
+def _load(threads: int, cores: int) -> Iterator[Finding]:
+    """Threads that wait for one another wait for the one that another process keeps from its core."""
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if threads > 1 and busy + threads > cores + 1:
+        free = max(1, round(cores - busy))
+        text = f"other processes keep {busy:.1f} of {cores} cores busy: torch's threads wait for one another"
+        yield Finding("load", "slow", text, f"wait for them, or set OMP_NUM_THREADS={free}")
 
 
 def _settings() -> Iterator[Finding]:
