@@ -41,10 +41,13 @@ MAY_IMPORT = {
     "adapters": "layers storage",
     "gradients": "plan storage",
     "edits": "plan layers selection patterns scores allocation storage optimizers gradients",
+    "running": "",
+    "copies": "storage",
     "sparse": (
-        "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits"
+        "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits "
+        "running copies"
     ),
-    "rules": "plan layers selection patterns scores storage methods sparse",
+    "rules": "plan layers selection patterns scores storage methods running sparse",
     "cursor": "plan snapshot optimizers rules sparse",
     "init": "plan layers selection scores allocation sparse",
     # what reads sparse models
