@@ -50,7 +50,7 @@ class Drawing:
         self._run: Bar = (0, 0)
         self._first: tuple[float, int] | None = None
         """When the first iteration of this process was heard of, and how many of the run were done then."""
-        self._phase, self._note = "", ""
+        self._phase, self._remark = "", ""
         self._figures: dict[str, str] = {}
         self._others: dict[int, tuple[str, Bar]] = {}
         self._is_finished = False
@@ -72,16 +72,16 @@ class Drawing:
             case "warning":
                 err.print(f"warning: {event['message']}", style="yellow")
             case "resumed":
-                self._note = f"resumed from checkpoint {event['number']}"
+                self._remark = f"resumed from checkpoint {event['number']}"
             case "interrupted" | "failed" | "finished":
-                self._note, self._others = event["event"], {}
+                self._remark, self._others = event["event"], {}
                 self._is_finished = event["event"] == "finished"
 
     def _begin_phase(self, event: Event) -> None:
         branch = "" if event["branch"] is None else f", branch {event['branch']}"
         self._phase = f"phase {event['index'] + 1} of {event['last'] + 1}{branch}: {event['edits']}"
         self._figures |= _figures(event)
-        self._note = ""
+        self._remark = ""
         if event["branch"] is None:  # a fork that there was is over
             self._others = {}
 
@@ -100,7 +100,7 @@ class Drawing:
         figures = "  ".join(self._figures[name] for name in ORDER if name in self._figures)
         lines: list[RenderableType] = [BarRow(self._title, self._run, self._time())]
         if self._phase and not self._is_finished:
-            lines.append(_indented(f"{self._phase}   {self._note}".rstrip()))
+            lines.append(_indented(f"{self._phase}   {self._remark}".rstrip()))
         lines += [_indented(figures)] if figures else []
         lines += [BarRow(f"  {title}", bar, "") for title, bar in self._others.values()]
         return Group(*lines)
