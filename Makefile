@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint types unit netns test-browser docs clean
+.PHONY: demo test check lint types unit netns test-browser docs dist clean
 
 demo: .venv/demo
 	$(BIN)/growprune demo
@@ -36,6 +36,12 @@ test-browser: .venv/dev
 	command -v chromium chromedriver || apt-get install --yes --no-install-recommends chromium chromium-driver
 	OMP_NUM_THREADS=1 $(BIN)/pytest -rs tests/test_report_browser.py
 
+# The wheel and the source archive, in dist/, checked.
+dist: .venv/dist
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --quiet
+	$(BIN)/twine check --strict dist/*
+
 # The stamps depend on what decides the environment, so a changed pin reinstalls.
 .venv/demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -45,6 +51,11 @@ test-browser: .venv/dev
 .venv/dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv/dist: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dist]'
 	touch $@
 
 clean:

@@ -41,10 +41,13 @@ MAY_IMPORT = {
     "adapters": "layers storage",
     "gradients": "plan storage",
     "edits": "plan layers selection patterns scores allocation storage optimizers gradients",
+    "running": "",
+    "copies": "storage",
     "sparse": (
-        "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits"
+        "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits "
+        "running copies"
     ),
-    "rules": "plan layers selection patterns scores storage methods sparse",
+    "rules": "plan layers selection patterns scores storage methods running sparse",
     "cursor": "plan snapshot optimizers rules sparse",
     "init": "plan layers selection scores allocation sparse",
     # what reads sparse models
@@ -55,14 +58,18 @@ MAY_IMPORT = {
     "deploy": f"{CORE} flops file",
     # what trains them
     "tasks": "",
-    "engine": f"atomic {CORE} init folding rules methods flops file summary tasks.task",
+    "logs": "atomic",
+    "engine": f"atomic {CORE} init folding rules methods flops file summary logs tasks.task",
     "recipes": "plan partition methods tasks engine",
     "compare": "atomic plan partition methods tasks engine recipes",
     # who runs it
-    "console": "folding plan engine file summary",
+    "doctor": "storage",
+    "console": "folding plan engine file summary logs doctor",
     "report": "atomic methods engine",
     "console_compare": "compare console",
-    "cli": f"{CORE} methods flops file summary deploy tasks engine recipes compare console console_compare report",
+    "cli": (
+        f"{CORE} methods flops file summary deploy tasks engine recipes compare console console_compare report doctor"
+    ),
     "__main__": "cli",
     "__init__": f"{CORE} rules init methods flops file summary deploy tasks engine",
 }

@@ -12,7 +12,7 @@ from rich.table import Table
 from growprune.compare.jobs import Job
 from growprune.compare.table import COST, QUALITY, Comparison, TableRow, cost_cells, is_off, quality_cells
 from growprune.compare.working import carry_out as work
-from growprune.console import err
+from growprune.console import err, print_json
 from growprune.console import out as console
 
 
@@ -40,10 +40,13 @@ def print_jobs(jobs: Sequence[Job]) -> None:
             print(job.command)
 
 
-def show(comparison: Comparison, *, out: Path | None, as_markdown: bool) -> None:
+def show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_json: bool = False) -> None:
     """Show the table, and write it if there is a place for it."""
     if out is not None:
         comparison.write(out, with_markdown=as_markdown)
+    if as_json:
+        print_json(comparison.to_dict())
+        return
     if as_markdown:
         print(comparison.to_markdown(), end="")
         return

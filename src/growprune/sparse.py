@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from growprune.adapters import check_adapters, forget_masks, keep_masks
 from growprune.allocation import Scope, parse_scope
+from growprune.copies import mask_copy
 from growprune.edits import Editor
 from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients
@@ -27,10 +28,10 @@ from growprune.layers import Weight, is_compact, prunable_weights
 from growprune.optimizers import Optimizers, unwrapped, when_gradients_are_there
 from growprune.patterns import Pattern, in_one_go, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, check_sparsity, prune
+from growprune.running import RunningRule
 from growprune.settings import as_float, as_names, as_seed
 from growprune.snapshot import Snapshot, check_packed, pack, unpack
 from growprune.storage import SparseParameter, parse_storage
-from growprune.storage.compact import Layout, layouts_of
 from growprune.unpruned import unpruned
 from growprune.warn import warn
 
@@ -39,29 +40,6 @@ if TYPE_CHECKING:
     from growprune.summary import Summary
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
-
-
-class RunningRule(Protocol):
-    """What happens around each step of an attached optimizer, while a phase has a rule (see growprune.rules)."""
-
-    def enter(self) -> None:
-        """Called when its phase begins, the edits done; not where a phase is gone on with, whose state is loaded."""
-
-    def before_step(self, trained: Mapping[str, float], /) -> None:
-        """Called when the gradients are there of the prunable parameters that an optimizer trains.
-
-        Args:
-            trained: their learning rates, by name.
-        """
-
-    def after_step(self, trained: Mapping[str, float], /) -> None:
-        """Called after the step, when what is pruned is exactly zero again."""
-
-    def figures(self) -> dict[str, float]:
-        """What is worth telling of it; `sparsity` is the fraction of zeros that it has made by itself."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
 
 class SparseModel:
@@ -279,14 +257,7 @@ class SparseModel:
         copy may be wrapped, as by AveragedModel. A compact copy is as sparse as the model was when it was made; after
         an edit, make it anew.
         """
-        inner = _named_alike(copy, self._parameters)
-        for name, parameter in self._parameters.items():  # all, before any is changed
-            _check_copy(inner, name, parameter)
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                target = inner.get_parameter(name) if _layout_in(inner, name) is None else None
-                if target is not None:
-                    target.copy_(torch.where(parameter.mask().to(target.device), target, 0))
+        mask_copy(copy, self._parameters)
 
     def to_dense_(self) -> nn.Module:
         """Make the model a plain one that happens to hold zeros, and let it go, for pickles, traces and exports.
@@ -472,32 +443,6 @@ def _check_model(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if is_compact(module):
             raise GrowpruneError(f"{path or 'the model'} is stored compact by another SparseModel: use a fresh model")
-
-
-def _named_alike(copy: nn.Module, names: Iterable[str]) -> nn.Module:
-    """A copy of the model, whatever it is wrapped in, whose parameters have the names that the model has for them."""
-    for inner in (copy, getattr(copy, "module", None), getattr(copy, "_orig_mod", None)):
-        parameters = dict(inner.named_parameters()) if isinstance(inner, nn.Module) else {}
-        if isinstance(inner, nn.Module) and all(name in parameters for name in names):
-            return inner
-    missing = next(name for name in names if name not in dict(copy.named_parameters()))
-    raise GrowpruneError(f"the copy lacks {missing}: it is of another model")
-
-
-def _layout_in(model: nn.Module, name: str) -> Layout | None:
-    """How a copy holds a parameter, if it is compact and not all alive."""
-    path, _, local = name.rpartition(".")
-    return layouts_of(model.get_submodule(path)).get(local)
-
-
-def _check_copy(copy: nn.Module, name: str, parameter: SparseParameter) -> None:
-    """Raise if a parameter of a copy is not shaped like that of the model, or compact with another mask."""
-    layout = _layout_in(copy, name)
-    shape = copy.get_parameter(name).shape if layout is None else layout.shape
-    if shape != parameter.shape:
-        raise GrowpruneError(f"{name} of the copy has shape {tuple(shape)}: it is of another model")
-    if layout is not None and not torch.equal(layout.mask().cpu(), parameter.mask().cpu()):
-        raise GrowpruneError(f"{name} of the copy is compact with another mask: make it anew after an edit")
 
 
 def _before_step(reference: weakref.ref[SparseModel], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:

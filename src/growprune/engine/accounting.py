@@ -75,6 +75,11 @@ class Accounting:
         self.branch = Tally() if is_branch else None
         self.measure()
 
+    @property
+    def densities(self) -> dict[str, float]:
+        """By weight, the share that lived when this was last measured."""
+        return {name: count / self._sizes[name] if self._sizes[name] else 1.0 for name, count in self._alive.items()}
+
     def measure(self) -> int:
         """Look at how many weights live now, and return their number."""
         self._price(self.sparse.alive_by_weight)

@@ -22,6 +22,7 @@ MAY_CHANGE = {
     "checkpoint_seconds",
     "exploration",
     "claim",
+    "log",
     "replicas",
     "timeout_seconds",
 }

@@ -14,6 +14,7 @@ from growprune.engine.device import check_device
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.partitions import Contiguous, PartitionConfig
 from growprune.errors import GrowpruneError
+from growprune.logs import check_names
 from growprune.partition import Partition
 from growprune.plan import Plan, check_counts
 from growprune.sparse import SparseModel
@@ -70,6 +71,8 @@ class Recipe:
     exploration: bool = True
     """Whether to keep count of the weights that ever lived, and of how much the masks change, for the report. Takes two
     bits a weight of the CPU's memory. No influence on results."""
+    log: tuple[str, ...] = ()
+    """What the run writes for people to look at: "csv", "tensorboard" (see growprune.logs). No influence on results."""
     claim: str = ""
     """What the recipe is expected to reach, and where."""
 
@@ -81,6 +84,7 @@ class Recipe:
         check_counts(1, accumulate=self.accumulate, evaluate_every=self.evaluate_every)
         check_counts(0, replicas=self.replicas)
         require(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or None for no clipping")
+        check_names(self.log)
         self._check_options()
 
     def _check_options(self) -> None:

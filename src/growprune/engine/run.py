@@ -3,6 +3,7 @@
     recipe.json           where the recipe came from, and all it says
     plan.json             the phases it unrolls to
     log.jsonl             one object per event, appended
+    metrics.csv, tensorboard/   if the recipe asks for them; see growprune.logs
     checkpoints/          see checkpoint.py
     best.safetensors      the best sparse model by validation data
     model.safetensors     the final sparse model
@@ -40,8 +41,10 @@ from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.rng import rng_state, set_rng_state
 from growprune.engine.saving import Checkpoints
+from growprune.engine.timeline import work_before
 from growprune.engine.training import Training, TrainingDiverged
 from growprune.errors import GrowpruneError
+from growprune.logs import Logs
 from growprune.plan import By, ScheduledPhase, check_counts
 from growprune.snapshot import Snapshot, pack
 from growprune.summary import summarise
@@ -91,7 +94,9 @@ class Run:
         self.last = len(self.cursor.schedule) - 1
         self._last_trained = self._find_last_trained()
         self.training = Training(recipe, self.cursor.schedule, self.sparse, self.device, self.mesh, per_epoch)
-        self.events = Events(folder.append, listeners, self.last)
+        self._work = work_before(self.cursor.schedule, self.training.spans, self.mesh.is_local)
+        logs = Logs(recipe.log if self.mesh.is_first else (), folder.path)
+        self.events = Events(folder.append, [*listeners, logs], self.last)
         self.checkpoints = Checkpoints(folder, self.events, recipe.checkpoint_seconds)
         self.best = Best(folder.best, self.task.metric, is_writer=self.mesh.is_first)
         self.exploration = Exploration(self.sparse, folder, is_on=recipe.exploration, is_writer=self.mesh.leads_group)
@@ -134,6 +139,17 @@ class Run:
         """How many iterations of the current phase are done."""
         return self.cursor.iteration - self.cursor.start
 
+    def _iteration(self, scheduled: ScheduledPhase) -> int:
+        """The iteration of the run, in which the branches of a fork lie side by side, that a phase stands at."""
+        return self.training.spans[scheduled.index].start + self._done
+
+    def _progress(self, scheduled: ScheduledPhase) -> dict[str, int]:
+        """How much of all that this process trains is done."""
+        return {"run_done": self._work[scheduled.index] + self._done, "run_iterations": self._work[-1]}
+
+    def _density(self, alive: int) -> float:
+        return alive / max(1, self.sparse.num_prunable)
+
     # Phases
 
     def _enter(self, scheduled: ScheduledPhase) -> None:
@@ -148,9 +164,11 @@ class Run:
             self._agree_on_masks(scheduled)
         self.exploration.enter(scheduled)
         if self.cursor.left > 0 or not scheduled.phase.is_trained:
-            phase = {"edits": str(scheduled.phase), "epochs": scheduled.phase.epochs}
-            length = {"iterations": self.cursor.length, "alive": self.sparse.num_alive}
-            self.events.log_event("phase", scheduled, **phase, **length, **self.exploration.figures)
+            phase: dict[str, Any] = {"edits": str(scheduled.phase), "epochs": scheduled.phase.epochs}
+            alive = self.sparse.num_alive
+            phase |= {"iterations": self.cursor.length, "iteration": self._iteration(scheduled), "alive": alive}
+            phase |= {"density": self._density(alive), **self._progress(scheduled), **self.exploration.figures}
+            self.events.log_event("phase", scheduled, **phase)
 
     def _leave(self, scheduled: ScheduledPhase) -> None:
         """A phase is over; the edits of the next come next."""
@@ -178,7 +196,7 @@ class Run:
 
     def _after_iteration(self, scheduled: ScheduledPhase) -> None:
         self.accounting.count(self.training.num_examples)
-        epoch, rest = divmod(self.training.spans[scheduled.index].start + self._done + 1, self.training.per_epoch)
+        epoch, rest = divmod(self._iteration(scheduled) + 1, self.training.per_epoch)
         if rest == 0 or (scheduled.index == self._last_trained and self.cursor.left == 1):
             self._after_epoch(scheduled, epoch + (rest > 0))
         self.cursor.advance(self.cursor.iteration + 1)
@@ -196,15 +214,14 @@ class Run:
         if self.checkpoints.is_due():
             self._save(scheduled)
         if self.events.is_show_due():
-            done = {"iteration": self._done, "iterations": self.cursor.length, "lr": self.training.lr}
-            self.events.show("iteration", scheduled, **done, loss=self.training.shown_loss())
+            done = {"iteration": self._done, "iterations": self.cursor.length, **self._progress(scheduled)}
+            self.events.show("iteration", scheduled, **done, lr=self.training.lr, loss=self.training.shown_loss())
         if self.events.is_look_due():
             self._show_others()
 
     def _after_epoch(self, scheduled: ScheduledPhase, epoch: int) -> None:
         self.training.check_finite(scheduled, self._done)
-        iteration = self.training.spans[scheduled.index].start + self._done + 1
-        row: dict[str, Any] = {"epoch": epoch, "iteration": iteration, "stage": scheduled.stage}
+        row: dict[str, Any] = {"epoch": epoch, "iteration": self._iteration(scheduled) + 1, "stage": scheduled.stage}
         row |= {"branch": scheduled.branch, "edits": str(scheduled.phase), "alive": self.accounting.measure()}
         if self.sparse.rule is not None and scheduled.branch is None:
             self.exploration.look_again()
@@ -217,6 +234,8 @@ class Run:
             self._consider(scheduled, row)
         (self.history if scheduled.branch is None else self._branch_rows).append(row)
         told = {name: value for name, value in row.items() if name not in ("stage", "branch")}
+        told |= {"density": self._density(row["alive"]), "layers": self.accounting.densities}
+        told["metric"] = self.task.metric
         self.events.log_event("epoch", scheduled, done=self._done + 1, **told)
 
     def _consider(self, scheduled: ScheduledPhase, row: dict[str, Any]) -> None:
@@ -256,8 +275,9 @@ class Run:
 
     def _restore_branch(self, scheduled: ScheduledPhase) -> None:
         """Go on with a branch where its newest checkpoint stands, if there is one."""
-        state = self.checkpoints.load_branch(scheduled)
-        if state is not None:
+        found = self.checkpoints.load_branch(scheduled)
+        if found is not None:
+            number, state = found
             check_same_tensors(self.sparse, state["tensors"])
             self.sparse.restore(state["model"])
             self.training.load_state_dict(state["training"])
@@ -267,6 +287,7 @@ class Run:
             self._branch_rows = state["branch_rows"]
             self.cursor.skip_to(state["done"])
             set_rng_state(state["rng"])
+            self.events.log_event("resumed", scheduled, number=number, iteration=self._iteration(scheduled))
 
     def _combine(self, returned: Snapshot, parts: list[tuple[str, ...]], like: Snapshot) -> Snapshot:
         """At the end of a fork, collect the parts of its branches, and what was noted of them."""
@@ -339,7 +360,8 @@ class Run:
         is_end = current is not None and self._is_search_end(current) and self.cursor.left == 0
         self.checkpoints.go_back_to(number, is_search_end=is_end)
         set_rng_state(state["rng"])
-        self.events.log_event("resumed", current, number=number)
+        at = self._iteration(self.cursor.schedule[max(0, self.cursor.position)])
+        self.events.log_event("resumed", current, number=number, iteration=at)
 
     # The end
 

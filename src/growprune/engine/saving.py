@@ -52,14 +52,10 @@ class Checkpoints:
         self._events.log_event("checkpoint", scheduled, number=number)
         checkpoint.remove_old(folder, [number - 1, number])
 
-    def load_branch(self, scheduled: ScheduledPhase) -> State | None:
-        """What a branch's newest whole checkpoint holds, if there is one."""
+    def load_branch(self, scheduled: ScheduledPhase) -> tuple[int, State] | None:
+        """The number of a branch's newest whole checkpoint and what it holds, if there is one."""
         assert scheduled.branch is not None
-        found = checkpoint.load_newest(self._folder.branch(scheduled.stage, scheduled.branch), self._events.warn)
-        if found is None:
-            return None
-        self._events.log_event("resumed", scheduled, number=found[0])
-        return found[1]
+        return checkpoint.load_newest(self._folder.branch(scheduled.stage, scheduled.branch), self._events.warn)
 
     def go_back_to(self, number: int, *, is_search_end: bool) -> None:
         """Count on from a checkpoint that was loaded."""

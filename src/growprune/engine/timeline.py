@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from growprune.plan import ScheduledPhase
 
@@ -33,3 +33,15 @@ def timeline(schedule: Sequence[ScheduledPhase], per_epoch: int) -> list[Span]:
         now += max(lengths, default=0)
     lengths_of = {begin: end - begin for begin, end in zip(begins, [*begins[1:], now], strict=True)}
     return [replace(span, schedule_length=lengths_of[span.schedule_start]) for span in spans]
+
+
+def work_before(
+    schedule: Sequence[ScheduledPhase], spans: Sequence[Span], is_local: Callable[[int], bool]
+) -> list[int]:
+    """How many iterations one process trains before each phase, branch after branch, and last how many in all.
+
+    Args:
+        is_local: which branches of a fork it trains.
+    """
+    mine = (scheduled.branch is None or is_local(scheduled.branch) for scheduled in schedule)
+    return [0, *accumulate(span.length if is_mine else 0 for span, is_mine in zip(spans, mine, strict=True))]

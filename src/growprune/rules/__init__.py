@@ -17,7 +17,8 @@ from growprune.rules.admm import AdmmRule
 from growprune.rules.deepr import DeeprRule
 from growprune.rules.dpf import DpfRule
 from growprune.rules.str_ import StrRule
-from growprune.sparse import RunningRule, SparseModel
+from growprune.running import RunningRule
+from growprune.sparse import SparseModel
 
 RULES: dict[type[Rule], Callable[[Any, SparseModel], RunningRule]] = {
     Admm: AdmmRule,

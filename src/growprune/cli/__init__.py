@@ -1,0 +1,69 @@
+"""The command line. Nothing imports it, and `growprune --help` imports no torch.
+
+A verb is a function of its own, in the file of its group; VERBS has them all, in the order of the help.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+import growprune
+from growprune.cli.comparing import compare, report
+from growprune.cli.doctoring import doctor
+from growprune.cli.looking import inspect, list_, plan
+from growprune.cli.training import demo, resume, train
+
+VERBS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "list": list_,
+    "plan": plan,
+    "train": train,
+    "resume": resume,
+    "inspect": inspect,
+    "report": report,
+    "compare": compare,
+    "doctor": doctor,
+}
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+for name, verb in VERBS.items():
+    app.command(name=name)(verb)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"growprune {growprune.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def growprune_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Train sparse neural networks by scheduled grow-and-prune."""
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Without the place in our code, which is of no use to who reads it."""
+    del category, filename, lineno, line
+    return f"growprune: warning: {message}\n"
+
+
+def main() -> None:
+    warnings.formatwarning = _format_warning
+    # what DDP says of the gradients of 1 x 1 convolutions; users can do nothing about it
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+    try:
+        app()
+    finally:
+        if "growprune.engine" in sys.modules:
+            sys.modules["growprune.engine"].leave()

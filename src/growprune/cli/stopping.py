@@ -1,0 +1,77 @@
+"""Ctrl-C and SIGTERM: the run is saved and ends, and can be resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+
+
+class StopFlag:
+    """Remembers a signal that asked to stop; calling it tells whether there was one. A second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self.is_seen = False
+        """Whether the run has noticed, and is about to save and end."""
+
+    def __call__(self) -> bool:
+        self.is_seen = self.signal != 0
+        return self.is_seen
+
+    def receive(self, number: int, frame: object) -> None:
+        del frame
+        if self.signal:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.signal = number
+
+
+@contextmanager
+def stopping() -> Iterator[StopFlag]:
+    """While it lasts, Ctrl-C and SIGTERM ask to stop instead of breaking off."""
+    flag = StopFlag()
+    before = {number: signal.signal(number, flag.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        _end_soon_after_a_signal(flag)
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_soon_after_a_signal(flag: StopFlag, grace_seconds: float = 3.0) -> None:
+    """A process that waits for another cannot look at the flag: end it if it does not soon.
+
+    Nothing is lost: what was saved is whole, and what was not is trained again.
+    """
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+    signal.set_wakeup_fd(sender)  # written to at once, even while the main thread waits inside a library
+
+    def watch() -> None:
+        number = os.read(receiver, 1)[0]
+        time.sleep(grace_seconds)
+        if not flag.is_seen:
+            os._exit(128 + number)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def say_how_to_resume(folder: Path, flag: StopFlag) -> Iterator[None]:
+    from growprune.engine import Interrupted
+
+    try:
+        yield
+    except Interrupted as stop:
+        print(f"growprune: stopped and saved; go on with `growprune resume {folder}`", file=sys.stderr)
+        raise typer.Exit(128 + flag.signal) from stop

@@ -1,0 +1,107 @@
+"""The verbs that train: demo, train, resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from growprune.cli.app import Data, Log, RecipeName, Settings, one_line_errors, place
+from growprune.cli.stopping import StopFlag, say_how_to_resume, stopping
+from growprune.errors import GrowpruneError
+
+
+@one_line_errors
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the run folders go.")] = Path("runs/demo"),
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run.")] = 3,
+) -> None:
+    """Train handwritten digits dense and by C-GaP at 90 %, and compare them."""
+    from growprune import console
+
+    out = _unused(out)
+    with stopping() as should_stop:
+        rows = {
+            name: [_train(name, {"seed": str(seed)}, out / name / f"seed{seed}", should_stop) for seed in range(seeds)]
+            for name in ("digits/dense", "digits/cyclic-90")
+        }
+    console.show_comparison(rows, out)
+
+
+@one_line_errors
+def train(
+    recipe: RecipeName,
+    out: Annotated[Path, typer.Option(help="The folder of the run; must be new or empty.")],
+    data: Data = "",
+    settings: Settings = [],  # noqa: B006  typer copies defaults
+    resume: Annotated[bool, typer.Option("--resume", help="Go on if the folder holds this run already.")] = False,
+    log: Log = [],  # noqa: B006
+) -> None:
+    """Carry a recipe out in a new folder."""
+    from growprune import console
+    from growprune.engine.override import parse_settings
+
+    with stopping() as should_stop:
+        chosen = parse_settings(settings) | _logged(log)
+        console.show_result(_train(recipe, chosen, out, should_stop, data, resume), out)
+
+
+@one_line_errors
+def resume(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    extend: Annotated[int, typer.Option(min=0, help="Search this many steps more after a finished run.")] = 0,
+    data: Data = "",
+    settings: Settings = [],  # noqa: B006  typer copies defaults
+    log: Log = [],  # noqa: B006
+) -> None:
+    """Go on with a run exactly where it stood."""
+    from growprune import console, engine
+    from growprune.engine.override import override, parse_settings
+    from growprune.recipes import find
+
+    origin = engine.RunFolder(folder).read_origin()
+    if not origin.get("source"):
+        raise GrowpruneError(f"{folder} was started from Python: resume it with growprune.resume(recipe, folder)")
+    recipe = find(origin["source"])
+    # without them the recipe is not the one that was stored, and resume says so
+    given = parse_settings(settings) | _logged(log) | place(data, recipe)
+    origin["settings"] = (origin.get("settings") or {}) | given
+    recipe = override(recipe, origin["settings"])
+    if origin.get("extended"):
+        recipe = recipe.extended(origin["extended"])
+    title = f"{origin['source']} seed {recipe.seed}"
+    with stopping() as stop, say_how_to_resume(folder, stop), console.progress(title) as on_event:
+        result = engine.resume(recipe, folder, extend=extend, origin=origin, on_event=on_event, should_stop=stop)
+    console.show_result(result, folder)
+
+
+def _logged(names: list[str]) -> dict[str, str]:
+    """The setting that `--log` stands for; kept with the run, so that it goes on when the run is resumed."""
+    return {"log": json.dumps(names)} if names else {}
+
+
+def _train(
+    source: str, settings: dict[str, str], out: Path, should_stop: StopFlag, data: str = "", go_on: bool = False
+) -> dict[str, Any]:
+    from growprune import console, engine
+    from growprune.engine.override import override
+    from growprune.engine.source import absolute
+    from growprune.recipes import find
+
+    recipe = find(source)
+    settings = settings | place(data, recipe)
+    if "method" in settings:
+        settings["method"] = absolute(settings["method"])
+    recipe = override(recipe, settings)
+    origin = {"source": absolute(source), "settings": settings}  # so that resume finds it from any folder
+    start = engine.resume if go_on and (out / "recipe.json").exists() else engine.train
+    with say_how_to_resume(out, should_stop), console.progress(f"{source} seed {recipe.seed}") as on_event:
+        return start(recipe, out, origin=origin, on_event=on_event, should_stop=should_stop)
+
+
+def _unused(path: Path) -> Path:
+    """The path, or the first of path-2, path-3, ... that does not exist."""
+    candidates = (path if i == 1 else path.with_name(f"{path.name}-{i}") for i in range(1, 10**6))
+    return next(candidate for candidate in candidates if not candidate.exists())

@@ -1,0 +1,24 @@
+"""What the command line shows: tables, and progress (bars on a terminal, plain lines elsewhere)."""
+
+from growprune.console.files import show_file
+from growprune.console.health import show_findings
+from growprune.console.plans import plan_content, show_lists, show_plan
+from growprune.console.progress import progress
+from growprune.console.runs import run_content, show_comparison, show_result, show_run
+from growprune.console.screen import err, out, print_json
+
+__all__ = [
+    "err",
+    "out",
+    "plan_content",
+    "print_json",
+    "progress",
+    "run_content",
+    "show_comparison",
+    "show_file",
+    "show_findings",
+    "show_lists",
+    "show_plan",
+    "show_result",
+    "show_run",
+]

@@ -1,0 +1,63 @@
+"""Where it is shown, and how tables and numbers look."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+is_first = os.environ.get("RANK", "0") == "0"
+"""Under torchrun, the first process speaks for all."""
+out = Console(quiet=not is_first, markup=False, emoji=False)  # texts are shown as they are
+err = Console(stderr=True, quiet=not is_first, markup=False, emoji=False)
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    """One JSON object on stdout, and nothing else there."""
+    if is_first:
+        print(json.dumps(content, indent=2))
+
+
+def new_table(*columns: str) -> Table:
+    """Numbers are shown whole, to the right; where there is no room, texts go on in the next line."""
+    table = Table()
+    for name in columns:
+        if name == "edits":
+            table.add_column(name, min_width=12, overflow="fold")
+        else:
+            table.add_column(name, no_wrap=True, justify="right")
+    return table
+
+
+def short(count: int) -> str:
+    """A count in three digits, such as 3.12 G."""
+    if count < 1000:
+        return str(count)
+    power = next((p for p in range(1, 6) if count < 999.5 * 1000**p), 6)
+    return f"{count / 1000**power:#.3g}".rstrip(".") + f" {'_kMGTPE'[power]}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as people say them.
+
+    >>> [size(count) for count in (999, 4096, 1.5 * 2**30)]
+    ['999 B', '4.0 KiB', '1.5 GiB']
+    """
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    power = next((p for p in range(1, 4) if num_bytes < 1024 ** (p + 1)), 4)
+    return f"{num_bytes / 1024**power:.1f} {'_KMGT'[power]}iB"
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+def spread(values: list[float], sign: str = "") -> str:
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{sign}.2f}{spread}"

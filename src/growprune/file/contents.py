@@ -1,0 +1,58 @@
+"""Every tensor of a sparse file, looked at in full: what it takes, and whether it is as it was saved."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from growprune.errors import GrowpruneError
+from growprune.file.entries import Entry, num_mask_bytes
+from growprune.file.reader import SparseFile, open_sparse
+
+State = Literal["ok", "damaged", "unknown"]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    name: str
+    shape: tuple[int, ...]
+    is_prunable: bool
+    alive: int
+    """How many elements live; all, of what is not prunable."""
+    num_bytes: int
+    """In the file: values and mask."""
+    dense_bytes: int
+    state: State
+    """Whether its bytes have the digest that was saved with them; "unknown" if none was, in a file of version 1."""
+
+    @property
+    def sparsity(self) -> float:
+        size = 1
+        for length in self.shape:
+            size *= length
+        return 1 - self.alive / size if size else 0.0
+
+
+def contents(path: str | os.PathLike[str]) -> list[StoredTensor]:
+    """The tensors of a sparse file, in its order. Reads and checks all of it; what is damaged is told, not raised."""
+    with open_sparse(path) as file:
+        return [_stored(file, entry) for entry in file.entries.values()]
+
+
+def _stored(file: SparseFile, entry: Entry) -> StoredTensor:
+    alive = entry.nnz if entry.weights else entry.numel
+    mask_bytes = num_mask_bytes(entry.weights, file.pattern) if entry.is_sparse else 0
+    num_bytes = alive * entry.dtype.itemsize + mask_bytes
+    return StoredTensor(
+        entry.name, entry.shape, bool(entry.weights), alive, num_bytes, entry.num_bytes, _state(file, entry)
+    )
+
+
+def _state(file: SparseFile, entry: Entry) -> State:
+    try:
+        file.values(entry)
+        file.mask(entry)
+    except GrowpruneError:
+        return "damaged"
+    return "unknown" if entry.sha256 is None else "ok"

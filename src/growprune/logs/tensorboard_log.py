@@ -1,0 +1,61 @@
+"""`tensorboard/`: the figures of each epoch as scalars, over the iterations of the run.
+
+A row that was taken back is gone from the files too: they are written anew, from the run's own log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from growprune.errors import GrowpruneError
+from growprune.logs.rows import Row
+
+NOT_DRAWN = ("iteration", "stage", "branch")
+
+
+class Writer:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "tensorboard"
+        self._kind = _summary_writer()
+        self._open: dict[int | None, Any] = {}
+
+    def rewrite(self, rows: Iterable[Row]) -> None:
+        self.close()
+        for path in self._folder.rglob("events.out.tfevents.*"):
+            path.unlink()
+        for row in rows:
+            self._add(row)
+        self._flush()
+
+    def append(self, row: Row) -> None:
+        self._add(row)
+        self._flush()  # so that a kill takes nothing with it
+
+    def _add(self, row: Row) -> None:
+        if row.branch not in self._open:
+            below = "" if row.branch is None else f"branch-{row.branch}"
+            self._open[row.branch] = self._kind(str(self._folder / below))
+        for name, value in row.figures.items():
+            if value is not None and name not in NOT_DRAWN:
+                self._open[row.branch].add_scalar(name, value, row.iteration, walltime=row.time)
+
+    def _flush(self) -> None:
+        for writer in self._open.values():
+            writer.flush()
+
+    def close(self) -> None:
+        for writer in self._open.values():
+            writer.close()
+        self._open = {}
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise GrowpruneError(
+            "log tensorboard needs a package that is not installed: pip install 'growprune[tensorboard]'"
+        ) from error
+    return SummaryWriter
