@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import plan_of
 from torch import nn
 
 import growprune as gp
@@ -15,6 +14,7 @@ from growprune.engine.override import override
 from growprune.methods import METHODS
 from growprune.plan import Action, By, Edit, Part, Phase, first_by, grow, prune, walk
 from growprune.recipes import RECIPES
+from plan_cases import plan_of
 
 
 def takes_initial_mask(name: str) -> bool:
@@ -124,7 +124,7 @@ def test_as_is_looks_at_each_layer_unless_all_are_ranked_together() -> None:
     for i, to in ((0, 0.5), (2, 63 / 64), (4, 0.75), (6, 47 / 64)):
         uneven.prune(Part("S", (f"{i}.weight",)), to=to)
     assert uneven.num_alive == 32 + 1 + 16 + 17
-    with pytest.raises(gp.GrowpruneError, match="32 are alive in 0.weight"):
+    with pytest.raises(gp.GrowpruneError, match=r"32 are alive in 0.weight"):
         uneven.prune(to=1 - 66 / 256, by=By.AS_IS)
     together.load_state_dict(uneven.state_dict())
     together.prune(to=1 - 66 / 256, by=By.AS_IS)

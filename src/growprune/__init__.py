@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from growprune.file import load, manifest, read, save
     from growprune.flops import count_flops
     from growprune.init import sparse_init
+    from growprune.layers import register_layer
     from growprune.partition import Partition
     from growprune.plan import Branch, By, Fork, Part, Phase, Plan, Spread, grow, method, prune
     from growprune.sparse import SparseModel
@@ -35,6 +36,7 @@ _HOMES = {
     "growprune.file": ("load", "manifest", "read", "save"),
     "growprune.flops": ("count_flops",),
     "growprune.init": ("sparse_init",),
+    "growprune.layers": ("register_layer",),
     "growprune.partition": ("Partition",),
     "growprune.plan": ("Branch", "By", "Fork", "Part", "Phase", "Plan", "Spread", "grow", "method", "prune"),
     "growprune.sparse": ("SparseModel",),
@@ -68,6 +70,7 @@ __all__ = [
     "per_layer",
     "prune",
     "read",
+    "register_layer",
     "resume",
     "save",
     "sparse_init",
