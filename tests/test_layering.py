@@ -37,12 +37,13 @@ MAY_IMPORT = {
     # where they live
     "snapshot": "",
     "storage": "layers selection patterns snapshot",
+    "zeros": "layers patterns",
     "optimizers": "storage",
     "adapters": "layers storage",
     "gradients": "plan storage",
     "edits": "plan layers selection patterns scores allocation storage optimizers gradients",
     "sparse": (
-        "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits"
+        "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits zeros"
     ),
     "rules": "plan layers selection patterns scores storage methods sparse",
     "cursor": "plan snapshot optimizers rules sparse",

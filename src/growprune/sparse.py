@@ -33,6 +33,7 @@ from growprune.storage import SparseParameter, parse_storage
 from growprune.storage.compact import Layout, layouts_of
 from growprune.unpruned import unpruned
 from growprune.warn import warn
+from growprune.zeros import check_sparse, masks_of_zeros
 
 if TYPE_CHECKING:
     from growprune.cursor import Cursor
@@ -127,6 +128,50 @@ class SparseModel:
         self._is_released = False
         for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
             warn(message)
+
+    @classmethod
+    def from_zeros(
+        cls,
+        model: nn.Module,
+        *,
+        sparsity: float | None = None,
+        allocation: str = "global",
+        pattern: str | Pattern = "unstructured",
+        keep_dense: Iterable[str] = (),
+        include: Iterable[str] = (),
+        **settings: Any,
+    ) -> SparseModel:
+        """A model that is sparse already, such as a checkpoint that was pruned: its zeros are dead, and all else lives.
+
+        Args:
+            sparsity: the fraction of zeros aimed at; what the model has, if not given.
+            settings: further arguments of `SparseModel`; those named here are the same as there.
+
+        A dense model is refused. Of a live weight that happens to be zero nothing can be known: it is dead.
+
+        >>> layer = nn.Linear(4, 2)
+        >>> _ = layer.weight.data[:, 1:].zero_()
+        >>> SparseModel.from_zeros(layer).num_alive
+        2
+        """
+        pattern = parse_pattern(pattern)
+        keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
+        _check_model(model)
+        weights = prunable_weights(model, keep_dense=keep_dense, include=include)
+        masks = masks_of_zeros(model, weights, pattern)
+        found = check_sparse(weights, masks, pattern)
+        sparse = cls(
+            model,
+            sparsity=found if sparsity is None else sparsity,
+            allocation=allocation,
+            pattern=pattern,
+            keep_dense=keep_dense,
+            include=include,
+            **settings,
+        )
+        for name, mask in masks.items():
+            sparse._parameters[name].set_mask(mask)
+        return sparse
 
     def _store(self) -> dict[str, SparseParameter]:
         """Store the parameters of all weights as asked; all are checked first, since storing may change the model."""
