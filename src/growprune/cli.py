@@ -296,6 +296,8 @@ def _train(
     settings = settings | _place(data, recipe)
     if "method" in settings:
         settings["method"] = absolute(settings["method"])
+    if "weights" in settings:
+        settings["weights"] = str(Path(settings["weights"]).resolve())
     recipe = override(recipe, settings)
     origin = {"source": absolute(source), "settings": settings}  # so that resume finds it from any folder
     start = engine.resume if go_on and (out / "recipe.json").exists() else engine.train

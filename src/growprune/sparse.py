@@ -401,7 +401,7 @@ class SparseModel:
         parameter = self._parameters[name]
         return parameter.to_live(tensor.detach()).to(device, copy=True), pack(parameter.mask()).to(device)
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
         """Put copied tensors and masks back, whatever storage they were copied from."""
         self._check_not_released()
         tensors = _tensors(self.model)
