@@ -52,6 +52,7 @@ MAY_IMPORT = {
     "atomic": "",
     "flops": "layers sparse",
     "file": "atomic plan layers selection patterns snapshot sparse",
+    "pretrained": "atomic sparse file",
     "summary": "layers sparse flops file",
     "deploy": f"{CORE} flops file",
     # what trains them
@@ -65,7 +66,7 @@ MAY_IMPORT = {
     "console_compare": "compare console",
     "cli": f"{CORE} methods flops file summary deploy tasks engine recipes compare console console_compare report",
     "__main__": "cli",
-    "__init__": f"{CORE} rules init methods flops file summary deploy tasks engine",
+    "__init__": f"{CORE} rules init methods flops file pretrained summary deploy tasks engine",
 }
 WHEN_CALLED = {"sparse": "summary cursor"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""

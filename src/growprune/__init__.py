@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from growprune.layers import register_layer
     from growprune.partition import Partition
     from growprune.plan import Branch, By, Fork, Part, Phase, Plan, Spread, grow, method, prune
+    from growprune.pretrained import from_pretrained, save_pretrained
     from growprune.sparse import SparseModel
 
 _HOMES = {
@@ -39,6 +40,7 @@ _HOMES = {
     "growprune.layers": ("register_layer",),
     "growprune.partition": ("Partition",),
     "growprune.plan": ("Branch", "By", "Fork", "Part", "Phase", "Plan", "Spread", "grow", "method", "prune"),
+    "growprune.pretrained": ("from_pretrained", "save_pretrained"),
     "growprune.sparse": ("SparseModel",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -61,6 +63,7 @@ __all__ = [
     "balanced",
     "contiguous",
     "count_flops",
+    "from_pretrained",
     "grow",
     "load",
     "manifest",
@@ -73,6 +76,7 @@ __all__ = [
     "register_layer",
     "resume",
     "save",
+    "save_pretrained",
     "sparse_init",
     "tasks",
     "train",

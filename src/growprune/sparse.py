@@ -412,7 +412,9 @@ class SparseModel:
             else:
                 parameter = self._parameters[name]
                 with self._optimizers.following(parameter):
-                    parameter.load(values, unpack(mask, parameter.shape, parameter.parameter.device))
+                    here = parameter.parameter.device
+                    here = values.device if here.type == "meta" else here
+                    parameter.load(values, unpack(mask, parameter.shape, here))
         self.enforce()
 
     def clone(self) -> SparseModel:
