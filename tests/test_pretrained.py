@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,30 +149,37 @@ def pruned(storage: str) -> gp.SparseModel:
     return sparse
 
 
-@storages
-def test_torch_export_gives_a_program_with_the_zeros(storage: str) -> None:
-    sparse, x = pruned(storage), torch.randn(2, 8)
-    expected = sparse.model(x)
-    program = torch.export.export(sparse.to_dense_().eval(), (x,))
-    assert torch.equal(program.module()(x), expected)
-    assert int(program.state_dict["0.weight"].count_nonzero()) == 16
-
-
-def test_torch_export_of_a_masked_model_needs_nothing_first() -> None:
+def test_torch_exports_and_pickles_a_masked_model_as_it_is() -> None:
     sparse, x = pruned("masked"), torch.randn(2, 8)
-    assert torch.equal(torch.export.export(sparse.model, (x,)).module()(x), sparse.model(x))
+    program = torch.export.export(sparse.model, (x,))
+    assert torch.equal(program.module()(x), sparse.model(x))
+    assert int(program.state_dict["0.weight"].count_nonzero()) == 16
+    assert torch.equal(pickle.loads(pickle.dumps(sparse.model))(x), sparse.model(x))
 
 
-@storages
-def test_a_whole_module_is_pickled_once_it_is_plain(storage: str) -> None:
-    sparse, x = pruned(storage), torch.randn(2, 8)
+def assign(model: nn.Module, x: Tensor) -> None:
+    model[0].weight = nn.Parameter(torch.zeros(8, 8))  # as torchao does
+
+
+WAYS_OUT: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "export": lambda model, x: torch.export.export(model, (x,)),
+    "trace": lambda model, x: torch.jit.trace(model, (x,)),
+    "script": lambda model, x: torch.jit.script(model),
+    "pickle": lambda model, x: pickle.dumps(model),
+    "save": lambda model, x: torch.save(model, io.BytesIO()),
+    "assign": assign,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_a_compact_model_says_what_to_do_before_it_is_exported(way: str) -> None:
+    sparse, x = pruned("compact"), torch.randn(2, 8)
     expected = sparse.model(x)
-    if storage == "compact":
-        with pytest.raises(gp.GrowpruneError, match=r"compact storage cannot be pickled: call sparse.to_dense_\(\)"):
-            pickle.dumps(sparse.model)
-    again = pickle.loads(pickle.dumps(sparse.to_dense_()))
-    assert torch.equal(again(x), expected)
-    assert type(again[0]) is nn.Linear
+    with pytest.raises(gp.GrowpruneError, match=r"call sparse.to_dense_\(\) first, which makes the model a plain one"):
+        WAYS_OUT[way](sparse.model, x)
+    assert torch.equal(sparse.model(x), expected)
+    WAYS_OUT[way](sparse.to_dense_(), x)
 
 
 @storages
@@ -196,6 +205,15 @@ def test_openvino_converts_the_model(storage: str) -> None:
         warnings.simplefilter("ignore")
         compiled = openvino.compile_model(openvino.convert_model(sparse.to_dense_().eval(), example_input=x), "CPU")
     assert torch.allclose(torch.from_numpy(compiled(x.numpy())[0]), expected, atol=1e-2)
+
+
+@storages
+def test_torchao_quantizes_the_model_and_keeps_its_zeros(storage: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = pruned(storage).to_dense_()
+    dead = model[0].weight == 0
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    assert torch.equal(model[0].weight.dequantize() == 0, dead)
 
 
 # With transformers itself
