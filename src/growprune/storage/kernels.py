@@ -169,7 +169,7 @@ _register(
 
 def expand_known(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
     """`expand` of bits and offsets that need no check; past the dispatcher where nobody listens to it."""
-    if torch._C._is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]  # torch.compile knows it by this name only
         _refuse_to_export("traced (torch.jit.trace, and ONNX or OpenVINO by it)")
     run = _expand if values.is_cuda and is_plain() else torch.ops.growprune.expand
     return run(values, bits, offsets, n, dtype, group)
