@@ -18,7 +18,7 @@ from growprune import engine, methods
 from growprune.engine.building import build
 from growprune.engine.recipe import Recipe
 from growprune.engine.run import Interrupted
-from growprune.file.filling import fill
+from growprune.file.weights import load_weights
 from toy import Toy, cyclic
 
 storages = pytest.mark.parametrize("storage", ["masked", "compact"])
@@ -155,10 +155,10 @@ def test_tied_weights_may_have_any_of_their_names_and_what_is_kept_dense_lives(t
     file, body = tmp_path / "tied.safetensors", torch.tensor([[1.0, 0, 2, 0]] * 4)
     save_file({"out.weight": torch.ones(6, 4), "body.weight": body, "body.bias": torch.zeros(4)}, file)
     sparse = gp.SparseModel(Tied(), sparsity=0.5)
-    fill(sparse, file, with_masks=True)
+    load_weights(sparse, file, with_masks=True)
     assert torch.equal(sparse.mask("body.weight"), body != 0)
     assert bool((sparse.model.embed.weight == 1).all())
     attention = gp.SparseModel(nn.MultiheadAttention(4, 1, bias=False), sparsity=0.5, keep_dense=["in_proj_weight[q]"])
     save_file({"in_proj_weight": torch.eye(12, 4), "out_proj.weight": torch.eye(4)}, file)
-    fill(attention, file, with_masks=True)
+    load_weights(attention, file, with_masks=True)
     assert attention.mask("in_proj_weight").sum(1).tolist() == [4] * 4 + [0] * 8

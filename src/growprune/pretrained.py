@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from growprune import file
 from growprune.atomic import replacing
 from growprune.errors import GrowpruneError
-from growprune.file.filling import digest_of, is_sparse_file
+from growprune.file.weights import digest_of, is_sparse_file
 from growprune.file.writer import tensors_of, write_safetensors
 from growprune.sparse import SparseModel
 

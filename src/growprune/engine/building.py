@@ -7,7 +7,7 @@ import torch
 
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
-from growprune.file.filling import fill
+from growprune.file.weights import load_weights
 from growprune.init import dense_init, sparse_init
 from growprune.plan import Action, By, Edit, Phase, Plan, walk
 from growprune.sparse import SparseModel
@@ -50,7 +50,7 @@ def _filled(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[Spars
     sparse = recipe.sparse_model(model)
     first = next(walk(plan), None)
     is_as_is = first is not None and any(edit.by is By.AS_IS for edit in first.phase.edits)
-    fill(sparse, recipe.weights, with_masks=is_as_is)
+    load_weights(sparse, recipe.weights, with_masks=is_as_is)
     sparse.model.to(device)
     return sparse, plan
 

@@ -43,7 +43,7 @@ from growprune.engine.rng import rng_state, set_rng_state
 from growprune.engine.saving import Checkpoints
 from growprune.engine.training import Training, TrainingDiverged
 from growprune.errors import GrowpruneError
-from growprune.file.filling import digest_of, weights_file
+from growprune.file.weights import digest_of, weights_file
 from growprune.plan import By, ScheduledPhase, check_counts
 from growprune.snapshot import Snapshot, pack
 from growprune.summary import summarise

@@ -1,4 +1,4 @@
-"""Filling a sparse model, whatever its settings, with the weights of a file: a sparse one, or plain safetensors."""
+"""Giving a sparse model, whatever its settings, the weights of a file: a sparse one, or plain safetensors."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fill(sparse: SparseModel, path: str | os.PathLike[str], *, with_masks: bool = False) -> None:
+def load_weights(sparse: SparseModel, path: str | os.PathLike[str], *, with_masks: bool = False) -> None:
     """Give a model, all of whose weights live, the tensors of a file; all it has must be there, and nothing else.
 
     Args:
