@@ -12,15 +12,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from typer.testing import CliRunner
 
 import growprune as gp
-from growprune import engine, methods
+from growprune import cli, engine, methods
 from growprune.engine.building import build
 from growprune.engine.recipe import Recipe
 from growprune.engine.run import Interrupted
 from growprune.file.weights import load_weights
 from toy import Toy, cyclic
 
+runner = CliRunner()
 storages = pytest.mark.parametrize("storage", ["masked", "compact"])
 
 
@@ -162,3 +164,17 @@ def test_tied_weights_may_have_any_of_their_names_and_what_is_kept_dense_lives(t
     save_file({"in_proj_weight": torch.eye(12, 4), "out_proj.weight": torch.eye(4)}, file)
     load_weights(attention, file, with_masks=True)
     assert attention.mask("in_proj_weight").sum(1).tolist() == [4] * 4 + [0] * 8
+
+
+def test_the_command_line_starts_from_a_run_and_finds_it_again_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["--set", "options.steps=1", "--set", "options.finetune=0", "--set", "device=cpu"]
+    assert runner.invoke(cli.app, ["train", "digits/tiny", "--out", "first", *small]).exit_code == 0
+    more = ["--set", "weights=first", "--set", "options.initial_mask=magnitude"]
+    assert runner.invoke(cli.app, ["train", "digits/tiny", "--out", "second", *small, *more]).exit_code == 0
+    result = json.loads(Path("second/result.json").read_text())
+    assert result["origin"]["settings"]["weights"] == "first"  # without where it lies
+    assert json.loads(Path("second/recipe.json").read_text())["settings"]["weights"] == str(tmp_path / "first")
+    assert result["weights"]["sha256"] == hashlib.sha256(Path("first/model.safetensors").read_bytes()).hexdigest()

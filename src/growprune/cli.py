@@ -194,7 +194,8 @@ def resume(
         raise GrowpruneError(f"{folder} was started from Python: resume it with growprune.resume(recipe, folder)")
     recipe = find(origin["source"])
     # without them the recipe is not the one that was stored, and resume says so
-    origin["settings"] = (origin.get("settings") or {}) | parse_settings(settings) | _place(data, recipe)
+    given = _with_absolute_weights(parse_settings(settings))
+    origin["settings"] = (origin.get("settings") or {}) | given | _place(data, recipe)
     recipe = override(recipe, origin["settings"])
     if origin.get("extended"):
         recipe = recipe.extended(origin["extended"])
@@ -284,6 +285,10 @@ def _place(data: str, recipe: Recipe) -> dict[str, str]:
     return {"task.data": str(Path(data).resolve())} if data else {}
 
 
+def _with_absolute_weights(settings: dict[str, str]) -> dict[str, str]:
+    return settings | ({"weights": str(Path(settings["weights"]).resolve())} if settings.get("weights") else {})
+
+
 def _train(
     source: str, settings: dict[str, str], out: Path, should_stop: StopFlag, data: str = "", go_on: bool = False
 ) -> dict[str, Any]:
@@ -293,11 +298,9 @@ def _train(
     from growprune.recipes import find
 
     recipe = find(source)
-    settings = settings | _place(data, recipe)
+    settings = _with_absolute_weights(settings) | _place(data, recipe)
     if "method" in settings:
         settings["method"] = absolute(settings["method"])
-    if "weights" in settings:
-        settings["weights"] = str(Path(settings["weights"]).resolve())
     recipe = override(recipe, settings)
     origin = {"source": absolute(source), "settings": settings}  # so that resume finds it from any folder
     start = engine.resume if go_on and (out / "recipe.json").exists() else engine.train
