@@ -126,8 +126,9 @@ def run(study: str, row: str, seed: int, data: Path, runs: Path, seconds: float)
 
 
 def keep(result: Path, place: Path) -> None:
-    """Copy a result, without where the data lay."""
+    """Copy a result, without where data and weights lay."""
     content = json.loads(result.read_text())
+    content["recipe"]["weights"] = Path(content["recipe"].get("weights", "")).name
     content["recipe"]["task"]["data"] = Path(content["recipe"]["task"]["data"]).name
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(content, indent=1) + "\n")

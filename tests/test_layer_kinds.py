@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import growprune as gp
+from growprune.layers import REGISTERED, Weight, prunable_weights
 from growprune.plan import By
 
 
@@ -60,12 +61,33 @@ class Experts(nn.Module):
         return torch.cat([F.linear(F.linear(p, self.up[i]).relu(), self.down[i]) for i, p in enumerate(parts)])
 
 
+class Own(nn.Module):
+    """A layer of one's own, of no kind that is known: one matrix stored (in, out), and a stack of two (out, in)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.heads = nn.Parameter(torch.empty(8, 12)), nn.Parameter(torch.empty(2, 8, 12))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.kernel)
+        nn.init.normal_(self.heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x @ self.kernel).relu()
+        return F.linear(y, self.heads[0]) + F.linear(y, self.heads[1])
+
+
+gp.register_layer(Own, kernel="in out", heads="stack out in")
+
+
 KINDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "conv1d": (lambda: nn.Sequential(Conv1D(12, 8), nn.ReLU(), Conv1D(8, 12)), 2),
     "bilinear": (lambda: Paired(8, 8, 8), 1),
     "experts": (lambda: Experts(is_transposed=False), 6),
     "experts stored (in, out)": (lambda: Experts(is_transposed=True), 6),
     "one expert": (lambda: Experts(is_transposed=True, count=1), 2),
+    "registered": (lambda: nn.Sequential(Own(), Own()), 6),
 }
 """By name: how to build it, and how many matrices it has."""
 
@@ -193,3 +215,113 @@ def test_parts_of_experts_grow_in_turn(storage: str) -> None:
     plan = gp.methods.cyclic_gap(S, sparsity=0.5, steps=2, epochs=1, finetune=1)
     alive = [sparse.num_alive for _ in sparse.follow(plan)]
     assert alive == [576, 864, 864, 576]
+
+
+FLOPS = {
+    "conv1d": [2 * 12 * 96] * 2,
+    "bilinear": [2 * 12 * 512],
+    "experts": [2 * 4 * 96] * 6,  # 4 of 12 examples each
+    "experts stored (in, out)": [2 * 4 * 96] * 6,
+    "one expert": [2 * 12 * 96] * 2,
+    "registered": [2 * 12 * 96] * 6,
+}
+"""By hand, for 12 examples: two operations for each element of a matrix that an example goes through."""
+
+
+@every_kind
+@both_storages
+def test_flops_are_charged_to_each_matrix_by_what_lives(kind: str, storage: str) -> None:
+    sparse = pruned(kind, storage=storage)
+    flops = gp.count_flops(sparse.model, torch.zeros(12, 8))
+    assert [flops.by_weight[weight.name] for weight in sparse.weights] == FLOPS[kind]
+    assert flops.dense == sum(FLOPS[kind])
+    assert flops.at({weight.name: 0.5 for weight in sparse.weights}) == sum(FLOPS[kind]) // 2
+
+
+@every_kind
+def test_partitions_count_the_weights_of_every_layer(kind: str) -> None:
+    model = build(kind)
+    S = gp.Partition.per_layer(model)
+    assert sum(S.sizes) == gp.SparseModel(model, sparsity=0.5).num_prunable
+    assert [name for part in S for name in part.tensors] == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bilinear"])
+@both_storages
+def test_tall_blocks_have_outputs_down_and_inputs_across(kind: str, storage: str) -> None:
+    for mask in matrices(pruned(kind, pattern="2x4", storage=storage)):
+        cells = mask.view(len(mask) // 2, 2, -1, 4).permute(0, 2, 1, 3).reshape(-1, 8).sum(1)
+        assert set(cells.tolist()) == {0, 8}
+
+
+# Kinds of one's own
+
+
+class Kernel(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.kernel, self.bias = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.zeros(4))
+        self.register_parameter("gate", None)
+
+
+@pytest.fixture
+def _forget() -> Iterator[None]:
+    known = dict(REGISTERED)
+    yield
+    REGISTERED.clear()
+    REGISTERED.update(known)
+
+
+@pytest.mark.usefixtures("_forget")
+def test_a_class_derived_from_a_registered_one_is_of_its_kind_unless_it_is_registered_itself() -> None:
+    class Turned(Kernel):
+        pass
+
+    gp.register_layer(Kernel, kernel="in out", gate="out in")  # which is None, and so not there
+    assert prunable_weights(Turned(8, 4)) == (Weight("kernel", "kernel", (8, 4), transposed=True),)
+    gp.register_layer(Turned, kernel="out in ...")
+    assert prunable_weights(Turned(8, 4, 3)) == (Weight("kernel", "kernel", (8, 4, 3)),)
+    assert prunable_weights(Kernel(8, 4))[0].transposed
+
+
+@pytest.mark.usefixtures("_forget")
+def test_a_linear_layer_that_stores_its_inputs_first_can_say_so() -> None:
+    class Turned(nn.Linear):
+        pass
+
+    assert not prunable_weights(Turned(8, 4))[0].transposed
+    gp.register_layer(Turned, weight="in out")
+    assert prunable_weights(Turned(8, 4))[0].transposed
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "message"),
+    [
+        (Kernel(8, 4), {"kernel": "in out"}, "takes the class of a module"),
+        (int, {"kernel": "in out"}, "takes the class of a module"),
+        (Kernel, {}, r"register_layer\(Kernel\) names no weight"),
+        (Kernel, {"kernel": "rows columns"}, "kernel is 'rows columns', but must be one of 'out in', 'in out'"),
+        (Kernel, {"kernel": ("in", "out")}, r"kernel is \('in', 'out'\), but must be"),
+        (Own, {"kernel": "out in"}, "Own is registered already, with"),
+    ],
+)
+@pytest.mark.usefixtures("_forget")
+def test_a_wrong_entry_is_refused(kind: Any, axes: dict[str, Any], message: str) -> None:
+    with pytest.raises(gp.GrowpruneError, match=message):
+        gp.register_layer(kind, **axes)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "message"),
+    [
+        ({"kernle": "in out"}, (8, 4), "kernle='in out', but has no such parameter .* its own are kernel, bias"),
+        ({"bias": "in out"}, (8, 4), "bias='in out', but has no such parameter of two dimensions"),
+        ({"kernel": "in out"}, (8, 4, 3), r"kernel has shape \(8, 4, 3\): name the axes"),
+        ({"kernel": "stack in out"}, (8, 4), r"kernel has shape \(8, 4\): name the axes"),
+    ],
+)
+@pytest.mark.usefixtures("_forget")
+def test_an_entry_that_does_not_fit_the_module_is_refused(axes: Any, shape: tuple[int, ...], message: str) -> None:
+    gp.register_layer(Kernel, **axes)
+    with pytest.raises(gp.GrowpruneError, match=message):
+        gp.SparseModel(Kernel(*shape), sparsity=0.5)

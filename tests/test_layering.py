@@ -37,6 +37,7 @@ MAY_IMPORT = {
     # where they live
     "snapshot": "",
     "storage": "layers selection patterns snapshot",
+    "zeros": "layers patterns",
     "optimizers": "storage",
     "adapters": "layers storage",
     "gradients": "plan storage",
@@ -45,7 +46,7 @@ MAY_IMPORT = {
     "copies": "storage",
     "sparse": (
         "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits "
-        "running copies"
+        "running copies zeros"
     ),
     "rules": "plan layers selection patterns scores storage methods running sparse",
     "cursor": "plan snapshot optimizers rules sparse",
@@ -54,6 +55,7 @@ MAY_IMPORT = {
     "atomic": "",
     "flops": "layers sparse",
     "file": "atomic plan layers selection patterns snapshot sparse",
+    "pretrained": "atomic sparse file",
     "summary": "layers sparse flops file",
     "deploy": f"{CORE} flops file",
     # what trains them
@@ -71,7 +73,7 @@ MAY_IMPORT = {
         f"{CORE} methods flops file summary deploy tasks engine recipes compare console console_compare report doctor"
     ),
     "__main__": "cli",
-    "__init__": f"{CORE} rules init methods flops file summary deploy tasks engine",
+    "__init__": f"{CORE} rules init methods flops file pretrained summary deploy tasks engine",
 }
 WHEN_CALLED = {"sparse": "summary cursor"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""

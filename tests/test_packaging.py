@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -31,6 +32,6 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(tmp_path: Path) ->
 def test_every_dependency_and_extra_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *(item for items in project["optional-dependencies"].values() for item in items)]
-    names = {item.partition(">")[0].lower() for item in asked if not item.startswith("growprune[")}
+    names = {re.split(r"[>\[]", item)[0].lower() for item in asked if not item.startswith("growprune[")}
     pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().split()}
     assert names <= pinned

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from growprune.file import load, manifest, read, save
     from growprune.flops import count_flops
     from growprune.init import sparse_init
+    from growprune.layers import register_layer
     from growprune.partition import Partition
     from growprune.plan import Branch, By, Fork, Part, Phase, Plan, Spread, grow, method, prune
+    from growprune.pretrained import from_pretrained, save_pretrained
     from growprune.sparse import SparseModel
 
 _HOMES = {
@@ -35,8 +37,10 @@ _HOMES = {
     "growprune.file": ("load", "manifest", "read", "save"),
     "growprune.flops": ("count_flops",),
     "growprune.init": ("sparse_init",),
+    "growprune.layers": ("register_layer",),
     "growprune.partition": ("Partition",),
     "growprune.plan": ("Branch", "By", "Fork", "Part", "Phase", "Plan", "Spread", "grow", "method", "prune"),
+    "growprune.pretrained": ("from_pretrained", "save_pretrained"),
     "growprune.sparse": ("SparseModel",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -59,6 +63,7 @@ __all__ = [
     "balanced",
     "contiguous",
     "count_flops",
+    "from_pretrained",
     "grow",
     "load",
     "manifest",
@@ -68,8 +73,10 @@ __all__ = [
     "per_layer",
     "prune",
     "read",
+    "register_layer",
     "resume",
     "save",
+    "save_pretrained",
     "sparse_init",
     "tasks",
     "train",

@@ -109,7 +109,9 @@ class Editor:
         return [float(mean) for mean in torch.stack(means).tolist()]
 
     def apply(self, edit: Edit) -> None:
-        if edit.to == 0:
+        if edit.by is By.AS_IS:
+            self._check_as_is(edit)
+        elif edit.to == 0:
             self._grow_all(edit)
         else:
             self.select(self.pools(edit), edit)
@@ -289,6 +291,24 @@ class Editor:
             raise GrowpruneError(
                 f"cannot {edit}: that is {pool.kept} alive in {_names(pool.weights)}, which have room for {most}"
             )
+
+    def _check_as_is(self, edit: Edit) -> None:
+        """Raise unless as many live already as an edit leaves; where layers share by rounding, one may have one more.
+
+        Each pool by itself, and not only in all: the edits that follow ask for the same of it.
+        """
+        alive = self.num_alive(self.weights_of(edit.part))
+        pools = self.pools(edit, alive)
+        counts = [_total(pool, alive) for pool in pools]
+        is_in_all = sum(counts) == sum(pool.kept for pool in pools)
+        for pool, count in zip(pools, counts, strict=True):
+            if abs(pool.kept - count) > (1 if is_in_all else 0):
+                remedy = "initial_mask='magnitude' prunes to that" if count > pool.kept else "begin with a sparser plan"
+                remedy = "allocation='global' counts all layers together" if is_in_all else remedy
+                raise GrowpruneError(
+                    f"the masks cannot stay as they are: {count} are alive in {_names(pool.weights)}, but the plan "
+                    f"begins with {pool.kept} (sparsity {edit.to:.4g}); {remedy}"
+                )
 
     def num_alive(self, weights: Sequence[Weight]) -> dict[str, int]:
         """How many groups of each weight live, by its name; the device is waited for once."""

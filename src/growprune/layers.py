@@ -1,8 +1,9 @@
 """Which weights of a model may become sparse.
 
 A *layer* is a module that multiplies its input by weights. `LAYERS` lists the kinds of layers that are known, each by
-a function that reads a module by its attributes: norms, biases and embeddings are none. A weight that an embedding
-shares stays dense, and so do adapters (LoRA and its kin), which are small and are merged into what they adapt.
+a function that reads a module by its attributes: norms, biases and embeddings are none; `register_layer` adds a kind of
+one's own. A weight that an embedding shares stays dense, and so do adapters (LoRA and its kin), which are small and are
+merged into what they adapt.
 
 Standard library only: models are read by their attributes, so that partitions and plans need no torch.
 """
@@ -110,7 +111,80 @@ def _is_inputs_first(module: Any, shape: tuple[int, ...]) -> bool:
     return shape[1] == hidden != shape[2]
 
 
+REGISTERED: dict[type, dict[str, str]] = {}
+"""Kinds of layers of users: by class, the axes of each of its weights."""
+
+AXES = ("out in", "in out", "stack out in", "stack in out")
+"""How the dimensions of a weight can be ordered; kernel positions, if there are any, come last, as "..."."""
+
+
+def register_layer(kind: type, /, **axes: str) -> None:
+    """Let growprune know a kind of layer of your own: which of its parameters are weights, and what their axes are.
+
+    From then on it is like a Linear to everything: patterns run along its inputs, it is a layer to partitions, FLOPs
+    are charged to it, both storages hold it, and files have it. Register it where its class is defined, so that
+    whoever loads a file has it too. A class derived from it is of that kind as well, unless it is registered itself.
+
+    Args:
+        kind: the class of the module.
+        axes: by the name of each parameter that is a weight: "out in", or "in out" where inputs come first; with
+            "stack " before it, if it is a stack of such matrices, each pruned by itself; with " ..." after it, if
+            kernel positions follow, as in a convolution.
+
+    >>> import torch
+    >>> class Dense(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.kernel = torch.nn.Parameter(torch.zeros(8, 4))
+    >>> register_layer(Dense, kernel="in out")
+    >>> prunable_weights(Dense())[0].transposed
+    True
+    """
+    if not isinstance(kind, type) or not hasattr(kind, "named_parameters"):
+        raise GrowpruneError(f"register_layer was given {kind!r}, but takes the class of a module")
+    if not axes:
+        raise GrowpruneError(f"register_layer({kind.__name__}) names no weight: give its axes, as in weight='out in'")
+    for name, text in axes.items():
+        if not isinstance(text, str) or text.removesuffix(" ...") not in AXES:
+            known = ", ".join(map(repr, AXES))
+            raise GrowpruneError(f"{name} is {text!r}, but must be one of {known}, each also with ' ...' after it")
+    if REGISTERED.get(kind, axes) != axes:
+        raise GrowpruneError(f"{kind.__name__} is registered already, with {REGISTERED[kind]}: register it once")
+    REGISTERED[kind] = dict(axes)
+
+
+def registered(module: Any, shapes: Shapes) -> Sequence[Weight]:
+    """What `register_layer` was told of; of several classes that a module derives from, the nearest."""
+    kind = next((c for c in type(module).__mro__ if c in REGISTERED), None)
+    weights: list[Weight] = []
+    for name, axes in REGISTERED[kind].items() if kind is not None else ():
+        if name in shapes:
+            weights += _matrices(module, name, shapes[name], axes)
+        elif vars(module).get("_parameters", {}).get(name, module) is not None:  # None is a weight that it is without
+            has = ", ".join(name for name, _ in module.named_parameters(recurse=False)) or "none"
+            raise GrowpruneError(
+                f"{type(module).__name__} was registered with {name}={axes!r}, but has no such parameter of two "
+                f"dimensions or more; its own are {has}"
+            )
+    return weights
+
+
+def _matrices(module: Any, name: str, shape: tuple[int, ...], axes: str) -> list[Weight]:
+    words = axes.split()
+    num_axes = len(words) - (words[-1] == "...")
+    if len(shape) < num_axes or (len(shape) > num_axes and words[-1] != "..."):
+        raise GrowpruneError(
+            f"{type(module).__name__} was registered with {name}={axes!r}, but {name} has shape {shape}: name the axes "
+            f"of all its dimensions"
+        )
+    transposed = words.index("in") < words.index("out")
+    if words[0] != "stack":
+        return [Weight(name, name, shape, transposed=transposed)]
+    return [Weight(f"{name}[{i}]", name, shape[1:], (i, i + 1), transposed) for i in range(shape[0])]
+
+
 LAYERS: dict[str, Layer] = {
+    "registered": registered,
     "attention": attention,
     "linear or convolution": linear_or_convolution,
     "bilinear": bilinear,

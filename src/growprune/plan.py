@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Real
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias, get_args, overload
 
 from growprune.errors import GrowpruneError
 from growprune.settings import as_float
@@ -28,7 +28,7 @@ MAX_STAGES = 100_000
 
 
 class By(Enum):
-    """What decides which weights an edit chooses. All but the first two look at gradients."""
+    """What decides which weights an edit chooses. All but the first two and the last look at gradients."""
 
     MAGNITUDE = "magnitude"
     RANDOM = "random"
@@ -40,11 +40,13 @@ class By(Enum):
     """|gradient x weight|: Lee et al., ICLR 2019."""
     GRASP = "grasp"
     """weight x (Hessian x gradient), the larger the better: Wang et al., ICLR 2020."""
+    AS_IS = "as_is"
+    """Nothing is chosen: just so many weights must live already, and it is an error if others do."""
 
     @property
     def needs_gradients(self) -> bool:
         """Whether it looks at gradients."""
-        return self not in (By.MAGNITUDE, By.RANDOM)
+        return self not in (By.MAGNITUDE, By.RANDOM, By.AS_IS)
 
 
 def parse_by(name: str) -> By:
@@ -52,6 +54,23 @@ def parse_by(name: str) -> By:
     if name not in known:
         raise GrowpruneError(f"by is {name!r}, but must be one of {', '.join(known)}")
     return By(name)
+
+
+InitialMask: TypeAlias = Literal["random", "magnitude", "as_is"]
+"""How a method that begins sparse comes to its first mask: at random, as for new weights; by the magnitude of weights
+that are trained already; or as the model is, if it is sparse already."""
+
+
+def first_by(initial_mask: InitialMask) -> By:
+    """What the first edit of a method goes by.
+
+    >>> first_by("magnitude")
+    <By.MAGNITUDE: 'magnitude'>
+    """
+    if initial_mask not in get_args(InitialMask):
+        known = ", ".join(map(repr, get_args(InitialMask)))
+        raise GrowpruneError(f"initial_mask is {initial_mask!r}, but must be one of {known}")
+    return By(initial_mask)
 
 
 class Action(Enum):
@@ -123,6 +142,8 @@ class Edit:
             object.__setattr__(self, "share", as_float(self.share))
         if not isinstance(self.by, By):
             object.__setattr__(self, "by", parse_by(self.by))
+        if self.by is By.AS_IS and (self.action is Action.GROW or self.to is None):
+            raise GrowpruneError(f"{self.action.value} goes by as_is, which is for prune with to=: give another by")
         if self.spread is not None:
             self._check_spread()
 

@@ -34,6 +34,7 @@ from growprune.snapshot import Snapshot, check_packed, pack, unpack
 from growprune.storage import SparseParameter, parse_storage
 from growprune.unpruned import unpruned
 from growprune.warn import warn
+from growprune.zeros import check_sparse, masks_of_zeros
 
 if TYPE_CHECKING:
     from growprune.cursor import Cursor
@@ -105,6 +106,50 @@ class SparseModel:
         self._is_released = False
         for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
             warn(message)
+
+    @classmethod
+    def from_zeros(
+        cls,
+        model: nn.Module,
+        *,
+        sparsity: float | None = None,
+        allocation: str = "global",
+        pattern: str | Pattern = "unstructured",
+        keep_dense: Iterable[str] = (),
+        include: Iterable[str] = (),
+        **settings: Any,
+    ) -> SparseModel:
+        """A model that is sparse already, such as a checkpoint that was pruned: its zeros are dead, and all else lives.
+
+        Args:
+            sparsity: the fraction of zeros aimed at; what the model has, if not given.
+            settings: further arguments of `SparseModel`; those named here are the same as there.
+
+        A dense model is refused. Of a live weight that happens to be zero nothing can be known: it is dead.
+
+        >>> layer = nn.Linear(4, 2)
+        >>> _ = layer.weight.data[:, 1:].zero_()
+        >>> SparseModel.from_zeros(layer).num_alive
+        2
+        """
+        pattern = parse_pattern(pattern)
+        keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
+        _check_model(model)
+        weights = prunable_weights(model, keep_dense=keep_dense, include=include)
+        masks = masks_of_zeros(model, weights, pattern)
+        found = check_sparse(weights, masks, pattern)
+        sparse = cls(
+            model,
+            sparsity=found if sparsity is None else sparsity,
+            allocation=allocation,
+            pattern=pattern,
+            keep_dense=keep_dense,
+            include=include,
+            **settings,
+        )
+        for name, mask in masks.items():
+            sparse._parameters[name].set_mask(mask)
+        return sparse
 
     def _store(self) -> dict[str, SparseParameter]:
         """Store the parameters of all weights as asked; all are checked first, since storing may change the model."""
@@ -327,7 +372,7 @@ class SparseModel:
         parameter = self._parameters[name]
         return parameter.to_live(tensor.detach()).to(device, copy=True), pack(parameter.mask()).to(device)
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
         """Put copied tensors and masks back, whatever storage they were copied from."""
         self._check_not_released()
         tensors = _tensors(self.model)
@@ -338,7 +383,9 @@ class SparseModel:
             else:
                 parameter = self._parameters[name]
                 with self._optimizers.following(parameter):
-                    parameter.load(values, unpack(mask, parameter.shape, parameter.parameter.device))
+                    here = parameter.parameter.device
+                    here = values.device if here.type == "meta" else here
+                    parameter.load(values, unpack(mask, parameter.shape, here))
         self.enforce()
 
     def clone(self) -> SparseModel:

@@ -50,9 +50,19 @@ def test_a_model_of_another_dtype_is_refused(old: Path) -> None:
     refuse(old, message, target().half())
 
 
-def test_a_model_without_memory_is_refused(old: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot fill weight, which is on the meta device: call model.to_empty"):
-        file.load(old, target().to("meta"))
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_model_without_memory_is_given_some(old: Path, storage: str) -> None:
+    loaded, expected = (file.load(old, model, storage=storage) for model in (target().to("meta"), target()))
+    state = expected.model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.model.state_dict().items())
+    assert loaded.num_alive == expected.num_alive
+
+
+def test_a_buffer_that_is_in_no_file_must_have_memory(old: Path) -> None:
+    model = target()
+    model.register_buffer("scale", torch.ones(2, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match=r"cannot fill scale, a buffer on the meta device that no file has: build it"):
+        file.load(old, model)
 
 
 def test_a_model_with_other_ties_is_refused(tmp_path: Path) -> None:

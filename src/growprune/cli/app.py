@@ -59,3 +59,8 @@ def place(data: str, recipe: Recipe) -> dict[str, str]:
             f"--data is {data}, but the task {type(recipe.task).__name__} reads no files: leave it out"
         )
     return {"task.data": str(Path(data).resolve())} if data else {}
+
+
+def with_absolute_weights(settings: dict[str, str]) -> dict[str, str]:
+    """A file of weights too is found from any folder."""
+    return settings | ({"weights": str(Path(settings["weights"]).resolve())} if settings.get("weights") else {})

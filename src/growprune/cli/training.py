@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from growprune.cli.app import Data, Log, RecipeName, Settings, one_line_errors, place
+from growprune.cli.app import Data, Log, RecipeName, Settings, one_line_errors, place, with_absolute_weights
 from growprune.cli.stopping import StopFlag, say_how_to_resume, stopping
 from growprune.errors import GrowpruneError
 
@@ -66,7 +66,7 @@ def resume(
         raise GrowpruneError(f"{folder} was started from Python: resume it with growprune.resume(recipe, folder)")
     recipe = find(origin["source"])
     # without them the recipe is not the one that was stored, and resume says so
-    given = parse_settings(settings) | _logged(log) | place(data, recipe)
+    given = with_absolute_weights(parse_settings(settings)) | _logged(log) | place(data, recipe)
     origin["settings"] = (origin.get("settings") or {}) | given
     recipe = override(recipe, origin["settings"])
     if origin.get("extended"):
@@ -91,7 +91,7 @@ def _train(
     from growprune.recipes import find
 
     recipe = find(source)
-    settings = settings | place(data, recipe)
+    settings = with_absolute_weights(settings) | place(data, recipe)
     if "method" in settings:
         settings["method"] = absolute(settings["method"])
     recipe = override(recipe, settings)

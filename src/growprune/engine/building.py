@@ -1,4 +1,5 @@
-"""Building the model of a run: made sparse as it is built, where its plan begins with a random mask."""
+"""Building the model of a run: made sparse as it is built, where its plan begins with a random mask; or filled with
+weights that were trained before."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import torch
 
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
+from growprune.file.weights import load_weights
 from growprune.init import dense_init, sparse_init
-from growprune.plan import Action, By, Edit, Phase, Plan
+from growprune.plan import Action, By, Edit, Phase, Plan, walk
 from growprune.sparse import SparseModel
 
 
@@ -19,6 +21,8 @@ def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseM
     """
     task = recipe.task
     seed_all(recipe.seed, "model")
+    if recipe.weights:
+        return (*_filled(recipe, device, per_epoch), False)
     if not task.initialises_modules:
         model = task.build_model().to(device)
         plan = recipe.plan(model, per_epoch)
@@ -34,6 +38,21 @@ def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseM
         return sparse, plan, True
     model = dense_init(task.build_model, initialise=task.initialise).to(device)
     return recipe.sparse_model(model), plan, False
+
+
+def _filled(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseModel, Plan]:
+    """A model with the weights of a file, made sparse before it goes to its device."""
+    task = recipe.task
+    initialises = task.initialises_modules
+    model = dense_init(task.build_model, initialise=task.initialise) if initialises else task.build_model()
+    plan = recipe.plan(model, per_epoch)
+    recipe.optimizer.build(model)
+    sparse = recipe.sparse_model(model)
+    first = next(walk(plan), None)
+    is_as_is = first is not None and any(edit.by is By.AS_IS for edit in first.phase.edits)
+    load_weights(sparse, recipe.weights, with_masks=is_as_is)
+    sparse.model.to(device)
+    return sparse, plan
 
 
 def _begins_at_random(plan: Plan, sparsity: float) -> bool:

@@ -18,6 +18,7 @@ from growprune.sparse import SparseModel
 MAY_CHANGE = {
     "task.data",
     "task.workers",
+    "weights",
     "storage",
     "checkpoint_seconds",
     "exploration",
@@ -26,7 +27,8 @@ MAY_CHANGE = {
     "replicas",
     "timeout_seconds",
 }
-"""Fields of a recipe that may be other when a run is resumed: they have no influence on results."""
+"""Fields of a recipe that may be other when a run is resumed: they have no influence on results, or, as where data and
+weights lie, what they lead to is looked at itself."""
 
 
 def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:

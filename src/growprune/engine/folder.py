@@ -184,8 +184,8 @@ class RunFolder:
             path = self.path / name
             if path.exists() and path.read_bytes() != content:
                 raise GrowpruneError(
-                    f"{path} is not what the data gives now: the data changed since the run began; put it back, or "
-                    f"start a new run"
+                    f"{path} is not what the data gives now: the data, or the weights it begins with, changed since "
+                    f"the run began; put it back, or start a new run"
                 )
             if not path.exists() and self.rank == 0:
                 with atomic.replacing(path) as file:
@@ -207,6 +207,7 @@ class RunFolder:
         path, colon, function = str(origin.get("source") or "").rpartition(":")
         named = {"source": f"{Path(path).name}:{function}"} if colon else {}
         settings = {name: value for name, value in (origin.get("settings") or {}).items() if name != "task.data"}
+        settings |= {"weights": Path(settings["weights"]).name} if "weights" in settings else {}
         return origin | named | ({"settings": settings} if "settings" in origin else {})
 
     def how_to_resume(self) -> str:

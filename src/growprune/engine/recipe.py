@@ -33,6 +33,9 @@ class Recipe:
     options: Mapping[str, Any]
     """The method's own arguments, such as steps, epochs and finetune. Where a method counts in `iterations`, `epochs`
     may be given instead."""
+    weights: str = ""
+    """Begin with these: a safetensors file, sparse or dense, or the folder of a run. If the plan begins with masks as
+    they are (initial_mask="as_is"), those of the file come along, or its zeros; else all weights live at first."""
     sparsity: float = 0.0
     partition: PartitionConfig = field(default_factory=Contiguous)
     """How the model is cut into parts: contiguous(4), balanced(4), named([...]) or per_layer()."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ from growprune.engine.saving import Checkpoints
 from growprune.engine.timeline import work_before
 from growprune.engine.training import Training, TrainingDiverged
 from growprune.errors import GrowpruneError
+from growprune.file.weights import digest_of, weights_file
 from growprune.logs import Logs
 from growprune.plan import By, ScheduledPhase, check_counts
 from growprune.snapshot import Snapshot, pack
@@ -73,6 +75,8 @@ class Run:
         self.recipe, self.folder, self.task = recipe, folder, recipe.task
         self._should_stop = should_stop
         self.device = choose_device(recipe.device)
+        self.weights = _about_weights(recipe.weights)
+        """Which weights it begins with."""
         self.num_batches = self.task.num_batches()  # first, because it looks at the data, and data may be missing
         check_counts(1, num_batches=self.num_batches)
         per_epoch = math.ceil(self.num_batches / recipe.accumulate)
@@ -377,6 +381,7 @@ class Run:
             "seed": self.recipe.seed,
             "metric": self.task.metric,
             "data": fingerprint(self.recipe, self.num_batches),
+            "weights": self.weights,
             "environment": environment(self.device),
             "history": self.history,
             "signature": self.task.signature,
@@ -411,3 +416,17 @@ class Run:
     def _clock(self) -> None:
         now = time.monotonic()
         self._seconds, self._since = self._seconds + now - self._since, now
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """What the folder keeps of what the run was made of, to see that it is the same when it goes on."""
+        about = {} if self.weights is None else {"weights.json": json.dumps(self.weights).encode()}
+        return {**self.task.files(), **about}
+
+
+def _about_weights(path: str) -> dict[str, str] | None:
+    """The name and the digest of the file that a run begins with."""
+    if not path:
+        return None
+    file = weights_file(path)
+    return {"file": file.name, "sha256": digest_of(file)}

@@ -49,7 +49,7 @@ def train(
         if run.mesh.is_first:
             folder.check_free(recipe)
             _write_what_runs(run, origin or {})
-            folder.store_files(run.task.files())
+            folder.store_files(run.files)
         check_processes_agree(run)
         return run.execute()
 
@@ -80,10 +80,14 @@ def check_processes_agree(run: Run) -> None:
     run.mesh.barrier("starting")
     batches = iter(run.task.batches(seed=0, start=0, device=torch.device("cpu")))
     batch = next(batches, None) if run.mesh.world > 1 else None
-    recipe = fields_of(run.recipe) | {"task.data": None}  # which may lie elsewhere on each machine
+    recipe = fields_of(run.recipe) | {"task.data": None, "weights": None}  # which may lie elsewhere on each machine
     version = environment(run.device) | {"commit": None}  # which a machine without git does not know
     texts = {"recipe": json.dumps(recipe), "version": json.dumps(version)}
-    texts |= {"data": digest(batch), "view of the run folder, which all must share,": run.folder.recipe_text()}
+    texts |= {
+        "data": digest(batch),
+        "weights": json.dumps(run.weights),
+        "view of the run folder, which all must share,": run.folder.recipe_text(),
+    }
     run.mesh.agree(texts, "starting")
 
 
@@ -110,7 +114,7 @@ def resume(
         elif ask_first(folder.result.exists()):
             return folder.read_result()
         run = Run(recipe, folder, listeners=[on_event], should_stop=should_stop)
-        folder.store_files(run.task.files())
+        folder.store_files(run.files)
         run.mesh.barrier("resuming")
         if run.mesh.is_first:
             _write_what_runs(run, folder.read_origin() if origin is None or extend else origin)

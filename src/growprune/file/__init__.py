@@ -61,6 +61,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from growprune.atomic import replacing
+from growprune.file.memory import give_memory
 from growprune.file.reader import match_model, open_sparse
 from growprune.file.versions import FORMAT, write_metadata
 from growprune.file.writer import describe, stored, warn_of_unsaved, write_safetensors
@@ -93,7 +94,8 @@ def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str], model: nn.Module, *, storage: str = "masked") -> SparseModel:
     """Fill a model from a sparse file, and return it as the SparseModel that was saved, ready to train on.
 
-    The file is checked in full before the model is touched.
+    The file is checked in full before the model is touched. What of the model lies on the meta device comes to lie on
+    the CPU; of sparse weights with compact storage, only what lives.
 
     Args:
         storage: how sparse weights are stored, see SparseModel; whatever it was when the file was saved.
@@ -102,7 +104,10 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, storage: str = "mask
         match_model(file, model)
         masks = {entry.name: pack(file.mask(entry)) for entry in file.prunable}
         tensors = {name: (file.values(entry), masks.get(name)) for name, entry in file.entries.items()}
+        if storage == "masked":
+            give_memory(model)
         sparse = file.make_sparse(model, storage)
+        give_memory(model, but=masks)
         sparse.restore(tensors)
         sparse.load_state_dict({**sparse.state_dict(), "num_edits": file.num_edits})
     return sparse

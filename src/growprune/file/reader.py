@@ -208,6 +208,9 @@ def match_model(file: SparseFile, model: nn.Module) -> None:
     for alias, name in sorted(aliases.items() ^ file.aliases.items()):
         where = "model" if alias in aliases else "file"
         file.refuse(f"does not fit the model: {alias} and {name} are one tensor in the {where} only", build)
+    for name, buffer in model.named_buffers():
+        if name not in tensors and buffer.is_meta:
+            file.refuse(f"cannot fill {name}, a buffer on the meta device that no file has", "build it on a device")
     for name, tensor in tensors.items():
         entry = file.entries[name]
         if entry.shape != tuple(tensor.shape):
@@ -216,5 +219,3 @@ def match_model(file: SparseFile, model: nn.Module) -> None:
             file.refuse(
                 f"has {name} as {entry.dtype}, but the model as {tensor.dtype}", f"call model.to({entry.dtype}) first"
             )
-        if tensor.is_meta:
-            file.refuse(f"cannot fill {name}, which is on the meta device", 'call model.to_empty(device="cpu") first')

@@ -3,12 +3,19 @@ Methods", ICLR 2022, Algorithm 1."""
 
 from collections.abc import Iterator
 
-from growprune.plan import By, Parts, Phase, check_counts, grow, method, prune
+from growprune.plan import InitialMask, Parts, Phase, check_counts, first_by, grow, method, prune
 
 
 @method
 def cyclic_gap(
-    S: Parts, *, sparsity: float, steps: int, epochs: int, finetune: int, restart: bool = True
+    S: Parts,
+    *,
+    sparsity: float,
+    steps: int,
+    epochs: int,
+    finetune: int,
+    restart: bool = True,
+    initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
     """C-GaP: each step grows one part to dense and prunes the one grown before; at the end, fine-tune.
 
@@ -18,12 +25,14 @@ def cyclic_gap(
         epochs: T, the epochs trained in each step.
         finetune: T', the epochs trained at the end with all parts sparse.
         restart: whether each step has a fresh optimizer and the whole learning-rate schedule, as in the paper.
+        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
+            "as_is", for a model that has that sparsity already.
 
     Example: cyclic_gap(S, sparsity=0.8, steps=3, epochs=1, finetune=1)
     """
     check_counts(1, steps=steps)
     check_counts(0, epochs=epochs, finetune=finetune)
-    yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM))
+    yield Phase(prune(S.whole, to=sparsity, by=first_by(initial_mask)))
     for step in range(steps):
         i, j = step % len(S), (step - 1) % len(S)
         yield Phase(prune(S[j], to=sparsity), grow(S[i]), epochs=epochs, restart=restart)

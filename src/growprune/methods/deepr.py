@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from growprune.errors import GrowpruneError
-from growprune.plan import By, Parts, Phase, Rule, check_counts, check_share, method, prune
+from growprune.plan import InitialMask, Parts, Phase, Rule, check_counts, check_share, first_by, method, prune
 
 COOLING = 1e-10
 """By how much the temperature falls over a rule."""
@@ -43,6 +43,7 @@ def deepr(
     until: float = 0.75,
     l1: float = 1e-5,
     temperature: float = 1e-5,
+    initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
     """Begin with a random mask; in every iteration, swap the weights that change their sign for random dead ones.
 
@@ -57,6 +58,8 @@ def deepr(
         until: after which share of the training nothing is swapped any more.
         l1: how strong the pull to zero is.
         temperature: T of the noise at first; it falls to a 10^10th.
+        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
+            "as_is", for a model that has that sparsity already.
 
     Example: deepr(S, sparsity=0.8, iterations=8)
     """
@@ -64,5 +67,5 @@ def deepr(
     check_share(until=until)
     last = round(until * iterations)
     rule = Deepr(S.whole, iterations=last, l1=l1, temperature=temperature)
-    yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM), iterations=last, rule=rule)
+    yield Phase(prune(S.whole, to=sparsity, by=first_by(initial_mask)), iterations=last, rule=rule)
     yield Phase(iterations=iterations - last)

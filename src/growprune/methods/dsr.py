@@ -3,12 +3,19 @@ Reparameterization", ICML 2019."""
 
 from collections.abc import Iterator
 
-from growprune.plan import By, Parts, Phase, Spread, check_counts, check_share, grow, method, prune
+from growprune.plan import InitialMask, Parts, Phase, Spread, check_counts, check_share, first_by, grow, method, prune
 
 
 @method(allocation="global")
 def dsr(
-    S: Parts, *, sparsity: float, iterations: int, every: int = 100, drop: float = 0.1, until: float = 0.95
+    S: Parts,
+    *,
+    sparsity: float,
+    iterations: int,
+    every: int = 100,
+    drop: float = 0.1,
+    until: float = 0.95,
+    initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
     """Begin with a random mask; every so often, drop the smallest weights of the model, and grow where most are left.
 
@@ -24,17 +31,19 @@ def dsr(
         every: the iterations between two edits in the first quarter.
         drop: the share of all live weights that moves each time; the paper moves 0.08 of ResNet-50's at 80 %.
         until: after which share of the training nothing moves any more.
+        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
+            "as_is", for a model that has that sparsity already.
 
     Example: dsr(S, sparsity=0.8, iterations=16, every=2, drop=0.3)
     """
     check_counts(1, every=every)
     check_counts(0, iterations=iterations)
     check_share(drop=drop, until=until)
-    random = prune(S.whole, to=sparsity, by=By.RANDOM)
+    first = prune(S.whole, to=sparsity, by=first_by(initial_mask))
     move = prune(S.whole, share=drop, spread=Spread.RANKING), grow(S.whole, to=sparsity, spread=Spread.LIVE)
     t = 0
     while t < max(1, iterations):
-        edits = (random,) if t == 0 else move if t < until * iterations else ()
+        edits = (first,) if t == 0 else move if t < until * iterations else ()
         length = min(every * 2 ** (4 * t // max(1, iterations)), iterations - t)
         yield Phase(*edits, iterations=length)
         t += max(1, length)

@@ -5,7 +5,18 @@ from collections.abc import Iterator
 from typing import Literal
 
 from growprune.errors import GrowpruneError
-from growprune.plan import By, Parts, Phase, check_counts, check_share, check_sparsity, grow, method, prune
+from growprune.plan import (
+    InitialMask,
+    Parts,
+    Phase,
+    check_counts,
+    check_share,
+    check_sparsity,
+    first_by,
+    grow,
+    method,
+    prune,
+)
 
 
 @method(allocation="global", partition="balanced")
@@ -19,9 +30,10 @@ def gradual_gap(
     peak_density: float | None = None,
     until: float = 0.75,
     power: int = 1,
+    initial_mask: InitialMask = "random",
     control: Literal["start", "peak"] | None = None,
 ) -> Iterator[Phase]:
-    """Begin with a random mask of few zeros; each step prunes a little more, then grows the next part to dense.
+    """Begin with a mask of few zeros; each step prunes a little more, then grows the next part to dense.
 
     It is meant for parts of equal size from all over the model, `Partition.balanced(model, 4)`, and one ranking of all
     weights, allocation="global".
@@ -34,6 +46,8 @@ def gradual_gap(
         peak_density: instead of `start`: the largest share of the weights that may live at any time.
         until: when the steps end and fine-tuning begins, as a share of the training.
         power: how the sparsity rises: 1 evenly, 3 fast at first and slowly at the end, as in GMP.
+        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
+            "as_is", for a model that has the sparsity to begin with already.
         control: for a comparison, what shows what growth itself brings: the same plan without growth, from the same
             "start", or from as many live weights as the plan has at its "peak".
 
@@ -48,7 +62,7 @@ def gradual_gap(
         raise GrowpruneError(f"control is {control!r}, but must be 'start', 'peak', or None for no control")
     first *= 1 - S.largest_share if control == "peak" else 1
     last = round(until * iterations)
-    yield Phase(prune(S.whole, to=first, by=By.RANDOM))
+    yield Phase(prune(S.whole, to=first, by=first_by(initial_mask)))
     for step, t in enumerate(range(0, last, every)):
         now = sparsity + (first - sparsity) * (1 - t / last) ** power
         growth = [] if control else [grow(S[step % len(S)])]

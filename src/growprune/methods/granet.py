@@ -5,7 +5,20 @@ from collections.abc import Iterator
 
 from growprune.errors import GrowpruneError
 from growprune.methods.rigl import falling
-from growprune.plan import By, Parts, Phase, check_counts, check_share, check_span, check_sparsity, grow, method, prune
+from growprune.plan import (
+    By,
+    InitialMask,
+    Parts,
+    Phase,
+    check_counts,
+    check_share,
+    check_span,
+    check_sparsity,
+    first_by,
+    grow,
+    method,
+    prune,
+)
 
 
 @method(allocation="erk")
@@ -19,6 +32,7 @@ def granet(
     drop: float = 0.5,
     begin: float = 0.0,
     until: float = 0.3,
+    initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
     """Begin half sparse; prune a little more every so many iterations, and swap a share of the rest by gradient.
 
@@ -31,9 +45,11 @@ def granet(
         sparsity: s_f, the fraction of zeros to reach.
         iterations: of the whole training.
         every: dt, the iterations between two edits.
-        start: s_i, the fraction of zeros of the random mask at first.
+        start: s_i, the fraction of zeros of the mask at first.
         drop: the share that is swapped at first.
         begin, until: when the sparsity begins and ends to rise, as shares of the training.
+        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
+            "as_is", for a model that has the sparsity to begin with already.
 
     Example: granet(S, sparsity=0.8, iterations=10, every=2, until=0.6)
     """
@@ -47,7 +63,8 @@ def granet(
         raise GrowpruneError(f"start is {start!r}, but sparsity is {sparsity!r}: give a start of at most sparsity")
     first, last = round(begin * iterations), max(1, round(until * iterations))
     times = [0, *sorted({t for t in range(every, iterations, every) if t >= first} | {last})] if iterations else []
-    yield Phase(prune(S.whole, to=start if times else sparsity, by=By.RANDOM), iterations=min(times[1:2], default=0))
+    begin_with = prune(S.whole, to=start if times else sparsity, by=first_by(initial_mask))
+    yield Phase(begin_with, iterations=min(times[1:2], default=0))
     for t, after in itertools.pairwise([*times[1:], iterations]):
         left = min(1.0, max(0.0, (last - t) / max(1, last - first)))
         to = sparsity + (start - sparsity) * left**3

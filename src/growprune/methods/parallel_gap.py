@@ -3,12 +3,19 @@ Methods", ICLR 2022, Algorithm 2."""
 
 from collections.abc import Iterator
 
-from growprune.plan import Branch, By, Fork, Parts, Phase, Stage, check_counts, grow, method, prune
+from growprune.plan import Branch, Fork, InitialMask, Parts, Phase, Stage, check_counts, first_by, grow, method, prune
 
 
 @method
 def parallel_gap(
-    S: Parts, *, sparsity: float, steps: int, epochs: int, finetune: int, restart: bool = True
+    S: Parts,
+    *,
+    sparsity: float,
+    steps: int,
+    epochs: int,
+    finetune: int,
+    restart: bool = True,
+    initial_mask: InitialMask = "random",
 ) -> Iterator[Stage]:
     """P-GaP: each step sends the model to len(S) machines, the i-th grows S_i; combine, prune, and again.
 
@@ -18,12 +25,14 @@ def parallel_gap(
         epochs: T, the epochs each machine trains in each step.
         finetune: T', the epochs trained at the end with all parts sparse.
         restart: whether each step has the whole learning-rate schedule, as in the paper. Its optimizer is always fresh.
+        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
+            "as_is", for a model that has that sparsity already.
 
     Example: parallel_gap(S, sparsity=0.8, steps=2, epochs=1, finetune=1)
     """
     check_counts(1, steps=steps)
     check_counts(0, epochs=epochs, finetune=finetune)
-    yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM))
+    yield Phase(prune(S.whole, to=sparsity, by=first_by(initial_mask)))
     for _ in range(steps):
         yield Fork(*(Branch(Phase(grow(P), epochs=epochs, restart=restart), returns=P) for P in S))
         yield Phase(prune(S.whole, to=sparsity))

@@ -3,7 +3,20 @@
 from collections.abc import Iterator
 
 from growprune.methods.gradual_gap import first_sparsity
-from growprune.plan import Branch, By, Fork, Parts, Phase, Stage, check_counts, check_share, grow, method, prune
+from growprune.plan import (
+    Branch,
+    Fork,
+    InitialMask,
+    Parts,
+    Phase,
+    Stage,
+    check_counts,
+    check_share,
+    first_by,
+    grow,
+    method,
+    prune,
+)
 
 
 @method(allocation="global", partition="balanced")
@@ -17,6 +30,7 @@ def parallel_gradual_gap(
     peak_density: float | None = None,
     until: float = 0.75,
     power: int = 1,
+    initial_mask: InitialMask = "random",
 ) -> Iterator[Stage]:
     """Each step prunes a little more, then sends the model to len(S) machines, of which the i-th grows S_i.
 
@@ -29,6 +43,8 @@ def parallel_gradual_gap(
         peak_density: instead of `start`: the largest share of the weights that may live on any machine.
         until: when the steps end and fine-tuning begins, as a share of the training.
         power: how the sparsity rises: 1 evenly, 3 fast at first and slowly at the end.
+        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
+            "as_is", for a model that has the sparsity to begin with already.
 
     Example: parallel_gradual_gap(S, sparsity=0.8, iterations=8, every=3)
     """
@@ -38,7 +54,7 @@ def parallel_gradual_gap(
     check_share(until=until)
     first = first_sparsity(S, sparsity, start, peak_density)
     last = round(until * iterations)
-    yield Phase(prune(S.whole, to=first, by=By.RANDOM))
+    yield Phase(prune(S.whole, to=first, by=first_by(initial_mask)))
     for t in range(0, last, every):
         length = min(every, last - t)
         yield Phase(prune(S.whole, to=sparsity + (first - sparsity) * (1 - t / last) ** power))

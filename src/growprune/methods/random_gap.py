@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 
 from growprune.errors import GrowpruneError
-from growprune.plan import By, Parts, Phase, check_counts, grow, method, prune
+from growprune.plan import InitialMask, Parts, Phase, check_counts, first_by, grow, method, prune
 
 
 @method(partition="per_layer")
@@ -18,6 +18,7 @@ def random_gap(
     kappa: int,
     seed: int = 0,
     restart: bool = True,
+    initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
     """C-GaP where each step grows a uniformly random set of layers, none of which was grown in the step before.
 
@@ -25,6 +26,8 @@ def random_gap(
         S: a fine partition, usually `Partition.per_layer(model)`; each draw takes len(S) // kappa parts of it.
         kappa: the share of the layers grown in a step is 1 / kappa.
         seed: decides the draws; the same seed draws the same sets.
+        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
+            "as_is", for a model that has that sparsity already.
 
     Example: random_gap(S, sparsity=0.8, steps=3, epochs=1, finetune=1, kappa=2)
     """
@@ -35,7 +38,7 @@ def random_gap(
         raise GrowpruneError(f"kappa is {kappa}, but the partition has {len(S)} parts to draw from: give at most that")
     rng = random.Random(seed)
     grown: list[int] = []
-    yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM))
+    yield Phase(prune(S.whole, to=sparsity, by=first_by(initial_mask)))
     for _ in range(steps):
         previous = grown
         grown = sorted(rng.sample([i for i in range(len(S)) if i not in previous], len(S) // kappa))

@@ -3,12 +3,19 @@
 import math
 from collections.abc import Iterator
 
-from growprune.plan import By, Parts, Phase, check_counts, check_share, grow, method, prune
+from growprune.plan import By, Edit, InitialMask, Parts, Phase, check_counts, check_share, first_by, grow, method, prune
 
 
 @method(allocation="erk")
 def rigl(
-    S: Parts, *, sparsity: float, iterations: int, every: int = 100, drop: float = 0.3, until: float = 0.75
+    S: Parts,
+    *,
+    sparsity: float,
+    iterations: int,
+    every: int = 100,
+    drop: float = 0.3,
+    until: float = 0.75,
+    initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
     """Begin with a random mask; every so many iterations, swap the smallest weights for those of the largest gradient.
 
@@ -21,23 +28,24 @@ def rigl(
         every: dT, the iterations between two swaps.
         drop: alpha, the share of each layer's live weights that is swapped at first; it falls to 0 with a cosine.
         until: T_end, after which nothing is swapped any more, as a share of the training.
+        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
+            "as_is", for a model that has that sparsity already.
 
     Example: rigl(S, sparsity=0.8, iterations=8, every=2)
     """
-    yield from swapping(S, sparsity, iterations, every, drop, until, By.GRADIENT)
+    first = prune(S.whole, to=sparsity, by=first_by(initial_mask))
+    yield from swapping(S, first, iterations, every, drop, until, By.GRADIENT)
 
 
-def swapping(
-    S: Parts, sparsity: float, iterations: int, every: int, drop: float, until: float, by: By
-) -> Iterator[Phase]:
-    """What RigL and SET have in common."""
+def swapping(S: Parts, first: Edit, iterations: int, every: int, drop: float, until: float, by: By) -> Iterator[Phase]:
+    """What RigL and SET have in common: after the first edit, swaps that grow to its sparsity again."""
     check_counts(1, every=every)
     check_counts(0, iterations=iterations)
     check_share(drop=drop, until=until)
     end = until * iterations
-    yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM), iterations=min(every, iterations))
+    yield Phase(first, iterations=min(every, iterations))
     for t in range(every, iterations, every):
-        swap = (prune(S.whole, share=falling(drop, t, end)), grow(S.whole, to=sparsity, by=by)) if t < end else ()
+        swap = (prune(S.whole, share=falling(drop, t, end)), grow(S.whole, to=first.to, by=by)) if t < end else ()
         yield Phase(*swap, iterations=min(every, iterations - t))
 
 

@@ -4,12 +4,19 @@ network science", 2018; as the RigL paper compares with it."""
 from collections.abc import Iterator
 
 from growprune.methods.rigl import swapping
-from growprune.plan import By, Parts, Phase, method
+from growprune.plan import By, InitialMask, Parts, Phase, first_by, method, prune
 
 
 @method(allocation="erk")
 def set_(
-    S: Parts, *, sparsity: float, iterations: int, every: int = 100, drop: float = 0.3, until: float = 0.75
+    S: Parts,
+    *,
+    sparsity: float,
+    iterations: int,
+    every: int = 100,
+    drop: float = 0.3,
+    until: float = 0.75,
+    initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
     """RigL that grows at random: every so many iterations, swap the smallest weights for random ones.
 
@@ -21,7 +28,10 @@ def set_(
         every: the iterations between two swaps.
         drop: zeta, the share of each layer's live weights that is swapped at first; it falls to 0 with a cosine.
         until: after which share of the training nothing is swapped any more.
+        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
+            "as_is", for a model that has that sparsity already.
 
     Example: set_(S, sparsity=0.8, iterations=8, every=2)
     """
-    yield from swapping(S, sparsity, iterations, every, drop, until, By.RANDOM)
+    first = prune(S.whole, to=sparsity, by=first_by(initial_mask))
+    yield from swapping(S, first, iterations, every, drop, until, By.RANDOM)

@@ -3,12 +3,31 @@
 from collections.abc import Iterator
 
 from growprune.methods.rigl import falling
-from growprune.plan import By, Parts, Phase, Spread, check_counts, check_share, grow, method, prune
+from growprune.plan import (
+    By,
+    InitialMask,
+    Parts,
+    Phase,
+    Spread,
+    check_counts,
+    check_share,
+    first_by,
+    grow,
+    method,
+    prune,
+)
 
 
 @method(allocation="global")
 def snfs(
-    S: Parts, *, sparsity: float, iterations: int, every: int = 100, drop: float = 0.5, until: float = 1.0
+    S: Parts,
+    *,
+    sparsity: float,
+    iterations: int,
+    every: int = 100,
+    drop: float = 0.5,
+    until: float = 1.0,
+    initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
     """Begin with a random mask; every so often, swap the smallest weights for those of the largest momentum.
 
@@ -24,6 +43,8 @@ def snfs(
         every: the iterations between two swaps; in the paper, those of an epoch.
         drop: the share of each layer's live weights that is dropped at first; it falls to 0 with a cosine.
         until: after which share of the training nothing is swapped any more.
+        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
+            "as_is", for a model that has that sparsity already.
 
     Example: snfs(S, sparsity=0.8, iterations=8, every=2)
     """
@@ -32,7 +53,7 @@ def snfs(
     check_share(drop=drop, until=until)
     end = until * iterations
     regrow = grow(S.whole, to=sparsity, by=By.MOMENTUM, spread=Spread.MOMENTUM)
-    yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM), iterations=min(every, iterations))
+    yield Phase(prune(S.whole, to=sparsity, by=first_by(initial_mask)), iterations=min(every, iterations))
     for t in range(every, iterations, every):
         swap = (prune(S.whole, share=falling(drop, t, end)), regrow) if t < end else ()
         yield Phase(*swap, iterations=min(every, iterations - t))

@@ -2,14 +2,20 @@
 
 from collections.abc import Iterator
 
-from growprune.plan import By, Parts, Phase, check_counts, method, prune
+from growprune.plan import InitialMask, Parts, Phase, check_counts, first_by, method, prune
 
 
 @method(allocation="erk")
-def static_random(S: Parts, *, sparsity: float, iterations: int) -> Iterator[Phase]:
+def static_random(
+    S: Parts, *, sparsity: float, iterations: int, initial_mask: InitialMask = "random"
+) -> Iterator[Phase]:
     """Train a random mask, the same from beginning to end, for `iterations` iterations.
+
+    Args:
+        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
+            "as_is", for a model that has that sparsity already. Then nothing is random: it fine-tunes.
 
     Example: static_random(S, sparsity=0.8, iterations=6)
     """
     check_counts(0, iterations=iterations)
-    yield Phase(prune(S.whole, to=sparsity, by=By.RANDOM), iterations=iterations)
+    yield Phase(prune(S.whole, to=sparsity, by=first_by(initial_mask)), iterations=iterations)

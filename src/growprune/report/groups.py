@@ -195,7 +195,9 @@ def _variant(record: Record) -> dict[str, Any]:
         return {"epochs": record.epochs}
     flat: dict[str, Any] = {}
     for name, value in record.recipe.items():
-        if name not in NOT_A_VARIANT:
+        if name == "weights":  # where they lie, and that each seed may have its own, tells nothing apart
+            flat[name] = "trained before" if value else "new"
+        elif name not in NOT_A_VARIANT:
             inside = value.items() if isinstance(value, dict) else [("", value)]
             flat |= {f"{name}.{key}".rstrip("."): item for key, item in inside}
     return flat

@@ -191,6 +191,8 @@ def _again(records: Sequence[Record]) -> str:
 
 def _without_places(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe without where data lie on a disk."""
+    if recipe.get("weights"):
+        recipe = {**recipe, "weights": Path(str(recipe["weights"])).name}
     task = recipe.get("task")
     if not isinstance(task, dict) or not task.get("data"):
         return recipe

@@ -306,7 +306,7 @@ def compact_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
     """A kind of layer like `plain`, but whose parameters of these names are compact."""
     members: dict[str, Any] = {name: _dense_attribute(name) for name in names}
     members["_plain_class"], members["__setattr__"] = plain, _assign
-    members |= {"__reduce_ex__": _refuse_to_pickle, "__copy__": _copied}
+    members |= {"__reduce_ex__": _refuse_to_pickle, "__prepare_scriptable__": _refuse_to_script, "__copy__": _copied}
     if not hasattr(plain, "__deepcopy__"):
         members["__deepcopy__"] = _deeply_copied
     for layer, forward in FORWARDS.items():
@@ -332,6 +332,11 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
     """Assigning a dense tensor, such as the attribute itself, takes in its live elements."""
     layout, values = layouts_of(module).get(name), module._parameters.get(name)
     is_dense = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    if layout is not None and isinstance(value, nn.Parameter) and value.shape == layout.shape:
+        raise GrowpruneError(
+            f"{name} of a {type(module).__name__} cannot become another parameter, as torchao's quantize_ wants: call "
+            f"sparse.to_dense_() first, which makes the model a plain one; or assign a tensor"
+        )
     if layout is not None and values is not None and is_dense and value.shape == layout.shape:
         values.data.copy_(layout.compress(value.detach()))
     else:
@@ -345,6 +350,14 @@ def _refuse_to_pickle(module: nn.Module, protocol: object) -> Any:
     raise GrowpruneError(
         f"{type(module).__name__} has compact storage, and compact storage cannot be pickled: call sparse.to_dense_() "
         f"first, which makes the model a plain one, or write a file with growprune.save(sparse, path)"
+    )
+
+
+def _refuse_to_script(module: nn.Module) -> Any:
+    """What torch.jit.script asks a module for first."""
+    raise GrowpruneError(
+        f"{type(module).__name__} has compact storage, which torch.jit.script cannot read: call sparse.to_dense_() "
+        f"first, which makes the model a plain one"
     )
 
 

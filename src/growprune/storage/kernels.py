@@ -122,6 +122,20 @@ def _expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.
     return dense
 
 
+def _fake_expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
+    del bits, offsets, group
+    if torch.compiler.is_exporting():
+        _refuse_to_export("exported (torch.export, and ONNX by it)")
+    return values.new_empty(n, dtype=dtype)
+
+
+def _refuse_to_export(what: str) -> None:
+    """What would come out could be read by growprune only, if at all, and who exports is about to leave it."""
+    raise GrowpruneError(
+        f"compact storage cannot be {what}: call sparse.to_dense_() first, which makes the model a plain one"
+    )
+
+
 def _compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int) -> Tensor:
     if triton := _triton_kernels(dense.device.type):
         return triton.compress(dense, bits, offsets, nnz, dtype, group)  # type: ignore[no-any-return]
@@ -144,7 +158,7 @@ def _register(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Te
 _register(
     "expand(Tensor values, Tensor bits, Tensor offsets, SymInt n, ScalarType dtype, SymInt group) -> Tensor",
     _expand,
-    lambda values, bits, offsets, n, dtype, group: values.new_empty(n, dtype=dtype),
+    _fake_expand,
 )
 _register(
     "compress(Tensor dense, Tensor bits, Tensor offsets, SymInt nnz, ScalarType dtype, SymInt group) -> Tensor",
@@ -155,6 +169,8 @@ _register(
 
 def expand_known(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
     """`expand` of bits and offsets that need no check; past the dispatcher where nobody listens to it."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]  # torch.compile knows it by this name only
+        _refuse_to_export("traced (torch.jit.trace, and ONNX or OpenVINO by it)")
     run = _expand if values.is_cuda and is_plain() else torch.ops.growprune.expand
     return run(values, bits, offsets, n, dtype, group)
 

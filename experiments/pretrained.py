@@ -1,0 +1,176 @@
+"""Make trained models sparse: the runs behind the table of docs/pretrained.md.
+
+    python experiments/pretrained.py --data DIR --seconds 500    # train, or go on with what is not finished
+    python experiments/pretrained.py --table                     # print the table; --write puts it into the page
+
+First each study's dense model is trained (its recipe `dense`). Then every row starts from those weights and has the
+same epochs, optimizer and one learning-rate curve. `--study classification-tiny` and `translation-tiny` do it in
+seconds, to see that it runs. DIR is that of run.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from run import STOPPED, keep
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "pretrained.md"
+RESULTS = HERE / "pretrained"
+BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->"
+SEEDS = (0, 1)
+SPARSITIES = (0.8, 0.9)
+
+
+@dataclass(frozen=True)
+class Study:
+    data: str
+    metric: str
+    epochs: int
+    """Of every row, after the dense training; an eighth of them is a step of C-GaP's two rounds at most."""
+    lr: float
+    """A tenth of that of the dense training, at which a trained model is not thrown off."""
+
+
+STUDIES = {
+    "classification-cifar10": Study("cifar10.npz", "top1", epochs=24, lr=0.02),
+    "translation-multi30k": Study("multi30k", "bleu", epochs=24, lr=5e-4),
+    "classification-tiny": Study("images.npz", "top1", epochs=9, lr=0.01),
+    "translation-tiny": Study("text", "bleu", epochs=9, lr=2e-4),
+}
+MAIN = ("classification-cifar10", "translation-multi30k")
+
+
+def rows(study: Study) -> dict[str, dict[str, Any]]:
+    """By row, what is set in the dense recipe; the reference trains on dense."""
+    E = study.epochs
+    gradual = {"method": "gradual_gap", "options.epochs": E, "partition": "balanced(4)"}
+    step = max(1, E // 24)
+    cyclic = {"method": "cyclic_gap", "options.steps": 8, "options.epochs": step, "options.finetune": E - 8 * step}
+    return {
+        "dense": {"options.epochs": E},
+        "one_shot": {"method": "one_shot", "options.epochs": 0, "options.finetune": E},
+        "gmp": {"method": "gmp", "options.epochs": E},
+        "gradual_gap": {**gradual, "options.initial_mask": "magnitude"},
+        "gradual_gap-random": gradual,
+        "cyclic_gap": {
+            **cyclic,
+            "options.restart": "false",
+            "options.initial_mask": "magnitude",
+            "partition": "balanced(4)",
+        },
+    }
+
+
+LABELS = {
+    "dense": "dense, trained on",
+    "one_shot": "`one_shot`: prune, fine-tune",
+    "gmp": "`gmp`",
+    "gradual_gap": "`gradual_gap`, `initial_mask=magnitude`",
+    "gradual_gap-random": "`gradual_gap`, random mask",
+    "cyclic_gap": "`cyclic_gap`, `initial_mask=magnitude`",
+}
+
+
+def train(source: str, out: Path, data: Path, settings: dict[str, Any], seconds: float) -> int:
+    """Train, or go on with, one run; returns the exit status."""
+    command = [sys.executable, "-m", "growprune"]
+    if (out / "recipe.json").exists():
+        command += ["resume", str(out)]
+    else:
+        command += ["train", source, "--out", str(out)]
+        command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    process = subprocess.Popen([*command, "--data", str(data)])
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # which saves
+        process.wait()
+    return process.returncode
+
+
+def jobs(name: str, seed: int, runs: Path) -> list[tuple[str, Path, dict[str, Any]]]:
+    """Name, run folder and settings of each run, the dense one, from which all others start, first."""
+    study, start = STUDIES[name], runs / name / "start" / f"seed{seed}"
+    found = [("start", start, {"seed": seed})]
+    both = {"seed": seed, "weights": start, "optimizer.lr": study.lr, "allocation": "global"}
+    for row, settings in rows(study).items():
+        for sparsity in SPARSITIES if row != "dense" else (0,):
+            named = f"{row}-{sparsity:g}" if sparsity else row
+            chosen = {**settings, **both, **({"sparsity": sparsity} if sparsity else {})}
+            found.append((named, runs / name / named / f"seed{seed}", chosen))
+    return found
+
+
+def work(name: str, args: argparse.Namespace, deadline: float) -> int:
+    """Carry out the runs of a study that have no result, until one fails or time is up."""
+    for seed in SEEDS:
+        for row, out, settings in jobs(name, seed, args.runs):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return 0
+            if not (out / "result.json").exists():
+                status = train(f"{name}/dense", out, args.data / STUDIES[name].data, settings, left)
+                if status:
+                    return 0 if status in STOPPED else status
+            keep(out / "result.json", args.results / name / row / f"seed{seed}" / "result.json")
+    return 0
+
+
+def table(results: Path) -> str:
+    """What came of the main studies, in markdown; test figures of the last model."""
+    lines = []
+    for name in [name for name in STUDIES if (results / name).is_dir()]:
+        metric = STUDIES[name].metric
+        lines += [
+            f"`{name}/dense`, then {STUDIES[name].epochs} epochs ({metric}, test; means of {len(SEEDS)} seeds):",
+            "",
+        ]
+        lines += ["| | " + " | ".join(f"{s:.0%}" for s in SPARSITIES) + " |", "|---|" + "---:|" * len(SPARSITIES)]
+        reference = {"start": "dense, where all start", "dense": LABELS["dense"]}
+        for row, label in {**reference, **{k: v for k, v in LABELS.items() if k != "dense"}}.items():
+            cells = [_cell(results / name / (row if row in reference else f"{row}-{s:g}"), metric) for s in SPARSITIES]
+            lines.append(f"| {label} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(folder: Path, metric: str) -> str:
+    found = [json.loads(path.read_text())["test"][metric] for path in sorted(folder.glob("seed*/result.json"))]
+    if not found:
+        return ""
+    return f"{statistics.mean(found):.2f}" + (f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--study", choices=STUDIES, action="append", help="only this one; may be given again")
+    parser.add_argument("--runs", type=Path, default=Path("runs/pretrained"), help="where the run folders go")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where their results are kept")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop, saving, after so long")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    if args.data is not None:
+        deadline = time.monotonic() + args.seconds
+        for name in args.study or MAIN:
+            if status := work(name, args, deadline):
+                sys.exit(status)
+    if args.table or args.write:
+        print(table(args.results))
+    if args.write:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(before + BEGIN + table(args.results) + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()
