@@ -60,6 +60,7 @@ MAY_IMPORT = {
     "compare": "atomic plan partition methods tasks engine recipes",
     # who runs it
     "console": "folding plan engine file summary",
+    "integrations": f"{CORE} methods engine.checkpoint",
     "report": "atomic methods engine",
     "console_compare": "compare console",
     "cli": f"{CORE} methods flops file summary deploy tasks engine recipes compare console console_compare report",
