@@ -16,11 +16,12 @@ import itertools
 import math
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -29,8 +30,9 @@ from growprune.cursor import Cursor
 from growprune.engine import checkpoint
 from growprune.errors import GrowpruneError
 from growprune.integrations.common import Figures, Settings, share_gradients
+from growprune.layers import first_names
 from growprune.partition import Partition
-from growprune.plan import Plan
+from growprune.plan import Part, Plan
 from growprune.snapshot import unpack
 from growprune.sparse import SparseModel
 from growprune.warn import warn
@@ -109,42 +111,38 @@ class GrowPruneCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse at once what cannot work."""
-        if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
-            raise GrowpruneError(
-                "GrowPruneCallback does not work with FSDP or DeepSpeed, which shard weights: train with DDP (torchrun)"
-            )
+        _refuse_sharding(bool(args.deepspeed or args.fsdp))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make the model sparse and begin its plan, or go on with it."""
         trainer, folder = _running_trainer()
-        self._refuse(trainer, kwargs["model"])
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        self._refuse(trainer, model)
         saved = None if folder is None else _load(Path(folder))
         if self.cursor is None:
-            self._lengths = {
-                "iterations": state.max_steps,
-                "per_epoch": _steps_per_epoch(args, kwargs["train_dataloader"]),
-            }
-            self._lengths = self._lengths if saved is None else saved["lengths"]
-            self.cursor = self._make_cursor(kwargs["model"], args)
+            lengths = {"iterations": state.max_steps, "per_epoch": _steps_per_epoch(args, kwargs["train_dataloader"])}
+            self._lengths = lengths if saved is None else saved["lengths"]
+            self.cursor = self._make_cursor(model, trainer)
         if saved is not None:
             self._check_alike(saved, state.max_steps)
-            self._go_on(saved, kwargs["optimizer"])
+            self._go_on(saved, optimizer)
         elif self.cursor.position >= 0 and not self.cursor.is_over:
             raise GrowpruneError(
                 f"the plan stands at step {self.cursor.iteration} of {self._lengths['iterations']}: go on with "
                 f"train(resume_from_checkpoint=True), or make a new model and a new GrowPruneCallback"
             )
-        self.cursor.attach(kwargs["optimizer"])
-        self._restart_rates(args, trainer)
+        self.cursor.attach(optimizer)
+        if not self.cursor.is_over and _has_restarts(self.cursor):
+            _restart_rates(args, trainer.lr_scheduler, _restarts(self.cursor))
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
         _place(trainer.callback_handler.callbacks, self, self._last)
 
     def _refuse(self, trainer: Any, model: nn.Module) -> None:
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            raise GrowpruneError(
-                "GrowPruneCallback does not work with FSDP or DeepSpeed, which shard weights: train with DDP (torchrun)"
-            )
+        _refuse_sharding(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
         if self.sparse is not None and self.sparse.model is not model:
             raise GrowpruneError("the GrowPruneCallback is of another model: make a new one for each model")
+        if trainer.state.is_hyper_param_search:
+            raise GrowpruneError("GrowPruneCallback does not work in hyperparameter_search(): make a Trainer per trial")
         if trainer.args.n_gpu > 1:
             raise GrowpruneError(
                 "GrowPruneCallback does not work with DataParallel: start a process per GPU (torchrun)"
@@ -160,35 +158,23 @@ class GrowPruneCallback(TrainerCallback):
                 f"lr_scheduler_type"
             )
 
-    def _make_cursor(self, model: nn.Module, args: Any) -> Cursor:
+    def _make_cursor(self, model: nn.Module, trainer: Any) -> Cursor:
         assert self._lengths["iterations"] is not None
         cursor = self.settings.cursor(
             model,
             iterations=self._lengths["iterations"],
             iterations_per_epoch=self._lengths["per_epoch"],
             remedy=lambda steps: f"TrainingArguments(max_steps={steps})",
-            accumulate=args.gradient_accumulation_steps,
+            accumulate=trainer.args.gradient_accumulation_steps,
         )
-        share_gradients(cursor.sparse)
-        return cursor
-
-    # Learning rates
-
-    def _restart_rates(self, args: Any, trainer: Any) -> None:
-        """Where phases restart, give each stretch of the plan the whole schedule."""
-        assert self.cursor is not None
-        if self.cursor.is_over or not any(scheduled.phase.restart for scheduled in self.cursor.schedule):
-            return
-        scheduler = trainer.lr_scheduler
-        if type(scheduler) is not LambdaLR or not trainer._created_lr_scheduler:
+        is_ours = type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler
+        if _has_restarts(cursor) and not is_ours:
             raise GrowpruneError(
                 f"each phase of {self.settings.name} begins the learning-rate schedule anew, which works with those of "
                 f"TrainingArguments only: give restart=False for one schedule over all"
             )
-        factor = _stretches(args, _restarts(self.cursor))
-        scheduler.lr_lambdas = [factor] * len(scheduler.base_lrs)
-        for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
-            group["lr"] = base * factor(scheduler.last_epoch)
+        share_gradients(cursor.sparse)
+        return cursor
 
     # Training
 
@@ -211,7 +197,9 @@ class GrowPruneCallback(TrainerCallback):
             state.log_history[-1].update(figures)
         if "train_loss" in logs and args.load_best_model_at_end and state.best_model_checkpoint is not None:
             assert self.sparse is not None
-            self.sparse.load_state_dict(_load(Path(state.best_model_checkpoint))["sparse"])
+            best = _load(Path(state.best_model_checkpoint))
+            self.sparse.load_state_dict(best["sparse"])
+            self.sparse.restore(best["weights"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.sparse is not None and not self.sparse.is_at_target:
@@ -226,10 +214,17 @@ class GrowPruneCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.cursor is None or not args.should_save:
             return
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FOLDER
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier training, whose weights are overwritten too
-        content = {"sparse": self.cursor.sparse.state_dict(), "cursor": self.cursor.state_dict()}
-        checkpoint.save(folder, 0, {**content, "lengths": self._lengths, "made": self._made()})
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of an earlier training, whose weights are overwritten too
+        sparse = self.cursor.sparse
+        content = {
+            "sparse": sparse.state_dict(),
+            "cursor": self.cursor.state_dict(),
+            "weights": sparse.snapshot(_left_out(sparse.model, folder)),
+            "lengths": self._lengths,
+            "made": self._made(),
+        }
+        checkpoint.save(folder / FOLDER, 0, content)
 
     def _made(self) -> dict[str, Any]:
         """How the model was made sparse, as far as masks and the plan do not tell."""
@@ -253,12 +248,13 @@ class GrowPruneCallback(TrainerCallback):
     def _go_on(self, saved: dict[str, Any], optimizer: Any) -> None:
         """Go on from a checkpoint, of which the Trainer has loaded the weights and the optimizer."""
         assert self.cursor is not None
-        _check_zeros(self.cursor.sparse, saved["sparse"]["masks"])
+        _check_zeros(self.cursor.sparse, saved["sparse"]["masks"], saved["weights"])
         state = optimizer.state_dict()
         optimizer.state.clear()  # it is of the weights as they are stored after their masks are loaded
         if self.cursor.position < 0:  # all live, so that nothing is lost; compact weights are followed from here on
             self.cursor.sparse.attach(optimizer)
         self.cursor.sparse.load_state_dict(saved["sparse"])
+        self.cursor.sparse.restore(saved["weights"])
         optimizer.load_state_dict(state)
         self.cursor.load_state_dict(saved["cursor"])
 
@@ -289,6 +285,11 @@ def _running_trainer() -> tuple[Any, str | None]:
     raise GrowpruneError("GrowPruneCallback is for the Trainer of transformers: give it as Trainer(callbacks=[...])")
 
 
+def _refuse_sharding(is_sharded: bool) -> None:
+    if is_sharded:
+        raise GrowpruneError("GrowPruneCallback does not work with FSDP or DeepSpeed, which shard weights: use DDP")
+
+
 def _place(callbacks: list[Any], first: TrainerCallback, last: TrainerCallback) -> None:
     """Let one callback be the first, so that loggers get what it adds, and one the last."""
     others = [callback for callback in callbacks if callback is not first and callback is not last]
@@ -304,6 +305,10 @@ def _steps_per_epoch(args: Any, loader: Any) -> int | None:
     return max(1, math.ceil(num_batches / int(args.gradient_accumulation_steps)))
 
 
+def _has_restarts(cursor: Cursor) -> bool:
+    return any(scheduled.phase.restart for scheduled in cursor.schedule)
+
+
 def _restarts(cursor: Cursor) -> list[int]:
     """The steps at which the learning-rate schedule begins, and, last, where the plan ends."""
     bounds, step = [0], 0
@@ -311,6 +316,14 @@ def _restarts(cursor: Cursor) -> list[int]:
         bounds += [step] if scheduled.phase.restart and step > bounds[-1] else []
         step += cursor.length_of(scheduled.phase)
     return [*bounds, step]
+
+
+def _restart_rates(args: Any, scheduler: Any, bounds: Sequence[int]) -> None:
+    """Give each stretch of the plan the whole schedule."""
+    factor = _stretches(args, bounds)
+    scheduler.lr_lambdas = [factor] * len(scheduler.base_lrs)
+    for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
+        group["lr"] = base * factor(scheduler.last_epoch)
 
 
 def _stretches(args: Any, bounds: Sequence[int]) -> Callable[[int], float]:
@@ -334,12 +347,28 @@ def _curve(args: Any, length: int) -> Callable[[int], float]:
     return curve
 
 
-def _check_zeros(sparse: SparseModel, masks: dict[str, Tensor]) -> None:
+def _left_out(model: nn.Module, folder: Path) -> Part:
+    """What the Trainer would not load from its checkpoint.
+
+    It saves experts under names that it does not find again (transformers 5.22, issue 48805), and of a model with
+    adapters only these.
+    """
+    first = first_names(model)
+    saved = {first.get(name, name) for file in folder.glob("*.safetensors") for name in _names_in(file)}
+    return Part("left out", tuple(name for name in dict.fromkeys(first.values()) if name not in saved))
+
+
+def _names_in(file: Path) -> list[str]:
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())
+
+
+def _check_zeros(sparse: SparseModel, masks: dict[str, Tensor], left_out: Container[str]) -> None:
     """Raise if weights that were loaded are not zero where masks are: they are of another moment, and would be lost."""
     parameters = dict(sparse.model.named_parameters())
     for weight in sparse.weights:
         name, parameter = weight.parameter, parameters[weight.parameter]
-        if name not in masks or parameter.ndim < len(weight.shape):  # of another model, or compact already
+        if name not in masks or name in left_out or parameter.ndim < len(weight.shape):  # or compact already
             continue
         if torch.count_nonzero(parameter.detach()[~unpack(masks[name], parameter.shape, parameter.device)]):
             raise GrowpruneError(
