@@ -13,6 +13,7 @@ import transformers as hf
 from safetensors.torch import load_file
 from transformers_cases import assert_same_bits, make_data, make_model, make_trainer, train
 
+from growprune.integrations.common import heads
 from growprune.integrations.transformers import GrowPruneCallback
 
 METHODS = ("cyclic_gap", "gradual_gap", "rigl")
@@ -52,6 +53,20 @@ def test_a_training_ends_at_its_count_and_resumes_to_the_same_bits(
     assert_same_bits(again.model, trainer.model)
     assert resumed.sparse is not None
     assert all(torch.equal(mask, sparse.mask(name)) for name, mask in resumed.sparse.masks.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("bert", ("classifier",)),
+        ("gpt2", ()),  # tied to its embedding, which is never pruned
+        ("llama", ("lm_head",)),
+        ("mixtral", ("lm_head",)),
+        ("vit", ("classifier",)),
+    ],
+)
+def test_classifiers_and_untied_output_heads_stay_dense(name: str, kept: tuple[str, ...]) -> None:
+    assert heads(make_model(name)) == kept
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import shutil
 import sys
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
@@ -27,9 +26,8 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from growprune.cursor import Cursor
-from growprune.engine import checkpoint
 from growprune.errors import GrowpruneError
-from growprune.integrations.common import Figures, Settings, share_gradients
+from growprune.integrations.common import Figures, Settings, read_state, share_gradients, write_state
 from growprune.layers import first_names
 from growprune.partition import Partition
 from growprune.plan import Part, Plan
@@ -41,9 +39,6 @@ try:
     from transformers import Trainer, TrainerCallback, get_scheduler
 except ImportError as error:
     raise GrowpruneError("GrowPruneCallback needs transformers: pip install 'growprune[transformers]'") from error
-
-FOLDER = "growprune"
-"""What a checkpoint of the Trainer has our state in."""
 
 
 class GrowPruneCallback(TrainerCallback):
@@ -118,7 +113,7 @@ class GrowPruneCallback(TrainerCallback):
         trainer, folder = _running_trainer()
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         self._refuse(trainer, model)
-        saved = None if folder is None else _load(Path(folder))
+        saved = None if folder is None else read_state(Path(folder))
         if self.cursor is None:
             lengths = {"iterations": state.max_steps, "per_epoch": _steps_per_epoch(args, kwargs["train_dataloader"])}
             self._lengths = lengths if saved is None else saved["lengths"]
@@ -197,7 +192,7 @@ class GrowPruneCallback(TrainerCallback):
             state.log_history[-1].update(figures)
         if "train_loss" in logs and args.load_best_model_at_end and state.best_model_checkpoint is not None:
             assert self.sparse is not None
-            best = _load(Path(state.best_model_checkpoint))
+            best = read_state(Path(state.best_model_checkpoint))
             self.sparse.load_state_dict(best["sparse"])
             self.sparse.restore(best["weights"])
 
@@ -215,7 +210,6 @@ class GrowPruneCallback(TrainerCallback):
         if self.cursor is None or not args.should_save:
             return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of an earlier training, whose weights are overwritten too
         sparse = self.cursor.sparse
         content = {
             "sparse": sparse.state_dict(),
@@ -224,7 +218,7 @@ class GrowPruneCallback(TrainerCallback):
             "lengths": self._lengths,
             "made": self._made(),
         }
-        checkpoint.save(folder / FOLDER, 0, content)
+        write_state(folder, content)
 
     def _made(self) -> dict[str, Any]:
         """How the model was made sparse, as far as masks and the plan do not tell."""
@@ -375,12 +369,3 @@ def _check_zeros(sparse: SparseModel, masks: dict[str, Tensor], left_out: Contai
                 f"{name} has weights where its mask of the checkpoint has none: they were not saved together; resume "
                 f"from another checkpoint"
             )
-
-
-def _load(folder: Path) -> dict[str, Any]:
-    if not (folder / FOLDER).is_dir():
-        raise GrowpruneError(
-            f"{folder} has no folder {FOLDER!r}: it was saved without a GrowPruneCallback, or not to its end; resume "
-            f"from another checkpoint"
-        )
-    return checkpoint.load(folder / FOLDER / "00000000")
