@@ -194,6 +194,23 @@ def test_phases_that_restart_have_a_fresh_optimizer_and_the_whole_schedule(
 # Going on
 
 
+def test_steps_that_a_gradient_scaler_skips_do_not_count_and_the_plan_ends_all_the_same(tmp_path: Path) -> None:
+    model = make_model("bert")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step, calls = optimizer.step, itertools.count()
+    optimizer.step = lambda *args: None if next(calls) == 2 else step(*args)  # type: ignore[method-assign]
+    callback = GrowPruneCallback("gradual_gap", sparsity=0.75, until=1.0)
+    noting = Noting()
+    logging = {"logging_strategy": "steps", "logging_steps": 1}
+    trainer = make_trainer(
+        tmp_path, model, make_data("bert"), noting, callback, optimizers=(optimizer, None), **logging
+    )
+    trainer.train()
+    assert [log["phase"] for log in noting.logs if "loss" in log] == [2, 3, 3, 4, 5, 6, 7, 9]
+    assert callback.cursor is not None and callback.cursor.is_over
+    assert callback.sparse is not None and callback.sparse.num_alive * 4 == callback.sparse.num_prunable
+
+
 def test_a_second_training_goes_on_with_the_masks_of_the_first(tmp_path: Path) -> None:
     trainer, callback = train(tmp_path, "bert")
     assert callback.sparse is not None
