@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +65,13 @@ def test_a_training_that_cannot_be_is_refused_before_any_weight_is_lost(
     with pytest.raises(GrowpruneError, match=message):
         trainer.train()
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_without_transformers_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "growprune.integrations.transformers")
+    with pytest.raises(GrowpruneError, match=r"pip install 'growprune\[transformers\]'"):
+        importlib.import_module("growprune.integrations.transformers")
 
 
 @pytest.mark.parametrize("args", [{"deepspeed": "config.json", "fsdp": None}, {"deepspeed": None, "fsdp": True}])
@@ -142,3 +151,13 @@ def test_a_training_that_stops_too_early_says_so_and_begins_no_second_time(tmp_p
         trainer.train()
     with pytest.raises(GrowpruneError, match="the plan stands at step 2 of 8"):
         trainer.train()
+
+
+def test_a_model_that_is_not_at_the_target_can_still_be_evaluated(tmp_path: Path) -> None:
+    callback = GrowPruneCallback("gradual_gap", sparsity=0.75)
+    trainer = make_trainer(
+        tmp_path, make_model("bert"), make_data("bert"), callback, Stopping(), metric_for_best_model="loss"
+    )
+    with pytest.warns(UserWarning, match="ended at step 2"):
+        trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0

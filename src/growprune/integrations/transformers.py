@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
@@ -76,18 +76,18 @@ class GrowPruneCallback(TrainerCallback):
         **options: Any,
     ) -> None:
         self.settings = Settings(
-            method,
-            sparsity,
-            kappa,
-            storage,
-            allocation,
-            pattern,
-            keep_dense,
-            include,
-            partition,
-            seed,
-            iterations_per_epoch,
-            options,
+            method=method,
+            sparsity=sparsity,
+            kappa=kappa,
+            storage=storage,
+            allocation=allocation,
+            pattern=pattern,
+            keep_dense=keep_dense,
+            include=include,
+            partition=partition,
+            seed=seed,
+            iterations_per_epoch=iterations_per_epoch,
+            options=options,
         )
         self.cursor: Cursor | None = None
         """Where the model stands in its plan; None before the training."""
@@ -95,6 +95,7 @@ class GrowPruneCallback(TrainerCallback):
         """How many optimizer steps the training has that the plan was made for, and an epoch of it."""
         self._log_layers = log_layers
         self._figures: Figures | None = None
+        self.is_training = False
         self._last = _OnlyAtTarget(self)
 
     @property
@@ -131,6 +132,7 @@ class GrowPruneCallback(TrainerCallback):
             _restart_rates(args, trainer.lr_scheduler, _restarts(self.cursor))
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
         _place(trainer.callback_handler.callbacks, self, self._last)
+        self.is_training = True
 
     def _refuse(self, trainer: Any, model: nn.Module) -> None:
         _refuse_sharding(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
@@ -197,6 +199,8 @@ class GrowPruneCallback(TrainerCallback):
             self.sparse.restore(best["weights"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say so if the training was stopped before the model is as sparse as it should be."""
+        self.is_training = False
         if self.sparse is not None and not self.sparse.is_at_target:
             share = 1 - self.sparse.num_alive / self.sparse.num_prunable
             warn(
@@ -207,24 +211,22 @@ class GrowPruneCallback(TrainerCallback):
     # Checkpoints
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.cursor is None or not args.should_save:
+        """Add our state to the checkpoint that the Trainer has just written."""
+        if self.cursor is None:
             return
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        sparse = self.cursor.sparse
-        content = {
-            "sparse": sparse.state_dict(),
-            "cursor": self.cursor.state_dict(),
-            "weights": sparse.snapshot(_left_out(sparse.model, folder)),
-            "lengths": self._lengths,
-            "made": self._made(),
-        }
-        write_state(folder, content)
+        if args.should_save:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            left_out = self.cursor.sparse.snapshot(_left_out(self.cursor.sparse.model, folder))
+            states = {"sparse": self.cursor.sparse.state_dict(), "cursor": self.cursor.state_dict()}
+            write_state(folder, {**states, "weights": left_out, "lengths": self._lengths, "made": self._made()})
+        if args.world_size > 1:
+            distributed.barrier()  # others may be about to read it, as the best
 
     def _made(self) -> dict[str, Any]:
         """How the model was made sparse, as far as masks and the plan do not tell."""
         assert self.sparse is not None
         names = ("sparsity", "allocation", "storage", "seed")
-        return {**{name: getattr(self.sparse, name) for name in names}, "pattern": str(self.sparse.pattern)}
+        return {**{name: getattr(self.sparse, name) for name in names}, "pattern": self.settings.pattern}
 
     def _check_alike(self, saved: dict[str, Any], max_steps: int) -> None:
         for name, value in self._made().items():
@@ -261,7 +263,7 @@ class _OnlyAtTarget(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
         sparse, name = self._callback.sparse, args.metric_for_best_model
-        if sparse is None or name is None or sparse.is_at_target:
+        if sparse is None or not self._callback.is_training or name is None or sparse.is_at_target:
             return
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name in metrics:
