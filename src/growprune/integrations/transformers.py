@@ -315,32 +315,31 @@ def _restarts(cursor: Cursor) -> list[int]:
 
 
 def _restart_rates(args: Any, scheduler: Any, bounds: Sequence[int]) -> None:
-    """Give each stretch of the plan the whole schedule."""
-    factor = _stretches(args, bounds)
+    """Have the whole schedule between each two bounds."""
+    factor = _factor(args, bounds)
     scheduler.lr_lambdas = [factor] * len(scheduler.base_lrs)
     for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
         group["lr"] = base * factor(scheduler.last_epoch)
 
 
-def _stretches(args: Any, bounds: Sequence[int]) -> Callable[[int], float]:
+def _factor(args: Any, bounds: Sequence[int]) -> Callable[[int], float]:
     """The factor of the learning rate at a step, with the whole schedule between each two bounds."""
-    curves = [_curve(args, end - start) for start, end in itertools.pairwise(bounds)]
+    factors = [_factor_of_schedule(args, end - start) for start, end in itertools.pairwise(bounds)]
 
     def factor(step: int) -> float:
-        number = min(bisect.bisect_right(bounds, step), len(curves)) - 1
-        return curves[number](step - bounds[number])
+        number = min(bisect.bisect_right(bounds, step), len(factors)) - 1
+        return factors[number](step - bounds[number])
 
     return factor
 
 
-def _curve(args: Any, length: int) -> Callable[[int], float]:
-    """The schedule that TrainingArguments ask for, for so many steps."""
+def _factor_of_schedule(args: Any, length: int) -> Callable[[int], float]:
+    """That of the schedule that TrainingArguments ask for, for so many steps."""
     nothing = SGD([nn.Parameter()], lr=args.learning_rate)
-    made = get_scheduler(
-        args.lr_scheduler_type, nothing, args.get_warmup_steps(length), length, args.lr_scheduler_kwargs
-    )
-    curve: Callable[[int], float] = made.lr_lambdas[0]
-    return curve
+    warmup = args.get_warmup_steps(length)
+    made = get_scheduler(args.lr_scheduler_type, nothing, warmup, length, args.lr_scheduler_kwargs)
+    factor: Callable[[int], float] = made.lr_lambdas[0]
+    return factor
 
 
 def _left_out(model: nn.Module, folder: Path) -> Part:
