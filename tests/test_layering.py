@@ -67,6 +67,7 @@ MAY_IMPORT = {
     # who runs it
     "doctor": "storage",
     "console": "folding plan engine file summary logs doctor",
+    "integrations": f"{CORE} methods engine.checkpoint engine.rng",
     "report": "atomic methods engine",
     "console_compare": "compare console",
     "cli": (

@@ -1,0 +1,40 @@
+"""Sparse training in a loop of your own with accelerate.
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    cursor.attach(optimizer)
+    keep_in_checkpoints(accelerator, cursor)               # accelerator.save_state() and load_state() have masks too
+
+`accelerator.register_for_checkpointing(sparse, cursor)` does the same for masked storage, as accelerate's own pickles.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from growprune.cursor import Cursor
+from growprune.errors import GrowpruneError
+from growprune.integrations.common import read_state, share_gradients, write_state
+
+
+def keep_in_checkpoints(accelerator: Any, cursor: Cursor) -> None:
+    """Have the masks and the place in the plan saved with `accelerator.save_state`, and loaded with `load_state`.
+
+    They are loaded before the weights, as compact storage needs it. In several processes, edits that look at gradients
+    see those of all. Call it once, after `accelerator.prepare`.
+    """
+    if str(accelerator.distributed_type).rpartition(".")[2] in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        raise GrowpruneError("growprune does not work with FSDP or DeepSpeed, which shard weights: use DDP")
+    share_gradients(cursor.sparse)
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        if accelerator.is_main_process:
+            write_state(Path(folder), {"sparse": cursor.sparse.state_dict(), "cursor": cursor.state_dict()})
+
+    def load(models: Any, folder: str) -> None:
+        state = read_state(Path(folder))
+        cursor.sparse.load_state_dict(state["sparse"])
+        cursor.load_state_dict(state["cursor"])
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)

@@ -1,0 +1,372 @@
+"""Sparse training with the Trainer of transformers, as a callback.
+
+    callback = GrowPruneCallback("gradual_gap", sparsity=0.9)
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
+    trainer.train()                                        # or train(resume_from_checkpoint=True)
+    print(callback.sparse.summary())
+
+Each of the Trainer's checkpoints has the state of the masks and of the plan in a folder `growprune`, as safetensors and
+JSON. Resumed from one, a training ends with the bits it would have ended with. docs/transformers.md has the rest.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import sys
+from collections.abc import Callable, Container, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, distributed, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from growprune.cursor import Cursor
+from growprune.errors import GrowpruneError
+from growprune.integrations.common import Figures, Settings, read_state, share_gradients, write_state
+from growprune.layers import first_names
+from growprune.partition import Partition
+from growprune.plan import Part, Plan
+from growprune.snapshot import unpack
+from growprune.sparse import SparseModel
+from growprune.warn import warn
+
+try:
+    from transformers import Trainer, TrainerCallback, get_scheduler
+except ImportError as error:
+    raise GrowpruneError("GrowPruneCallback needs transformers: pip install 'growprune[transformers]'") from error
+
+
+class GrowPruneCallback(TrainerCallback):
+    """Makes the model of a Trainer sparse while it is trained.
+
+    Args:
+        method: the name of any method that one machine can train, or a method of your own.
+        sparsity: the fraction of zeros to reach.
+        kappa: how many parts the model is cut into.
+        storage: "masked", or "compact" (live values only; one process).
+        allocation, partition: what the method is meant for, if not given; see `growprune.integrations.common`.
+        pattern: which positions may live: "unstructured", a block such as "1x8", or N:M such as "2:4".
+        keep_dense: names or globs that are never pruned; "auto" for classifiers and untied output heads.
+        include, seed: as for `SparseModel`.
+        iterations_per_epoch: how many optimizer steps an epoch of the plan has, if not as many as the Trainer's.
+        log_layers: whether the density of each layer is logged too.
+        options: the method's own. Lengths that are not given are such that the plan takes the whole training.
+    """
+
+    def __init__(
+        self,
+        method: str | Callable[..., Plan] = "gradual_gap",
+        *,
+        sparsity: float = 0.9,
+        kappa: int = 4,
+        storage: str = "masked",
+        allocation: str | None = None,
+        pattern: str = "unstructured",
+        keep_dense: str | Sequence[str] = "auto",
+        include: Sequence[str] = (),
+        partition: str | Partition | Sequence[Sequence[str]] | None = None,
+        seed: int = 0,
+        iterations_per_epoch: int | None = None,
+        log_layers: bool = False,
+        **options: Any,
+    ) -> None:
+        self.settings = Settings(
+            method=method,
+            sparsity=sparsity,
+            kappa=kappa,
+            storage=storage,
+            allocation=allocation,
+            pattern=pattern,
+            keep_dense=keep_dense,
+            include=include,
+            partition=partition,
+            seed=seed,
+            iterations_per_epoch=iterations_per_epoch,
+            options=options,
+        )
+        self.cursor: Cursor | None = None
+        """Where the model stands in its plan; None before the training."""
+        self._lengths: dict[str, int | None] = {}
+        """How many optimizer steps the training has that the plan was made for, and an epoch of it."""
+        self._log_layers = log_layers
+        self._figures: Figures | None = None
+        self.is_training = False
+        self._last = _OnlyAtTarget(self)
+
+    @property
+    def sparse(self) -> SparseModel | None:
+        """The sparse model; None before the training."""
+        return None if self.cursor is None else self.cursor.sparse
+
+    # Beginning
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse at once what cannot work."""
+        _refuse_sharding(bool(args.deepspeed or args.fsdp))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make the model sparse and begin its plan, or go on with it."""
+        trainer, folder = _running_trainer()
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        self._refuse(trainer, model)
+        saved = None if folder is None else read_state(Path(folder))
+        if self.cursor is None:
+            lengths = {"iterations": state.max_steps, "per_epoch": _steps_per_epoch(args, kwargs["train_dataloader"])}
+            self._lengths = lengths if saved is None else saved["lengths"]
+            self.cursor = self._make_cursor(model, trainer)
+        if saved is not None:
+            self._check_alike(saved, state.max_steps)
+            self._go_on(saved, optimizer)
+        elif self.cursor.position >= 0 and not self.cursor.is_over:
+            raise GrowpruneError(
+                f"the plan stands at step {self.cursor.iteration} of {self._lengths['iterations']}: go on with "
+                f"train(resume_from_checkpoint=True), or make a new model and a new GrowPruneCallback"
+            )
+        self.cursor.attach(optimizer)
+        if not self.cursor.is_over and _has_restarts(self.cursor):
+            _restart_rates(args, trainer.lr_scheduler, _restarts(self.cursor))
+        self._figures = Figures(self.cursor, by_weight=self._log_layers)
+        _place(trainer.callback_handler.callbacks, self, self._last)
+        self.is_training = True
+
+    def _refuse(self, trainer: Any, model: nn.Module) -> None:
+        _refuse_sharding(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+        if self.sparse is not None and self.sparse.model is not model:
+            raise GrowpruneError("the GrowPruneCallback is of another model: make a new one for each model")
+        if trainer.state.is_hyper_param_search:
+            raise GrowpruneError("GrowPruneCallback does not work in hyperparameter_search(): make a Trainer per trial")
+        if trainer.args.n_gpu > 1:
+            raise GrowpruneError(
+                "GrowPruneCallback does not work with DataParallel: start a process per GPU (torchrun)"
+            )
+        if trainer.args.world_size > 1 and self.settings.storage == "compact":
+            raise GrowpruneError(
+                "storage='compact' does not work in several processes, since Trainer wraps the model only once: use "
+                "storage='masked'"
+            )
+        if isinstance(trainer.lr_scheduler, ReduceLROnPlateau) or type(trainer.lr_scheduler).__name__ == "GreedyLR":
+            raise GrowpruneError(
+                f"{type(trainer.lr_scheduler).__name__} follows a loss, which every edit disturbs: choose another "
+                f"lr_scheduler_type"
+            )
+
+    def _make_cursor(self, model: nn.Module, trainer: Any) -> Cursor:
+        assert self._lengths["iterations"] is not None
+        cursor = self.settings.cursor(
+            model,
+            iterations=self._lengths["iterations"],
+            iterations_per_epoch=self._lengths["per_epoch"],
+            remedy=lambda steps: f"TrainingArguments(max_steps={steps})",
+            accumulate=trainer.args.gradient_accumulation_steps,
+        )
+        is_ours = type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler
+        if _has_restarts(cursor) and not is_ours:
+            raise GrowpruneError(
+                f"each phase of {self.settings.name} begins the learning-rate schedule anew, which works with those of "
+                f"TrainingArguments only: give restart=False for one schedule over all"
+            )
+        share_gradients(cursor.sparse)
+        return cursor
+
+    # Training
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The optimizer's own steps advance the plan. At the end, those that a gradient scaler skipped are made up."""
+        if self.cursor is not None and not self.cursor.is_over and state.global_step >= state.max_steps:
+            self.cursor.advance(self.cursor.iteration + sum(map(self.cursor.length_of, self._phases_left())))
+
+    def _phases_left(self) -> list[Any]:
+        assert self.cursor is not None
+        return [scheduled.phase for scheduled in self.cursor.schedule[max(0, self.cursor.position) :]]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add figures to what is logged of the training; before a best model is loaded, take its masks."""
+        if self._figures is None or logs is None:
+            return
+        if "loss" in logs:
+            figures = self._figures.read()
+            logs.update(figures)
+            state.log_history[-1].update(figures)
+        if "train_loss" in logs and args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            assert self.sparse is not None
+            best = read_state(Path(state.best_model_checkpoint))
+            self.sparse.load_state_dict(best["sparse"])
+            self.sparse.restore(best["weights"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say so if the training was stopped before the model is as sparse as it should be."""
+        self.is_training = False
+        if self.sparse is not None and not self.sparse.is_at_target:
+            share = 1 - self.sparse.num_alive / self.sparse.num_prunable
+            warn(
+                f"the training ended at step {state.global_step} of {state.max_steps}, with {share:.4g} of the weights "
+                f"zero, not {self.sparse.sparsity:.4g}: go on with train(resume_from_checkpoint=True)"
+            )
+
+    # Checkpoints
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add our state to the checkpoint that the Trainer has just written."""
+        if self.cursor is None:
+            return
+        if args.should_save:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            left_out = self.cursor.sparse.snapshot(_left_out(self.cursor.sparse.model, folder))
+            states = {"sparse": self.cursor.sparse.state_dict(), "cursor": self.cursor.state_dict()}
+            write_state(folder, {**states, "weights": left_out, "lengths": self._lengths, "made": self._made()})
+        if args.world_size > 1:
+            distributed.barrier()  # others may be about to read it, as the best
+
+    def _made(self) -> dict[str, Any]:
+        """How the model was made sparse, as far as masks and the plan do not tell."""
+        assert self.sparse is not None
+        names = ("sparsity", "allocation", "storage", "seed")
+        return {**{name: getattr(self.sparse, name) for name in names}, "pattern": self.settings.pattern}
+
+    def _check_alike(self, saved: dict[str, Any], max_steps: int) -> None:
+        for name, value in self._made().items():
+            if saved["made"][name] != value:
+                raise GrowpruneError(
+                    f"the checkpoint is of a training with {name}={saved['made'][name]!r}, but {name} is {value!r}: "
+                    f"give what it was"
+                )
+        if not saved["cursor"]["is_over"] and saved["lengths"]["iterations"] != max_steps:
+            raise GrowpruneError(
+                f"the checkpoint is of a training of {saved['lengths']['iterations']} optimizer steps, but the trainer "
+                f"makes {max_steps}: set TrainingArguments(max_steps={saved['lengths']['iterations']})"
+            )
+
+    def _go_on(self, saved: dict[str, Any], optimizer: Any) -> None:
+        """Go on from a checkpoint, of which the Trainer has loaded the weights and the optimizer."""
+        assert self.cursor is not None
+        _check_zeros(self.cursor.sparse, saved["sparse"]["masks"], saved["weights"])
+        state = optimizer.state_dict()
+        optimizer.state.clear()  # it is of the weights as they are stored after their masks are loaded
+        if self.cursor.position < 0:  # all live, so that nothing is lost; compact weights are followed from here on
+            self.cursor.sparse.attach(optimizer)
+        self.cursor.sparse.load_state_dict(saved["sparse"])
+        self.cursor.sparse.restore(saved["weights"])
+        optimizer.load_state_dict(state)
+        self.cursor.load_state_dict(saved["cursor"])
+
+
+class _OnlyAtTarget(TrainerCallback):
+    """Keeps models that are not at the target sparsity from being the best. Stands last: others see the true metric."""
+
+    def __init__(self, callback: GrowPruneCallback) -> None:
+        self._callback = callback
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
+        sparse, name = self._callback.sparse, args.metric_for_best_model
+        if sparse is None or not self._callback.is_training or name is None or sparse.is_at_target:
+            return
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name in metrics:
+            metrics[name] = math.nan  # which is better than no other
+
+
+def _running_trainer() -> tuple[Any, str | None]:
+    """The Trainer that is about to train, and the checkpoint it resumes: it tells callbacks neither."""
+    frame = sys._getframe()
+    while frame is not None:
+        found = frame.f_locals
+        if frame.f_code.co_name == "_inner_training_loop" and isinstance(found.get("self"), Trainer):
+            return found["self"], found.get("resume_from_checkpoint")
+        frame = frame.f_back  # type: ignore[assignment]
+    raise GrowpruneError("GrowPruneCallback is for the Trainer of transformers: give it as Trainer(callbacks=[...])")
+
+
+def _refuse_sharding(is_sharded: bool) -> None:
+    if is_sharded:
+        raise GrowpruneError("GrowPruneCallback does not work with FSDP or DeepSpeed, which shard weights: use DDP")
+
+
+def _place(callbacks: list[Any], first: TrainerCallback, last: TrainerCallback) -> None:
+    """Let one callback be the first, so that loggers get what it adds, and one the last."""
+    others = [callback for callback in callbacks if callback is not first and callback is not last]
+    callbacks[:] = [first, *others, last]
+
+
+def _steps_per_epoch(args: Any, loader: Any) -> int | None:
+    """How many optimizer steps the Trainer makes in an epoch, if its data have a length."""
+    try:
+        num_batches = len(loader)
+    except TypeError:  # an iterable dataset
+        return None
+    return max(1, math.ceil(num_batches / int(args.gradient_accumulation_steps)))
+
+
+def _has_restarts(cursor: Cursor) -> bool:
+    return any(scheduled.phase.restart for scheduled in cursor.schedule)
+
+
+def _restarts(cursor: Cursor) -> list[int]:
+    """The steps at which the learning-rate schedule begins, and, last, where the plan ends."""
+    bounds, step = [0], 0
+    for scheduled in cursor.schedule:
+        bounds += [step] if scheduled.phase.restart and step > bounds[-1] else []
+        step += cursor.length_of(scheduled.phase)
+    return [*bounds, step]
+
+
+def _restart_rates(args: Any, scheduler: Any, bounds: Sequence[int]) -> None:
+    """Have the whole schedule between each two bounds."""
+    factor = _factor(args, bounds)
+    scheduler.lr_lambdas = [factor] * len(scheduler.base_lrs)
+    for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
+        group["lr"] = base * factor(scheduler.last_epoch)
+
+
+def _factor(args: Any, bounds: Sequence[int]) -> Callable[[int], float]:
+    """The factor of the learning rate at a step, with the whole schedule between each two bounds."""
+    factors = [_factor_of_schedule(args, end - start) for start, end in itertools.pairwise(bounds)]
+
+    def factor(step: int) -> float:
+        number = min(bisect.bisect_right(bounds, step), len(factors)) - 1
+        return factors[number](step - bounds[number])
+
+    return factor
+
+
+def _factor_of_schedule(args: Any, length: int) -> Callable[[int], float]:
+    """That of the schedule that TrainingArguments ask for, for so many steps."""
+    nothing = SGD([nn.Parameter()], lr=args.learning_rate)
+    warmup = args.get_warmup_steps(length)
+    made = get_scheduler(args.lr_scheduler_type, nothing, warmup, length, args.lr_scheduler_kwargs)
+    factor: Callable[[int], float] = made.lr_lambdas[0]
+    return factor
+
+
+def _left_out(model: nn.Module, folder: Path) -> Part:
+    """What the Trainer would not load from its checkpoint.
+
+    It saves experts under names that it does not find again (transformers 5.22, issue 48805), and of a model with
+    adapters only these.
+    """
+    first = first_names(model)
+    saved = {first.get(name, name) for file in folder.glob("*.safetensors") for name in _names_in(file)}
+    return Part("left out", tuple(name for name in dict.fromkeys(first.values()) if name not in saved))
+
+
+def _names_in(file: Path) -> list[str]:
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())
+
+
+def _check_zeros(sparse: SparseModel, masks: dict[str, Tensor], left_out: Container[str]) -> None:
+    """Raise if weights that were loaded are not zero where masks are: they are of another moment, and would be lost."""
+    parameters = dict(sparse.model.named_parameters())
+    for weight in sparse.weights:
+        name, parameter = weight.parameter, parameters[weight.parameter]
+        if name not in masks or name in left_out or parameter.ndim < len(weight.shape):  # or compact already
+            continue
+        if torch.count_nonzero(parameter.detach()[~unpack(masks[name], parameter.shape, parameter.device)]):
+            raise GrowpruneError(
+                f"{name} has weights where its mask of the checkpoint has none: they were not saved together; resume "
+                f"from another checkpoint"
+            )

@@ -1,0 +1,82 @@
+"""A loop of one's own with accelerate: what it wraps is unwrapped, and its checkpoints resume to the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import growprune as gp
+from growprune.integrations.accelerate import keep_in_checkpoints
+from growprune.optimizers import unwrapped
+
+
+def run(folder: Path, storage: str, *, resume: bool = False, is_ours: bool = True) -> gp.Cursor:
+    """Eight steps of RigL; saves after the third, or goes on from there."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 2))
+    loader: Any = DataLoader(TensorDataset(torch.randn(32, 8), torch.randint(2, (32,))), 4)
+    sparse = gp.SparseModel(model, sparsity=0.75, storage=storage)
+    plan = gp.methods.rigl(gp.Partition.contiguous(model, 1), sparsity=0.75, iterations=8, every=2)
+    cursor = gp.Cursor(sparse, plan)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), loader)
+    assert cursor.attach(optimizer) is optimizer
+    if is_ours:
+        keep_in_checkpoints(accelerator, cursor)
+    else:
+        accelerator.register_for_checkpointing(sparse, cursor)
+    if resume:
+        accelerator.load_state(str(folder))
+    for x, y in accelerator.skip_first_batches(loader, cursor.iteration):
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        if cursor.iteration == 3 and not resume:
+            accelerator.save_state(str(folder))
+    return cursor
+
+
+@pytest.mark.parametrize(("storage", "is_ours"), [("masked", True), ("compact", True), ("masked", False)])
+def test_a_loop_resumes_from_a_checkpoint_of_accelerate_to_the_same_bits(
+    storage: str, is_ours: bool, tmp_path: Path
+) -> None:
+    whole = run(tmp_path, storage, is_ours=is_ours)
+    again = run(tmp_path, storage, is_ours=is_ours, resume=True)
+    assert whole.is_over and again.is_over
+    assert whole.sparse.num_alive * 4 == whole.sparse.num_prunable
+    weights = again.sparse.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in whole.sparse.model.state_dict().items())
+
+
+def test_a_checkpoint_of_accelerate_without_our_state_is_named(tmp_path: Path) -> None:
+    run(tmp_path, "masked", is_ours=False)
+    with pytest.raises(gp.GrowpruneError, match="has no folder 'growprune': it was saved without"):
+        run(tmp_path, "masked", resume=True)
+
+
+def test_attach_unwraps_what_accelerate_has_prepared() -> None:
+    model = nn.Linear(8, 8)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    wrapped = Accelerator(cpu=True).prepare(inner)
+    assert wrapped is not inner and unwrapped(wrapped) is inner
+    sparse = gp.SparseModel(model, sparsity=0.5)
+    assert sparse.attach(wrapped) is wrapped
+    sparse.prune()
+    model(torch.ones(1, 8)).sum().backward()
+    wrapped.step()
+    assert int(torch.count_nonzero(model.weight)) == 32
+
+
+def test_sharding_by_accelerate_is_refused() -> None:
+    model = nn.Linear(8, 8)
+    plan = gp.methods.dense(gp.Partition.contiguous(model, 1), epochs=1)
+    cursor = gp.Cursor(gp.SparseModel(model, sparsity=0.5), plan)
+    with pytest.raises(gp.GrowpruneError, match="does not work with FSDP or DeepSpeed"):
+        keep_in_checkpoints(SimpleNamespace(distributed_type="DistributedType.FSDP"), cursor)

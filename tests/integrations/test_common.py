@@ -1,0 +1,75 @@
+"""What the integrations share: plans as long as the training, heads that stay dense, and figures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from growprune import Cursor, Partition, SparseModel, methods
+from growprune.integrations.common import Figures, Settings, heads
+from growprune.methods import METHODS
+
+BY_ONE_TRAINER = sorted(METHODS.keys() - {"parallel_gap", "parallel_gradual_gap", "snip", "grasp"})
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+
+
+@pytest.mark.parametrize("iterations", [12, 101])
+@pytest.mark.parametrize("name", BY_ONE_TRAINER)
+def test_every_method_takes_the_whole_training_if_not_told_otherwise(name: str, iterations: int) -> None:
+    settings = Settings(name, 0.75)
+    cursor = settings.cursor(make_model(), iterations=iterations, iterations_per_epoch=7, remedy=str)
+    assert sum(cursor.length_of(scheduled.phase) for scheduled in cursor.schedule) == iterations
+    assert cursor.sparse.allocation == METHODS[name].allocation  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"steps": 8, "epochs": 6, "finetune": 72}),  # in optimizer steps: two rounds in about two fifths
+        ({"epochs": 1}, {"steps": 4, "epochs": 1, "finetune": 6}),  # in epochs, too few for two rounds
+        ({"finetune": 2}, {"steps": 4, "epochs": 2, "finetune": 2}),
+        ({"steps": 6}, {"steps": 6, "epochs": 8, "finetune": 72}),
+    ],
+)
+def test_lengths_that_are_not_given_are_filled_in(options: dict[str, int], expected: dict[str, int]) -> None:
+    filled, per_epoch = Settings("cyclic_gap", 0.75, options=options).resolved(4, 120, 12)
+    assert filled == {"sparsity": 0.75, **expected}
+    assert per_epoch == (12 if "epochs" in options or "finetune" in options else 1)
+
+
+@pytest.mark.parametrize(
+    ("partition", "sizes"),
+    [
+        (None, (192, 192, 64)),
+        ("contiguous", (192, 192, 64)),
+        ("balanced", (192, 128, 128)),
+        ("per_layer", (64,) * 7),
+        ([["0", "1"], ["2", "3", "4", "5", "6", "7"]], (128, 384)),
+    ],
+)
+def test_a_partition_is_the_methods_own_or_the_one_that_is_asked_for(partition: object, sizes: tuple[int, ...]) -> None:
+    settings = Settings("cyclic_gap", 0.75, kappa=3, partition=partition)  # type: ignore[arg-type]
+    model = make_model()
+    assert settings._cut(model, heads(model)).sizes == sizes
+
+
+def test_the_last_layer_of_a_model_stays_dense() -> None:
+    assert heads(make_model()) == ("7",)
+    assert heads(nn.Sequential(nn.Linear(4, 4))) == ()  # there would be nothing left
+
+
+def test_churn_is_the_share_of_the_live_weights_that_were_dead() -> None:
+    model = nn.Linear(4, 4)
+    parts = Partition.contiguous(model, 1)
+    cursor = Cursor(SparseModel(model, sparsity=0.5), methods.dense(parts, epochs=1))
+    cursor.sparse.prune()
+    figures = Figures(cursor)
+    assert figures.read() == {"sparsity": 0.5, "live_weights": 8, "phase": -1, "churn": 0.0}
+    cursor.sparse.grow(to=0.375)  # two more
+    assert figures.read()["churn"] == 0.2
+    assert figures.read()["churn"] == 0.0

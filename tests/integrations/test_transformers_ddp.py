@@ -1,0 +1,57 @@
+"""GrowPruneCallback in a Trainer of two processes: they agree to the last bit."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from growprune import GrowpruneError
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def replica(rank: int, port: int, folder: Path, results: Any) -> None:
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in there.items()})
+    torch.set_num_threads(1)
+    from transformers_cases import train
+
+    args = {"ddp_backend": "gloo", "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3}
+    args |= {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    ends = {}
+    for method, resume in itertools.product(("rigl", "cyclic_gap"), (None, "checkpoint-3")):
+        place = folder / method
+        trainer, callback = train(place, "bert", method, args=args, resume=resume and str(place / resume))
+        assert callback.sparse is not None and callback.sparse.is_at_target
+        assert trainer.state.best_global_step in ((3, 6, 8) if method == "rigl" else (6, 8))  # where none is grown
+        ends[method, resume] = {name: tensor.numpy() for name, tensor in trainer.model.state_dict().items()}
+    with pytest.raises(GrowpruneError, match="storage='compact' does not work in several processes"):
+        train(folder, "bert", storage="compact", args=args)
+    results.put((rank, ends))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_same_bits_after_edits_and_when_resumed(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results, port = context.Queue(), free_port()
+    processes = [context.Process(target=replica, args=(rank, port, tmp_path, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    told = dict(results.get(timeout=100) for _ in processes)
+    for process in processes:
+        process.join()
+    for (method, _), end in [*told[0].items(), *told[1].items()]:
+        whole = told[0][method, None]
+        assert [name for name, array in whole.items() if array.tobytes() != end[name].tobytes()] == []

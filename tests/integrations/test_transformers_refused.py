@@ -1,0 +1,163 @@
+"""What GrowPruneCallback refuses, in one line each, and says what to do."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from transformers_cases import make_data, make_model, make_trainer, train
+
+from growprune import GrowpruneError
+from growprune.integrations.transformers import GrowPruneCallback
+
+SAVING = {"save_strategy": "steps", "save_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "cyclic_gab"}, "there is no method 'cyclic_gab'; close are: cyclic_gap"),
+        ({"method": "rigl", "evry": 3}, "rigl takes no option 'evry': did you mean every?"),
+        ({"method": "dense", "tea": 3}, "dense takes no option 'tea': it takes epochs"),
+        ({"sparsity": 1.0}, "sparsity is 1.0, but it is the fraction of zeros"),
+        ({"storage": "small"}, "storage is 'small'"),
+    ],
+)
+def test_a_wrong_setting_is_refused_when_the_callback_is_made(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(GrowpruneError, match=message.replace("?", r"\?")):
+        GrowPruneCallback(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "args", "message"),
+    [
+        (
+            {"method": "cyclic_gap", "steps": 2, "epochs": 1, "finetune": 1},
+            {},
+            r"the plan of cyclic_gap has 12 optimizer steps \(steps=2, epochs=1, finetune=1\), but the trainer makes 8:"
+            r" set TrainingArguments\(max_steps=12\), or give cyclic_gap options that add up to 8",
+        ),
+        ({"method": "rigl", "iterations": 100}, {}, r"has 100 optimizer steps .* but the trainer makes 8"),
+        ({"method": "parallel_gap"}, {}, "parallel_gap trains branches on several machines, which a trainer cannot"),
+        ({"method": "snip"}, {}, "snip looks at gradients before the first step"),
+        ({"partition": "round"}, {}, "partition is 'round', but must be contiguous, balanced, per_layer"),
+        (
+            {"method": "rigl"},
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 4},
+            "ReduceLROnPlateau follows a loss, which every edit disturbs: choose another lr_scheduler_type",
+        ),
+    ],
+)
+def test_a_training_that_cannot_be_is_refused_before_any_weight_is_lost(
+    given: dict[str, Any], args: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = make_model("bert")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = make_trainer(tmp_path, model, make_data("bert"), GrowPruneCallback(**given), **args)
+    with pytest.raises(GrowpruneError, match=message):
+        trainer.train()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_without_transformers_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "growprune.integrations.transformers")
+    with pytest.raises(GrowpruneError, match=r"pip install 'growprune\[transformers\]'"):
+        importlib.import_module("growprune.integrations.transformers")
+
+
+@pytest.mark.parametrize("args", [{"deepspeed": "config.json", "fsdp": None}, {"deepspeed": None, "fsdp": True}])
+def test_sharding_is_refused(args: dict[str, Any]) -> None:
+    with pytest.raises(GrowpruneError, match="does not work with FSDP or DeepSpeed, which shard weights: use DDP"):
+        GrowPruneCallback().on_init_end(SimpleNamespace(**args), None, None)
+
+
+def test_a_schedule_of_ones_own_is_not_restarted(tmp_path: Path) -> None:
+    model = make_model("bert")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    own = (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+    for restart in (True, False):
+        callback = GrowPruneCallback("cyclic_gap", restart=restart)
+        trainer = make_trainer(tmp_path, model, make_data("bert"), callback, optimizers=own)
+        if not restart:
+            trainer.train()
+            continue
+        with pytest.raises(GrowpruneError, match="each phase of cyclic_gap begins the learning-rate schedule anew"):
+            trainer.train()
+
+
+def test_a_callback_is_for_one_model(tmp_path: Path) -> None:
+    _, callback = train(tmp_path, "bert")
+    other = make_trainer(tmp_path, make_model("bert", seed=1), make_data("bert"), callback)
+    with pytest.raises(GrowpruneError, match="is of another model: make a new one for each model"):
+        other.train()
+
+
+def test_a_checkpoint_without_our_state_is_named(tmp_path: Path) -> None:
+    make_trainer(tmp_path, make_model("bert"), make_data("bert"), **SAVING).train()
+    with pytest.raises(GrowpruneError, match="checkpoint-3 has no folder 'growprune': it was saved without"):
+        train(tmp_path, "bert", resume=f"{tmp_path}/checkpoint-3")
+
+
+@pytest.mark.parametrize(
+    ("given", "args", "message"),
+    [
+        ({"storage": "compact"}, {}, "a training with storage='masked', but storage is 'compact': give what it was"),
+        ({"method": "set_"}, {}, "the state is of phase 3 of another plan"),
+        ({}, {"max_steps": 9}, r"a training of 8 optimizer steps, but the trainer makes 9: set .*max_steps=8"),
+    ],
+)
+def test_a_checkpoint_of_another_training_is_refused(
+    given: dict[str, Any], args: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    train(tmp_path, "bert", args=SAVING)
+    with pytest.raises(GrowpruneError, match=message):
+        train(tmp_path, "bert", resume=f"{tmp_path}/checkpoint-3", args={**SAVING, **args}, **given)
+
+
+def test_a_checkpoint_whose_weights_are_of_another_moment_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, "bert", args=SAVING)
+    shutil.copy(tmp_path / "checkpoint-6" / "model.safetensors", tmp_path / "checkpoint-3")
+    with pytest.raises(GrowpruneError, match="has weights where its mask of the checkpoint has none"):
+        train(tmp_path, "bert", args=SAVING, resume=f"{tmp_path}/checkpoint-3")
+
+
+def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, "bert", args=SAVING)
+    file = tmp_path / "checkpoint-3" / "growprune" / "00000000" / "tensors.safetensors"
+    save_file({name: tensor * 0 for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(GrowpruneError, match=r"is damaged: tensors.safetensors is not what was written"):
+        train(tmp_path, "bert", args=SAVING, resume=f"{tmp_path}/checkpoint-3")
+
+
+class Stopping(hf.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control.should_training_stop |= state.global_step == 2
+        return control
+
+
+def test_a_training_that_stops_too_early_says_so_and_begins_no_second_time(tmp_path: Path) -> None:
+    callback = GrowPruneCallback("gradual_gap", sparsity=0.75)
+    trainer = make_trainer(tmp_path, make_model("bert"), make_data("bert"), callback, Stopping())
+    with pytest.warns(UserWarning, match="ended at step 2 of 8, with .* of the weights zero, not 0.75"):
+        trainer.train()
+    with pytest.raises(GrowpruneError, match="the plan stands at step 2 of 8"):
+        trainer.train()
+
+
+def test_a_model_that_is_not_at_the_target_can_still_be_evaluated(tmp_path: Path) -> None:
+    callback = GrowPruneCallback("gradual_gap", sparsity=0.75)
+    trainer = make_trainer(
+        tmp_path, make_model("bert"), make_data("bert"), callback, Stopping(), metric_for_best_model="loss"
+    )
+    with pytest.warns(UserWarning, match="ended at step 2"):
+        trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
