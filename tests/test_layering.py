@@ -56,6 +56,7 @@ MAY_IMPORT = {
     # what trains them
     "tasks": "",
     "engine": f"atomic {CORE} init folding rules methods flops file summary tasks.task",
+    "integrations": f"{CORE} methods engine.checkpoint engine.rng",
     "recipes": "plan partition methods tasks engine",
     "compare": "atomic plan partition methods tasks engine recipes",
     # who runs it

@@ -1,0 +1,309 @@
+"""What the integrations share: all that is asked of the user, and how a cursor is made of it.
+
+Settings(...)            what a user says; checked at once: method by name (near matches), options, storage
+Settings.cursor(model)   the partition, the plan, the SparseModel and the Cursor, as long as the trainer's own training
+Settings.resolved(...)   the method's options, with the lengths filled in that the user did not give
+heads(model)             keep_dense="auto": classifiers and output heads that are not tied to an embedding
+Figures(cursor)          what is worth logging: sparsity, live weights, phase, churn, density by weight
+share_gradients(sparse)  edits that look at gradients see those of all processes
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from growprune.cursor import Cursor
+from growprune.errors import GrowpruneError
+from growprune.layers import layer_weights, matches
+from growprune.methods import METHODS
+from growprune.partition import Partition
+from growprune.plan import By, Plan, check_counts, check_sparsity, walk
+from growprune.sparse import SparseModel
+from growprune.storage import parse_storage
+
+SEARCH, ROUNDS = 0.4, 2
+"""The share of the training in which grow-and-prune searches, and how often it grows every part then."""
+LEAST_EDITS = 40
+"""A short training has at least so many edits, where its method edits every so many iterations."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user says of a sparse training that a trainer carries out.
+
+    Args:
+        method: a name in `growprune.methods.METHODS`, or a method of one's own.
+        allocation, partition: what the method is meant for, if not given. A partition is "contiguous", "balanced",
+            "per_layer", a list of lists of names, or a `Partition`.
+        keep_dense: names or globs, or "auto" for `heads(model)`.
+        iterations_per_epoch: how many optimizer steps an epoch of the plan has; those of the trainer's if not given.
+        options: the method's own.
+    """
+
+    method: str | Callable[..., Plan]
+    sparsity: float
+    kappa: int = 4
+    storage: str = "masked"
+    allocation: str | None = None
+    pattern: str = "unstructured"
+    keep_dense: str | Sequence[str] = "auto"
+    include: Sequence[str] = ()
+    partition: str | Partition | Sequence[Sequence[str]] | None = None
+    seed: int = 0
+    iterations_per_epoch: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_sparsity(self.sparsity)
+        check_counts(1, kappa=self.kappa)
+        parse_storage(self.storage)
+        taken = _options_of(self.make_plan)
+        for name in self.options:
+            if name not in taken:
+                close = difflib.get_close_matches(name, taken, 1)
+                hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(taken) or 'none'}"
+                raise GrowpruneError(f"{self.name} takes no option {name!r}: {hint}")
+
+    @property
+    def make_plan(self) -> Callable[..., Plan]:
+        return self.method if callable(self.method) else find_method(self.method)
+
+    @property
+    def name(self) -> str:
+        """The method's name, for messages."""
+        return str(getattr(self.method, "__name__", self.method))
+
+    def cursor(
+        self,
+        model: nn.Module,
+        *,
+        iterations: int,
+        iterations_per_epoch: int | None,
+        remedy: Callable[[int], str],
+        accumulate: int | None = None,
+        score: Callable[[By], None] | None = None,
+    ) -> Cursor:
+        """Make a model sparse, and a cursor that is about to begin a plan just as long as the trainer's training.
+
+        Args:
+            iterations: how many optimizer steps the trainer makes in all.
+            iterations_per_epoch: how many it makes in an epoch, if that is known.
+            remedy: what to set in the trainer for a training of so many steps.
+            accumulate, score: as for `Cursor`.
+        """
+        kept = self._kept_dense(model)
+        parts = self._cut(model, kept)
+        options, per_epoch = self.resolved(len(parts), iterations, iterations_per_epoch)
+        plan = self.make_plan(parts, **options)
+        self._check_plan(plan, can_score=score is not None)
+        self._check_length(plan, options, iterations, per_epoch, remedy)
+        usual = getattr(self.make_plan, "allocation", "uniform")
+        sparse = SparseModel(
+            model,
+            sparsity=options.get("sparsity", 0.0),  # the dense reference aims at none
+            allocation=self.allocation or usual,
+            pattern=self.pattern,
+            keep_dense=kept,
+            include=self.include,
+            seed=self.seed,
+            storage=self.storage,
+        )
+        return Cursor(sparse, plan, iterations_per_epoch=per_epoch, accumulate=accumulate, score=score)
+
+    def _kept_dense(self, model: nn.Module) -> tuple[str, ...]:
+        if self.keep_dense == "auto":
+            return heads(model)
+        return (self.keep_dense,) if isinstance(self.keep_dense, str) else tuple(self.keep_dense)
+
+    def _cut(self, model: nn.Module, keep_dense: Sequence[str]) -> Partition:
+        kind: Any = self.partition or getattr(self.make_plan, "partition", "contiguous")
+        if isinstance(kind, Partition):
+            return kind
+        if not isinstance(kind, str):
+            return Partition.of(model, kind)
+        if kind == "per_layer":
+            return Partition.per_layer(model, keep_dense=keep_dense, include=self.include)
+        if kind not in ("contiguous", "balanced"):
+            raise GrowpruneError(
+                f"partition is {kind!r}, but must be contiguous, balanced, per_layer, a list of lists of names, or a "
+                f"Partition"
+            )
+        cut = Partition.balanced if kind == "balanced" else Partition.contiguous
+        return cut(model, self.kappa, keep_dense=keep_dense, include=self.include)
+
+    # How long phases are
+
+    def resolved(
+        self, num_parts: int, iterations: int, iterations_per_epoch: int | None
+    ) -> tuple[dict[str, Any], int | None]:
+        """The method's options, and how many iterations its epochs have.
+
+        What the user did not say of lengths is filled in so that the plan takes the whole training. If the user told
+        none in epochs, a method whose phases are told in epochs gets them in iterations.
+        """
+        taken = inspect.signature(self.make_plan).parameters
+        shared = {"sparsity": self.sparsity, "kappa": self.kappa}
+        options = {name: value for name, value in shared.items() if name in taken} | dict(self.options)
+        per_epoch = self.iterations_per_epoch or iterations_per_epoch
+        if "iterations" in taken:
+            every = getattr(taken.get("every"), "default", None)
+            if isinstance(every, int):
+                options.setdefault("every", max(1, min(every, iterations // LEAST_EDITS)))
+            return {"iterations": iterations} | options, per_epoch
+        is_in_epochs = bool({"epochs", "finetune"} & set(self.options))
+        if is_in_epochs and per_epoch is None:
+            raise GrowpruneError(
+                f"the trainer cannot tell how many steps an epoch has, but {self.name} is given epochs: give "
+                f"iterations_per_epoch too"
+            )
+        unit = per_epoch if is_in_epochs and per_epoch else 1
+        return self._spent(options, set(taken), num_parts, iterations // unit), unit
+
+    def _spent(self, options: dict[str, Any], taken: set[str], num_parts: int, total: int) -> dict[str, Any]:
+        """Options of a method whose phases are told in epochs, that add up to so many."""
+        if "finetune" not in taken:
+            return {"epochs": total} | options if "epochs" in taken else options
+        finetune = options.get("finetune")
+        if "steps" not in taken:
+            before = total // 2 if finetune is None else total - finetune
+            options = {"epochs": max(0, before)} | options
+            return {"finetune": max(0, total - options["epochs"])} | options
+        kappa = options.get("kappa", num_parts)
+        steps = options.get("steps", kappa * (ROUNDS if total > ROUNDS * kappa / SEARCH else 1))
+        search = round(SEARCH * total) if finetune is None else total - finetune
+        epochs = options.get("epochs", max(1, search // max(1, steps)))
+        return {"steps": steps, "epochs": epochs, "finetune": max(0, total - steps * epochs)} | options
+
+    def _check_plan(self, plan: Plan, *, can_score: bool) -> None:
+        """Refuse plans that a single trainer cannot carry out."""
+        for scheduled in walk(plan):
+            if scheduled.branch is not None:
+                raise GrowpruneError(
+                    f"{self.name} trains branches on several machines, which a trainer cannot: use cyclic_gap or "
+                    f"gradual_gap, or `growprune train`"
+                )
+        first = next(iter(plan), None)
+        if not can_score and getattr(first, "needs_gradients", False):
+            raise GrowpruneError(
+                f"{self.name} looks at gradients before the first step, which a trainer has none of yet: use another "
+                f"method, or a loop of your own with SparseModel.score()"
+            )
+
+    def _check_length(
+        self, plan: Plan, options: dict[str, Any], iterations: int, per_epoch: int | None, remedy: Callable[[int], str]
+    ) -> None:
+        """Refuse a plan that is not over when the trainer is, or goes on after it."""
+        length = sum(scheduled.phase.num_iterations(per_epoch or 0) for scheduled in walk(plan))
+        if length != iterations:
+            told = ", ".join(
+                f"{k}={v}" for k, v in options.items() if k in ("iterations", "steps", "epochs", "finetune")
+            )
+            raise GrowpruneError(
+                f"the plan of {self.name} has {length} optimizer steps ({told}), but the trainer makes {iterations}: "
+                f"set {remedy(length)}, or give {self.name} options that add up to {iterations}"
+            )
+
+
+def find_method(name: str) -> Callable[..., Plan]:
+    """The method of a name; near matches are told if there is none."""
+    if name not in METHODS:
+        close = ", ".join(difflib.get_close_matches(name, METHODS, 3, 0.4)) or ", ".join(METHODS)
+        raise GrowpruneError(f"there is no method {name!r}; close are: {close}")
+    return METHODS[name]
+
+
+def _options_of(method: Callable[..., Plan]) -> list[str]:
+    """What a method takes beside the partition and what all are told."""
+    return [name for name in list(inspect.signature(method).parameters)[1:] if name not in ("sparsity", "kappa")]
+
+
+# What stays dense
+
+
+def heads(model: nn.Module) -> tuple[str, ...]:
+    """The layers that make a model's output, which are few weights and suffer most: keep_dense="auto".
+
+    Of a model of transformers, the output head, and what lies outside of its base model; of any other, the last layer.
+    A head that is tied to an embedding is no layer that may be pruned, and is not named.
+    """
+    layers = list(layer_weights(model))
+    outer = _inside_adapters(model)
+    if not hasattr(outer, "base_model_prefix"):
+        return tuple(layers[-1:] if len(layers) > 1 else ())
+    base = getattr(outer, outer.base_model_prefix, None) if outer.base_model_prefix else None
+    names = {id(module): name for name, module in model.named_modules()}
+    inside = names.get(id(base), "")
+    found = [] if not inside else [path for path in layers if not matches(path, inside)]
+    output = names.get(id(outer.get_output_embeddings())) if hasattr(outer, "get_output_embeddings") else None
+    found += [path for path in layers if path == output and path not in found]
+    return tuple(found if len(found) < len(layers) else ())
+
+
+def _inside_adapters(model: nn.Module) -> Any:
+    """The model itself, where PEFT has wrapped it."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) else model
+
+
+# What is told
+
+
+class Figures:
+    """What is worth logging of a sparse model.
+
+    Args:
+        by_weight: whether the density of each weight is told too.
+    """
+
+    def __init__(self, cursor: Cursor, *, by_weight: bool = False) -> None:
+        self._cursor, self._by_weight = cursor, by_weight
+        self._num_edits, self._masks = cursor.sparse.editor.num_edits, cursor.sparse.state_dict()["masks"]
+
+    def read(self) -> dict[str, float]:
+        """Sparsity, live weights, phase, and churn: the share of live weights that were dead at the last reading."""
+        sparse = self._cursor.sparse
+        alive = sparse.alive_by_weight
+        total = sum(alive.values())
+        figures: dict[str, float] = {
+            "sparsity": 1 - total / sparse.num_prunable,
+            "live_weights": total,
+            "phase": self._cursor.position,
+            "churn": self._born() / max(1, total),
+        }
+        if self._by_weight:
+            figures |= {f"density/{weight.name}": alive[weight.name] / weight.numel for weight in sparse.weights}
+        return figures if sparse.rule is None else figures | sparse.rule.figures()
+
+    def _born(self) -> int:
+        """How many weights live that were dead at the last reading."""
+        sparse = self._cursor.sparse
+        if sparse.editor.num_edits == self._num_edits:
+            return 0
+        before, self._masks = self._masks, sparse.state_dict()["masks"]
+        self._num_edits = sparse.editor.num_edits
+        return sum(_ones(mask & ~before[name].to(mask.device)) for name, mask in self._masks.items())
+
+
+def _ones(packed: Tensor) -> int:
+    """How many bits are set in bytes."""
+    counts = torch.bincount(packed.flatten().int(), minlength=256)
+    return sum(int(count) * byte.bit_count() for byte, count in enumerate(counts.tolist()))
+
+
+def share_gradients(sparse: SparseModel) -> None:
+    """Let edits that look at gradients see those of all processes, so that all choose the same weights."""
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        sparse.gradients.add_up = _summed
+
+
+def _summed(tensor: Tensor) -> Tensor:
+    total = tensor.to_dense().contiguous().clone() if tensor.is_sparse else tensor.contiguous().clone()
+    distributed.all_reduce(total)
+    return total
