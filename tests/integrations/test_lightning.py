@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -530,3 +532,10 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
     trainer.strategy.__class__ = type("FSDPStrategy", (FSDPStrategy,), {"__init__": None})
     with pytest.raises(GrowpruneError, match=r"does not work with FSDPStrategy, .*: use strategy='ddp' or one device"):
         GrowPrune().setup(trainer, Module(), "fit")
+
+
+def test_without_lightning_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.delitem(sys.modules, "growprune.integrations.lightning")
+    with pytest.raises(GrowpruneError, match=r"pip install 'growprune\[lightning\]'"):
+        importlib.import_module("growprune.integrations.lightning")

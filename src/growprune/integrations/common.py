@@ -6,20 +6,24 @@ Settings.resolved(...)   the method's options, with the lengths filled in that t
 heads(model)             keep_dense="auto": classifiers and output heads that are not tied to an embedding
 Figures(cursor)          what is worth logging: sparsity, live weights, phase, churn, density by weight
 share_gradients(sparse)  edits that look at gradients see those of all processes
+write_state, read_state  a state in the folder `growprune` of a trainer's checkpoint, as safetensors and JSON
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
 from growprune.cursor import Cursor
+from growprune.engine.checkpoint import load, save
 from growprune.errors import GrowpruneError
 from growprune.layers import layer_weights, matches
 from growprune.methods import METHODS
@@ -32,6 +36,8 @@ SEARCH, ROUNDS = 0.4, 2
 """The share of the training in which grow-and-prune searches, and how often it grows every part then."""
 LEAST_EDITS = 40
 """A short training has at least so many edits, where its method edits every so many iterations."""
+FOLDER = "growprune"
+"""What a trainer's checkpoint, which is a folder, has our state in."""
 
 
 @dataclass(frozen=True)
@@ -307,3 +313,22 @@ def _summed(tensor: Tensor) -> Tensor:
     total = tensor.to_dense().contiguous().clone() if tensor.is_sparse else tensor.contiguous().clone()
     distributed.all_reduce(total)
     return total
+
+
+# Checkpoints
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Add a state to a trainer's checkpoint."""
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of an earlier training, whose weights are overwritten too
+    save(folder / FOLDER, 0, state)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The state in a trainer's checkpoint; it is refused if it is damaged or not there."""
+    if not (folder / FOLDER).is_dir():
+        raise GrowpruneError(
+            f"{folder} has no folder {FOLDER!r}: it was saved without growprune, or not to its end; resume from "
+            f"another checkpoint"
+        )
+    return load(folder / FOLDER / "00000000")
