@@ -12,6 +12,7 @@ settings.load_profile("growprune")
 WITH_PORTS = {
     *("test_compact_ddp", "test_distributed", "test_replicas", "test_starting", "test_benchmarks", "test_exploration"),
     "test_transformers_ddp",
+    "test_lightning_ddp",
     "test_report_browser",  # which meets its browser there
 }
 

@@ -1,0 +1,459 @@
+"""Sparse training in Lightning's Trainer: `Trainer(callbacks=[GrowPrune("gradual_gap", sparsity=0.9)])`.
+
+The callback makes a SparseModel and a Cursor of the LightningModule when training begins, attaches the optimizers, and
+leaves the rest to them: the plan goes on with each real step of an optimizer. What Lightning does beside is seen to
+here, by its public hooks: its checkpoints hold the state of both, its best checkpoint is one at the target sparsity,
+averaged copies of the model have its masks, and replicas agree on them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
+
+from growprune.cursor import Cursor
+from growprune.engine.rng import rng_state, set_rng_state
+from growprune.errors import GrowpruneError
+from growprune.integrations.common import Figures, Settings, share_gradients
+from growprune.partition import Partition
+from growprune.plan import Plan
+from growprune.sparse import SparseModel
+from growprune.warn import warn
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+except ImportError as error:
+    raise GrowpruneError("this needs lightning 2.5 or newer: pip install 'growprune[lightning]'") from error
+
+SAME = ("method", "sparsity", "allocation", "pattern", "seed", "storage")
+"""The settings that a checkpoint is gone on with, or not at all."""
+
+
+class GrowPrune(Callback):
+    """Trains a LightningModule sparse, by any method, as long as the Trainer trains.
+
+    Args:
+        method: a name in `growprune.methods.METHODS`, or a method of one's own.
+        sparsity: the fraction of zeros to reach.
+        kappa: how many parts the model is cut into.
+        storage: "masked" or "compact".
+        allocation, partition: what the method is meant for, if not given.
+        keep_dense: names or globs of what is never pruned; "auto" for the last layer.
+        iterations_per_epoch: how many optimizer steps an epoch of the plan has, where the Trainer cannot tell.
+        options: the method's own, such as `every=100`, or `steps=8, epochs=2, finetune=6`. What is not said of lengths
+            is filled in from the Trainer.
+    """
+
+    def __init__(
+        self,
+        method: str | Callable[..., Plan] = "gradual_gap",
+        sparsity: float = 0.9,
+        kappa: int = 4,
+        storage: str = "masked",
+        *,
+        allocation: str | None = None,
+        pattern: str = "unstructured",
+        keep_dense: str | Sequence[str] = "auto",
+        include: Sequence[str] = (),
+        partition: str | Partition | Sequence[Sequence[str]] | None = None,
+        seed: int = 0,
+        iterations_per_epoch: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.settings = Settings(
+            method=method,
+            sparsity=sparsity,
+            kappa=kappa,
+            storage=storage,
+            allocation=allocation,
+            pattern=pattern,
+            keep_dense=keep_dense,
+            include=include,
+            partition=partition,
+            seed=seed,
+            iterations_per_epoch=iterations_per_epoch,
+            options=options,
+        )
+        self._cursor: Cursor | None = None
+        self._lengths: tuple[int, int | None] = (0, None)
+        """The optimizer steps of the whole plan, and of an epoch."""
+        self._max_epochs: int | None = None
+        self._loaded: dict[str, Any] | None = None
+        """What a checkpoint held, from when it is loaded until training begins."""
+        self._loading: Any = None
+        self._schedules = Schedules()
+        self._figures: Figures | None = None
+        self._told: dict[str, float] = {}
+        self._position, self._num_edits, self._num_edits_validated = -1, 0, -1
+        """The phase and the edits that all but the model know of, and those that the model was last validated with."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the model stands in its plan."""
+        if self._cursor is None:
+            raise GrowpruneError("GrowPrune has no model yet: it gets one when trainer.fit(model) begins to train")
+        return self._cursor
+
+    @property
+    def sparse(self) -> SparseModel:
+        """The sparse model."""
+        return self.cursor.sparse
+
+    # Before training
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what cannot work, before anything is done."""
+        del stage
+        _check_trainer(trainer)
+        self._max_epochs = trainer.max_epochs  # before SWA adds an epoch for batch norms
+        self._loaded = None
+        if self._cursor is not None and self.sparse.model is not pl_module:
+            raise GrowpruneError(
+                "this GrowPrune has trained another module already: give each module a GrowPrune of its own"
+            )
+        if self._cursor is not None and self.settings.storage == "compact":
+            register: Callable[..., Any] = pl_module.register_load_state_dict_pre_hook
+            self._loading = register(self._make_room)
+
+    def _make_room(self, *_: Any) -> None:
+        """A checkpoint is about to be loaded, whose live weights may be others: its masks follow (load_state_dict)."""
+        self._stop_waiting()
+        self.sparse.grow()
+
+    def _stop_waiting(self) -> None:
+        if self._loading is not None:
+            self._loading.remove()
+            self._loading = None
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Make the model sparse before its optimizers are made, so that what they load fits it."""
+        state = checkpoint["callbacks"].get(self.state_key)
+        if state is not None and self._cursor is None and trainer.state.fn == "fit":
+            self._check_settings(state)
+            self._lengths = (state["iterations"], state["iterations_per_epoch"])
+            self._cursor = self._make(trainer, pl_module)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the masks and the place in the plan back, if the module is trained, and not only tested."""
+        if self._cursor is not None:
+            self._check_settings(state_dict)
+            self.sparse.load_state_dict(state_dict["sparse"])
+            self.cursor.load_state_dict(state_dict["cursor"])
+            self._num_edits_validated = state_dict["num_edits_validated"]
+            self._loaded = state_dict
+
+    def _check_settings(self, state: Mapping[str, Any]) -> None:
+        for name, value in state["settings"].items():
+            if value != (mine := self._say_settings()[name]):
+                raise GrowpruneError(
+                    f"the checkpoint was trained with {name}={value!r}, but GrowPrune has {name}={mine!r}: go on with "
+                    f"{value!r}"
+                )
+
+    def _say_settings(self) -> dict[str, Any]:
+        return {name: getattr(self.settings, name) for name in SAME} | {"method": self.settings.name}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The checkpoint's model and callbacks are loaded, but not its optimizers and loops."""
+        del pl_module
+        if trainer.ckpt_path is not None and self._loaded is None:
+            raise GrowpruneError(
+                f"{trainer.ckpt_path} has no state of GrowPrune, so it cannot be gone on with: to start from its "
+                f"weights, load them into the module, and fit without ckpt_path"
+            )
+        self._schedules = Schedules.of(trainer)
+        self._set_random_numbers(trainer)
+
+    def _set_random_numbers(self, trainer: Trainer) -> None:
+        """Go on with the random numbers of the checkpoint; of several processes, only those of the first are known."""
+        if self._loaded is not None and trainer.world_size == 1:
+            set_rng_state(self._loaded["rng"])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Everything is loaded: begin the plan, or go on with it."""
+        self._stop_waiting()
+        self._check_lengths(trainer)
+        if self._cursor is None:
+            self._cursor = self._make(trainer, pl_module)
+        self._schedules.check(self.cursor)
+        _check_copies(self.sparse, trainer)
+        share_gradients(self.sparse)
+        self._figures = Figures(self.cursor)
+        self._attach(trainer.optimizers)
+        self._position = self.cursor.position  # whose schedule has just begun, or was loaded
+        self._follow_edits(trainer)
+        for checkpoint in _monitoring(trainer):
+            vars(checkpoint)["check_monitor_top_k"] = functools.partial(self._is_best, checkpoint)
+        if self._loaded is not None and self._loaded["is_mid_epoch"]:
+            self._set_random_numbers(trainer)  # the loader's iterator, made again, has drawn one
+        self._loaded = None
+
+    def _check_lengths(self, trainer: Trainer) -> None:
+        """See how long the training is, and that a plan that has begun is as long."""
+        lengths = _lengths(trainer, self._max_epochs, self.settings.options)
+        if self._cursor is None:
+            self._lengths = lengths
+        if self._cursor is None or self.cursor.is_over:
+            return
+        if lengths[0] != self._lengths[0]:
+            raise GrowpruneError(
+                f"the plan has {self._lengths[0]} optimizer steps, but the trainer makes {lengths[0]}: set "
+                f"{_remedy(self._lengths[1], self._lengths[0])}, as when it began"
+            )
+        if trainer.global_step == 0 < self.cursor.iteration:
+            raise GrowpruneError(
+                f"GrowPrune has done {self.cursor.iteration} of {lengths[0]} steps of its plan, but the trainer none: "
+                f"give fit a ckpt_path to go on, or begin anew with a new module and a new GrowPrune"
+            )
+
+    def _make(self, trainer: Trainer, pl_module: LightningModule) -> Cursor:
+        iterations, per_epoch = self._lengths
+        is_one_backward = trainer.world_size == 1 and pl_module.automatic_optimization
+        return self.settings.cursor(
+            pl_module,
+            iterations=iterations,
+            iterations_per_epoch=per_epoch,
+            remedy=functools.partial(_remedy, per_epoch),
+            accumulate=trainer.accumulate_grad_batches if is_one_backward else None,
+        )
+
+    def _attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Attach all; the last that trains prunable weights counts the steps."""
+        of_name = dict(self.sparse.model.named_parameters())
+        prunable = {id(of_name[weight.parameter]) for weight in self.sparse.weights}
+        trained = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
+        clocks = [o for o, ids in zip(optimizers, trained, strict=True) if ids & prunable]
+        if not clocks:
+            raise GrowpruneError("no optimizer trains a prunable weight: see configure_optimizers of the module")
+        for optimizer in optimizers:
+            self.sparse.attach(optimizer)
+        self.cursor.attach(clocks[-1])
+
+    # While it trains
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """If the step that was made has moved the plan on: let everything else follow; and log."""
+        del outputs, batch, batch_idx
+        if pl_module.automatic_optimization and trainer.global_step >= self._lengths[0] and not self.cursor.is_over:
+            self.cursor.advance(self._lengths[0])  # some steps were skipped by a gradient scaler: do the edits left
+        restarts = [scheduled.phase.restart for scheduled in self.cursor.schedule]
+        if any(restarts[self._position + 1 : self.cursor.position + 1]) and not self.cursor.is_over:
+            self._schedules.restart(trainer)
+        self._position = self.cursor.position
+        self._follow_edits(trainer)
+        if not trainer.barebones:
+            pl_module.log_dict(self._told | {"phase": self._position}, on_step=True, on_epoch=False)
+
+    def _follow_edits(self, trainer: Trainer) -> None:
+        """Whatever knows of the model's weights follows edits of them."""
+        assert self._figures is not None
+        is_edited, self._num_edits = self.sparse.editor.num_edits != self._num_edits, self.sparse.editor.num_edits
+        if is_edited:
+            for averaged in _copies(self.sparse, trainer):
+                self.sparse.mask_copy(averaged)
+            if self.settings.storage == "compact":
+                _wrap_again(trainer)
+            _check_ranks(self.sparse, trainer)
+        every = vars(trainer)["log_every_n_steps"]
+        is_ruled = self.sparse.rule is not None and trainer.global_step % every == 0
+        if is_edited or is_ruled or not self._told:
+            self._told = self._figures.read()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note which masks are validated."""
+        del pl_module
+        if not trainer.sanity_checking and self._cursor is not None:
+            self._num_edits_validated = self.sparse.editor.num_edits
+
+    def _is_best(self, checkpoint: ModelCheckpoint, trainer: Trainer, current: Tensor | None = None) -> bool:
+        """What ModelCheckpoint asks of itself before it keeps a model, with one more condition: the target sparsity."""
+        is_stale = trainer.enable_validation and self._num_edits_validated != self.sparse.editor.num_edits
+        if is_stale or not self.sparse.is_at_target:
+            return False
+        return bool(type(checkpoint).check_monitor_top_k(checkpoint, trainer, current))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The masks and the place in the plan, as plain values and tensors."""
+        if self._cursor is None:
+            return {}
+        return {
+            "settings": self._say_settings(),
+            "iterations": self._lengths[0],
+            "iterations_per_epoch": self._lengths[1],
+            "sparse": self.sparse.state_dict(),
+            "cursor": self.cursor.state_dict(),
+            "num_edits_validated": self._num_edits_validated,
+        }
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the random numbers, which Lightning does not keep."""
+        del pl_module
+        if self._cursor is not None:
+            checkpoint["callbacks"][self.state_key] |= {"rng": rng_state(), "is_mid_epoch": not trainer.is_last_batch}
+
+    # After training
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say so if the plan is not over."""
+        del pl_module
+        if not self.cursor.is_over and trainer.is_global_zero:
+            warn(
+                f"training ended after {self.cursor.iteration} of the {self._lengths[0]} optimizer steps of the plan, "
+                f"at a sparsity of {self._told['sparsity']:.4g}: go on from a checkpoint, or call sparse.prune()"
+            )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let go."""
+        del exception
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let go."""
+        del pl_module, stage
+        self._stop_waiting()
+        for checkpoint in _monitoring(trainer):
+            vars(checkpoint).pop("check_monitor_top_k", None)
+
+
+class Schedules:
+    """The learning-rate schedules and optimizer settings of a trainer as they are made, for phases that restart."""
+
+    def __init__(self, states: Sequence[dict[str, Any]] = (), groups: Sequence[list[dict[str, Any]]] = ()) -> None:
+        self._states, self._groups, self.is_plateau = states, groups, False
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Schedules:
+        """Those that a trainer has now."""
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        groups = [
+            [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            for optimizer in trainer.optimizers
+        ]
+        made = cls([copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers], groups)
+        made.is_plateau = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers)
+        return made
+
+    def check(self, cursor: Cursor) -> None:
+        """Raise if a phase restarts what cannot start anew."""
+        if self.is_plateau and any(scheduled.phase.restart for scheduled in cursor.schedule):
+            raise GrowpruneError(
+                "ReduceLROnPlateau compares with epochs before, so it cannot start anew with each phase: give "
+                "GrowPrune restart=False, or the module another schedule"
+            )
+
+    def restart(self, trainer: Trainer) -> None:
+        """Let all start anew; the cursor empties the optimizers' state."""
+        for config, state in zip(trainer.lr_scheduler_configs, self._states, strict=True):
+            config.scheduler.load_state_dict(copy.deepcopy(state))
+        for optimizer, groups in zip(trainer.optimizers, self._groups, strict=True):
+            for group, first in zip(optimizer.param_groups, groups, strict=True):
+                group.update(copy.deepcopy(first))
+
+
+def _check_trainer(trainer: Trainer) -> None:
+    """Refuse trainers that the callback cannot work with."""
+    if not isinstance(trainer, Trainer):
+        raise GrowpruneError(
+            f"the trainer is a {type(trainer).__module__}.Trainer: import lightning.pytorch, not pytorch_lightning"
+        )
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        raise GrowpruneError(
+            f"GrowPrune does not work with {type(trainer.strategy).__name__}, which cuts weights up or moves them: use "
+            f"strategy='ddp' or one device"
+        )
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in _callbacks(trainer)):
+        raise GrowpruneError(
+            "with GradientAccumulationScheduler the number of steps is not known: use accumulate_grad_batches"
+        )
+
+
+def _lengths(trainer: Trainer, max_epochs: int | None, options: Mapping[str, Any]) -> tuple[int, int | None]:
+    """How many optimizer steps a trainer makes, in all and in an epoch.
+
+    Args:
+        max_epochs: as the user said.
+        options: the method's; where the module steps by itself, `iterations` among them says how often.
+    """
+    batches = trainer.num_training_batches
+    per_epoch = math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None
+    total = trainer.estimated_stepping_batches
+    if per_epoch and max_epochs is not None and max_epochs != trainer.max_epochs:
+        total = min(total, per_epoch * max_epochs)
+    if not trainer.lightning_module.automatic_optimization:
+        total = options.get("iterations", total)
+    if not math.isfinite(total) or total < 0:
+        raise GrowpruneError("the trainer trains without end, but a plan has one: give it max_epochs or max_steps")
+    return int(total), per_epoch
+
+
+def _remedy(per_epoch: int | None, iterations: int) -> str:
+    """What to give a Trainer for a training of so many optimizer steps."""
+    if per_epoch and iterations % per_epoch == 0:
+        return f"Trainer(max_epochs={iterations // per_epoch})"
+    return f"Trainer(max_steps={iterations})"
+
+
+def _callbacks(trainer: Any) -> list[Callback]:
+    return list(trainer.callbacks)  # which its class does not declare
+
+
+def _monitoring(trainer: Trainer) -> list[ModelCheckpoint]:
+    """The callbacks that keep the best models."""
+    return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor is not None]
+
+
+def _copies(sparse: SparseModel, trainer: Trainer) -> Iterator[nn.Module]:
+    """The copies of the model that callbacks keep, as WeightAveraging and StochasticWeightAveraging do."""
+    names = {weight.parameter for weight in sparse.weights}
+    for value in (value for callback in _callbacks(trainer) for value in vars(callback).values()):
+        inner = value.module if isinstance(value, AveragedModel) else value
+        is_alike = isinstance(inner, type(sparse.model)) and inner is not sparse.model
+        if is_alike and names <= {name for name, _ in inner.named_parameters()}:
+            yield inner
+
+
+def _check_copies(sparse: SparseModel, trainer: Trainer) -> None:
+    if sparse.storage == "compact" and any(True for _ in _copies(sparse, trainer)):
+        raise GrowpruneError(
+            "a callback averages the weights, but compact ones change in number with each edit: use storage='masked'"
+        )
+
+
+def _wrap_again(trainer: Trainer) -> None:
+    """Compact weights have new parameters after an edit, which DistributedDataParallel has to get to know."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy) or not isinstance(strategy.model, DistributedDataParallel):
+        return
+    if not trainer.lightning_module.automatic_optimization:
+        raise GrowpruneError("compact weights, several processes and manual optimization: use storage='masked'")
+    strategy.model = trainer.lightning_module
+    strategy.configure_ddp()
+
+
+def _check_ranks(sparse: SparseModel, trainer: Trainer) -> None:
+    """Raise, on all processes, if they do not have the same masks."""
+    if trainer.world_size == 1:
+        return
+    digest = hashlib.sha256()
+    for mask in sparse.state_dict()["masks"].values():
+        digest.update(mask.cpu().numpy().tobytes())
+    mine = digest.hexdigest()
+    if not trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(mine) == mine):
+        raise GrowpruneError(
+            "the processes have chosen different weights: they must train the same model, with gradients averaged in "
+            "every step"
+        )

@@ -1,0 +1,541 @@
+"""GrowPrune in Lightning's Trainer."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch.callbacks import (  # noqa: E402
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
+
+from growprune.errors import GrowpruneError  # noqa: E402
+from growprune.integrations.lightning import GrowPrune  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Dropout(0.2), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4))
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 2, 2)),
+        nn.Conv2d(2, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.Flatten(),
+        nn.Linear(64, 4),
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(2, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.enter(x.unflatten(1, (4, 2)))).mean(1))
+
+
+class Module(pl.LightningModule):
+    """A module as anyone would write it."""
+
+    def __init__(self, net: nn.Module | None = None, schedule: Any = None, lr: float = 0.1) -> None:
+        super().__init__()
+        self.net = mlp() if net is None else net
+        self.schedule, self.lr = schedule, lr
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self.net(x), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
+        if self.schedule is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.schedule(optimizer)}
+
+
+class Loader:
+    """Batches in an order of their own; it can be gone on with in the middle, as torchdata's StatefulDataLoader."""
+
+    def __init__(self, num_batches: int = 6) -> None:
+        self.num_batches, self.epoch, self.done = num_batches, 0, 0
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        torch.rand(())  # as a DataLoader draws a seed for its workers
+        return self.batches()
+
+    def batches(self) -> Iterator[Any]:
+        if self.done == self.num_batches:  # Lightning counts batches, and never asks for the end
+            self.epoch, self.done = self.epoch + 1, 0
+        while self.done < self.num_batches:
+            self.done += 1
+            yield examples(100 * self.epoch + self.done)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.done = state["epoch"], state["done"]
+
+
+def examples(seed: int, count: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 8, generator=generator)
+    return x, (x[:, :4] + x[:, 4:]).argmax(1)
+
+
+def shuffled() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*examples(0, 48)), 8, shuffle=True)
+
+
+def fit(
+    folder: Path, callback: GrowPrune, module: Any = None, *, train: Any = None, ckpt: Any = None, **settings: Any
+) -> Any:
+    """Train 3 epochs of 6 batches, if nothing else is said."""
+    torch.manual_seed(0)
+    module = Module() if module is None else module
+    others = settings.pop("callbacks", [])
+    usual = {"max_epochs": 3, "logger": False, "enable_checkpointing": bool(others), "accelerator": "cpu"}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
+    trainer = pl.Trainer(callbacks=[callback, *others], **{**usual, **quiet, **settings})
+    torch.manual_seed(1)
+    trainer.fit(
+        module, Loader() if train is None else train, DataLoader(TensorDataset(*examples(9)), 8), ckpt_path=ckpt
+    )
+    return module
+
+
+def zeros(module: nn.Module, callback: GrowPrune) -> int:
+    """How many prunable weights are exactly zero, by the tensors themselves."""
+    state = module.state_dict()
+    return sum(int((state[name] == 0).sum()) for name in callback.sparse.masks)
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "gradual_gap": {"every": 2},
+    "cyclic_gap": {"steps": 2, "epochs": 1, "finetune": 1, "restart": False},
+    "rigl": {"every": 3},
+    "gmp": {"every": 2},
+}
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize("method", METHODS)
+def test_training_ends_with_exactly_as_many_weights_as_asked(method: str, storage: str, tmp_path: Path) -> None:
+    callback = GrowPrune(method, 0.9, 2, storage, **METHODS[method])
+    module = fit(tmp_path, callback)
+    assert callback.cursor.is_over
+    assert callback.cursor.iteration == 18
+    assert callback.sparse.num_alive == 192  # a tenth of 8 x 40 + 40 x 40; the last layer stays dense
+    assert zeros(module, callback) == 1920 - 192
+    assert "net.5.weight" not in callback.sparse.masks
+
+
+@pytest.mark.parametrize(("net", "alive"), [(conv, 259), (Attention, 208)])
+def test_convolutions_and_attention_end_with_exact_counts(net: Any, alive: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    callback = GrowPrune("gradual_gap", 0.9, 2, every=2)
+    module = fit(tmp_path, callback, Module(net()))
+    assert callback.sparse.num_alive == alive  # a tenth of 288 + 2,304, and of 32 + 4 x 256 + 2 x 512
+    assert zeros(module, callback) == callback.sparse.num_prunable - alive
+
+
+def test_masked_and_compact_give_the_same_bits(tmp_path: Path) -> None:
+    one = fit(tmp_path, GrowPrune("rigl", 0.9, 2, "masked", every=3))
+    other = fit(tmp_path, GrowPrune("rigl", 0.9, 2, "compact", every=3))
+    assert_same(one, other)
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    mine, others = one.state_dict(), other.state_dict()
+    assert mine.keys() == others.keys()
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, others[name]), name
+
+
+# Going on from Lightning's own checkpoints
+
+
+def every(folder: Path, steps: int, **settings: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, "{step}", every_n_train_steps=steps, save_top_k=-1, **settings)
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("gradual_gap", {"every": 2}), ("rigl", {"every": 3}), ("cyclic_gap", METHODS["cyclic_gap"])],
+)
+def test_a_run_that_goes_on_within_an_epoch_ends_with_the_same_bits(
+    method: str, options: dict[str, Any], storage: str, tmp_path: Path
+) -> None:
+    def make() -> GrowPrune:
+        return GrowPrune(method, 0.9, 2, storage, **options)
+
+    whole = fit(tmp_path, make(), callbacks=[every(tmp_path, 1)])
+    for step in (5, 9):  # the edits of RigL at 6 and 9 look at gradients of the step before
+        callback = make()
+        assert_same(fit(tmp_path, callback, ckpt=tmp_path / f"step={step}.ckpt"), whole)
+        assert callback.cursor.is_over
+
+
+def test_a_run_that_goes_on_after_an_epoch_draws_the_same_batches_from_a_shuffled_loader(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    whole = fit(tmp_path, GrowPrune(kappa=2, every=2), train=shuffled(), callbacks=[saving])
+    torch.manual_seed(77)
+    assert_same(fit(tmp_path, GrowPrune(kappa=2, every=2), train=shuffled(), ckpt=tmp_path / "epoch=0.ckpt"), whole)
+
+
+def test_resuming_keeps_the_sparsity_where_lightnings_own_pruning_loses_it(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(tmp_path, GrowPrune("one_shot", 0.8, 1, epochs=2, finetune=1), callbacks=[saving])
+    callback = GrowPrune("one_shot", 0.8, 1, epochs=2, finetune=1)
+    module = fit(tmp_path, callback, ckpt=tmp_path / "epoch=2.ckpt", max_epochs=4)  # one more, when the plan is over
+    assert module.trainer.global_step == 24
+    assert zeros(module, callback) == 1536  # 80 % of 1,920
+
+
+def test_a_checkpoint_is_plain_values_and_tensors_with_plain_names(tmp_path: Path) -> None:
+    fit(tmp_path, GrowPrune("rigl", kappa=1, storage="compact", every=3), callbacks=[every(tmp_path, 5)])
+    checkpoint = torch.load(tmp_path / "step=5.ckpt", weights_only=True)
+    assert checkpoint["state_dict"].keys() == Module().state_dict().keys()
+    assert checkpoint["callbacks"]["GrowPrune"]["cursor"]["iteration"] == 5
+    Module().load_state_dict(checkpoint["state_dict"])
+
+
+def test_a_checkpoint_of_other_settings_or_lengths_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path, GrowPrune(kappa=2, every=2), callbacks=[every(tmp_path, 5)])
+    with pytest.raises(GrowpruneError, match="trained with storage='masked', but GrowPrune has storage='compact'"):
+        fit(tmp_path, GrowPrune(kappa=2, storage="compact", every=2), ckpt=tmp_path / "step=5.ckpt")
+    with pytest.raises(GrowpruneError, match=r"trained with sparsity=0.9, but GrowPrune has sparsity=0.8: go on"):
+        fit(tmp_path, GrowPrune(kappa=2, sparsity=0.8, every=2), ckpt=tmp_path / "step=5.ckpt")
+    with pytest.raises(GrowpruneError, match=r"has 18 optimizer steps, but the trainer makes 24: set .*max_epochs=3\)"):
+        fit(tmp_path, GrowPrune(kappa=2, every=2), ckpt=tmp_path / "step=5.ckpt", max_epochs=4)
+
+
+@pytest.mark.parametrize("is_weights_only", [False, True])
+def test_a_checkpoint_without_our_state_is_refused(is_weights_only: bool, tmp_path: Path) -> None:
+    trainer = pl.Trainer(max_steps=1, logger=False, enable_progress_bar=False, default_root_dir=tmp_path)
+    trainer.fit(Module(), Loader())
+    trainer.save_checkpoint(tmp_path / "plain.ckpt", weights_only=is_weights_only)
+    with pytest.raises(GrowpruneError, match=r"plain.ckpt has no state of GrowPrune"):
+        fit(tmp_path, GrowPrune(), ckpt=tmp_path / "plain.ckpt")
+
+
+# The best checkpoint
+
+
+def test_the_best_checkpoint_is_at_the_target_sparsity(tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path, "best", monitor="val_loss", save_top_k=1)
+    latest = ModelCheckpoint(tmp_path, "latest")
+    callback = GrowPrune("gradual_gap", 0.9, 2, every=2, until=0.8)
+
+    class Rising(Module):
+        """Its first, half-dense models are the best."""
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", float(self.current_epoch))
+
+    fit(tmp_path, callback, Rising(), max_epochs=5, callbacks=[best, latest])
+    state = torch.load(best.best_model_path, weights_only=True)
+    assert state["epoch"] == 3  # with whose last step the target is reached
+    assert sum(int((state["state_dict"][name] != 0).sum()) for name in callback.sparse.masks) == 192
+    assert "check_monitor_top_k" not in vars(best)
+
+
+def test_a_checkpoint_by_steps_is_not_judged_by_a_validation_from_before_an_edit(tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path, "{step}", monitor="val_loss", save_top_k=-1, every_n_train_steps=1)
+    fit(tmp_path, GrowPrune("rigl", 0.9, 2, every=4, until=1.0), callbacks=[best])
+    # always at the target. Edits after steps 4, 8, 12 and 16; validated after 6, 12 and 18, when 6, 12 and 18 are over
+    assert {p.name for p in tmp_path.glob("step=*")} == {f"step={step}.ckpt" for step in (7, 13, 14, 15)}
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_testing_the_best_checkpoint_brings_its_masks_along(storage: str, tmp_path: Path) -> None:
+    callback = GrowPrune("rigl", 0.9, 2, storage, every=3)
+    module = fit(tmp_path, callback, callbacks=[every(tmp_path, 4)])
+    last = callback.sparse.masks
+    module.trainer.validate(module, Loader(), ckpt_path=tmp_path / "step=4.ckpt", verbose=False)
+    assert any(not torch.equal(mask, last[name]) for name, mask in callback.sparse.masks.items())
+    assert zeros(module, callback) == 1728
+    fresh = Module()
+    trainer = pl.Trainer(
+        callbacks=[GrowPrune("rigl", kappa=2)], logger=False, enable_progress_bar=False, accelerator="cpu"
+    )
+    trainer.validate(fresh, Loader(), ckpt_path=tmp_path / "step=4.ckpt", verbose=False)
+    assert_same(fresh, module)
+
+
+# Copies of the model
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_an_average_of_weights_has_the_masks_of_the_model(is_first: bool, tmp_path: Path) -> None:
+    average, saving = EMAWeightAveraging(decay=0.5), ModelCheckpoint(tmp_path, "last")
+    callback = GrowPrune("gradual_gap", 0.9, 2, every=2)
+    extra = [average] if is_first else []
+    torch.manual_seed(0)
+    trainer = pl.Trainer(
+        max_epochs=3,
+        callbacks=[*extra, callback, *([] if is_first else [average]), saving],
+        logger=False,
+        enable_progress_bar=False,
+        accelerator="cpu",
+    )
+    module = Module()
+    trainer.fit(module, Loader(), Loader(2))
+    assert zeros(module, callback) == 1728
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert sum(int((saved["state_dict"][name] == 0).sum()) for name in callback.sparse.masks) == 1728
+
+
+def test_a_run_with_an_average_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    def make() -> list[Any]:
+        return [EMAWeightAveraging(decay=0.5), every(tmp_path, 5)]
+
+    whole = fit(tmp_path, GrowPrune(kappa=2, every=2), callbacks=make())
+    assert_same(fit(tmp_path, GrowPrune(kappa=2, every=2), ckpt=tmp_path / "step=5.ckpt", callbacks=make()), whole)
+
+
+@pytest.mark.parametrize("net", [mlp, conv])
+def test_stochastic_weight_averaging_ends_at_the_target_with_and_without_batch_norm(net: Any, tmp_path: Path) -> None:
+    callback = GrowPrune("cyclic_gap", 0.9, 2, steps=4, epochs=1, finetune=2, restart=False)
+    module = fit(tmp_path, callback, Module(net()), max_epochs=6, callbacks=[StochasticWeightAveraging(0.01, 2)])
+    assert callback.cursor.is_over
+    assert zeros(module, callback) == callback.sparse.num_prunable - callback.sparse.num_alive
+    assert callback.sparse.num_alive == round(0.1 * callback.sparse.num_prunable)
+
+
+def test_averaging_compact_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(GrowpruneError, match=r"a callback averages the weights.*use storage='masked'"):
+        fit(tmp_path, GrowPrune(kappa=2, storage="compact"), callbacks=[EMAWeightAveraging()])
+
+
+# Steps and learning rates
+
+
+def test_an_iteration_is_an_optimizer_step_whatever_is_accumulated(tmp_path: Path) -> None:
+    callback = GrowPrune("rigl", 0.9, 2, "compact", every=3)
+    fit(tmp_path, callback, accumulate_grad_batches=4, gradient_clip_val=0.1)
+    assert callback.cursor.iteration == 6  # 6 batches are two steps, of 4 and of 2
+    assert callback.sparse.num_alive == 192
+
+
+def test_a_step_that_a_gradient_scaler_skips_does_not_move_the_plan(tmp_path: Path) -> None:
+    class Overflowing(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.global_step == 5:
+                assert callback.cursor.iteration == 5
+            if self.global_step == 7:
+                assert callback.cursor.iteration == 6
+            return super().training_step(batch, batch_idx) * (float("inf") if self.global_step == 5 else 1)
+
+    callback = GrowPrune("gmp", 0.9, 2, every=1, until=1.0)
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+    module = fit(tmp_path, callback, Overflowing(), plugins=[scaled])
+    assert callback.cursor.is_over  # the edit that a skipped step left out is done at the end
+    assert zeros(module, callback) == 1728
+
+
+def test_bf16_trains_to_exact_counts(tmp_path: Path) -> None:
+    callback = GrowPrune(kappa=2, every=2)
+    assert zeros(fit(tmp_path, callback, precision="bf16-mixed"), callback) == 1728
+
+
+def cosine(optimizer: Any) -> Any:
+    return {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=4), "interval": "step"}
+
+
+def test_each_phase_has_a_schedule_of_its_own_or_one_goes_on(tmp_path: Path) -> None:
+    def rates(restart: bool) -> list[float]:
+        callback = GrowPrune("cyclic_gap", 0.9, 2, steps=2, epochs=1, finetune=1, restart=restart)
+        module = fit(tmp_path, callback, Module(schedule=cosine, lr=0.4), train=Loader(4))
+        return [round(rate, 6) for rate in module.rates]
+
+    assert rates(True) == [0.4, 0.3, 0.2, 0.1] * 3
+    assert rates(False) == [0.4, 0.3, 0.2, 0.1] + [0.0] * 8
+
+
+def test_a_schedule_that_restarts_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    def make() -> tuple[GrowPrune, Module]:
+        return GrowPrune("cyclic_gap", 0.9, 2, steps=2, epochs=1, finetune=1), Module(schedule=cosine)
+
+    whole = fit(tmp_path, *make(), callbacks=[every(tmp_path, 5)])
+    assert_same(fit(tmp_path, *make(), ckpt=tmp_path / "step=5.ckpt"), whole)
+
+
+def test_a_schedule_that_looks_at_epochs_before_cannot_restart(tmp_path: Path) -> None:
+    def plateau(optimizer: Any) -> Any:
+        return {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
+
+    with pytest.raises(GrowpruneError, match=r"ReduceLROnPlateau.*restart=False"):
+        fit(tmp_path, GrowPrune("cyclic_gap", kappa=2), Module(schedule=plateau))
+
+
+class Adversaries(Module):
+    """Two optimizers that the module steps by itself, one of them twice a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(8, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in (*self.optimizers(), self.optimizers()[1]):
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]) + self.other(batch[0]), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.other.parameters(), 0.1), torch.optim.Adam(self.net.parameters(), 0.01)
+
+
+def test_where_a_module_steps_several_optimizers_itself_the_last_with_prunable_weights_counts(tmp_path: Path) -> None:
+    callback = GrowPrune("gradual_gap", 0.9, 2, every=2, iterations=36, keep_dense=["net.5", "other"])
+    module = fit(tmp_path, callback, Adversaries())
+    assert callback.cursor.iteration == 36
+    assert zeros(module, callback) == 1728
+
+
+def test_a_compiled_module_trains_to_the_same_masks(tmp_path: Path) -> None:
+    def train(is_compiled: bool) -> Any:
+        torch.manual_seed(0)
+        module = Module(nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4)))
+        callback = GrowPrune("gradual_gap", 0.9, 2, every=2)
+        fit(tmp_path, callback, torch.compile(module, backend="aot_eager") if is_compiled else module)
+        assert zeros(module, callback) == 1728
+        return module
+
+    one, other = train(False), train(True)
+    for name, tensor in one.state_dict().items():
+        torch.testing.assert_close(tensor, other.state_dict()[name])
+
+
+# What is logged
+
+
+def test_loggers_have_sparsity_live_weights_phase_and_churn(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    fit(tmp_path, GrowPrune("rigl", 0.9, 2, every=4, drop=0.5), logger=logger, log_every_n_steps=1)
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        table = [row for row in csv.DictReader(file) if row["sparsity"]]
+    rows = [{name: float(row[name]) for name in ("sparsity", "live_weights", "phase", "churn")} for row in table]
+    assert [row["phase"] for row in rows] == [0.0] * 3 + [1.0] * 4 + [2.0] * 4 + [3.0] * 4 + [4.0] * 3
+    assert {row["live_weights"] for row in rows} == {192}
+    assert {round(row["sparsity"], 6) for row in rows} == {0.9}
+    assert 0 < rows[4]["churn"] <= 0.5
+
+
+# A second fit, and what is refused
+
+
+def test_a_second_fit_goes_on_at_the_target(tmp_path: Path) -> None:
+    for storage in ("masked", "compact"):
+        callback = GrowPrune("gradual_gap", 0.9, 2, storage, every=2)
+        module = fit(tmp_path, callback)
+        masks, before = callback.sparse.masks, {k: v.clone() for k, v in module.state_dict().items()}
+        fit(tmp_path, callback, module, max_epochs=1)
+        assert zeros(module, callback) == 1728
+        assert all(torch.equal(mask, masks[name]) for name, mask in callback.sparse.masks.items())
+        assert not torch.equal(before["net.0.weight"], module.state_dict()["net.0.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:training ended after")
+def test_a_fit_that_stopped_goes_on_in_the_same_trainer_and_is_refused_in_another(tmp_path: Path) -> None:
+    class Stopping(Module):
+        def on_train_epoch_end(self) -> None:
+            self.trainer.should_stop = self.current_epoch == 0
+
+    callback, module = GrowPrune("gradual_gap", 0.9, 2, every=2), Stopping()
+    fit(tmp_path, callback, module)
+    trainer = module.trainer
+    assert callback.cursor.iteration == 6
+    with pytest.raises(GrowpruneError, match="has done 6 of 18 steps of its plan, but the trainer none: give fit"):
+        fit(tmp_path, callback, module)
+    trainer.should_stop = False
+    trainer.fit(module, Loader(), Loader(1))
+    assert callback.cursor.is_over
+    assert zeros(module, callback) == 1728
+
+
+def test_a_training_that_ends_before_its_plan_is_told(tmp_path: Path) -> None:
+    class Stopping(Module):
+        def on_train_epoch_end(self) -> None:
+            self.trainer.should_stop = True
+
+    with pytest.warns(UserWarning, match="training ended after 6 of the 18 optimizer steps of the plan, at a"):
+        fit(tmp_path, GrowPrune(kappa=2), Stopping())
+
+
+def test_steps_that_do_not_match_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    with pytest.raises(GrowpruneError, match=r"has 30 optimizer steps .* makes 18: set Trainer\(max_epochs=5\)"):
+        fit(tmp_path, GrowPrune("cyclic_gap", kappa=2, steps=4, epochs=1, finetune=1))
+    with pytest.raises(GrowpruneError, match=r"has 20 optimizer steps .* makes 18: set Trainer\(max_steps=20\)"):
+        fit(tmp_path, GrowPrune("gmp", kappa=1, iterations=20))
+    with pytest.raises(GrowpruneError, match="trains without end, but a plan has one: give it max_epochs or max_steps"):
+        fit(tmp_path, GrowPrune(), max_epochs=-1)
+
+
+def test_a_callback_is_for_one_module(tmp_path: Path) -> None:
+    callback = GrowPrune(kappa=2)
+    fit(tmp_path, callback)
+    with pytest.raises(GrowpruneError, match="has trained another module already: give each module a GrowPrune"):
+        fit(tmp_path, callback)
+
+
+def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(GrowpruneError, match="no method 'cyclic'; close are: cyclic_gap"):
+        GrowPrune("cyclic")
+    with pytest.raises(GrowpruneError, match="gradual_gap takes no option 'evry': did you mean every"):
+        GrowPrune(evry=3)
+    with pytest.raises(GrowpruneError, match=r"has no model yet: it gets one when trainer.fit"):
+        _ = GrowPrune().sparse
+    with pytest.raises(GrowpruneError, match="snip looks at gradients before the first step"):
+        fit(tmp_path, GrowPrune("snip", kappa=1))
+    trainer = pl.Trainer(logger=False, accelerator="cpu")
+    trainer.strategy.__class__ = type("FSDPStrategy", (FSDPStrategy,), {"__init__": None})
+    with pytest.raises(GrowpruneError, match=r"does not work with FSDPStrategy, .*: use strategy='ddp' or one device"):
+        GrowPrune().setup(trainer, Module(), "fit")
+
+
+def test_without_lightning_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.delitem(sys.modules, "growprune.integrations.lightning")
+    with pytest.raises(GrowpruneError, match=r"pip install 'growprune\[lightning\]'"):
+        importlib.import_module("growprune.integrations.lightning")

@@ -1,0 +1,97 @@
+"""GrowPrune on two processes with DistributedDataParallel: they stay equal to the last bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from growprune.errors import GrowpruneError  # noqa: E402
+from growprune.integrations.lightning import GrowPrune  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+class Module(pl.LightningModule):
+    def __init__(self, drifts: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4))
+        self.drifts = drifts
+        self.wrapped: set[bool] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.wrapped.add(isinstance(self.trainer.strategy.model, DistributedDataParallel))
+        if self.drifts and self.trainer.global_step == 4:
+            with torch.no_grad():
+                self.net[2].weight.mul_(1 + torch.rand(40, 40) * self.global_rank)
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+
+def replica(rank: int, port: int, case: tuple[str, str, bool], results: Any) -> None:
+    """What torchrun would start."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    method, storage, drifts = case
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    names = {**where, "RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "none"}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    x = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(rank)  # the first weights differ, as do the data
+    module, callback = Module(drifts), GrowPrune(method, 0.9, 2, storage, every=2)
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=3, callbacks=[callback], **quiet)
+    try:
+        trainer.fit(module, DataLoader(TensorDataset(x, (x[:, :4] + x[:, 4:]).argmax(1)), 6, shuffle=True))
+    except GrowpruneError as error:
+        results.put((rank, str(error)))
+        return
+    assert module.wrapped == {True}
+    assert callback.cursor.iteration == 12  # 48 examples in batches of 6 on two processes, three times
+    results.put((rank, {name: tensor.numpy() for name, tensor in module.state_dict().items()}))
+
+
+def on_two_processes(*case: Any) -> list[Any]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["growprune.integrations.lightning", "torch._dynamo"])
+    results = context.Queue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [context.Process(target=replica, args=(rank, port, case, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = sorted((results.get(timeout=120) for _ in processes), key=lambda result: result[0])
+    for process in processes:
+        process.join()
+    return [result for _, result in found]
+
+
+@pytest.mark.parametrize(("method", "storage"), [("gradual_gap", "masked"), ("rigl", "masked"), ("rigl", "compact")])
+def test_two_processes_end_with_the_same_bits_and_exact_counts(method: str, storage: str) -> None:
+    one, other = on_two_processes(method, storage, False)
+    for name in one:
+        assert (one[name] == other[name]).all(), name
+    assert sum(int((one[f"net.{layer}.weight"] != 0).sum()) for layer in (0, 2)) == 192
+
+
+def test_processes_that_drift_apart_are_told_both() -> None:
+    for told in on_two_processes("gmp", "masked", True):
+        assert told.startswith("the processes have chosen different weights")
