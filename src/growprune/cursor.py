@@ -47,14 +47,15 @@ class Cursor:
         score: called where an edit looks at gradients and there was no iteration to see them; calls `sparse.score`.
         on_enter, on_leave: told of each phase once its edits are done, and before the model leaves it.
 
-    >>> from growprune import Partition, SparseModel, methods
-    >>> model = torch.nn.Linear(10, 10)
-    >>> plan = methods.gmp(Partition.contiguous(model, 1), sparsity=0.9, iterations=10, every=2)
-    >>> cursor = Cursor(SparseModel(model, sparsity=0.9), plan)
-    >>> for iteration in range(10 + 1):
-    ...     phase = cursor.advance(iteration)
-    >>> cursor.sparse.num_alive, cursor.is_over
-    (10, True)
+    Examples:
+        >>> from growprune import Partition, SparseModel, methods
+        >>> model = torch.nn.Linear(10, 10)
+        >>> plan = methods.gmp(Partition.contiguous(model, 1), sparsity=0.9, iterations=10, every=2)
+        >>> cursor = Cursor(SparseModel(model, sparsity=0.9), plan)
+        >>> for iteration in range(10 + 1):
+        ...     phase = cursor.advance(iteration)
+        >>> cursor.sparse.num_alive, cursor.is_over
+        (10, True)
     """
 
     def __init__(

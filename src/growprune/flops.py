@@ -40,8 +40,9 @@ class Flops:
     def at(self, densities: Mapping[str, float]) -> int:
         """In all, if only this share of each weight lives; a weight that is not named is dense.
 
-        >>> count_flops(nn.Linear(8, 4), torch.zeros(1, 8)).at({"weight": 0.25})
-        16
+        Examples:
+            >>> count_flops(nn.Linear(8, 4), torch.zeros(1, 8)).at({"weight": 0.25})
+            16
         """
         unknown = [name for name in densities if name not in self.by_weight]
         if unknown:
@@ -62,8 +63,9 @@ def count_flops(model: nn.Module, example: Any) -> Flops:
         example: the input, or a tuple of positional or a dict of keyword arguments. Model and example may both be on
             the meta device, where nothing is computed.
 
-    >>> count_flops(nn.Linear(8, 4), torch.zeros(3, 8)).dense
-    192
+    Examples:
+        >>> count_flops(nn.Linear(8, 4), torch.zeros(3, 8)).dense
+        192
     """
     if any(isinstance(m, nn.RNNBase) and not next(m.parameters()).is_meta for m in model.modules()):
         warn("recurrent layers run as one and are not counted: count on the meta device")

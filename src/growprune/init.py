@@ -49,8 +49,9 @@ def sparse_init(
         initialise: fills one module's own parameters and buffers, all of them.
         settings: further arguments of `SparseModel`.
 
-    >>> sparse_init(lambda: nn.Linear(100, 100), sparsity=0.9).num_alive
-    1000
+    Examples:
+        >>> sparse_init(lambda: nn.Linear(100, 100), sparsity=0.9).num_alive
+        1000
     """
     with torch.device("meta"):
         model = build()

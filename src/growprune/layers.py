@@ -131,14 +131,15 @@ def register_layer(kind: type, /, **axes: str) -> None:
             "stack " before it, if it is a stack of such matrices, each pruned by itself; with " ..." after it, if
             kernel positions follow, as in a convolution.
 
-    >>> import torch
-    >>> class Dense(torch.nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.kernel = torch.nn.Parameter(torch.zeros(8, 4))
-    >>> register_layer(Dense, kernel="in out")
-    >>> prunable_weights(Dense())[0].transposed
-    True
+    Examples:
+        >>> import torch
+        >>> class Dense(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.kernel = torch.nn.Parameter(torch.zeros(8, 4))
+        >>> register_layer(Dense, kernel="in out")
+        >>> prunable_weights(Dense())[0].transposed
+        True
     """
     if not isinstance(kind, type) or not hasattr(kind, "named_parameters"):
         raise GrowpruneError(f"register_layer was given {kind!r}, but takes the class of a module")
@@ -230,9 +231,10 @@ def adapter_parameters(model: Any) -> set[int]:
 def layer_weights(model: Any) -> dict[str, list[Weight]]:
     """Every layer of a model with its weights, in the order of registration; a shared module or weight counts once.
 
-    >>> import torch
-    >>> [w.name for ws in layer_weights(torch.nn.MultiheadAttention(4, 2)).values() for w in ws]
-    ['in_proj_weight[q]', 'in_proj_weight[k]', 'in_proj_weight[v]', 'out_proj.weight']
+    Examples:
+        >>> import torch
+        >>> [w.name for ws in layer_weights(torch.nn.MultiheadAttention(4, 2)).values() for w in ws]
+        ['in_proj_weight[q]', 'in_proj_weight[k]', 'in_proj_weight[v]', 'out_proj.weight']
     """
     seen = _used_otherwise(model) | adapter_parameters(model)
     layers: dict[str, list[Weight]] = {}

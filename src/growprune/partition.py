@@ -24,10 +24,11 @@ LISTS = {"Sequential", "ModuleList", "ModuleDict"}
 class Partition:
     """A sequence of parts, disjoint, and total over all of a model's parameters and buffers.
 
-    >>> import torch
-    >>> S = Partition.contiguous(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6))), 3)
-    >>> [part.tensors for part in S][0]
-    ('0.weight', '0.bias', '1.weight', '1.bias')
+    Examples:
+        >>> import torch
+        >>> S = Partition.contiguous(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6))), 3)
+        >>> [part.tensors for part in S][0]
+        ('0.weight', '0.bias', '1.weight', '1.bias')
     """
 
     parts: tuple[Part, ...]

@@ -64,8 +64,9 @@ that are trained already; or as the model is, if it is sparse already."""
 def first_by(initial_mask: InitialMask) -> By:
     """What the first edit of a method goes by.
 
-    >>> first_by("magnitude")
-    <By.MAGNITUDE: 'magnitude'>
+    Examples:
+        >>> first_by("magnitude")
+        <By.MAGNITUDE: 'magnitude'>
     """
     if initial_mask not in get_args(InitialMask):
         known = ", ".join(map(repr, get_args(InitialMask)))
@@ -186,10 +187,11 @@ def prune(
     With `share` instead of `to`: prune that share of the live weights of each of its layers; with `spread` of
     `Spread.RANKING`, of all of them together, wherever they are.
 
-    >>> print(prune(Part("S0", ("fc.weight",)), to=0.9))
-    prune S0 to 0.9
-    >>> print(prune(Part("S0", ("fc.weight",)), share=0.3))
-    prune 0.3 of S0
+    Examples:
+        >>> print(prune(Part("S0", ("fc.weight",)), to=0.9))
+        prune S0 to 0.9
+        >>> print(prune(Part("S0", ("fc.weight",)), share=0.3))
+        prune 0.3 of S0
     """
     return Edit(Action.PRUNE, part, by, to, share, spread)
 
@@ -206,12 +208,13 @@ def grow(
 
     With `spread`, the part as a whole gets as many as the allocation says, but its layers share them otherwise.
 
-    >>> print(grow(Part("S0", ("fc.weight",))))
-    grow S0 to dense
-    >>> print(grow(Part("S0", ("fc.weight",)), to=0.9, by=By.GRADIENT))
-    grow S0 to 0.9 by gradient
-    >>> print(grow(Part("S0", ("fc.weight",)), to=0.9, spread=Spread.LIVE))
-    grow S0 to 0.9 spread by live
+    Examples:
+        >>> print(grow(Part("S0", ("fc.weight",))))
+        grow S0 to dense
+        >>> print(grow(Part("S0", ("fc.weight",)), to=0.9, by=By.GRADIENT))
+        grow S0 to 0.9 by gradient
+        >>> print(grow(Part("S0", ("fc.weight",)), to=0.9, spread=Spread.LIVE))
+        grow S0 to 0.9 spread by live
     """
     return Edit(Action.GROW, part, by, 0.0 if to is None and share is None else to, share, spread)
 

@@ -60,10 +60,11 @@ class SparseModel:
 
     Everything is alive at first; the edits of a plan, or `prune`, make it sparse.
 
-    >>> sparse = SparseModel(nn.Linear(10, 100), sparsity=0.9)
-    >>> sparse.prune()
-    >>> sparse.num_alive
-    100
+    Examples:
+        >>> sparse = SparseModel(nn.Linear(10, 100), sparsity=0.9)
+        >>> sparse.prune()
+        >>> sparse.num_alive
+        100
     """
 
     def __init__(
@@ -127,10 +128,11 @@ class SparseModel:
 
         A dense model is refused. Of a live weight that happens to be zero nothing can be known: it is dead.
 
-        >>> layer = nn.Linear(4, 2)
-        >>> _ = layer.weight.data[:, 1:].zero_()
-        >>> SparseModel.from_zeros(layer).num_alive
-        2
+        Examples:
+            >>> layer = nn.Linear(4, 2)
+            >>> _ = layer.weight.data[:, 1:].zero_()
+            >>> SparseModel.from_zeros(layer).num_alive
+            2
         """
         pattern = parse_pattern(pattern)
         keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
