@@ -34,7 +34,7 @@ def show_comparison(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> N
     out.print(table)
     dense, sparse = ([r["test"]["accuracy"] for r in results] for results in rows.values())
     gaps = [s - d for s, d in zip(sparse, dense, strict=True)]
-    out.print(f"C-GaP minus dense, same total epochs: {spread(gaps, sign='+')} points. Runs are in {folder}.")
+    out.print(f"sparse minus dense, same epochs: {spread(gaps, sign='+')} points. Runs are in {folder}.")
 
 
 def show_result(result: dict[str, Any], folder: Path) -> None:
