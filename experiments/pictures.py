@@ -22,7 +22,7 @@ GREY = "#808890"
 STUDY = "classification-cifar10-width32"
 POINTS = {
     "dense": "dense",
-    "plan-cyclic4-0.5-linear": "gradual_gap",
+    "plan-cyclic4-0.5": "gradual_gap",
     "plan-never-0.375": "never growing",
     "plan-never-0.5": "never growing",
     "acdc-90-global": "AC/DC",
@@ -31,7 +31,7 @@ POINTS = {
     "static-90-erk": "static",
     "cyclic-90-uniform": "C-GaP (paper)",
 }
-"""Rows of the study, and what they are called; `plan-cyclic4-0.5-linear` is gradual_gap as it is by default."""
+"""Rows of the study, and what they are called; `plan-cyclic4-0.5` is gradual_gap as it is by default."""
 
 
 def svg(width: int, height: int, body: list[str], title: str) -> str:

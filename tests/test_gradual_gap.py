@@ -23,7 +23,7 @@ def lines(plan: Any) -> list[str]:
 
 
 def test_the_sparsity_rises_evenly_while_the_parts_grow_in_turns() -> None:
-    plan = gradual_gap(FOUR, sparsity=0.9, iterations=20, every=3, start=0.5, until=0.6)
+    plan = gradual_gap(FOUR, sparsity=0.9, iterations=20, every=3, start=0.5, until=0.6, power=1)
     assert lines(plan) == [
         "prune all to 0.5 by random: 0",
         "prune all to 0.5, grow S0 to dense: 3",
@@ -34,8 +34,8 @@ def test_the_sparsity_rises_evenly_while_the_parts_grow_in_turns() -> None:
     ]
 
 
-def test_a_power_of_three_rises_as_gmp_does() -> None:
-    plan = gradual_gap(FOUR, sparsity=0.9, iterations=12, every=6, start=0.1, until=1.0, power=3, control="start")
+def test_it_rises_as_gmp_does_if_nothing_is_said() -> None:
+    plan = gradual_gap(FOUR, sparsity=0.9, iterations=12, every=6, start=0.1, until=1.0, control="start")
     # half way, an eighth of the way is left: 0.9 - 0.8 / 8
     assert lines(plan) == [
         "prune all to 0.1 by random: 0",
@@ -81,7 +81,7 @@ def test_no_more_weights_live_than_the_peak_density_allows(kappa: int, control: 
 
 
 def test_controls_never_grow_from_the_same_start_or_the_same_peak() -> None:
-    options: dict[str, Any] = {"sparsity": 0.9, "iterations": 8, "every": 4, "start": 0.4, "until": 1.0}
+    options: dict[str, Any] = {"sparsity": 0.9, "iterations": 8, "every": 4, "start": 0.4, "until": 1.0, "power": 1}
     assert lines(gradual_gap(FOUR, **options, control="start")) == [
         "prune all to 0.4 by random: 0",
         "prune all to 0.4: 4",
@@ -107,7 +107,7 @@ def test_a_peak_density_is_exact_for_parts_that_differ() -> None:
 
 
 def test_each_machine_of_the_parallel_form_grows_another_part() -> None:
-    plan = list(parallel_gradual_gap(FOUR, sparsity=0.9, iterations=10, every=4, start=0.5, until=0.8))
+    plan = list(parallel_gradual_gap(FOUR, sparsity=0.9, iterations=10, every=4, start=0.5, until=0.8, power=1))
     assert lines(plan) == [
         "prune all to 0.5 by random: 0",
         "prune all to 0.5: 0",

@@ -41,7 +41,7 @@ class Backward:
 
     def __call__(self, batch: Any, weight: Any) -> Tensor:
         """The loss times its weight, summed over all replicas; its gradients are added to the parameters' own."""
-        # in this thread: one of autograd's own has to take Python's lock for every layer, while a GPU waits
+        # in this thread: in one of autograd's own a compact step took 44 ms instead of 32 (docs/memory.md)
         with torch.autograd.set_multithreading_enabled(self.mesh.data_group is not None):
             if self._is_compiled and not self.sparse.gradients.is_watching:
                 return self._compiled_pass(batch, weight)
