@@ -19,6 +19,7 @@ CORE = (
 )
 
 MAY_IMPORT = {
+    "lengths": "",
     "errors": "",
     "warn": "",
     # what a method may say: standard library only
@@ -63,11 +64,11 @@ MAY_IMPORT = {
     "logs": "atomic",
     "engine": f"atomic {CORE} init folding rules methods flops file summary logs tasks.task",
     "recipes": "plan partition methods tasks engine",
-    "compare": "atomic plan partition methods tasks engine recipes",
+    "compare": "atomic lengths plan partition methods tasks engine recipes",
     # who runs it
     "doctor": "storage",
     "console": "folding plan engine file summary logs doctor",
-    "integrations": f"{CORE} methods engine.checkpoint engine.rng",
+    "integrations": f"{CORE} lengths methods engine.checkpoint engine.rng",
     "report": "atomic methods engine",
     "console_compare": "compare console",
     "cli": (

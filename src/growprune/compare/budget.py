@@ -19,17 +19,13 @@ from growprune.engine.cost import estimate
 from growprune.engine.partitions import balanced, contiguous, per_layer
 from growprune.engine.recipe import Recipe, own_options
 from growprune.errors import GrowpruneError
+from growprune.lengths import ROUNDS, SEARCH, often_enough
 from growprune.partition import Partition
 from growprune.plan import Plan, check_counts, walk
 
 KINDS = ("epochs", "flops", "paper")
 PAPER_RATIO = {"cyclic_gap": 4, "parallel_gap": 4, "random_gap": 4, "gradual_gap": 4, "parallel_gradual_gap": 4}
 """How many times as long as dense the GaP methods train in the paper, about."""
-
-SEARCH, ROUNDS = 0.4, 2
-"""The share of the epochs in which grow-and-prune searches, and how often it grows every part then."""
-LEAST_EDITS = 40
-"""A short training has at least so many edits, where its method edits every so many iterations."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,7 @@ def _is_required(recipe: Recipe, name: str) -> bool:
 def _lengths(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) -> dict[str, Any]:
     taken, given = own_options(recipe.method), recipe.options
     if "iterations" in taken:
-        often = _often_enough(recipe, epochs * per_epoch)
+        often = often_enough(recipe.method, epochs * per_epoch)
         is_said = "iterations" in given or "epochs" in given
         return often if is_said else often | _whole_length(recipe, S, epochs, per_epoch)
     if "steps" in taken:
@@ -149,13 +145,6 @@ def _whole_length(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) -> 
         return {"epochs": epochs}
     longest = bisect.bisect_right(range(epochs * per_epoch), False, key=lambda n: at(iterations=n) > epochs)
     return {"iterations": max(1, longest - 1)}
-
-
-def _often_enough(recipe: Recipe, iterations: int) -> dict[str, int]:
-    every = inspect.signature(recipe.method).parameters.get("every")
-    if every is None or not isinstance(every.default, int):
-        return {}
-    return {"every": max(1, min(every.default, iterations // LEAST_EDITS))}
 
 
 def _search(recipe: Recipe, S: Partition, epochs: int) -> dict[str, int]:

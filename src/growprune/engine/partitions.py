@@ -16,40 +16,29 @@ from growprune.plan import check_counts
 
 
 @dataclass(frozen=True)
-class Contiguous:
-    """kappa parts of neighbouring layers, as equal as can be, that split no residual or attention block."""
-
+class _InParts:
     kappa: int = 4
-
-    def __str__(self) -> str:
-        return f"contiguous({self.kappa})"
 
     def __post_init__(self) -> None:
         check_counts(1, kappa=self.kappa)
 
+    def __str__(self) -> str:
+        return f"{type(self).__name__.lower()}({self.kappa})"
+
     @property
     def num_parts(self) -> int | None:
         return self.kappa
+
+
+class Contiguous(_InParts):
+    """kappa parts of neighbouring layers, as equal as can be, that split no residual or attention block."""
 
     def cut(self, model: nn.Module, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
         return Partition.contiguous(model, self.kappa, keep_dense=keep_dense, include=include)
 
 
-@dataclass(frozen=True)
-class Balanced:
+class Balanced(_InParts):
     """kappa parts of layers from all over the model, as equal in weights as single layers allow."""
-
-    kappa: int = 4
-
-    def __str__(self) -> str:
-        return f"balanced({self.kappa})"
-
-    def __post_init__(self) -> None:
-        check_counts(1, kappa=self.kappa)
-
-    @property
-    def num_parts(self) -> int | None:
-        return self.kappa
 
     def cut(self, model: nn.Module, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
         return Partition.balanced(model, self.kappa, keep_dense=keep_dense, include=include)

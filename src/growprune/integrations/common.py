@@ -26,16 +26,13 @@ from growprune.cursor import Cursor
 from growprune.engine.checkpoint import load, save
 from growprune.errors import GrowpruneError
 from growprune.layers import layer_weights, matches
+from growprune.lengths import ROUNDS, SEARCH, often_enough
 from growprune.methods import METHODS
 from growprune.partition import Partition
 from growprune.plan import By, Plan, check_counts, check_sparsity, walk
 from growprune.sparse import SparseModel
 from growprune.storage import parse_storage
 
-SEARCH, ROUNDS = 0.4, 2
-"""The share of the training in which grow-and-prune searches, and how often it grows every part then."""
-LEAST_EDITS = 40
-"""A short training has at least so many edits, where its method edits every so many iterations."""
 FOLDER = "growprune"
 """What a trainer's checkpoint, which is a folder, has our state in."""
 
@@ -159,10 +156,7 @@ class Settings:
         options = {name: value for name, value in shared.items() if name in taken} | dict(self.options)
         per_epoch = self.iterations_per_epoch or iterations_per_epoch
         if "iterations" in taken:
-            every = getattr(taken.get("every"), "default", None)
-            if isinstance(every, int):
-                options.setdefault("every", max(1, min(every, iterations // LEAST_EDITS)))
-            return {"iterations": iterations} | options, per_epoch
+            return {"iterations": iterations, **often_enough(self.make_plan, iterations)} | options, per_epoch
         is_in_epochs = bool({"epochs", "finetune"} & set(self.options))
         if is_in_epochs and per_epoch is None:
             raise GrowpruneError(
