@@ -45,8 +45,8 @@ class Study:
 SELDOM = {"evaluate_every": 10, "candidates": "false"}
 HALF_WIDTH = {"task.width": 32, "compile": "true", **SELDOM}
 STUDIES = {
-    "classification-cifar10": Study("cifar10.npz", "top1", epochs=16, lr=0.02, settings=HALF_WIDTH),
-    "translation-multi30k": Study("multi30k", "bleu", epochs=16, lr=5e-4, settings=SELDOM),
+    "classification-cifar10": Study("cifar10.npz", "top1", epochs=16, lr=0.2, settings=HALF_WIDTH),
+    "translation-multi30k": Study("multi30k", "bleu", epochs=16, lr=1e-3, settings=SELDOM),
     "classification-tiny": Study("images.npz", "top1", epochs=9, lr=0.01),
     "translation-tiny": Study("text", "bleu", epochs=9, lr=2e-4),
 }
