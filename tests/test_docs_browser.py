@@ -21,9 +21,9 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parent.parent
 WIDTH = 390
-OUTSIDE = """
+OUTSIDE = f"""
 return Array.from(document.querySelectorAll('.md-content *')).filter(node =>
-    !node.closest('pre, .md-typeset__scrollwrap, .headerlink') && node.getBoundingClientRect().right > innerWidth + 1
+    !node.closest('pre, .md-typeset__scrollwrap, .headerlink') && node.getBoundingClientRect().right > {WIDTH} + 1
 ).map(node => node.outerHTML.slice(0, 80))
 """
 """What is wider than the screen and does not scroll by itself, as code and tables do."""
