@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,4 +22,18 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """A picture of an experiment is in the site; any other file of the repository is named only."""
     markdown = re.sub(r"(!\[[^]]*\]\()\.\./", r"\1", markdown)
-    return re.sub(r"\[([^]]*)\]\(\.\./([^)]*)\)", r"`\2`", markdown)
+    markdown = re.sub(r"\[([^]]*)\]\(\.\./([^)]*)\)", r"`\2`", markdown)
+    return "\n".join(part_lists(markdown.splitlines()))
+
+
+def part_lists(lines: Iterable[str]) -> Iterator[str]:
+    """Put an empty line before a list or code that follows its sentence at once: GitHub needs none, mkdocs does."""
+    before, is_code = "", False
+    for line in lines:
+        is_fence = line.startswith("```")
+        is_list = line.startswith("- ") and not before.startswith(("- ", "  "))
+        if before and not is_code and (is_list or is_fence):
+            yield ""
+        yield line
+        is_code ^= is_fence
+        before = line

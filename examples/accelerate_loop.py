@@ -1,6 +1,6 @@
 """A loop of one's own with accelerate, 90 % sparse: on one device, or `accelerate launch` it on several.
 
-pip install 'growprune[transformers]'
+pip install '.[transformers]'
 python accelerate_loop.py --out /tmp/run --stop-after 30    # as if it were killed
 python accelerate_loop.py --out /tmp/run --resume           # goes on to the same bits
 """

@@ -1,6 +1,6 @@
 """Train a small network 90 % sparse with Lightning, keep the best sparse model, and save it in the sparse format.
 
-    pip install 'growprune[lightning]'
+    pip install '.[lightning]'
     python examples/lightning_fit.py
 
 Takes seconds on a CPU. The data are made up: which of four noisy waves is it?

@@ -1,6 +1,6 @@
 """Train a small Llama as a language model, 80 % sparse throughout, with compact weights. Seconds on a CPU.
 
-pip install 'growprune[transformers]'
+pip install '.[transformers]'
 python transformers_causal_lm.py --out /tmp/run
 """
 

@@ -1,6 +1,6 @@
 """Classify with a small BERT that is made 90 % sparse while the Trainer trains it. Seconds on a CPU, nothing fetched.
 
-pip install 'growprune[transformers]'
+pip install '.[transformers]'
 python transformers_classification.py --out /tmp/run
 """
 

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import growprune
 from growprune.methods import METHODS
+from growprune.recipes import RECIPES
 from test_readme import ROOT, run
 
 DOCS = ROOT / "docs"
-GUIDES = ("index", "own-loop", "choosing", "extending")
+GUIDES = ("index", "own-loop", "choosing", "deploying", "extending")
+ELSEWHERE = {
+    "lightning": "integrations/test_lightning_docs.py",
+    "pretrained": "test_pretrained_page.py",
+    "transformers": "integrations/test_transformers_page.py",
+    "memory": "test_the_code_about_memory_runs",
+    "paper": "test_the_algorithm_shown_is_the_code_that_runs",
+    "design": "none: it shows what is in plan.py, shortened",
+}
+"""Pages whose code is not run here, and where it is."""
 
 
 def blocks(page: str) -> list[str]:
@@ -29,6 +41,72 @@ def test_the_code_of_a_guide_runs(page: str, tmp_path: Path, monkeypatch: pytest
     assert found
     for code in found:  # each with a model, data and a loss of its own
         run(f"import growprune as gp\n{code}")
+
+
+def test_the_code_of_every_page_is_run_somewhere() -> None:
+    assert {page.stem for page in DOCS.glob("*.md") if blocks(page.stem)} == {*GUIDES, *ELSEWHERE}
+
+
+def test_the_first_loop_ends_with_a_tenth_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run(blocks("index")[0])
+    assert names["sparse"].num_alive == 997  # of 432 + 2,304 + 2,304 + 4,608 + 320
+    assert names["cursor"].is_over
+
+
+def test_the_loop_over_phases_ends_sparse() -> None:
+    (code,) = [code for code in blocks("own-loop") if "follow" in code]
+    assert run(code)["sparse"].mask("blocks.2.weight").sum() == 461  # a tenth of 4,608
+
+
+def test_the_model_that_is_deployed_is_the_one_that_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run(blocks("deploying")[1])
+    assert capsys.readouterr().out == "True\n"
+    assert int((names["tensors"]["blocks.2.weight"] != 0).sum()) == 461
+
+
+def test_the_code_about_memory_runs() -> None:
+    storages, threads = blocks("memory")
+    sparse = run(storages)["sparse"]
+    assert (sparse.storage, sparse.num_alive) == ("compact", 996)  # a tenth of each layer: 43 + 230 + 230 + 461 + 32
+    before = torch.autograd.is_multithreading_enabled()
+    try:
+        run(threads)
+        assert not torch.autograd.is_multithreading_enabled()
+    finally:
+        torch.autograd.set_multithreading_enabled(before)
+
+
+def test_the_algorithm_shown_is_the_code_that_runs() -> None:
+    (shown,) = blocks("paper")
+    source = (ROOT / "src" / "growprune" / "methods" / "cyclic_gap.py").read_text()
+    assert shown.startswith("yield Phase")
+    assert "".join(shown.split()) in "".join(source.split())
+
+
+def test_every_row_of_the_papers_tables_is_the_recipe_that_the_page_names() -> None:
+    page = (DOCS / "paper.md").read_text()
+    rows = re.findall(r"^\| `(\S+/\S+)` \| (.*) \| (.*) \| ([\d,]+) \|$", page, re.M)
+    for name, row, figure, epochs in rows:
+        expected = f"{row}: {figure}; {epochs.replace(',', '')} epochs; machines of 8 V100"
+        assert re.fullmatch(r"(Table \d, )?" + re.escape(expected), RECIPES[name]().claim), name
+    claimed = {name for name, make in RECIPES.items() if re.match("Table|Ablation", make().claim)}
+    assert {name for name, *_ in rows} == claimed
+
+
+def test_every_method_is_named_where_one_chooses() -> None:
+    page = (DOCS / "choosing.md").read_text()
+    assert [name for name in METHODS if f"`{name}`" not in page] == []
+
+
+def test_a_list_that_follows_its_sentence_at_once_is_a_list_and_code_stays_as_it_is() -> None:
+    hooks = runpy.run_path(str(DOCS / "hooks.py"))
+    page = "So:\n- one\n  and more\n- two\nRun\n```\na\n- b\n```\nor"
+    expected = "So:\n\n- one\n  and more\n- two\nRun\n\n```\na\n- b\n```\nor"
+    assert hooks["on_page_markdown"](page) == expected
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -49,7 +127,7 @@ def test_the_site_is_built_without_a_complaint(tmp_path: Path) -> None:
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    page = (tmp_path / "site" / "api" / "index.html").read_text()
+    page = (tmp_path / "site" / "api.html").read_text()
     assert "peak_density" in page
     assert (tmp_path / "site" / "experiments" / "theory" / "explored.svg").exists()
     for built in (tmp_path / "site").rglob("*.html"):
