@@ -1,10 +1,10 @@
-"""A model of GPT-2's small size through the Trainer of transformers: dense, masked and compact, side by side in one run.
+"""A model of GPT-2's small size through the Trainer of transformers: dense, masked and compact, in one run.
 
     python benchmarks/transformers_trainer.py --text input.txt
     python benchmarks/transformers_trainer.py --text input.txt --small   # on a CPU in seconds, to see that it works
 
-The text is read as bytes, so that no tokenizer has to be fetched; the model keeps GPT-2's own vocabulary and so its 124 M
-weights, of which 85 M may become sparse. Each storage trains in a process of its own, for its own peak of memory.
+The text is read as bytes, so that no tokenizer has to be fetched; the model keeps GPT-2's own vocabulary and so its
+124 M weights, of which 85 M may become sparse. Each storage trains in a process of its own, for its own peak of memory.
 `--json FILE` keeps the figures.
 """
 
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +119,20 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 1], help="sequences a step")
     parser.add_argument("--storage", choices=["dense", "masked", "compact"], help="only this one, printed as JSON")
+    parser.add_argument("--steps", type=int, help="how many, those of the warm-up included")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    size = SMALL if args.small else GPT2
+    size = replace(size, steps=args.steps or size.steps)
     if args.storage:
-        print(json.dumps(train(args.storage, SMALL if args.small else GPT2, args.batches[0], args.text)))
+        print(json.dumps(train(args.storage, size, args.batches[0], args.text)))
         return
     rows = []
     for batch in args.batches:
         for storage in ("dense", "masked", "compact"):
-            words = ["--text", str(args.text), "--batches", str(batch), "--storage", storage]
+            words = ["--text", str(args.text), "--batches", str(batch), "--steps", str(size.steps)]
+            words += ["--storage", storage]
             command = [sys.executable, __file__, *words, *(["--small"] if args.small else [])]
             said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             rows.append(json.loads(said.splitlines()[-1]))
