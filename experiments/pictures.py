@@ -22,7 +22,8 @@ GREY = "#808890"
 STUDY = "classification-cifar10-width32"
 POINTS = {
     "dense": "dense",
-    "plan-cyclic4-0.5": "gradual_gap",
+    "plan-cyclic4-0.5-linear": "gradual_gap",
+    "plan-cyclic4-0.5": "gradual_gap power=3",
     "plan-never-0.375": "never growing",
     "plan-never-0.5": "never growing",
     "acdc-90-global": "AC/DC",
@@ -31,7 +32,7 @@ POINTS = {
     "static-90-erk": "static",
     "cyclic-90-uniform": "C-GaP (paper)",
 }
-"""Rows of the study, and what they are called; `plan-cyclic4-0.5` is gradual_gap as it is by default."""
+"""Rows of the study, and what they are called; `plan-cyclic4-0.5-linear` is gradual_gap with start=0.5."""
 
 
 def svg(width: int, height: int, body: list[str], title: str) -> str:
@@ -68,7 +69,7 @@ def schedule() -> str:
             body.append(f'<rect {shape} fill="#1f77b4" fill-opacity="{0.08 + 0.92 * density:.3f}"/>')
         x += 1.5 * length
     body += [text(54, 31 + 34 * i, f"part {i}", anchor="end") for i in range(4)]
-    body += [text(64, 168, "half of the weights live"), text(x, 168, "fine-tuning, 10 % live", anchor="end")]
+    body += [text(64, 168, "47 % of the weights live"), text(x, 168, "fine-tuning, 10 % live", anchor="end")]
     return svg(560, 180, body, "Sparsity rises while one part after another is grown to dense and pruned back")
 
 
@@ -90,7 +91,7 @@ def frontier() -> str:
         top1 = statistics.fmean(result["test"]["top1"] for result in results)
         peaks = [max(h["alive"] for h in r["history"]) / r["sparsity"]["totals"]["prunable"] for r in results]
         x, y = at(max(peaks), top1)
-        colour = "#d62728" if name == "gradual_gap" else "#1f77b4"
+        colour = "#d62728" if name.startswith("gradual_gap") else "#1f77b4"
         body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
         words = f"{name}, {top1:.1f}" + ("" if len(results) > 1 else "*")
         is_left = max(peaks) < 0.3  # where there is no room to the left of the point

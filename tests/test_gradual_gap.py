@@ -34,8 +34,24 @@ def test_the_sparsity_rises_evenly_while_the_parts_grow_in_turns() -> None:
     ]
 
 
-def test_it_rises_as_gmp_does_if_nothing_is_said() -> None:
-    plan = gradual_gap(FOUR, sparsity=0.9, iterations=12, every=6, start=0.1, until=1.0, control="start")
+def test_it_rises_evenly_and_three_fifths_of_the_weights_live_at_most_if_nothing_is_said() -> None:
+    plan = gradual_gap(FOUR, sparsity=0.8, iterations=12, every=6, until=1.0)
+    # a quarter is grown, and 0.4 are zero: 0.4 / 0.75 of the rest
+    assert lines(plan)[:3] == [
+        "prune all to 0.5333 by random: 0",
+        "prune all to 0.5333, grow S0 to dense: 6",
+        "prune all to 0.6667, grow S1 to dense: 6",
+    ]
+
+
+def test_a_model_that_cannot_keep_to_the_usual_peak_comes_as_near_as_it_can() -> None:
+    assert lines(gradual_gap(FOUR, sparsity=0.5, iterations=12))[0] == "prune all to 0.5 by random: 0"
+    whole = Partition((Part("S0", ("0.weight",)),))
+    assert lines(gradual_gap(whole, sparsity=0.5, iterations=12))[0] == "prune all to dense by random: 0"
+
+
+def test_it_rises_as_gmp_does_with_a_power_of_three() -> None:
+    plan = gradual_gap(FOUR, sparsity=0.9, iterations=12, every=6, start=0.1, until=1.0, power=3, control="start")
     # half way, an eighth of the way is left: 0.9 - 0.8 / 8
     assert lines(plan) == [
         "prune all to 0.1 by random: 0",

@@ -18,6 +18,9 @@ from growprune.plan import (
     prune,
 )
 
+PEAK_DENSITY = 0.6
+"""The largest share of the weights that live at a time, if nothing is said."""
+
 
 @method(allocation="global", partition="balanced")
 def gradual_gap(
@@ -29,7 +32,7 @@ def gradual_gap(
     start: float | None = None,
     peak_density: float | None = None,
     until: float = 0.75,
-    power: int = 3,
+    power: int = 1,
     initial_mask: InitialMask = "random",
     control: Literal["start", "peak"] | None = None,
 ) -> Iterator[Phase]:
@@ -42,10 +45,11 @@ def gradual_gap(
         sparsity: the fraction of zeros to reach.
         iterations: of the whole training.
         every: the iterations of each step; a sixtieth of the training if not given.
-        start: the fraction of zeros to begin with; 0.5 if not given.
-        peak_density: instead of `start`: the largest share of the weights that may live at any time.
+        start: the fraction of zeros to begin with.
+        peak_density: instead of `start`: the largest share of the weights that may live at any time. If neither is
+            given it is 0.6, or as near to it as the parts and the sparsity allow.
         until: when the steps end and fine-tuning begins, as a share of the training.
-        power: how the sparsity rises: 3 fast at first and slowly at the end, as in GMP; 1 evenly.
+        power: how the sparsity rises: 1 evenly; 3 fast at first and slowly at the end, as in GMP.
         initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
             "as_is", for a model that has the sparsity to begin with already.
         control: for a comparison, what shows what growth itself brings: the same plan without growth, from the same
@@ -75,20 +79,25 @@ def first_sparsity(S: Parts, sparsity: float, start: float | None, peak_density:
     check_sparsity(sparsity)
     if start is not None and peak_density is not None:
         raise GrowpruneError(f"start is {start} and peak_density is {peak_density}: give one of the two")
-    if peak_density is None:
-        start = min(0.5, sparsity) if start is None else start
+    if start is not None:
         check_sparsity(start)
         if start > sparsity:
             raise GrowpruneError(
                 f"start is {start}, but the sparsity to reach is {sparsity}: give a start of at most that"
             )
         return start
-    check_share(peak_density=peak_density)
     grown = S.largest_share
+    if peak_density is not None:
+        _check_peak(peak_density, grown, sparsity)
+    room = 1 - (PEAK_DENSITY if peak_density is None else peak_density)
+    return 0.0 if grown == 1 else min(sparsity, room / (1 - grown))
+
+
+def _check_peak(peak_density: float, grown: float, sparsity: float) -> None:
+    check_share(peak_density=peak_density)
     least = 1 - sparsity * (1 - grown)
     if peak_density < least:
         raise GrowpruneError(
             f"peak_density is {peak_density}, but with a part of {grown:.3g} of the weights grown at a sparsity of "
             f"{sparsity}, {least:.4g} of them live: give at least that, or cut the model into more parts"
         )
-    return 0.0 if grown == 1 else min(sparsity, (1 - peak_density) / (1 - grown))

@@ -29,7 +29,7 @@ def parallel_gradual_gap(
     start: float | None = None,
     peak_density: float | None = None,
     until: float = 0.75,
-    power: int = 3,
+    power: int = 1,
     initial_mask: InitialMask = "random",
 ) -> Iterator[Stage]:
     """Each step prunes a little more, then sends the model to len(S) machines, of which the i-th grows S_i.
@@ -39,10 +39,11 @@ def parallel_gradual_gap(
         iterations: of the whole training, as each machine counts them.
         every: the iterations of each step; a tenth of the training if not given, since each begins with a fresh
             optimizer on every machine.
-        start: the fraction of zeros to begin with; 0.5 if not given.
-        peak_density: instead of `start`: the largest share of the weights that may live on any machine.
+        start: the fraction of zeros to begin with.
+        peak_density: instead of `start`: the largest share of the weights that may live on any machine. If neither
+            is given it is 0.6, or as near to it as the parts and the sparsity allow.
         until: when the steps end and fine-tuning begins, as a share of the training.
-        power: how the sparsity rises: 3 fast at first and slowly at the end; 1 evenly.
+        power: how the sparsity rises: 1 evenly; 3 fast at first and slowly at the end.
         initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
             "as_is", for a model that has the sparsity to begin with already.
 
