@@ -35,6 +35,8 @@ from growprune.storage import parse_storage
 
 FOLDER = "growprune"
 """What a trainer's checkpoint, which is a folder, has our state in."""
+NAME = "00000000"
+"""What is in there: the one state, as `engine.checkpoint` numbers them."""
 
 
 @dataclass(frozen=True)
@@ -315,14 +317,18 @@ def _summed(tensor: Tensor) -> Tensor:
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Add a state to a trainer's checkpoint."""
     shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of an earlier training, whose weights are overwritten too
-    save(folder / FOLDER, 0, state)
+    save(folder / FOLDER, int(NAME), state)
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def has_state(folder: Path) -> bool:
+    """Whether a trainer's checkpoint has a state that was written to its end."""
+    return (folder / FOLDER / NAME / "COMPLETE").is_file()
+
+
+def read_state(folder: Path, remedy: str = "resume from another checkpoint") -> dict[str, Any]:
     """The state in a trainer's checkpoint; it is refused if it is damaged or not there."""
-    if not (folder / FOLDER).is_dir():
+    if not has_state(folder):
         raise GrowpruneError(
-            f"{folder} has no folder {FOLDER!r}: it was saved without growprune, or not to its end; resume from "
-            f"another checkpoint"
+            f"{folder} has no folder {FOLDER!r}: it was saved without growprune, or not to its end; {remedy}"
         )
-    return load(folder / FOLDER / "00000000")
+    return load(folder / FOLDER / NAME)

@@ -2,7 +2,7 @@
 
     callback = GrowPruneCallback("gradual_gap", sparsity=0.9)
     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
-    trainer.train()                                        # or train(resume_from_checkpoint=True)
+    trainer.train()                         # or train(resume_from_checkpoint=last_checkpoint(folder))
     print(callback.sparse.summary())
 
 Each of the Trainer's checkpoints has the state of the masks and of the plan in a folder `growprune`, as safetensors and
@@ -15,30 +15,30 @@ import bisect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from growprune.cursor import Cursor
 from growprune.errors import GrowpruneError
 from growprune.integrations.common import Figures, Settings, read_state, share_gradients, write_state
-from growprune.layers import first_names
+from growprune.integrations.transformers_checkpoints import check_zeros, last_checkpoint, left_out
 from growprune.partition import Partition
-from growprune.plan import Part, Plan
-from growprune.snapshot import unpack
+from growprune.plan import Plan
 from growprune.sparse import SparseModel
 from growprune.warn import warn
 
 try:
     from transformers import Trainer, TrainerCallback, get_scheduler
+    from transformers.trainer_callback import ExportableState
 except ImportError as error:
     raise GrowpruneError("GrowPruneCallback needs transformers: pip install 'growprune[transformers]'") from error
+
+__all__ = ["GrowPruneCallback", "last_checkpoint"]
 
 
 class GrowPruneCallback(TrainerCallback):
@@ -96,7 +96,6 @@ class GrowPruneCallback(TrainerCallback):
         self._log_layers = log_layers
         self._figures: Figures | None = None
         self.is_training = False
-        self._last = _OnlyAtTarget(self)
 
     @property
     def sparse(self) -> SparseModel | None:
@@ -114,7 +113,7 @@ class GrowPruneCallback(TrainerCallback):
         trainer, folder = _running_trainer()
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         self._refuse(trainer, model)
-        saved = None if folder is None else read_state(Path(folder))
+        saved = None if folder is None else read_state(Path(folder), "give resume_from_checkpoint=last_checkpoint(...)")
         if self.cursor is None:
             lengths = {"iterations": state.max_steps, "per_epoch": _steps_per_epoch(args, kwargs["train_dataloader"])}
             self._lengths = lengths if saved is None else saved["lengths"]
@@ -131,7 +130,7 @@ class GrowPruneCallback(TrainerCallback):
         if not self.cursor.is_over and _has_restarts(self.cursor):
             _restart_rates(args, trainer.lr_scheduler, _restarts(self.cursor))
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
-        _place(trainer.callback_handler.callbacks, self, self._last)
+        _place(trainer, self)
         self.is_training = True
 
     def _refuse(self, trainer: Any, model: nn.Module) -> None:
@@ -210,17 +209,17 @@ class GrowPruneCallback(TrainerCallback):
 
     # Checkpoints
 
+    def save(self, folder: Path) -> None:
+        """Add our state to a checkpoint that has the weights already."""
+        assert self.cursor is not None
+        states = {"sparse": self.cursor.sparse.state_dict(), "cursor": self.cursor.state_dict()}
+        weights = self.cursor.sparse.snapshot(left_out(self.cursor.sparse.model, folder))
+        write_state(folder, {**states, "weights": weights, "lengths": self._lengths, "made": self._made()})
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add our state to the checkpoint that the Trainer has just written."""
-        if self.cursor is None:
-            return
-        if args.should_save:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            left_out = self.cursor.sparse.snapshot(_left_out(self.cursor.sparse.model, folder))
-            states = {"sparse": self.cursor.sparse.state_dict(), "cursor": self.cursor.state_dict()}
-            write_state(folder, {**states, "weights": left_out, "lengths": self._lengths, "made": self._made()})
+        """Wait until our state is written (see `_Last`): others may be about to read it, as the best."""
         if args.world_size > 1:
-            distributed.barrier()  # others may be about to read it, as the best
+            distributed.barrier()
 
     def _made(self) -> dict[str, Any]:
         """How the model was made sparse, as far as masks and the plan do not tell."""
@@ -244,7 +243,7 @@ class GrowPruneCallback(TrainerCallback):
     def _go_on(self, saved: dict[str, Any], optimizer: Any) -> None:
         """Go on from a checkpoint, of which the Trainer has loaded the weights and the optimizer."""
         assert self.cursor is not None
-        _check_zeros(self.cursor.sparse, saved["sparse"]["masks"], saved["weights"])
+        check_zeros(self.cursor.sparse, saved["sparse"]["masks"], saved["weights"])
         state = optimizer.state_dict()
         optimizer.state.clear()  # it is of the weights as they are stored after their masks are loaded
         if self.cursor.position < 0:  # all live, so that nothing is lost; compact weights are followed from here on
@@ -255,19 +254,30 @@ class GrowPruneCallback(TrainerCallback):
         self.cursor.load_state_dict(saved["cursor"])
 
 
-class _OnlyAtTarget(TrainerCallback):
-    """Keeps models that are not at the target sparsity from being the best. Stands last: others see the true metric."""
+class _Last(TrainerCallback, ExportableState):
+    """Stands last, so that others see the true metric, and is asked for a state whenever a checkpoint is written."""
 
-    def __init__(self, callback: GrowPruneCallback) -> None:
-        self._callback = callback
+    def __init__(self, callback: GrowPruneCallback | None = None, trainer: Any = None) -> None:
+        self._callback, self._trainer = callback, trainer
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
+        """Keep a model that is not at the target sparsity from being the best."""
+        assert self._callback is not None
         sparse, name = self._callback.sparse, args.metric_for_best_model
         if sparse is None or not self._callback.is_training or name is None or sparse.is_at_target:
             return
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name in metrics:
             metrics[name] = math.nan  # which is better than no other
+
+    def state(self) -> dict[str, Any]:
+        """Add our state to a checkpoint: now, since next its own state completes it, and older ones are deleted.
+
+        A Trainer also asks when it begins to train a second time, when there is nothing to save.
+        """
+        if self._callback is not None and sys._getframe(1).f_code.co_name == "_save_checkpoint":
+            self._callback.save(Path(self._trainer.args.output_dir) / f"checkpoint-{self._trainer.state.global_step}")
+        return {"args": {}, "attributes": {}}
 
 
 def _running_trainer() -> tuple[Any, str | None]:
@@ -286,10 +296,12 @@ def _refuse_sharding(is_sharded: bool) -> None:
         raise GrowpruneError("GrowPruneCallback does not work with FSDP or DeepSpeed, which shard weights: use DDP")
 
 
-def _place(callbacks: list[Any], first: TrainerCallback, last: TrainerCallback) -> None:
-    """Let one callback be the first, so that loggers get what it adds, and one the last."""
-    others = [callback for callback in callbacks if callback is not first and callback is not last]
-    callbacks[:] = [first, *others, last]
+def _place(trainer: Any, callback: GrowPruneCallback) -> None:
+    """Let the callback be the first, so that loggers get what it adds, and have its `_Last` at the end."""
+    callbacks = trainer.callback_handler.callbacks
+    others = [other for other in callbacks if other is not callback and not isinstance(other, _Last)]
+    callbacks[:] = [callback, *others, _Last(callback, trainer)]
+    trainer.state.stateful_callbacks.setdefault(_Last.__name__, {})
 
 
 def _steps_per_epoch(args: Any, loader: Any) -> int | None:
@@ -340,33 +352,3 @@ def _factor_of_schedule(args: Any, length: int) -> Callable[[int], float]:
     made = get_scheduler(args.lr_scheduler_type, nothing, warmup, length, args.lr_scheduler_kwargs)
     factor: Callable[[int], float] = made.lr_lambdas[0]
     return factor
-
-
-def _left_out(model: nn.Module, folder: Path) -> Part:
-    """What the Trainer would not load from its checkpoint.
-
-    It saves experts under names that it does not find again (transformers 5.22, issue 48805), and of a model with
-    adapters only these.
-    """
-    first = first_names(model)
-    saved = {first.get(name, name) for file in folder.glob("*.safetensors") for name in _names_in(file)}
-    return Part("left out", tuple(name for name in dict.fromkeys(first.values()) if name not in saved))
-
-
-def _names_in(file: Path) -> list[str]:
-    with safe_open(file, "pt") as opened:
-        return list(opened.keys())
-
-
-def _check_zeros(sparse: SparseModel, masks: dict[str, Tensor], left_out: Container[str]) -> None:
-    """Raise if weights that were loaded are not zero where masks are: they are of another moment, and would be lost."""
-    parameters = dict(sparse.model.named_parameters())
-    for weight in sparse.weights:
-        name, parameter = weight.parameter, parameters[weight.parameter]
-        if name not in masks or name in left_out or parameter.ndim < len(weight.shape):  # or compact already
-            continue
-        if torch.count_nonzero(parameter.detach()[~unpack(masks[name], parameter.shape, parameter.device)]):
-            raise GrowpruneError(
-                f"{name} has weights where its mask of the checkpoint has none: they were not saved together; resume "
-                f"from another checkpoint"
-            )
