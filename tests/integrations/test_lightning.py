@@ -339,6 +339,41 @@ def test_loggers_have_sparsity_live_weights_phase_and_churn(tmp_path: Path) -> N
     assert 0 < rows[4]["churn"] <= 0.5
 
 
+class Noting(pl.Callback):
+    """Notes what other callbacks get to see."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def test_the_density_of_layers_is_logged_before_other_callbacks_look(tmp_path: Path) -> None:
+    noting, callback, logger = (
+        Noting(),
+        GrowPrune("cyclic_gap", 0.9, 2, log_layers=True, **METHODS["cyclic_gap"]),
+        CSVLogger(tmp_path),
+    )
+    trainer = pl.Trainer(
+        max_epochs=3,
+        callbacks=[noting, callback],
+        logger=logger,
+        log_every_n_steps=1,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Module(), Loader())
+    layers = ("density/net.0.weight", "density/net.3.weight")
+    first, second, last = (tuple(noting.seen[step][name] for name in layers) for step in (0, 6, 17))
+    assert (first, second, last) == ((1.0, pytest.approx(0.1)), (pytest.approx(0.1), 1.0), pytest.approx((0.1, 0.1)))
+    assert [seen["phase"] for seen in noting.seen] == [1.0] * 5 + [2.0] * 6 + [3.0] * 7
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        assert [float(row[layers[0]]) for row in csv.DictReader(file)] == [seen[layers[0]] for seen in noting.seen]
+
+
 # A second fit, and what is refused
 
 

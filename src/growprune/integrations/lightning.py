@@ -52,6 +52,7 @@ class GrowPrune(Callback):
         allocation, partition: what the method is meant for, if not given.
         keep_dense: names or globs of what is never pruned; "auto" for the last layer.
         iterations_per_epoch: how many optimizer steps an epoch of the plan has, where the Trainer cannot tell.
+        log_layers: whether the density of each layer is logged too.
         options: the method's own, such as `every=100`, or `steps=8, epochs=2, finetune=6`. What is not said of lengths
             is filled in from the Trainer.
     """
@@ -70,6 +71,7 @@ class GrowPrune(Callback):
         partition: str | Partition | Sequence[Sequence[str]] | None = None,
         seed: int = 0,
         iterations_per_epoch: int | None = None,
+        log_layers: bool = False,
         **options: Any,
     ) -> None:
         self.settings = Settings(
@@ -94,6 +96,7 @@ class GrowPrune(Callback):
         """What a checkpoint held, from when it is loaded until training begins."""
         self._loading: Any = None
         self._schedules = Schedules()
+        self._log_layers = log_layers
         self._figures: Figures | None = None
         self._told: dict[str, float] = {}
         self._position, self._num_edits, self._num_edits_validated = -1, 0, -1
@@ -190,8 +193,9 @@ class GrowPrune(Callback):
         self._schedules.check(self.cursor)
         _check_copies(self.sparse, trainer)
         share_gradients(self.sparse)
-        self._figures = Figures(self.cursor)
+        self._figures = Figures(self.cursor, by_weight=self._log_layers)
         self._attach(trainer.optimizers)
+        _place_first(trainer, self)
         self._position = self.cursor.position  # whose schedule has just begun, or was loaded
         self._follow_edits(trainer)
         for checkpoint in _monitoring(trainer):
@@ -409,6 +413,11 @@ def _remedy(per_epoch: int | None, iterations: int) -> str:
 
 def _callbacks(trainer: Any) -> list[Callback]:
     return list(trainer.callbacks)  # which its class does not declare
+
+
+def _place_first(trainer: Any, callback: Callback) -> None:
+    """Let a callback be the first, so that others find what it logs; a new list, since the old one is being called."""
+    trainer.callbacks = [callback, *(other for other in trainer.callbacks if other is not callback)]
 
 
 def _monitoring(trainer: Trainer) -> list[ModelCheckpoint]:
