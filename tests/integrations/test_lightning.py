@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -217,6 +218,19 @@ def test_stochastic_weight_averaging_ends_at_the_target_with_and_without_batch_n
     assert callback.cursor.is_over
     assert zeros(module, callback) == callback.sparse.num_prunable - callback.sparse.num_alive
     assert callback.sparse.num_alive == round(0.1 * callback.sparse.num_prunable)
+
+
+def test_an_average_that_is_kept_elsewhere_is_named(tmp_path: Path) -> None:
+    module, callback = Module(), GrowPrune("gradual_gap", 0.9, 2, every=2)
+    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    callback.add_copy(average)
+
+    class Updating(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            average.update_parameters(pl_module)
+
+    fit(tmp_path, callback, module, callbacks=[Updating()])
+    assert zeros(average.module, callback) == 1728
 
 
 def test_averaging_compact_weights_is_refused(tmp_path: Path) -> None:

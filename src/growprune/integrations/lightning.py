@@ -12,19 +12,19 @@ import copy
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.optim.swa_utils import AveragedModel
 
 from growprune.cursor import Cursor
 from growprune.engine.rng import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
 from growprune.integrations.common import Figures, Settings, share_gradients
+from growprune.integrations.copies import Copies
 from growprune.partition import Partition
 from growprune.plan import Plan
 from growprune.sparse import SparseModel
@@ -96,6 +96,7 @@ class GrowPrune(Callback):
         """What a checkpoint held, from when it is loaded until training begins."""
         self._loading: Any = None
         self._schedules = Schedules()
+        self._copies = Copies(are_bare=True)  # as that of StochasticWeightAveraging is
         self._log_layers = log_layers
         self._figures: Figures | None = None
         self._told: dict[str, float] = {}
@@ -113,6 +114,14 @@ class GrowPrune(Callback):
     def sparse(self) -> SparseModel:
         """The sparse model."""
         return self.cursor.sparse
+
+    def add_copy(self, copy: nn.Module) -> None:
+        """Have a copy of the module made as sparse as it is after each edit, that is not found by itself.
+
+        A callback's attribute is found that is a copy of the module, as in `StochasticWeightAveraging`, or has one
+        inside, as `AveragedModel`.
+        """
+        self._copies.add(copy)
 
     # Before training
 
@@ -191,7 +200,7 @@ class GrowPrune(Callback):
         if self._cursor is None:
             self._cursor = self._make(trainer, pl_module)
         self._schedules.check(self.cursor)
-        _check_copies(self.sparse, trainer)
+        self._copies.check(self.sparse, _callbacks(trainer))
         share_gradients(self.sparse)
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
         self._attach(trainer.optimizers)
@@ -266,9 +275,8 @@ class GrowPrune(Callback):
         """Whatever knows of the model's weights follows edits of them."""
         assert self._figures is not None
         is_edited, self._num_edits = self.sparse.editor.num_edits != self._num_edits, self.sparse.editor.num_edits
+        self._copies.follow(self.sparse, _callbacks(trainer))
         if is_edited:
-            for averaged in _copies(self.sparse, trainer):
-                self.sparse.mask_copy(averaged)
             if self.settings.storage == "compact":
                 _wrap_again(trainer)
             _check_ranks(self.sparse, trainer)
@@ -423,23 +431,6 @@ def _place_first(trainer: Any, callback: Callback) -> None:
 def _monitoring(trainer: Trainer) -> list[ModelCheckpoint]:
     """The callbacks that keep the best models."""
     return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor is not None]
-
-
-def _copies(sparse: SparseModel, trainer: Trainer) -> Iterator[nn.Module]:
-    """The copies of the model that callbacks keep, as WeightAveraging and StochasticWeightAveraging do."""
-    names = {weight.parameter for weight in sparse.weights}
-    for value in (value for callback in _callbacks(trainer) for value in vars(callback).values()):
-        inner = value.module if isinstance(value, AveragedModel) else value
-        is_alike = isinstance(inner, type(sparse.model)) and inner is not sparse.model
-        if is_alike and names <= {name for name, _ in inner.named_parameters()}:
-            yield inner
-
-
-def _check_copies(sparse: SparseModel, trainer: Trainer) -> None:
-    if sparse.storage == "compact" and any(True for _ in _copies(sparse, trainer)):
-        raise GrowpruneError(
-            "a callback averages the weights, but compact ones change in number with each edit: use storage='masked'"
-        )
 
 
 def _wrap_again(trainer: Trainer) -> None:

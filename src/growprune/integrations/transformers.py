@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from growprune.cursor import Cursor
 from growprune.errors import GrowpruneError
 from growprune.integrations.common import Figures, Settings, read_state, share_gradients, write_state
+from growprune.integrations.copies import Copies
 from growprune.integrations.transformers_checkpoints import check_zeros, last_checkpoint, left_out
 from growprune.partition import Partition
 from growprune.plan import Plan
@@ -93,6 +94,9 @@ class GrowPruneCallback(TrainerCallback):
         """Where the model stands in its plan; None before the training."""
         self._lengths: dict[str, int | None] = {}
         """How many optimizer steps the training has that the plan was made for, and an epoch of it."""
+        self._copies = Copies()
+        self._others: Sequence[TrainerCallback] = ()
+        """All callbacks of the Trainer, which may keep copies of the model."""
         self._log_layers = log_layers
         self._figures: Figures | None = None
         self.is_training = False
@@ -101,6 +105,13 @@ class GrowPruneCallback(TrainerCallback):
     def sparse(self) -> SparseModel | None:
         """The sparse model; None before the training."""
         return None if self.cursor is None else self.cursor.sparse
+
+    def add_copy(self, copy: nn.Module) -> None:
+        """Have a copy of the model, such as a moving average, made as sparse as it is after each edit.
+
+        One that a callback has as an attribute, in an `AveragedModel` or timm's `ModelEmaV3`, is found by itself.
+        """
+        self._copies.add(copy)
 
     # Beginning
 
@@ -118,6 +129,8 @@ class GrowPruneCallback(TrainerCallback):
             lengths = {"iterations": state.max_steps, "per_epoch": _steps_per_epoch(args, kwargs["train_dataloader"])}
             self._lengths = lengths if saved is None else saved["lengths"]
             self.cursor = self._make_cursor(model, trainer)
+        self._others = trainer.callback_handler.callbacks
+        self._copies.check(self.cursor.sparse, self._others)
         if saved is not None:
             self._check_alike(saved, state.max_steps)
             self._go_on(saved, optimizer)
@@ -131,6 +144,7 @@ class GrowPruneCallback(TrainerCallback):
             _restart_rates(args, trainer.lr_scheduler, _restarts(self.cursor))
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
         _place(trainer, self)
+        self._copies.follow(self.cursor.sparse, self._others)
         self.is_training = True
 
     def _refuse(self, trainer: Any, model: nn.Module) -> None:
@@ -174,10 +188,18 @@ class GrowPruneCallback(TrainerCallback):
 
     # Training
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse copies that other callbacks have made when the training began."""
+        if self.sparse is not None:
+            self._copies.check(self.sparse, self._others)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The optimizer's own steps advance the plan. At the end, those that a gradient scaler skipped are made up."""
-        if self.cursor is not None and not self.cursor.is_over and state.global_step >= state.max_steps:
+        if self.cursor is None:
+            return
+        if not self.cursor.is_over and state.global_step >= state.max_steps:
             self.cursor.advance(self.cursor.iteration + sum(map(self.cursor.length_of, self._phases_left())))
+        self._copies.follow(self.cursor.sparse, self._others)
 
     def _phases_left(self) -> list[Any]:
         assert self.cursor is not None
