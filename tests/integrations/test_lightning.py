@@ -65,6 +65,15 @@ def test_convolutions_and_attention_end_with_exact_counts(net: Any, alive: int, 
     assert zeros(module, callback) == callback.sparse.num_prunable - alive
 
 
+def test_a_model_with_few_layers_is_cut_into_as_many_parts(tmp_path: Path) -> None:
+    callback = GrowPrune("cyclic_gap", 0.9)
+    fit(tmp_path, callback)
+    grown = {edit.part.name for scheduled in callback.cursor.schedule for edit in scheduled.phase.edits if edit.to == 0}
+    assert len(grown) == 2  # all but the last layer
+    with pytest.raises(GrowpruneError, match="kappa is 4, but the model has 2 layers"):
+        fit(tmp_path, GrowPrune("cyclic_gap", kappa=4))
+
+
 def test_masked_and_compact_give_the_same_bits(tmp_path: Path) -> None:
     one = fit(tmp_path, GrowPrune("rigl", 0.9, 2, "masked", every=3))
     other = fit(tmp_path, GrowPrune("rigl", 0.9, 2, "compact", every=3))

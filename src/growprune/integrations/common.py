@@ -27,12 +27,14 @@ from growprune.engine.checkpoint import load, save
 from growprune.errors import GrowpruneError
 from growprune.layers import layer_weights, matches
 from growprune.lengths import ROUNDS, SEARCH, often_enough
-from growprune.methods import METHODS
+from growprune.methods import find_method
 from growprune.partition import Partition
 from growprune.plan import By, Plan, check_counts, check_sparsity, walk
 from growprune.sparse import SparseModel
 from growprune.storage import parse_storage
 
+PARTS = 4
+"""How many parts a model is cut into if nobody says; fewer, if it has fewer layers."""
 FOLDER = "growprune"
 """What a trainer's checkpoint, which is a folder, has our state in."""
 NAME = "00000000"
@@ -45,6 +47,7 @@ class Settings:
 
     Args:
         method: a name in `growprune.methods.METHODS`, or a method of one's own.
+        kappa: how many parts the model is cut into; 4 if not given, or as many as it has layers, if these are fewer.
         allocation, partition: what the method is meant for, if not given. A partition is "contiguous", "balanced",
             "per_layer", a list of lists of names, or a `Partition`.
         keep_dense: names or globs, or "auto" for `heads(model)`.
@@ -54,7 +57,7 @@ class Settings:
 
     method: str | Callable[..., Plan]
     sparsity: float
-    kappa: int = 4
+    kappa: int | None = None
     storage: str = "masked"
     allocation: str | None = None
     pattern: str = "unstructured"
@@ -67,12 +70,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_sparsity(self.sparsity)
-        check_counts(1, kappa=self.kappa)
+        counts = {"kappa": self.kappa, "iterations_per_epoch": self.iterations_per_epoch}
+        check_counts(1, **{name: count for name, count in counts.items() if count is not None})
         parse_storage(self.storage)
         taken = _options_of(self.make_plan)
         for name in self.options:
             if name not in taken:
-                close = difflib.get_close_matches(name, taken, 1)
+                close = difflib.get_close_matches(name, [*taken, *Settings.__dataclass_fields__], 1)
                 hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(taken) or 'none'}"
                 raise GrowpruneError(f"{self.name} takes no option {name!r}: {hint}")
 
@@ -141,7 +145,8 @@ class Settings:
                 f"Partition"
             )
         cut = Partition.balanced if kind == "balanced" else Partition.contiguous
-        return cut(model, self.kappa, keep_dense=keep_dense, include=self.include)
+        layers = Partition.per_layer(model, keep_dense=keep_dense, include=self.include)
+        return cut(model, self.kappa or min(PARTS, len(layers)), keep_dense=keep_dense, include=self.include)
 
     # How long phases are
 
@@ -154,7 +159,7 @@ class Settings:
         none in epochs, a method whose phases are told in epochs gets them in iterations.
         """
         taken = inspect.signature(self.make_plan).parameters
-        shared = {"sparsity": self.sparsity, "kappa": self.kappa}
+        shared = {"sparsity": self.sparsity, "kappa": self.kappa or min(PARTS, num_parts)}
         options = {name: value for name, value in shared.items() if name in taken} | dict(self.options)
         per_epoch = self.iterations_per_epoch or iterations_per_epoch
         if "iterations" in taken:
@@ -211,14 +216,6 @@ class Settings:
                 f"the plan of {self.name} has {length} optimizer steps ({told}), but the trainer makes {iterations}: "
                 f"set {remedy(length)}, or give {self.name} options that add up to {iterations}"
             )
-
-
-def find_method(name: str) -> Callable[..., Plan]:
-    """The method of a name; near matches are told if there is none."""
-    if name not in METHODS:
-        close = ", ".join(difflib.get_close_matches(name, METHODS, 3, 0.4)) or ", ".join(METHODS)
-        raise GrowpruneError(f"there is no method {name!r}; close are: {close}")
-    return METHODS[name]
 
 
 def _options_of(method: Callable[..., Plan]) -> list[str]:

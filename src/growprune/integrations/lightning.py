@@ -47,7 +47,7 @@ class GrowPrune(Callback):
     Args:
         method: a name in `growprune.methods.METHODS`, or a method of one's own.
         sparsity: the fraction of zeros to reach.
-        kappa: how many parts the model is cut into.
+        kappa: how many parts the model is cut into; 4 if not given, or as many as it has layers, if these are fewer.
         storage: "masked" or "compact".
         allocation, partition: what the method is meant for, if not given.
         keep_dense: names or globs of what is never pruned; "auto" for the last layer.
@@ -61,7 +61,7 @@ class GrowPrune(Callback):
         self,
         method: str | Callable[..., Plan] = "gradual_gap",
         sparsity: float = 0.9,
-        kappa: int = 4,
+        kappa: int | None = None,
         storage: str = "masked",
         *,
         allocation: str | None = None,

@@ -39,6 +39,12 @@ try:
 except ImportError as error:
     raise GrowpruneError("GrowPruneCallback needs transformers: pip install 'growprune[transformers]'") from error
 
+MISSING = (
+    "give resume_from_checkpoint=last_checkpoint(output_dir) to go on, or, to begin with its weights, load them into "
+    "the model and give none"
+)
+"""What to do with a checkpoint that lacks our state."""
+
 __all__ = ["GrowPruneCallback", "last_checkpoint"]
 
 
@@ -48,7 +54,7 @@ class GrowPruneCallback(TrainerCallback):
     Args:
         method: the name of any method that one machine can train, or a method of your own.
         sparsity: the fraction of zeros to reach.
-        kappa: how many parts the model is cut into.
+        kappa: how many parts the model is cut into; 4 if not given, or as many as it has layers, if these are fewer.
         storage: "masked", or "compact" (live values only; one process).
         allocation, partition: what the method is meant for, if not given; see `growprune.integrations.common`.
         pattern: which positions may live: "unstructured", a block such as "1x8", or N:M such as "2:4".
@@ -64,7 +70,7 @@ class GrowPruneCallback(TrainerCallback):
         method: str | Callable[..., Plan] = "gradual_gap",
         *,
         sparsity: float = 0.9,
-        kappa: int = 4,
+        kappa: int | None = None,
         storage: str = "masked",
         allocation: str | None = None,
         pattern: str = "unstructured",
@@ -124,7 +130,7 @@ class GrowPruneCallback(TrainerCallback):
         trainer, folder = _running_trainer()
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         self._refuse(trainer, model)
-        saved = None if folder is None else read_state(Path(folder), "give resume_from_checkpoint=last_checkpoint(...)")
+        saved = None if folder is None else read_state(Path(folder), MISSING)
         if self.cursor is None:
             lengths = {"iterations": state.max_steps, "per_epoch": _steps_per_epoch(args, kwargs["train_dataloader"])}
             self._lengths = lengths if saved is None else saved["lengths"]
@@ -174,7 +180,7 @@ class GrowPruneCallback(TrainerCallback):
             model,
             iterations=self._lengths["iterations"],
             iterations_per_epoch=self._lengths["per_epoch"],
-            remedy=lambda steps: f"TrainingArguments(max_steps={steps})",
+            remedy=lambda steps: _remedy(trainer.args, self._lengths["per_epoch"], steps),
             accumulate=trainer.args.gradient_accumulation_steps,
         )
         is_ours = type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler
@@ -333,6 +339,13 @@ def _steps_per_epoch(args: Any, loader: Any) -> int | None:
     except TypeError:  # an iterable dataset
         return None
     return max(1, math.ceil(num_batches / int(args.gradient_accumulation_steps)))
+
+
+def _remedy(args: Any, per_epoch: int | None, steps: int) -> str:
+    """What to give a Trainer for a training of so many optimizer steps."""
+    if args.max_steps <= 0 and per_epoch and steps % per_epoch == 0:
+        return f"TrainingArguments(num_train_epochs={steps // per_epoch})"
+    return f"TrainingArguments(max_steps={steps})"
 
 
 def _has_restarts(cursor: Cursor) -> bool:
