@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import random
+import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch._dynamo  # which the first step of an optimizer would import
 import transformers as hf
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_cases import Loader, Module
@@ -100,6 +105,32 @@ def flat(nest: Any, path: str = "") -> dict[str, Any]:
     if items is None:
         return {path: nest}
     return {name: value for key, inner in items for name, value in flat(inner, f"{path}/{key}").items()}
+
+
+def wait_for_steps(file: Path, count: int, process: Any) -> None:
+    """Until so many more steps are done, or the process has ended."""
+    before = len(file.read_bytes()) if file.exists() else 0
+    while process.is_alive() and (len(file.read_bytes()) if file.exists() else 0) < before + 2 * count:
+        time.sleep(0.001)
+
+
+def run_with_kills(train: Any, folder: Path, case: tuple[str, ...], kills: int) -> int:
+    """Train in one process after another, the first of which are killed; gives how many were.
+
+    They are forked from this one, which has loaded all that they need, and has trained nothing.
+    """
+    context, chance, killed = multiprocessing.get_context("fork"), random.Random(str(case)), 0
+    while not (folder / "done").exists():
+        process = context.Process(target=train, args=(folder, *case))
+        process.start()
+        if killed < kills:
+            wait_for_steps(folder / "steps", chance.randrange(0, 5), process)
+            time.sleep(chance.random() * 0.05)
+            process.kill()
+        process.join()
+        killed += process.exitcode == -signal.SIGKILL
+        assert process.exitcode in (0, -signal.SIGKILL)
+    return killed
 
 
 TRAINERS: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import importlib
 import sys
@@ -23,8 +24,9 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
-from lightning_cases import Attention, Loader, Module, assert_same, conv, every, fit, mlp, shuffled, zeros  # noqa: E402
+from lightning_cases import Attention, Loader, Module, assert_same, conv, every, examples, fit, mlp, shuffled, zeros  # noqa: E402
 
+from growprune import By, SparseModel  # noqa: E402
 from growprune.errors import GrowpruneError  # noqa: E402
 from growprune.integrations.lightning import GrowPrune  # noqa: E402
 
@@ -54,6 +56,43 @@ def test_training_ends_with_exactly_as_many_weights_as_asked(method: str, storag
     assert callback.sparse.num_alive == 192  # a tenth of 8 x 40 + 40 x 40; the last layer stays dense
     assert zeros(module, callback) == 1920 - 192
     assert "net.5.weight" not in callback.sparse.masks
+
+
+@pytest.mark.parametrize(("method", "storage"), [("snip", "masked"), ("snip", "compact"), ("grasp", "masked")])
+def test_methods_that_look_at_gradients_first_see_those_of_the_first_batch(
+    method: str, storage: str, tmp_path: Path
+) -> None:
+    class Logging(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return {"loss": loss}
+
+    callback, (x, y) = GrowPrune(method, 0.9, storage=storage), examples(1)
+    torch.manual_seed(0)
+    module = Logging(nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4)))
+    by_hand = SparseModel(copy.deepcopy(module), sparsity=0.9, allocation="global", keep_dense=["net.4"])
+    by_hand.score(By(method), [lambda: nn.functional.cross_entropy(by_hand.model.net(x), y)])
+    by_hand.prune(by=By(method))
+    fit(tmp_path, callback, module, callbacks=[every(tmp_path, 5)])
+    assert callback.sparse.num_alive == 192
+    assert all(torch.equal(mask, by_hand.mask(name)) for name, mask in callback.sparse.masks.items())
+    again, other = GrowPrune(method, 0.9, storage=storage), Logging(copy.deepcopy(by_hand.model.net))
+    assert_same(fit(tmp_path, again, other, ckpt=tmp_path / "step=5.ckpt"), module)
+
+
+def test_looking_first_leaves_batches_and_random_numbers_as_they_are(tmp_path: Path) -> None:
+    class Noting(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            drawn.append((float(batch[0].sum()), float(torch.rand(()))))
+            return super().training_step(batch, batch_idx)
+
+    seen = []
+    for method in ("static_random", "snip"):
+        drawn: list[tuple[float, float]] = []
+        fit(tmp_path, GrowPrune(method), Noting(), train=shuffled())
+        seen.append(drawn)
+    assert seen[1] == [seen[0][0], *seen[0]]  # the first batch is looked at, then trained
 
 
 @pytest.mark.parametrize(("net", "alive"), [(conv, 259), (Attention, 208)])
@@ -461,8 +500,8 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
         GrowPrune(evry=3)
     with pytest.raises(GrowpruneError, match=r"has no model yet: it gets one when trainer.fit"):
         _ = GrowPrune().sparse
-    with pytest.raises(GrowpruneError, match="snip looks at gradients before the first step"):
-        fit(tmp_path, GrowPrune("snip", kappa=1))
+    with pytest.raises(GrowpruneError, match="the module steps its optimizers itself, so that its loss is not known"):
+        fit(tmp_path, GrowPrune("snip", iterations=36), Adversaries())
     trainer = pl.Trainer(logger=False, accelerator="cpu")
     trainer.strategy.__class__ = type("FSDPStrategy", (FSDPStrategy,), {"__init__": None})
     with pytest.raises(GrowpruneError, match=r"does not work with FSDPStrategy, .*: use strategy='ddp' or one device"):

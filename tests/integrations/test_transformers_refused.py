@@ -57,7 +57,11 @@ def test_a_wrong_setting_is_refused_when_the_callback_is_made(given: dict[str, A
         ),
         ({"method": "rigl", "iterations": 100}, {}, r"has 100 optimizer steps .* but the trainer makes 8"),
         ({"method": "parallel_gap"}, {}, "parallel_gap trains branches on several machines, which a trainer cannot"),
-        ({"method": "snip"}, {}, "snip looks at gradients before the first step"),
+        (
+            {"method": "grasp", "storage": "compact"},
+            {},
+            "by is grasp, .*: use storage='masked'",
+        ),
         ({"partition": "round"}, {}, "partition is 'round', but must be contiguous, balanced, per_layer"),
         (
             {"method": "rigl"},

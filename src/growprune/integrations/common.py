@@ -11,19 +11,23 @@ write_state, read_state  a state in the folder `growprune` of a trainer's checkp
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import inspect
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from growprune.cursor import Cursor
 from growprune.engine.checkpoint import load, save
+from growprune.engine.rng import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
 from growprune.layers import layer_weights, matches
 from growprune.lengths import ROUNDS, SEARCH, often_enough
@@ -97,7 +101,7 @@ class Settings:
         iterations_per_epoch: int | None,
         remedy: Callable[[int], str],
         accumulate: int | None = None,
-        score: Callable[[By], None] | None = None,
+        score: Callable[[SparseModel, By], None] | None = None,
     ) -> Cursor:
         """Make a model sparse, and a cursor that is about to begin a plan just as long as the trainer's training.
 
@@ -105,13 +109,14 @@ class Settings:
             iterations: how many optimizer steps the trainer makes in all.
             iterations_per_epoch: how many it makes in an epoch, if that is known.
             remedy: what to set in the trainer for a training of so many steps.
-            accumulate, score: as for `Cursor`.
+            accumulate: as for `Cursor`.
+            score: called where the first edit looks at gradients; calls `sparse.score`, while `looking`.
         """
         kept = self._kept_dense(model)
         parts = self._cut(model, kept)
         options, per_epoch = self.resolved(len(parts), iterations, iterations_per_epoch)
         plan = self.make_plan(parts, **options)
-        self._check_plan(plan, can_score=score is not None)
+        self._check_plan(plan)
         self._check_length(plan, options, iterations, per_epoch, remedy)
         usual = getattr(self.make_plan, "allocation", "uniform")
         sparse = SparseModel(
@@ -124,7 +129,8 @@ class Settings:
             seed=self.seed,
             storage=self.storage,
         )
-        return Cursor(sparse, plan, iterations_per_epoch=per_epoch, accumulate=accumulate, score=score)
+        look = None if score is None else functools.partial(score, sparse)
+        return Cursor(sparse, plan, iterations_per_epoch=per_epoch, accumulate=accumulate, score=look)
 
     def _kept_dense(self, model: nn.Module) -> tuple[str, ...]:
         if self.keep_dense == "auto":
@@ -188,7 +194,7 @@ class Settings:
         epochs = options.get("epochs", max(1, search // max(1, steps)))
         return {"steps": steps, "epochs": epochs, "finetune": max(0, total - steps * epochs)} | options
 
-    def _check_plan(self, plan: Plan, *, can_score: bool) -> None:
+    def _check_plan(self, plan: Plan) -> None:
         """Refuse plans that a single trainer cannot carry out."""
         for scheduled in walk(plan):
             if scheduled.branch is not None:
@@ -196,12 +202,6 @@ class Settings:
                     f"{self.name} trains branches on several machines, which a trainer cannot: use cyclic_gap or "
                     f"gradual_gap, or `growprune train`"
                 )
-        first = next(iter(plan), None)
-        if not can_score and getattr(first, "needs_gradients", False):
-            raise GrowpruneError(
-                f"{self.name} looks at gradients before the first step, which a trainer has none of yet: use another "
-                f"method, or a loop of your own with SparseModel.score()"
-            )
 
     def _check_length(
         self, plan: Plan, options: dict[str, Any], iterations: int, per_epoch: int | None, remedy: Callable[[int], str]
@@ -298,8 +298,27 @@ def _ones(packed: Tensor) -> int:
 
 def share_gradients(sparse: SparseModel) -> None:
     """Let edits that look at gradients see those of all processes, so that all choose the same weights."""
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if _num_processes() > 1:
         sparse.gradients.add_up = _summed
+
+
+@contextlib.contextmanager
+def looking(by: By) -> Iterator[None]:
+    """While it lasts, losses are looked at before the first step, for an edit by gradient.
+
+    The training then draws the random numbers that it would have drawn anyway. GraSP differentiates twice, which the
+    fast kernels of attention cannot.
+    """
+    if by is By.GRASP and _num_processes() > 1:
+        raise GrowpruneError("by is grasp, which one process computes from its own batches: use one process, or snip")
+    before = rng_state()
+    with sdpa_kernel(SDPBackend.MATH) if by is By.GRASP else contextlib.nullcontext():
+        yield
+    set_rng_state(before)
+
+
+def _num_processes() -> int:
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _summed(tensor: Tensor) -> Tensor:

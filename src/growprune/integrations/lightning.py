@@ -23,10 +23,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from growprune.cursor import Cursor
 from growprune.engine.rng import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
-from growprune.integrations.common import Figures, Settings, share_gradients
+from growprune.integrations.common import Figures, Settings, looking, share_gradients
 from growprune.integrations.copies import Copies
 from growprune.partition import Partition
-from growprune.plan import Plan
+from growprune.plan import By, Plan
 from growprune.sparse import SparseModel
 from growprune.warn import warn
 
@@ -95,6 +95,7 @@ class GrowPrune(Callback):
         self._loaded: dict[str, Any] | None = None
         """What a checkpoint held, from when it is loaded until training begins."""
         self._loading: Any = None
+        self._first_batch: Any = None
         self._schedules = Schedules()
         self._copies = Copies(are_bare=True)  # as that of StochasticWeightAveraging is
         self._log_layers = log_layers
@@ -203,15 +204,47 @@ class GrowPrune(Callback):
         self._copies.check(self.sparse, _callbacks(trainer))
         share_gradients(self.sparse)
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
-        self._attach(trainer.optimizers)
         _place_first(trainer, self)
-        self._position = self.cursor.position  # whose schedule has just begun, or was loaded
-        self._follow_edits(trainer)
+        if not self._looks_first:
+            self._begin(trainer)
         for checkpoint in _monitoring(trainer):
             vars(checkpoint)["check_monitor_top_k"] = functools.partial(self._is_best, checkpoint)
         if self._loaded is not None and self._loaded["is_mid_epoch"]:
             self._set_random_numbers(trainer)  # the loader's iterator, made again, has drawn one
         self._loaded = None
+
+    @property
+    def _looks_first(self) -> bool:
+        """Whether the plan has yet to begin, with an edit that looks at the gradients of the first batch."""
+        return self.cursor.position < 0 and self.cursor.schedule[0].phase.needs_gradients
+
+    def _begin(self, trainer: Trainer) -> None:
+        self._attach(trainer.optimizers)
+        self._position = self.cursor.position  # whose schedule has just begun, or was loaded
+        self._follow_edits(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin a plan whose first edit looks at gradients, now that there is a batch."""
+        del pl_module
+        if self._looks_first:
+            self._first_batch = (batch, batch_idx)
+            self._begin(trainer)
+            self._first_batch = None
+
+    def _score(self, trainer: Trainer, sparse: SparseModel, by: By) -> None:
+        """Look at the first batch, by the module's own training_step, which is called once more for it."""
+        module = trainer.lightning_module
+        if not module.automatic_optimization:
+            raise GrowpruneError("the module steps its optimizers itself, so that its loss is not known: use rigl")
+
+        def loss() -> Tensor:
+            with trainer.precision_plugin.train_step_context():
+                found: Any = module.training_step(*self._first_batch)
+            value: Tensor = found["loss"] if isinstance(found, Mapping) else found
+            return value
+
+        with looking(by):
+            sparse.score(by, [loss])
 
     def _check_lengths(self, trainer: Trainer) -> None:
         """See how long the training is, and that a plan that has begun is as long."""
@@ -240,6 +273,7 @@ class GrowPrune(Callback):
             iterations_per_epoch=per_epoch,
             remedy=functools.partial(_remedy, per_epoch),
             accumulate=trainer.accumulate_grad_batches if is_one_backward else None,
+            score=functools.partial(self._score, trainer),
         )
 
     def _attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

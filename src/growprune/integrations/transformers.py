@@ -12,6 +12,7 @@ JSON. Resumed from one, a training ends with the bits it would have ended with. 
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 import sys
@@ -19,17 +20,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from growprune.cursor import Cursor
 from growprune.errors import GrowpruneError
-from growprune.integrations.common import Figures, Settings, read_state, share_gradients, write_state
+from growprune.integrations.common import Figures, Settings, looking, read_state, share_gradients, write_state
 from growprune.integrations.copies import Copies
 from growprune.integrations.transformers_checkpoints import check_zeros, last_checkpoint, left_out
 from growprune.partition import Partition
-from growprune.plan import Plan
+from growprune.plan import By, Plan
 from growprune.sparse import SparseModel
 from growprune.warn import warn
 
@@ -134,7 +136,7 @@ class GrowPruneCallback(TrainerCallback):
         if self.cursor is None:
             lengths = {"iterations": state.max_steps, "per_epoch": _steps_per_epoch(args, kwargs["train_dataloader"])}
             self._lengths = lengths if saved is None else saved["lengths"]
-            self.cursor = self._make_cursor(model, trainer)
+            self.cursor = self._make_cursor(model, trainer, kwargs["train_dataloader"])
         self._others = trainer.callback_handler.callbacks
         self._copies.check(self.cursor.sparse, self._others)
         if saved is not None:
@@ -174,7 +176,7 @@ class GrowPruneCallback(TrainerCallback):
                 f"lr_scheduler_type"
             )
 
-    def _make_cursor(self, model: nn.Module, trainer: Any) -> Cursor:
+    def _make_cursor(self, model: nn.Module, trainer: Any, loader: Any) -> Cursor:
         assert self._lengths["iterations"] is not None
         cursor = self.settings.cursor(
             model,
@@ -182,6 +184,7 @@ class GrowPruneCallback(TrainerCallback):
             iterations_per_epoch=self._lengths["per_epoch"],
             remedy=lambda steps: _remedy(trainer.args, self._lengths["per_epoch"], steps),
             accumulate=trainer.args.gradient_accumulation_steps,
+            score=functools.partial(_score, trainer, loader),
         )
         is_ours = type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler
         if _has_restarts(cursor) and not is_ours:
@@ -330,6 +333,24 @@ def _place(trainer: Any, callback: GrowPruneCallback) -> None:
     others = [other for other in callbacks if other is not callback and not isinstance(other, _Last)]
     callbacks[:] = [callback, *others, _Last(callback, trainer)]
     trainer.state.stateful_callbacks.setdefault(_Last.__name__, {})
+
+
+def _score(trainer: Any, loader: Any, sparse: SparseModel, by: By) -> None:
+    """Look at the batches of the first step, by the Trainer's own loss, for an edit by gradient before any training."""
+
+    def loss(batch: Any) -> Tensor:
+        with trainer.compute_loss_context_manager():
+            inputs = trainer._prepare_inputs(batch)
+            found: Tensor = trainer.compute_loss(sparse.model, inputs, num_items_in_batch=num_items)
+            return found
+
+    sparse.model.train()
+    count = trainer.args.gradient_accumulation_steps
+    with looking(by):
+        # as a plain loader: accelerate's own keeps count of who iterates over it
+        batches = DataLoader.__iter__(loader) if isinstance(loader, DataLoader) else iter(loader)
+        first, num_items = trainer.get_batch_samples(batches, count, trainer.args.device)
+        sparse.score(by, [functools.partial(loss, batch) for batch in first])
 
 
 def _steps_per_epoch(args: Any, loader: Any) -> int | None:
