@@ -4,30 +4,20 @@ Settings(...)            what a user says; checked at once: method by name (near
 Settings.cursor(model)   the partition, the plan, the SparseModel and the Cursor, as long as the trainer's own training
 Settings.resolved(...)   the method's options, with the lengths filled in that the user did not give
 heads(model)             keep_dense="auto": classifiers and output heads that are not tied to an embedding
-Figures(cursor)          what is worth logging: sparsity, live weights, phase, churn, density by weight
-share_gradients(sparse)  edits that look at gradients see those of all processes
-write_state, read_state  a state in the folder `growprune` of a trainer's checkpoint, as safetensors and JSON
 """
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import inspect
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, distributed, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import nn
 
 from growprune.cursor import Cursor
-from growprune.engine.checkpoint import load, save
-from growprune.engine.rng import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
 from growprune.layers import layer_weights, matches
 from growprune.lengths import ROUNDS, SEARCH, often_enough
@@ -39,10 +29,6 @@ from growprune.storage import parse_storage
 
 PARTS = 4
 """How many parts a model is cut into if nobody says; fewer, if it has fewer layers."""
-FOLDER = "growprune"
-"""What a trainer's checkpoint, which is a folder, has our state in."""
-NAME = "00000000"
-"""What is in there: the one state, as `engine.checkpoint` numbers them."""
 
 
 @dataclass(frozen=True)
@@ -249,102 +235,3 @@ def _inside_adapters(model: nn.Module) -> Any:
     """The model itself, where PEFT has wrapped it."""
     unwrap = getattr(model, "get_base_model", None)
     return unwrap() if callable(unwrap) else model
-
-
-# What is told
-
-
-class Figures:
-    """What is worth logging of a sparse model.
-
-    Args:
-        by_weight: whether the density of each weight is told too.
-    """
-
-    def __init__(self, cursor: Cursor, *, by_weight: bool = False) -> None:
-        self._cursor, self._by_weight = cursor, by_weight
-        self._num_edits, self._masks = cursor.sparse.editor.num_edits, cursor.sparse.state_dict()["masks"]
-
-    def read(self) -> dict[str, float]:
-        """Sparsity, live weights, phase, and churn: the share of live weights that were dead at the last reading."""
-        sparse = self._cursor.sparse
-        alive = sparse.alive_by_weight
-        total = sum(alive.values())
-        figures: dict[str, float] = {
-            "sparsity": 1 - total / sparse.num_prunable,
-            "live_weights": total,
-            "phase": self._cursor.position,
-            "churn": self._born() / max(1, total),
-        }
-        if self._by_weight:
-            figures |= {f"density/{weight.name}": alive[weight.name] / weight.numel for weight in sparse.weights}
-        return figures if sparse.rule is None else figures | sparse.rule.figures()
-
-    def _born(self) -> int:
-        """How many weights live that were dead at the last reading."""
-        sparse = self._cursor.sparse
-        if sparse.editor.num_edits == self._num_edits:
-            return 0
-        before, self._masks = self._masks, sparse.state_dict()["masks"]
-        self._num_edits = sparse.editor.num_edits
-        return sum(_ones(mask & ~before[name].to(mask.device)) for name, mask in self._masks.items())
-
-
-def _ones(packed: Tensor) -> int:
-    """How many bits are set in bytes."""
-    counts = torch.bincount(packed.flatten().int(), minlength=256)
-    return sum(int(count) * byte.bit_count() for byte, count in enumerate(counts.tolist()))
-
-
-def share_gradients(sparse: SparseModel) -> None:
-    """Let edits that look at gradients see those of all processes, so that all choose the same weights."""
-    if _num_processes() > 1:
-        sparse.gradients.add_up = _summed
-
-
-@contextlib.contextmanager
-def looking(by: By) -> Iterator[None]:
-    """While it lasts, losses are looked at before the first step, for an edit by gradient.
-
-    The training then draws the random numbers that it would have drawn anyway. GraSP differentiates twice, which the
-    fast kernels of attention cannot.
-    """
-    if by is By.GRASP and _num_processes() > 1:
-        raise GrowpruneError("by is grasp, which one process computes from its own batches: use one process, or snip")
-    before = rng_state()
-    with sdpa_kernel(SDPBackend.MATH) if by is By.GRASP else contextlib.nullcontext():
-        yield
-    set_rng_state(before)
-
-
-def _num_processes() -> int:
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
-def _summed(tensor: Tensor) -> Tensor:
-    total = tensor.to_dense().contiguous().clone() if tensor.is_sparse else tensor.contiguous().clone()
-    distributed.all_reduce(total)
-    return total
-
-
-# Checkpoints
-
-
-def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Add a state to a trainer's checkpoint."""
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of an earlier training, whose weights are overwritten too
-    save(folder / FOLDER, int(NAME), state)
-
-
-def has_state(folder: Path) -> bool:
-    """Whether a trainer's checkpoint has a state that was written to its end."""
-    return (folder / FOLDER / NAME / "COMPLETE").is_file()
-
-
-def read_state(folder: Path, remedy: str = "resume from another checkpoint") -> dict[str, Any]:
-    """The state in a trainer's checkpoint; it is refused if it is damaged or not there."""
-    if not has_state(folder):
-        raise GrowpruneError(
-            f"{folder} has no folder {FOLDER!r}: it was saved without growprune, or not to its end; {remedy}"
-        )
-    return load(folder / FOLDER / NAME)

@@ -11,33 +11,35 @@ JSON. Resumed from one, a training ends with the bits it would have ended with. 
 
 from __future__ import annotations
 
-import bisect
 import functools
-import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, distributed, nn
-from torch.optim import SGD
+from torch import distributed, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader
 
 from growprune.cursor import Cursor
 from growprune.errors import GrowpruneError
-from growprune.integrations.common import Figures, Settings, looking, read_state, share_gradients, write_state
+from growprune.integrations.checkpoints import read_state, write_state
+from growprune.integrations.common import Settings
 from growprune.integrations.copies import Copies
-from growprune.integrations.transformers_checkpoints import check_zeros, last_checkpoint, left_out
+from growprune.integrations.figures import Figures
+from growprune.integrations.gradients import share_gradients
 from growprune.partition import Partition
-from growprune.plan import By, Plan
+from growprune.plan import Plan
 from growprune.sparse import SparseModel
 from growprune.warn import warn
 
 try:
-    from transformers import Trainer, TrainerCallback, get_scheduler
+    from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
+
+    from growprune.integrations.transformers_checkpoints import check_zeros, last_checkpoint, left_out
+    from growprune.integrations.transformers_rates import has_restarts, restart_rates, restarts
+    from growprune.integrations.transformers_trainer import remedy, running_trainer, score, steps_per_epoch
 except ImportError as error:
     raise GrowpruneError("GrowPruneCallback needs transformers: pip install 'growprune[transformers]'") from error
 
@@ -129,12 +131,12 @@ class GrowPruneCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the model sparse and begin its plan, or go on with it."""
-        trainer, folder = _running_trainer()
+        trainer, folder = running_trainer()
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         self._refuse(trainer, model)
         saved = None if folder is None else read_state(Path(folder), MISSING)
         if self.cursor is None:
-            lengths = {"iterations": state.max_steps, "per_epoch": _steps_per_epoch(args, kwargs["train_dataloader"])}
+            lengths = {"iterations": state.max_steps, "per_epoch": steps_per_epoch(args, kwargs["train_dataloader"])}
             self._lengths = lengths if saved is None else saved["lengths"]
             self.cursor = self._make_cursor(model, trainer, kwargs["train_dataloader"])
         self._others = trainer.callback_handler.callbacks
@@ -148,8 +150,8 @@ class GrowPruneCallback(TrainerCallback):
                 f"train(resume_from_checkpoint=True), or make a new model and a new GrowPruneCallback"
             )
         self.cursor.attach(optimizer)
-        if not self.cursor.is_over and _has_restarts(self.cursor):
-            _restart_rates(args, trainer.lr_scheduler, _restarts(self.cursor))
+        if not self.cursor.is_over and has_restarts(self.cursor):
+            restart_rates(args, trainer.lr_scheduler, restarts(self.cursor))
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
         _place(trainer, self)
         self._copies.follow(self.cursor.sparse, self._others)
@@ -182,12 +184,12 @@ class GrowPruneCallback(TrainerCallback):
             model,
             iterations=self._lengths["iterations"],
             iterations_per_epoch=self._lengths["per_epoch"],
-            remedy=lambda steps: _remedy(trainer.args, self._lengths["per_epoch"], steps),
+            remedy=lambda steps: remedy(trainer.args, self._lengths["per_epoch"], steps),
             accumulate=trainer.args.gradient_accumulation_steps,
-            score=functools.partial(_score, trainer, loader),
+            score=functools.partial(score, trainer, loader),
         )
         is_ours = type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler
-        if _has_restarts(cursor) and not is_ours:
+        if has_restarts(cursor) and not is_ours:
             raise GrowpruneError(
                 f"each phase of {self.settings.name} begins the learning-rate schedule anew, which works with those of "
                 f"TrainingArguments only: give restart=False for one schedule over all"
@@ -311,17 +313,6 @@ class _Last(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {}}
 
 
-def _running_trainer() -> tuple[Any, str | None]:
-    """The Trainer that is about to train, and the checkpoint it resumes: it tells callbacks neither."""
-    frame = sys._getframe()
-    while frame is not None:
-        found = frame.f_locals
-        if frame.f_code.co_name == "_inner_training_loop" and isinstance(found.get("self"), Trainer):
-            return found["self"], found.get("resume_from_checkpoint")
-        frame = frame.f_back  # type: ignore[assignment]
-    raise GrowpruneError("GrowPruneCallback is for the Trainer of transformers: give it as Trainer(callbacks=[...])")
-
-
 def _refuse_sharding(is_sharded: bool) -> None:
     if is_sharded:
         raise GrowpruneError("GrowPruneCallback does not work with FSDP or DeepSpeed, which shard weights: use DDP")
@@ -333,78 +324,3 @@ def _place(trainer: Any, callback: GrowPruneCallback) -> None:
     others = [other for other in callbacks if other is not callback and not isinstance(other, _Last)]
     callbacks[:] = [callback, *others, _Last(callback, trainer)]
     trainer.state.stateful_callbacks.setdefault(_Last.__name__, {})
-
-
-def _score(trainer: Any, loader: Any, sparse: SparseModel, by: By) -> None:
-    """Look at the batches of the first step, by the Trainer's own loss, for an edit by gradient before any training."""
-
-    def loss(batch: Any) -> Tensor:
-        with trainer.compute_loss_context_manager():
-            inputs = trainer._prepare_inputs(batch)
-            found: Tensor = trainer.compute_loss(sparse.model, inputs, num_items_in_batch=num_items)
-            return found
-
-    sparse.model.train()
-    count = trainer.args.gradient_accumulation_steps
-    with looking(by):
-        # as a plain loader: accelerate's own keeps count of who iterates over it
-        batches = DataLoader.__iter__(loader) if isinstance(loader, DataLoader) else iter(loader)
-        first, num_items = trainer.get_batch_samples(batches, count, trainer.args.device)
-        sparse.score(by, [functools.partial(loss, batch) for batch in first])
-
-
-def _steps_per_epoch(args: Any, loader: Any) -> int | None:
-    """How many optimizer steps the Trainer makes in an epoch, if its data have a length."""
-    try:
-        num_batches = len(loader)
-    except TypeError:  # an iterable dataset
-        return None
-    return max(1, math.ceil(num_batches / int(args.gradient_accumulation_steps)))
-
-
-def _remedy(args: Any, per_epoch: int | None, steps: int) -> str:
-    """What to give a Trainer for a training of so many optimizer steps."""
-    if args.max_steps <= 0 and per_epoch and steps % per_epoch == 0:
-        return f"TrainingArguments(num_train_epochs={steps // per_epoch})"
-    return f"TrainingArguments(max_steps={steps})"
-
-
-def _has_restarts(cursor: Cursor) -> bool:
-    return any(scheduled.phase.restart for scheduled in cursor.schedule)
-
-
-def _restarts(cursor: Cursor) -> list[int]:
-    """The steps at which the learning-rate schedule begins, and, last, where the plan ends."""
-    bounds, step = [0], 0
-    for scheduled in cursor.schedule:
-        bounds += [step] if scheduled.phase.restart and step > bounds[-1] else []
-        step += cursor.length_of(scheduled.phase)
-    return [*bounds, step]
-
-
-def _restart_rates(args: Any, scheduler: Any, bounds: Sequence[int]) -> None:
-    """Have the whole schedule between each two bounds."""
-    factor = _factor(args, bounds)
-    scheduler.lr_lambdas = [factor] * len(scheduler.base_lrs)
-    for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
-        group["lr"] = base * factor(scheduler.last_epoch)
-
-
-def _factor(args: Any, bounds: Sequence[int]) -> Callable[[int], float]:
-    """The factor of the learning rate at a step, with the whole schedule between each two bounds."""
-    factors = [_factor_of_schedule(args, end - start) for start, end in itertools.pairwise(bounds)]
-
-    def factor(step: int) -> float:
-        number = min(bisect.bisect_right(bounds, step), len(factors)) - 1
-        return factors[number](step - bounds[number])
-
-    return factor
-
-
-def _factor_of_schedule(args: Any, length: int) -> Callable[[int], float]:
-    """That of the schedule that TrainingArguments ask for, for so many steps."""
-    nothing = SGD([nn.Parameter()], lr=args.learning_rate)
-    warmup = args.get_warmup_steps(length)
-    made = get_scheduler(args.lr_scheduler_type, nothing, warmup, length, args.lr_scheduler_kwargs)
-    factor: Callable[[int], float] = made.lr_lambdas[0]
-    return factor

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.integrations.common import has_state
+from growprune.integrations.checkpoints import has_state
 from growprune.layers import first_names
 from growprune.plan import Part
 from growprune.snapshot import unpack
