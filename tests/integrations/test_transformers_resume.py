@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers_cases import assert_same_bits, make_data, make_model, make_trainer, train
@@ -96,3 +97,13 @@ def test_a_second_training_writes_nothing_into_checkpoints_of_the_first(tmp_path
     with pytest.raises(GrowpruneError, match="the plan stands at step 4 of 8"):
         trainer.train()
     assert ours.read_bytes() == before
+
+
+def test_callbacks_whose_state_the_trainer_restores_do_not_disturb(tmp_path: Path) -> None:
+    args = {**SAVING, "restore_callback_states_from_checkpoint": True}
+    whole, _ = train(tmp_path, "bert", args=args)
+    before = {name: tensor.clone() for name, tensor in whole.model.state_dict().items()}
+    again, _ = train(tmp_path, "bert", args=args, resume=f"{tmp_path}/checkpoint-3")
+    assert_same_bits(again.model, whole.model)
+    whole.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")  # whose callbacks have our last one among them
+    assert all(torch.equal(before[name], tensor) for name, tensor in whole.model.state_dict().items())
