@@ -173,7 +173,7 @@ def test_bad_input_gives_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert "matches no parameter" in refused("train", "digits/tiny", *out, "--set", 'keep_dense=["tail.*"]')
     assert "needs a multiple of 4 inputs" in refused("train", "digits/tiny", *out, "--set", "pattern=2:4")
     assert "nothing to prune" in refused("train", "digits/tiny", *out, "--set", 'keep_dense=["*"]')
-    assert "method is 'magic'" in refused("plan", "digits/tiny", "--set", "method=magic")
+    assert "there is no method 'magic'" in refused("plan", "digits/tiny", "--set", "method=magic")
     assert "there is no list of 'people'" in refused("list", "people")
     assert "none of the recipes has 'mars' in its name" in refused("list", "recipes", "mars")
     assert "holds no run" in refused("resume", str(tmp_path / "nothing"))

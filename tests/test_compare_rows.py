@@ -89,7 +89,7 @@ def test_all_stands_for_every_method() -> None:
     "text, says",
     [
         ("", "wants one or more rows"),
-        ("riggle", "method is 'riggle', but must be one of gradual_gap,"),
+        ("riggle", "there is no method 'riggle'; close are: rigl, or give path.py:function"),
         ("rigl:erx", "has the allocation 'erx', but it must be one of uniform, erk, global"),
         ("rigl every", "has 'every', but after its method a row has only key=value"),
         ("rigl allocation=erk", "write it after the method, as in rigl:erk"),

@@ -94,7 +94,7 @@ def test_another_method_keeps_the_options_it_shares() -> None:
         ({"clip": "0"}, "clip is 0.0, but must be above 0"),
         ({"replicas": "-1"}, "replicas is -1, but must be a whole number of at least 0"),
         ({"optimizer.lr": "-1"}, "lr is -1.0, but must be 0 or more"),
-        ({"method": "magic"}, "method is 'magic', but must be one of gradual_gap"),
+        ({"method": "magic"}, "there is no method 'magic'; there are: gradual_gap"),
     ],
 )
 def test_a_wrong_setting_says_what_is_allowed(settings: dict[str, str], message: str) -> None:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from growprune import Cursor, Partition, SparseModel, methods
-from growprune.integrations.common import Figures, Settings, heads
+from growprune.integrations.common import Settings, heads
+from growprune.integrations.figures import Figures
 from growprune.methods import METHODS
 
 BY_ONE_TRAINER = sorted(METHODS.keys() - {"parallel_gap", "parallel_gradual_gap", "snip", "grasp"})

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -24,7 +24,9 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
+from lightning_cases import Attention, Loader, Module, assert_same, conv, every, examples, fit, mlp, shuffled, zeros  # noqa: E402
 
+from growprune import By, SparseModel  # noqa: E402
 from growprune.errors import GrowpruneError  # noqa: E402
 from growprune.integrations.lightning import GrowPrune  # noqa: E402
 
@@ -34,118 +36,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Dropout(0.2), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4))
-
-
-def conv() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (2, 2, 2)),
-        nn.Conv2d(2, 16, 3, padding=1),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 16, 3, padding=1),
-        nn.Flatten(),
-        nn.Linear(64, 4),
-    )
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(2, 16)
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(self.enter(x.unflatten(1, (4, 2)))).mean(1))
-
-
-class Module(pl.LightningModule):
-    """A module as anyone would write it."""
-
-    def __init__(self, net: nn.Module | None = None, schedule: Any = None, lr: float = 0.1) -> None:
-        super().__init__()
-        self.net = mlp() if net is None else net
-        self.schedule, self.lr = schedule, lr
-        self.rates: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        self.rates.append(self.optimizers().param_groups[0]["lr"])
-        return nn.functional.cross_entropy(self.net(x), y)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log("val_loss", nn.functional.cross_entropy(self.net(x), y))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
-        if self.schedule is None:
-            return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.schedule(optimizer)}
-
-
-class Loader:
-    """Batches in an order of their own; it can be gone on with in the middle, as torchdata's StatefulDataLoader."""
-
-    def __init__(self, num_batches: int = 6) -> None:
-        self.num_batches, self.epoch, self.done = num_batches, 0, 0
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __iter__(self) -> Iterator[Any]:
-        torch.rand(())  # as a DataLoader draws a seed for its workers
-        return self.batches()
-
-    def batches(self) -> Iterator[Any]:
-        if self.done == self.num_batches:  # Lightning counts batches, and never asks for the end
-            self.epoch, self.done = self.epoch + 1, 0
-        while self.done < self.num_batches:
-            self.done += 1
-            yield examples(100 * self.epoch + self.done)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "done": self.done}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.done = state["epoch"], state["done"]
-
-
-def examples(seed: int, count: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, 8, generator=generator)
-    return x, (x[:, :4] + x[:, 4:]).argmax(1)
-
-
-def shuffled() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(*examples(0, 48)), 8, shuffle=True)
-
-
-def fit(
-    folder: Path, callback: GrowPrune, module: Any = None, *, train: Any = None, ckpt: Any = None, **settings: Any
-) -> Any:
-    """Train 3 epochs of 6 batches, if nothing else is said."""
-    torch.manual_seed(0)
-    module = Module() if module is None else module
-    others = settings.pop("callbacks", [])
-    usual = {"max_epochs": 3, "logger": False, "enable_checkpointing": bool(others), "accelerator": "cpu"}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
-    trainer = pl.Trainer(callbacks=[callback, *others], **{**usual, **quiet, **settings})
-    torch.manual_seed(1)
-    trainer.fit(
-        module, Loader() if train is None else train, DataLoader(TensorDataset(*examples(9)), 8), ckpt_path=ckpt
-    )
-    return module
-
-
-def zeros(module: nn.Module, callback: GrowPrune) -> int:
-    """How many prunable weights are exactly zero, by the tensors themselves."""
-    state = module.state_dict()
-    return sum(int((state[name] == 0).sum()) for name in callback.sparse.masks)
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -168,6 +58,43 @@ def test_training_ends_with_exactly_as_many_weights_as_asked(method: str, storag
     assert "net.5.weight" not in callback.sparse.masks
 
 
+@pytest.mark.parametrize(("method", "storage"), [("snip", "masked"), ("snip", "compact"), ("grasp", "masked")])
+def test_methods_that_look_at_gradients_first_see_those_of_the_first_batch(
+    method: str, storage: str, tmp_path: Path
+) -> None:
+    class Logging(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return {"loss": loss}
+
+    callback, (x, y) = GrowPrune(method, 0.9, storage=storage), examples(1)
+    torch.manual_seed(0)
+    module = Logging(nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4)))
+    by_hand = SparseModel(copy.deepcopy(module), sparsity=0.9, allocation="global", keep_dense=["net.4"])
+    by_hand.score(By(method), [lambda: nn.functional.cross_entropy(by_hand.model.net(x), y)])
+    by_hand.prune(by=By(method))
+    fit(tmp_path, callback, module, callbacks=[every(tmp_path, 5)])
+    assert callback.sparse.num_alive == 192
+    assert all(torch.equal(mask, by_hand.mask(name)) for name, mask in callback.sparse.masks.items())
+    again, other = GrowPrune(method, 0.9, storage=storage), Logging(copy.deepcopy(by_hand.model.net))
+    assert_same(fit(tmp_path, again, other, ckpt=tmp_path / "step=5.ckpt"), module)
+
+
+def test_looking_first_leaves_batches_and_random_numbers_as_they_are(tmp_path: Path) -> None:
+    class Noting(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            drawn.append((float(batch[0].sum()), float(torch.rand(()))))
+            return super().training_step(batch, batch_idx)
+
+    seen = []
+    for method in ("static_random", "snip"):
+        drawn: list[tuple[float, float]] = []
+        fit(tmp_path, GrowPrune(method), Noting(), train=shuffled())
+        seen.append(drawn)
+    assert seen[1] == [seen[0][0], *seen[0]]  # the first batch is looked at, then trained
+
+
 @pytest.mark.parametrize(("net", "alive"), [(conv, 259), (Attention, 208)])
 def test_convolutions_and_attention_end_with_exact_counts(net: Any, alive: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -177,24 +104,22 @@ def test_convolutions_and_attention_end_with_exact_counts(net: Any, alive: int, 
     assert zeros(module, callback) == callback.sparse.num_prunable - alive
 
 
+def test_a_model_with_few_layers_is_cut_into_as_many_parts(tmp_path: Path) -> None:
+    callback = GrowPrune("cyclic_gap", 0.9)
+    fit(tmp_path, callback)
+    grown = {edit.part.name for scheduled in callback.cursor.schedule for edit in scheduled.phase.edits if edit.to == 0}
+    assert len(grown) == 2  # all but the last layer
+    with pytest.raises(GrowpruneError, match="kappa is 4, but the model has 2 layers"):
+        fit(tmp_path, GrowPrune("cyclic_gap", kappa=4))
+
+
 def test_masked_and_compact_give_the_same_bits(tmp_path: Path) -> None:
     one = fit(tmp_path, GrowPrune("rigl", 0.9, 2, "masked", every=3))
     other = fit(tmp_path, GrowPrune("rigl", 0.9, 2, "compact", every=3))
     assert_same(one, other)
 
 
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    mine, others = one.state_dict(), other.state_dict()
-    assert mine.keys() == others.keys()
-    for name, tensor in mine.items():
-        assert torch.equal(tensor, others[name]), name
-
-
 # Going on from Lightning's own checkpoints
-
-
-def every(folder: Path, steps: int, **settings: Any) -> ModelCheckpoint:
-    return ModelCheckpoint(folder, "{step}", every_n_train_steps=steps, save_top_k=-1, **settings)
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])
@@ -293,7 +218,8 @@ def test_testing_the_best_checkpoint_brings_its_masks_along(storage: str, tmp_pa
     last = callback.sparse.masks
     module.trainer.validate(module, Loader(), ckpt_path=tmp_path / "step=4.ckpt", verbose=False)
     assert any(not torch.equal(mask, last[name]) for name, mask in callback.sparse.masks.items())
-    assert zeros(module, callback) == 1728
+    weights = module.state_dict()  # of which some are zero alive: RigL has just let them grow
+    assert all(not weights[name][~mask].any() for name, mask in callback.sparse.masks.items())
     fresh = Module()
     trainer = pl.Trainer(
         callbacks=[GrowPrune("rigl", kappa=2)], logger=False, enable_progress_bar=False, accelerator="cpu"
@@ -340,6 +266,19 @@ def test_stochastic_weight_averaging_ends_at_the_target_with_and_without_batch_n
     assert callback.cursor.is_over
     assert zeros(module, callback) == callback.sparse.num_prunable - callback.sparse.num_alive
     assert callback.sparse.num_alive == round(0.1 * callback.sparse.num_prunable)
+
+
+def test_an_average_that_is_kept_elsewhere_is_named(tmp_path: Path) -> None:
+    module, callback = Module(), GrowPrune("gradual_gap", 0.9, 2, every=2)
+    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    callback.add_copy(average)
+
+    class Updating(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            average.update_parameters(pl_module)
+
+    fit(tmp_path, callback, module, callbacks=[Updating()])
+    assert zeros(average.module, callback) == 1728
 
 
 def test_averaging_compact_weights_is_refused(tmp_path: Path) -> None:
@@ -462,6 +401,41 @@ def test_loggers_have_sparsity_live_weights_phase_and_churn(tmp_path: Path) -> N
     assert 0 < rows[4]["churn"] <= 0.5
 
 
+class Noting(pl.Callback):
+    """Notes what other callbacks get to see."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def test_the_density_of_layers_is_logged_before_other_callbacks_look(tmp_path: Path) -> None:
+    noting, callback, logger = (
+        Noting(),
+        GrowPrune("cyclic_gap", 0.9, 2, log_layers=True, **METHODS["cyclic_gap"]),
+        CSVLogger(tmp_path),
+    )
+    trainer = pl.Trainer(
+        max_epochs=3,
+        callbacks=[noting, callback],
+        logger=logger,
+        log_every_n_steps=1,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Module(), Loader())
+    layers = ("density/net.0.weight", "density/net.3.weight")
+    first, second, last = (tuple(noting.seen[step][name] for name in layers) for step in (0, 6, 17))
+    assert (first, second, last) == ((1.0, pytest.approx(0.1)), (pytest.approx(0.1), 1.0), pytest.approx((0.1, 0.1)))
+    assert [seen["phase"] for seen in noting.seen] == [1.0] * 5 + [2.0] * 6 + [3.0] * 7
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        assert [float(row[layers[0]]) for row in csv.DictReader(file)] == [seen[layers[0]] for seen in noting.seen]
+
+
 # A second fit, and what is refused
 
 
@@ -526,8 +500,8 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
         GrowPrune(evry=3)
     with pytest.raises(GrowpruneError, match=r"has no model yet: it gets one when trainer.fit"):
         _ = GrowPrune().sparse
-    with pytest.raises(GrowpruneError, match="snip looks at gradients before the first step"):
-        fit(tmp_path, GrowPrune("snip", kappa=1))
+    with pytest.raises(GrowpruneError, match="the module steps its optimizers itself, so that its loss is not known"):
+        fit(tmp_path, GrowPrune("snip", iterations=36), Adversaries())
     trainer = pl.Trainer(logger=False, accelerator="cpu")
     trainer.strategy.__class__ = type("FSDPStrategy", (FSDPStrategy,), {"__init__": None})
     with pytest.raises(GrowpruneError, match=r"does not work with FSDPStrategy, .*: use strategy='ddp' or one device"):

@@ -50,7 +50,8 @@ def replica(rank: int, port: int, case: tuple[str, str, bool], results: Any) -> 
     os.environ.update({name: str(value) for name, value in names.items()})
     x = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(rank)  # the first weights differ, as do the data
-    module, callback = Module(drifts), GrowPrune(method, 0.9, 2, storage, every=2)
+    options = {} if method == "snip" else {"every": 2}
+    module, callback = Module(drifts), GrowPrune(method, 0.9, 2, storage, **options)
     quiet = {
         "logger": False,
         "enable_progress_bar": False,
@@ -84,7 +85,9 @@ def on_two_processes(*case: Any) -> list[Any]:
     return [result for _, result in found]
 
 
-@pytest.mark.parametrize(("method", "storage"), [("gradual_gap", "masked"), ("rigl", "masked"), ("rigl", "compact")])
+@pytest.mark.parametrize(
+    ("method", "storage"), [("gradual_gap", "masked"), ("rigl", "masked"), ("rigl", "compact"), ("snip", "compact")]
+)
 def test_two_processes_end_with_the_same_bits_and_exact_counts(method: str, storage: str) -> None:
     one, other = on_two_processes(method, storage, False)
     for name in one:

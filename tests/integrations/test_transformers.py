@@ -70,7 +70,7 @@ def test_classifiers_and_untied_output_heads_stay_dense(name: str, kept: tuple[s
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])
-@pytest.mark.parametrize("name", ["bert", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "mixtral", "vit"])
 def test_from_pretrained_of_the_saved_folder_is_the_model(name: str, storage: str, tmp_path: Path) -> None:
     trainer, _ = train(tmp_path, name, storage=storage, args={"max_steps": 3})
     trainer.save_model(str(tmp_path / "saved"))

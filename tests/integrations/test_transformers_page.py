@@ -16,10 +16,12 @@ ROOT = Path(__file__).parent.parent.parent
 def test_every_block_of_code_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "transformers.md").read_text(), re.S)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names: dict[str, Any] = {}
     for block in blocks:
         exec(block, names)
+    average = dict(names["averaging"].average.module.named_parameters())
+    assert all(not average[name][~mask].any() for name, mask in names["callback"].sparse.masks.items())
     assert names["cursor"].is_over and names["sparse"].is_at_target
     assert names["callback"].sparse.num_alive < 0.11 * names["callback"].sparse.num_prunable
 

@@ -25,6 +25,11 @@ SAVING = {"save_strategy": "steps", "save_steps": 3}
     ("given", "message"),
     [
         ({"method": "cyclic_gab"}, "there is no method 'cyclic_gab'; close are: cyclic_gap"),
+        ({"method": "GaP"}, "there is no method 'GaP'; close are: gradual_gap, parallel_gradual_gap, cyclic_gap"),
+        ({"method": "zzz"}, "there is no method 'zzz'; there are: gradual_gap"),
+        ({"method": None}, "there is no method None; "),
+        ({"method": "rigl", "sparsty": 0.5}, "rigl takes no option 'sparsty': did you mean sparsity?"),
+        ({"iterations_per_epoch": 0}, "iterations_per_epoch is 0, but must be a whole number of at least 1"),
         ({"method": "rigl", "evry": 3}, "rigl takes no option 'evry': did you mean every?"),
         ({"method": "dense", "tea": 3}, "dense takes no option 'tea': it takes epochs"),
         ({"sparsity": 1.0}, "sparsity is 1.0, but it is the fraction of zeros"),
@@ -45,9 +50,18 @@ def test_a_wrong_setting_is_refused_when_the_callback_is_made(given: dict[str, A
             r"the plan of cyclic_gap has 12 optimizer steps \(steps=2, epochs=1, finetune=1\), but the trainer makes 8:"
             r" set TrainingArguments\(max_steps=12\), or give cyclic_gap options that add up to 8",
         ),
+        (
+            {"method": "cyclic_gap", "steps": 2, "epochs": 1, "finetune": 1},
+            {"max_steps": -1, "num_train_epochs": 2},
+            r"has 12 optimizer steps .* makes 8: set TrainingArguments\(num_train_epochs=3\)",
+        ),
         ({"method": "rigl", "iterations": 100}, {}, r"has 100 optimizer steps .* but the trainer makes 8"),
         ({"method": "parallel_gap"}, {}, "parallel_gap trains branches on several machines, which a trainer cannot"),
-        ({"method": "snip"}, {}, "snip looks at gradients before the first step"),
+        (
+            {"method": "grasp", "storage": "compact"},
+            {},
+            "by is grasp, .*: use storage='masked'",
+        ),
         ({"partition": "round"}, {}, "partition is 'round', but must be contiguous, balanced, per_layer"),
         (
             {"method": "rigl"},

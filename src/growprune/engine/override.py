@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from growprune import methods
 from growprune.engine.partitions import parse_partition
 from growprune.engine.recipe import Recipe, own_options
 from growprune.engine.source import is_source, load
 from growprune.errors import GrowpruneError
-from growprune.methods import METHODS
 from growprune.plan import Plan
 
 
@@ -47,10 +47,8 @@ def _with_method(recipe: Recipe, name: str) -> Recipe:
 
 def find_method(name: str) -> Callable[..., Plan]:
     """One of `METHODS`, or what `path.py:function` names."""
-    if name in METHODS:
-        return METHODS[name]
     if not is_source(name):
-        raise GrowpruneError(f"method is {name!r}, but must be one of {', '.join(METHODS)}, or path.py:function")
+        return methods.find_method(name, otherwise=", or give path.py:function")
     found = load(name, "method")
     if not hasattr(found, "__wrapped__"):
         raise GrowpruneError(f"{name} is no method: write @growprune.method above it")

@@ -14,7 +14,8 @@ from typing import Any
 
 from growprune.cursor import Cursor
 from growprune.errors import GrowpruneError
-from growprune.integrations.common import read_state, share_gradients, write_state
+from growprune.integrations.checkpoints import read_state, write_state
+from growprune.integrations.gradients import share_gradients
 
 
 def keep_in_checkpoints(accelerator: Any, cursor: Cursor) -> None:

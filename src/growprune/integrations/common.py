@@ -4,37 +4,31 @@ Settings(...)            what a user says; checked at once: method by name (near
 Settings.cursor(model)   the partition, the plan, the SparseModel and the Cursor, as long as the trainer's own training
 Settings.resolved(...)   the method's options, with the lengths filled in that the user did not give
 heads(model)             keep_dense="auto": classifiers and output heads that are not tied to an embedding
-Figures(cursor)          what is worth logging: sparsity, live weights, phase, churn, density by weight
-share_gradients(sparse)  edits that look at gradients see those of all processes
-write_state, read_state  a state in the folder `growprune` of a trainer's checkpoint, as safetensors and JSON
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, distributed, nn
+from torch import nn
 
 from growprune.cursor import Cursor
-from growprune.engine.checkpoint import load, save
 from growprune.errors import GrowpruneError
 from growprune.layers import layer_weights, matches
 from growprune.lengths import ROUNDS, SEARCH, often_enough
-from growprune.methods import METHODS
+from growprune.methods import find_method
 from growprune.partition import Partition
 from growprune.plan import By, Plan, check_counts, check_sparsity, walk
 from growprune.sparse import SparseModel
 from growprune.storage import parse_storage
 
-FOLDER = "growprune"
-"""What a trainer's checkpoint, which is a folder, has our state in."""
+PARTS = 4
+"""How many parts a model is cut into if nobody says; fewer, if it has fewer layers."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +37,7 @@ class Settings:
 
     Args:
         method: a name in `growprune.methods.METHODS`, or a method of one's own.
+        kappa: how many parts the model is cut into; 4 if not given, or as many as it has layers, if these are fewer.
         allocation, partition: what the method is meant for, if not given. A partition is "contiguous", "balanced",
             "per_layer", a list of lists of names, or a `Partition`.
         keep_dense: names or globs, or "auto" for `heads(model)`.
@@ -52,7 +47,7 @@ class Settings:
 
     method: str | Callable[..., Plan]
     sparsity: float
-    kappa: int = 4
+    kappa: int | None = None
     storage: str = "masked"
     allocation: str | None = None
     pattern: str = "unstructured"
@@ -65,12 +60,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_sparsity(self.sparsity)
-        check_counts(1, kappa=self.kappa)
+        counts = {"kappa": self.kappa, "iterations_per_epoch": self.iterations_per_epoch}
+        check_counts(1, **{name: count for name, count in counts.items() if count is not None})
         parse_storage(self.storage)
         taken = _options_of(self.make_plan)
         for name in self.options:
             if name not in taken:
-                close = difflib.get_close_matches(name, taken, 1)
+                close = difflib.get_close_matches(name, [*taken, *Settings.__dataclass_fields__], 1)
                 hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(taken) or 'none'}"
                 raise GrowpruneError(f"{self.name} takes no option {name!r}: {hint}")
 
@@ -91,7 +87,7 @@ class Settings:
         iterations_per_epoch: int | None,
         remedy: Callable[[int], str],
         accumulate: int | None = None,
-        score: Callable[[By], None] | None = None,
+        score: Callable[[SparseModel, By], None] | None = None,
     ) -> Cursor:
         """Make a model sparse, and a cursor that is about to begin a plan just as long as the trainer's training.
 
@@ -99,13 +95,14 @@ class Settings:
             iterations: how many optimizer steps the trainer makes in all.
             iterations_per_epoch: how many it makes in an epoch, if that is known.
             remedy: what to set in the trainer for a training of so many steps.
-            accumulate, score: as for `Cursor`.
+            accumulate: as for `Cursor`.
+            score: called where the first edit looks at gradients; calls `sparse.score`, while `looking`.
         """
         kept = self._kept_dense(model)
         parts = self._cut(model, kept)
         options, per_epoch = self.resolved(len(parts), iterations, iterations_per_epoch)
         plan = self.make_plan(parts, **options)
-        self._check_plan(plan, can_score=score is not None)
+        self._check_plan(plan)
         self._check_length(plan, options, iterations, per_epoch, remedy)
         usual = getattr(self.make_plan, "allocation", "uniform")
         sparse = SparseModel(
@@ -118,7 +115,8 @@ class Settings:
             seed=self.seed,
             storage=self.storage,
         )
-        return Cursor(sparse, plan, iterations_per_epoch=per_epoch, accumulate=accumulate, score=score)
+        look = None if score is None else functools.partial(score, sparse)
+        return Cursor(sparse, plan, iterations_per_epoch=per_epoch, accumulate=accumulate, score=look)
 
     def _kept_dense(self, model: nn.Module) -> tuple[str, ...]:
         if self.keep_dense == "auto":
@@ -139,7 +137,8 @@ class Settings:
                 f"Partition"
             )
         cut = Partition.balanced if kind == "balanced" else Partition.contiguous
-        return cut(model, self.kappa, keep_dense=keep_dense, include=self.include)
+        layers = Partition.per_layer(model, keep_dense=keep_dense, include=self.include)
+        return cut(model, self.kappa or min(PARTS, len(layers)), keep_dense=keep_dense, include=self.include)
 
     # How long phases are
 
@@ -152,7 +151,7 @@ class Settings:
         none in epochs, a method whose phases are told in epochs gets them in iterations.
         """
         taken = inspect.signature(self.make_plan).parameters
-        shared = {"sparsity": self.sparsity, "kappa": self.kappa}
+        shared = {"sparsity": self.sparsity, "kappa": self.kappa or min(PARTS, num_parts)}
         options = {name: value for name, value in shared.items() if name in taken} | dict(self.options)
         per_epoch = self.iterations_per_epoch or iterations_per_epoch
         if "iterations" in taken:
@@ -181,7 +180,7 @@ class Settings:
         epochs = options.get("epochs", max(1, search // max(1, steps)))
         return {"steps": steps, "epochs": epochs, "finetune": max(0, total - steps * epochs)} | options
 
-    def _check_plan(self, plan: Plan, *, can_score: bool) -> None:
+    def _check_plan(self, plan: Plan) -> None:
         """Refuse plans that a single trainer cannot carry out."""
         for scheduled in walk(plan):
             if scheduled.branch is not None:
@@ -189,12 +188,6 @@ class Settings:
                     f"{self.name} trains branches on several machines, which a trainer cannot: use cyclic_gap or "
                     f"gradual_gap, or `growprune train`"
                 )
-        first = next(iter(plan), None)
-        if not can_score and getattr(first, "needs_gradients", False):
-            raise GrowpruneError(
-                f"{self.name} looks at gradients before the first step, which a trainer has none of yet: use another "
-                f"method, or a loop of your own with SparseModel.score()"
-            )
 
     def _check_length(
         self, plan: Plan, options: dict[str, Any], iterations: int, per_epoch: int | None, remedy: Callable[[int], str]
@@ -209,14 +202,6 @@ class Settings:
                 f"the plan of {self.name} has {length} optimizer steps ({told}), but the trainer makes {iterations}: "
                 f"set {remedy(length)}, or give {self.name} options that add up to {iterations}"
             )
-
-
-def find_method(name: str) -> Callable[..., Plan]:
-    """The method of a name; near matches are told if there is none."""
-    if name not in METHODS:
-        close = ", ".join(difflib.get_close_matches(name, METHODS, 3, 0.4)) or ", ".join(METHODS)
-        raise GrowpruneError(f"there is no method {name!r}; close are: {close}")
-    return METHODS[name]
 
 
 def _options_of(method: Callable[..., Plan]) -> list[str]:
@@ -250,79 +235,3 @@ def _inside_adapters(model: nn.Module) -> Any:
     """The model itself, where PEFT has wrapped it."""
     unwrap = getattr(model, "get_base_model", None)
     return unwrap() if callable(unwrap) else model
-
-
-# What is told
-
-
-class Figures:
-    """What is worth logging of a sparse model.
-
-    Args:
-        by_weight: whether the density of each weight is told too.
-    """
-
-    def __init__(self, cursor: Cursor, *, by_weight: bool = False) -> None:
-        self._cursor, self._by_weight = cursor, by_weight
-        self._num_edits, self._masks = cursor.sparse.editor.num_edits, cursor.sparse.state_dict()["masks"]
-
-    def read(self) -> dict[str, float]:
-        """Sparsity, live weights, phase, and churn: the share of live weights that were dead at the last reading."""
-        sparse = self._cursor.sparse
-        alive = sparse.alive_by_weight
-        total = sum(alive.values())
-        figures: dict[str, float] = {
-            "sparsity": 1 - total / sparse.num_prunable,
-            "live_weights": total,
-            "phase": self._cursor.position,
-            "churn": self._born() / max(1, total),
-        }
-        if self._by_weight:
-            figures |= {f"density/{weight.name}": alive[weight.name] / weight.numel for weight in sparse.weights}
-        return figures if sparse.rule is None else figures | sparse.rule.figures()
-
-    def _born(self) -> int:
-        """How many weights live that were dead at the last reading."""
-        sparse = self._cursor.sparse
-        if sparse.editor.num_edits == self._num_edits:
-            return 0
-        before, self._masks = self._masks, sparse.state_dict()["masks"]
-        self._num_edits = sparse.editor.num_edits
-        return sum(_ones(mask & ~before[name].to(mask.device)) for name, mask in self._masks.items())
-
-
-def _ones(packed: Tensor) -> int:
-    """How many bits are set in bytes."""
-    counts = torch.bincount(packed.flatten().int(), minlength=256)
-    return sum(int(count) * byte.bit_count() for byte, count in enumerate(counts.tolist()))
-
-
-def share_gradients(sparse: SparseModel) -> None:
-    """Let edits that look at gradients see those of all processes, so that all choose the same weights."""
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        sparse.gradients.add_up = _summed
-
-
-def _summed(tensor: Tensor) -> Tensor:
-    total = tensor.to_dense().contiguous().clone() if tensor.is_sparse else tensor.contiguous().clone()
-    distributed.all_reduce(total)
-    return total
-
-
-# Checkpoints
-
-
-def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Add a state to a trainer's checkpoint."""
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of an earlier training, whose weights are overwritten too
-    save(folder / FOLDER, 0, state)
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """The state in a trainer's checkpoint; it is refused if it is damaged or not there."""
-    if not (folder / FOLDER).is_dir():
-        raise GrowpruneError(
-            f"{folder} has no folder {FOLDER!r}: it was saved without growprune, or not to its end; resume from "
-            f"another checkpoint"
-        )
-    return load(folder / FOLDER / "00000000")

@@ -8,32 +8,40 @@ averaged copies of the model have its masks, and replicas agree on them.
 
 from __future__ import annotations
 
-import copy
 import functools
-import hashlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.optim.swa_utils import AveragedModel
 
 from growprune.cursor import Cursor
 from growprune.engine.rng import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
-from growprune.integrations.common import Figures, Settings, share_gradients
+from growprune.integrations.common import Settings
+from growprune.integrations.copies import Copies
+from growprune.integrations.figures import Figures
+from growprune.integrations.gradients import looking, share_gradients
 from growprune.partition import Partition
-from growprune.plan import Plan
+from growprune.plan import By, Plan
 from growprune.sparse import SparseModel
 from growprune.warn import warn
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from growprune.integrations.lightning_schedules import Schedules
+    from growprune.integrations.lightning_trainer import (
+        callbacks_of,
+        check_ranks,
+        check_trainer,
+        lengths_of,
+        monitoring,
+        place_first,
+        remedy,
+        wrap_again,
+    )
 except ImportError as error:
     raise GrowpruneError("this needs lightning 2.5 or newer: pip install 'growprune[lightning]'") from error
 
@@ -47,11 +55,12 @@ class GrowPrune(Callback):
     Args:
         method: a name in `growprune.methods.METHODS`, or a method of one's own.
         sparsity: the fraction of zeros to reach.
-        kappa: how many parts the model is cut into.
+        kappa: how many parts the model is cut into; 4 if not given, or as many as it has layers, if these are fewer.
         storage: "masked" or "compact".
         allocation, partition: what the method is meant for, if not given.
         keep_dense: names or globs of what is never pruned; "auto" for the last layer.
         iterations_per_epoch: how many optimizer steps an epoch of the plan has, where the Trainer cannot tell.
+        log_layers: whether the density of each layer is logged too.
         options: the method's own, such as `every=100`, or `steps=8, epochs=2, finetune=6`. What is not said of lengths
             is filled in from the Trainer.
     """
@@ -60,7 +69,7 @@ class GrowPrune(Callback):
         self,
         method: str | Callable[..., Plan] = "gradual_gap",
         sparsity: float = 0.9,
-        kappa: int = 4,
+        kappa: int | None = None,
         storage: str = "masked",
         *,
         allocation: str | None = None,
@@ -70,6 +79,7 @@ class GrowPrune(Callback):
         partition: str | Partition | Sequence[Sequence[str]] | None = None,
         seed: int = 0,
         iterations_per_epoch: int | None = None,
+        log_layers: bool = False,
         **options: Any,
     ) -> None:
         self.settings = Settings(
@@ -93,7 +103,10 @@ class GrowPrune(Callback):
         self._loaded: dict[str, Any] | None = None
         """What a checkpoint held, from when it is loaded until training begins."""
         self._loading: Any = None
+        self._first_batch: Any = None
         self._schedules = Schedules()
+        self._copies = Copies(are_bare=True)  # as that of StochasticWeightAveraging is
+        self._log_layers = log_layers
         self._figures: Figures | None = None
         self._told: dict[str, float] = {}
         self._position, self._num_edits, self._num_edits_validated = -1, 0, -1
@@ -111,12 +124,20 @@ class GrowPrune(Callback):
         """The sparse model."""
         return self.cursor.sparse
 
+    def add_copy(self, copy: nn.Module) -> None:
+        """Have a copy of the module made as sparse as it is after each edit, that is not found by itself.
+
+        A callback's attribute is found that is a copy of the module, as in `StochasticWeightAveraging`, or has one
+        inside, as `AveragedModel`.
+        """
+        self._copies.add(copy)
+
     # Before training
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work, before anything is done."""
         del stage
-        _check_trainer(trainer)
+        check_trainer(trainer)
         self._max_epochs = trainer.max_epochs  # before SWA adds an epoch for batch norms
         self._loaded = None
         if self._cursor is not None and self.sparse.model is not pl_module:
@@ -188,21 +209,54 @@ class GrowPrune(Callback):
         if self._cursor is None:
             self._cursor = self._make(trainer, pl_module)
         self._schedules.check(self.cursor)
-        _check_copies(self.sparse, trainer)
+        self._copies.check(self.sparse, callbacks_of(trainer))
         share_gradients(self.sparse)
-        self._figures = Figures(self.cursor)
-        self._attach(trainer.optimizers)
-        self._position = self.cursor.position  # whose schedule has just begun, or was loaded
-        self._follow_edits(trainer)
-        for checkpoint in _monitoring(trainer):
+        self._figures = Figures(self.cursor, by_weight=self._log_layers)
+        place_first(trainer, self)
+        if not self._looks_first:
+            self._begin(trainer)
+        for checkpoint in monitoring(trainer):
             vars(checkpoint)["check_monitor_top_k"] = functools.partial(self._is_best, checkpoint)
         if self._loaded is not None and self._loaded["is_mid_epoch"]:
             self._set_random_numbers(trainer)  # the loader's iterator, made again, has drawn one
         self._loaded = None
 
+    @property
+    def _looks_first(self) -> bool:
+        """Whether the plan has yet to begin, with an edit that looks at the gradients of the first batch."""
+        return self.cursor.position < 0 and self.cursor.schedule[0].phase.needs_gradients
+
+    def _begin(self, trainer: Trainer) -> None:
+        self._attach(trainer.optimizers)
+        self._position = self.cursor.position  # whose schedule has just begun, or was loaded
+        self._follow_edits(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin a plan whose first edit looks at gradients, now that there is a batch."""
+        del pl_module
+        if self._looks_first:
+            self._first_batch = (batch, batch_idx)
+            self._begin(trainer)
+            self._first_batch = None
+
+    def _score(self, trainer: Trainer, sparse: SparseModel, by: By) -> None:
+        """Look at the first batch, by the module's own training_step, which is called once more for it."""
+        module = trainer.lightning_module
+        if not module.automatic_optimization:
+            raise GrowpruneError("the module steps its optimizers itself, so that its loss is not known: use rigl")
+
+        def loss() -> Tensor:
+            with trainer.precision_plugin.train_step_context():
+                found: Any = module.training_step(*self._first_batch)
+            value: Tensor = found["loss"] if isinstance(found, Mapping) else found
+            return value
+
+        with looking(by):
+            sparse.score(by, [loss])
+
     def _check_lengths(self, trainer: Trainer) -> None:
         """See how long the training is, and that a plan that has begun is as long."""
-        lengths = _lengths(trainer, self._max_epochs, self.settings.options)
+        lengths = lengths_of(trainer, self._max_epochs, self.settings.options)
         if self._cursor is None:
             self._lengths = lengths
         if self._cursor is None or self.cursor.is_over:
@@ -210,7 +264,7 @@ class GrowPrune(Callback):
         if lengths[0] != self._lengths[0]:
             raise GrowpruneError(
                 f"the plan has {self._lengths[0]} optimizer steps, but the trainer makes {lengths[0]}: set "
-                f"{_remedy(self._lengths[1], self._lengths[0])}, as when it began"
+                f"{remedy(self._lengths[1], self._lengths[0])}, as when it began"
             )
         if trainer.global_step == 0 < self.cursor.iteration:
             raise GrowpruneError(
@@ -225,8 +279,9 @@ class GrowPrune(Callback):
             pl_module,
             iterations=iterations,
             iterations_per_epoch=per_epoch,
-            remedy=functools.partial(_remedy, per_epoch),
+            remedy=functools.partial(remedy, per_epoch),
             accumulate=trainer.accumulate_grad_batches if is_one_backward else None,
+            score=functools.partial(self._score, trainer),
         )
 
     def _attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -262,12 +317,11 @@ class GrowPrune(Callback):
         """Whatever knows of the model's weights follows edits of them."""
         assert self._figures is not None
         is_edited, self._num_edits = self.sparse.editor.num_edits != self._num_edits, self.sparse.editor.num_edits
+        self._copies.follow(self.sparse, callbacks_of(trainer))
         if is_edited:
-            for averaged in _copies(self.sparse, trainer):
-                self.sparse.mask_copy(averaged)
             if self.settings.storage == "compact":
-                _wrap_again(trainer)
-            _check_ranks(self.sparse, trainer)
+                wrap_again(trainer)
+            check_ranks(self.sparse, trainer)
         every = vars(trainer)["log_every_n_steps"]
         is_ruled = self.sparse.rule is not None and trainer.global_step % every == 0
         if is_edited or is_ruled or not self._told:
@@ -325,135 +379,5 @@ class GrowPrune(Callback):
         """Let go."""
         del pl_module, stage
         self._stop_waiting()
-        for checkpoint in _monitoring(trainer):
+        for checkpoint in monitoring(trainer):
             vars(checkpoint).pop("check_monitor_top_k", None)
-
-
-class Schedules:
-    """The learning-rate schedules and optimizer settings of a trainer as they are made, for phases that restart."""
-
-    def __init__(self, states: Sequence[dict[str, Any]] = (), groups: Sequence[list[dict[str, Any]]] = ()) -> None:
-        self._states, self._groups, self.is_plateau = states, groups, False
-
-    @classmethod
-    def of(cls, trainer: Trainer) -> Schedules:
-        """Those that a trainer has now."""
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        groups = [
-            [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            for optimizer in trainer.optimizers
-        ]
-        made = cls([copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers], groups)
-        made.is_plateau = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers)
-        return made
-
-    def check(self, cursor: Cursor) -> None:
-        """Raise if a phase restarts what cannot start anew."""
-        if self.is_plateau and any(scheduled.phase.restart for scheduled in cursor.schedule):
-            raise GrowpruneError(
-                "ReduceLROnPlateau compares with epochs before, so it cannot start anew with each phase: give "
-                "GrowPrune restart=False, or the module another schedule"
-            )
-
-    def restart(self, trainer: Trainer) -> None:
-        """Let all start anew; the cursor empties the optimizers' state."""
-        for config, state in zip(trainer.lr_scheduler_configs, self._states, strict=True):
-            config.scheduler.load_state_dict(copy.deepcopy(state))
-        for optimizer, groups in zip(trainer.optimizers, self._groups, strict=True):
-            for group, first in zip(optimizer.param_groups, groups, strict=True):
-                group.update(copy.deepcopy(first))
-
-
-def _check_trainer(trainer: Trainer) -> None:
-    """Refuse trainers that the callback cannot work with."""
-    if not isinstance(trainer, Trainer):
-        raise GrowpruneError(
-            f"the trainer is a {type(trainer).__module__}.Trainer: import lightning.pytorch, not pytorch_lightning"
-        )
-    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-        raise GrowpruneError(
-            f"GrowPrune does not work with {type(trainer.strategy).__name__}, which cuts weights up or moves them: use "
-            f"strategy='ddp' or one device"
-        )
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in _callbacks(trainer)):
-        raise GrowpruneError(
-            "with GradientAccumulationScheduler the number of steps is not known: use accumulate_grad_batches"
-        )
-
-
-def _lengths(trainer: Trainer, max_epochs: int | None, options: Mapping[str, Any]) -> tuple[int, int | None]:
-    """How many optimizer steps a trainer makes, in all and in an epoch.
-
-    Args:
-        max_epochs: as the user said.
-        options: the method's; where the module steps by itself, `iterations` among them says how often.
-    """
-    batches = trainer.num_training_batches
-    per_epoch = math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None
-    total = trainer.estimated_stepping_batches
-    if per_epoch and max_epochs is not None and max_epochs != trainer.max_epochs:
-        total = min(total, per_epoch * max_epochs)
-    if not trainer.lightning_module.automatic_optimization:
-        total = options.get("iterations", total)
-    if not math.isfinite(total) or total < 0:
-        raise GrowpruneError("the trainer trains without end, but a plan has one: give it max_epochs or max_steps")
-    return int(total), per_epoch
-
-
-def _remedy(per_epoch: int | None, iterations: int) -> str:
-    """What to give a Trainer for a training of so many optimizer steps."""
-    if per_epoch and iterations % per_epoch == 0:
-        return f"Trainer(max_epochs={iterations // per_epoch})"
-    return f"Trainer(max_steps={iterations})"
-
-
-def _callbacks(trainer: Any) -> list[Callback]:
-    return list(trainer.callbacks)  # which its class does not declare
-
-
-def _monitoring(trainer: Trainer) -> list[ModelCheckpoint]:
-    """The callbacks that keep the best models."""
-    return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor is not None]
-
-
-def _copies(sparse: SparseModel, trainer: Trainer) -> Iterator[nn.Module]:
-    """The copies of the model that callbacks keep, as WeightAveraging and StochasticWeightAveraging do."""
-    names = {weight.parameter for weight in sparse.weights}
-    for value in (value for callback in _callbacks(trainer) for value in vars(callback).values()):
-        inner = value.module if isinstance(value, AveragedModel) else value
-        is_alike = isinstance(inner, type(sparse.model)) and inner is not sparse.model
-        if is_alike and names <= {name for name, _ in inner.named_parameters()}:
-            yield inner
-
-
-def _check_copies(sparse: SparseModel, trainer: Trainer) -> None:
-    if sparse.storage == "compact" and any(True for _ in _copies(sparse, trainer)):
-        raise GrowpruneError(
-            "a callback averages the weights, but compact ones change in number with each edit: use storage='masked'"
-        )
-
-
-def _wrap_again(trainer: Trainer) -> None:
-    """Compact weights have new parameters after an edit, which DistributedDataParallel has to get to know."""
-    strategy = trainer.strategy
-    if not isinstance(strategy, DDPStrategy) or not isinstance(strategy.model, DistributedDataParallel):
-        return
-    if not trainer.lightning_module.automatic_optimization:
-        raise GrowpruneError("compact weights, several processes and manual optimization: use storage='masked'")
-    strategy.model = trainer.lightning_module
-    strategy.configure_ddp()
-
-
-def _check_ranks(sparse: SparseModel, trainer: Trainer) -> None:
-    """Raise, on all processes, if they do not have the same masks."""
-    if trainer.world_size == 1:
-        return
-    digest = hashlib.sha256()
-    for mask in sparse.state_dict()["masks"].values():
-        digest.update(mask.cpu().numpy().tobytes())
-    mine = digest.hexdigest()
-    if not trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(mine) == mine):
-        raise GrowpruneError(
-            "the processes have chosen different weights: they must train the same model, with gradients averaged in "
-            "every step"
-        )

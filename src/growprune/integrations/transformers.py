@@ -2,7 +2,7 @@
 
     callback = GrowPruneCallback("gradual_gap", sparsity=0.9)
     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
-    trainer.train()                                        # or train(resume_from_checkpoint=True)
+    trainer.train()                         # or train(resume_from_checkpoint=last_checkpoint(folder))
     print(callback.sparse.summary())
 
 Each of the Trainer's checkpoints has the state of the masks and of the plan in a folder `growprune`, as safetensors and
@@ -11,34 +11,45 @@ JSON. Resumed from one, a training ends with the bits it would have ended with. 
 
 from __future__ import annotations
 
-import bisect
-import itertools
+import functools
 import math
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from torch import Tensor, distributed, nn
-from torch.optim import SGD
+from torch import distributed, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from growprune.cursor import Cursor
 from growprune.errors import GrowpruneError
-from growprune.integrations.common import Figures, Settings, read_state, share_gradients, write_state
-from growprune.layers import first_names
+from growprune.integrations.checkpoints import read_state, write_state
+from growprune.integrations.common import Settings
+from growprune.integrations.copies import Copies
+from growprune.integrations.figures import Figures
+from growprune.integrations.gradients import share_gradients
 from growprune.partition import Partition
-from growprune.plan import Part, Plan
-from growprune.snapshot import unpack
+from growprune.plan import Plan
 from growprune.sparse import SparseModel
 from growprune.warn import warn
 
 try:
-    from transformers import Trainer, TrainerCallback, get_scheduler
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+
+    from growprune.integrations.transformers_checkpoints import check_zeros, last_checkpoint, left_out
+    from growprune.integrations.transformers_rates import has_restarts, restart_rates, restarts
+    from growprune.integrations.transformers_trainer import remedy, running_trainer, score, steps_per_epoch
 except ImportError as error:
     raise GrowpruneError("GrowPruneCallback needs transformers: pip install 'growprune[transformers]'") from error
+
+MISSING = (
+    "give resume_from_checkpoint=last_checkpoint(output_dir) to go on, or, to begin with its weights, load them into "
+    "the model and give none"
+)
+"""What to do with a checkpoint that lacks our state."""
+
+__all__ = ["GrowPruneCallback", "last_checkpoint"]
 
 
 class GrowPruneCallback(TrainerCallback):
@@ -47,7 +58,7 @@ class GrowPruneCallback(TrainerCallback):
     Args:
         method: the name of any method that one machine can train, or a method of your own.
         sparsity: the fraction of zeros to reach.
-        kappa: how many parts the model is cut into.
+        kappa: how many parts the model is cut into; 4 if not given, or as many as it has layers, if these are fewer.
         storage: "masked", or "compact" (live values only; one process).
         allocation, partition: what the method is meant for, if not given; see `growprune.integrations.common`.
         pattern: which positions may live: "unstructured", a block such as "1x8", or N:M such as "2:4".
@@ -63,7 +74,7 @@ class GrowPruneCallback(TrainerCallback):
         method: str | Callable[..., Plan] = "gradual_gap",
         *,
         sparsity: float = 0.9,
-        kappa: int = 4,
+        kappa: int | None = None,
         storage: str = "masked",
         allocation: str | None = None,
         pattern: str = "unstructured",
@@ -93,15 +104,24 @@ class GrowPruneCallback(TrainerCallback):
         """Where the model stands in its plan; None before the training."""
         self._lengths: dict[str, int | None] = {}
         """How many optimizer steps the training has that the plan was made for, and an epoch of it."""
+        self._copies = Copies()
+        self._others: Sequence[TrainerCallback] = ()
+        """All callbacks of the Trainer, which may keep copies of the model."""
         self._log_layers = log_layers
         self._figures: Figures | None = None
         self.is_training = False
-        self._last = _OnlyAtTarget(self)
 
     @property
     def sparse(self) -> SparseModel | None:
         """The sparse model; None before the training."""
         return None if self.cursor is None else self.cursor.sparse
+
+    def add_copy(self, copy: nn.Module) -> None:
+        """Have a copy of the model, such as a moving average, made as sparse as it is after each edit.
+
+        One that a callback has as an attribute, in an `AveragedModel` or timm's `ModelEmaV3`, is found by itself.
+        """
+        self._copies.add(copy)
 
     # Beginning
 
@@ -111,14 +131,16 @@ class GrowPruneCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the model sparse and begin its plan, or go on with it."""
-        trainer, folder = _running_trainer()
+        trainer, folder = running_trainer()
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         self._refuse(trainer, model)
-        saved = None if folder is None else read_state(Path(folder))
+        saved = None if folder is None else read_state(Path(folder), MISSING)
         if self.cursor is None:
-            lengths = {"iterations": state.max_steps, "per_epoch": _steps_per_epoch(args, kwargs["train_dataloader"])}
+            lengths = {"iterations": state.max_steps, "per_epoch": steps_per_epoch(args, kwargs["train_dataloader"])}
             self._lengths = lengths if saved is None else saved["lengths"]
-            self.cursor = self._make_cursor(model, trainer)
+            self.cursor = self._make_cursor(model, trainer, kwargs["train_dataloader"])
+        self._others = trainer.callback_handler.callbacks
+        self._copies.check(self.cursor.sparse, self._others)
         if saved is not None:
             self._check_alike(saved, state.max_steps)
             self._go_on(saved, optimizer)
@@ -128,10 +150,11 @@ class GrowPruneCallback(TrainerCallback):
                 f"train(resume_from_checkpoint=True), or make a new model and a new GrowPruneCallback"
             )
         self.cursor.attach(optimizer)
-        if not self.cursor.is_over and _has_restarts(self.cursor):
-            _restart_rates(args, trainer.lr_scheduler, _restarts(self.cursor))
+        if not self.cursor.is_over and has_restarts(self.cursor):
+            restart_rates(args, trainer.lr_scheduler, restarts(self.cursor))
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
-        _place(trainer.callback_handler.callbacks, self, self._last)
+        _place(trainer, self)
+        self._copies.follow(self.cursor.sparse, self._others)
         self.is_training = True
 
     def _refuse(self, trainer: Any, model: nn.Module) -> None:
@@ -155,17 +178,18 @@ class GrowPruneCallback(TrainerCallback):
                 f"lr_scheduler_type"
             )
 
-    def _make_cursor(self, model: nn.Module, trainer: Any) -> Cursor:
+    def _make_cursor(self, model: nn.Module, trainer: Any, loader: Any) -> Cursor:
         assert self._lengths["iterations"] is not None
         cursor = self.settings.cursor(
             model,
             iterations=self._lengths["iterations"],
             iterations_per_epoch=self._lengths["per_epoch"],
-            remedy=lambda steps: f"TrainingArguments(max_steps={steps})",
+            remedy=lambda steps: remedy(trainer.args, self._lengths["per_epoch"], steps),
             accumulate=trainer.args.gradient_accumulation_steps,
+            score=functools.partial(score, trainer, loader),
         )
         is_ours = type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler
-        if _has_restarts(cursor) and not is_ours:
+        if has_restarts(cursor) and not is_ours:
             raise GrowpruneError(
                 f"each phase of {self.settings.name} begins the learning-rate schedule anew, which works with those of "
                 f"TrainingArguments only: give restart=False for one schedule over all"
@@ -175,10 +199,18 @@ class GrowPruneCallback(TrainerCallback):
 
     # Training
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse copies that other callbacks have made when the training began."""
+        if self.sparse is not None:
+            self._copies.check(self.sparse, self._others)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The optimizer's own steps advance the plan. At the end, those that a gradient scaler skipped are made up."""
-        if self.cursor is not None and not self.cursor.is_over and state.global_step >= state.max_steps:
+        if self.cursor is None:
+            return
+        if not self.cursor.is_over and state.global_step >= state.max_steps:
             self.cursor.advance(self.cursor.iteration + sum(map(self.cursor.length_of, self._phases_left())))
+        self._copies.follow(self.cursor.sparse, self._others)
 
     def _phases_left(self) -> list[Any]:
         assert self.cursor is not None
@@ -210,17 +242,17 @@ class GrowPruneCallback(TrainerCallback):
 
     # Checkpoints
 
+    def save(self, folder: Path) -> None:
+        """Add our state to a checkpoint that has the weights already."""
+        assert self.cursor is not None
+        states = {"sparse": self.cursor.sparse.state_dict(), "cursor": self.cursor.state_dict()}
+        weights = self.cursor.sparse.snapshot(left_out(self.cursor.sparse.model, folder))
+        write_state(folder, {**states, "weights": weights, "lengths": self._lengths, "made": self._made()})
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add our state to the checkpoint that the Trainer has just written."""
-        if self.cursor is None:
-            return
-        if args.should_save:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            left_out = self.cursor.sparse.snapshot(_left_out(self.cursor.sparse.model, folder))
-            states = {"sparse": self.cursor.sparse.state_dict(), "cursor": self.cursor.state_dict()}
-            write_state(folder, {**states, "weights": left_out, "lengths": self._lengths, "made": self._made()})
+        """Wait until our state is written (see `_Last`): others may be about to read it, as the best."""
         if args.world_size > 1:
-            distributed.barrier()  # others may be about to read it, as the best
+            distributed.barrier()
 
     def _made(self) -> dict[str, Any]:
         """How the model was made sparse, as far as masks and the plan do not tell."""
@@ -244,7 +276,7 @@ class GrowPruneCallback(TrainerCallback):
     def _go_on(self, saved: dict[str, Any], optimizer: Any) -> None:
         """Go on from a checkpoint, of which the Trainer has loaded the weights and the optimizer."""
         assert self.cursor is not None
-        _check_zeros(self.cursor.sparse, saved["sparse"]["masks"], saved["weights"])
+        check_zeros(self.cursor.sparse, saved["sparse"]["masks"], saved["weights"])
         state = optimizer.state_dict()
         optimizer.state.clear()  # it is of the weights as they are stored after their masks are loaded
         if self.cursor.position < 0:  # all live, so that nothing is lost; compact weights are followed from here on
@@ -255,13 +287,15 @@ class GrowPruneCallback(TrainerCallback):
         self.cursor.load_state_dict(saved["cursor"])
 
 
-class _OnlyAtTarget(TrainerCallback):
-    """Keeps models that are not at the target sparsity from being the best. Stands last: others see the true metric."""
+class _Last(TrainerCallback, ExportableState):
+    """Stands last, so that others see the true metric, and is asked for a state whenever a checkpoint is written."""
 
-    def __init__(self, callback: GrowPruneCallback) -> None:
-        self._callback = callback
+    def __init__(self, callback: GrowPruneCallback | None = None, trainer: Any = None) -> None:
+        self._callback, self._trainer = callback, trainer
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
+        """Keep a model that is not at the target sparsity from being the best."""
+        assert self._callback is not None
         sparse, name = self._callback.sparse, args.metric_for_best_model
         if sparse is None or not self._callback.is_training or name is None or sparse.is_at_target:
             return
@@ -269,16 +303,14 @@ class _OnlyAtTarget(TrainerCallback):
         if name in metrics:
             metrics[name] = math.nan  # which is better than no other
 
+    def state(self) -> dict[str, Any]:
+        """Add our state to a checkpoint: now, since next its own state completes it, and older ones are deleted.
 
-def _running_trainer() -> tuple[Any, str | None]:
-    """The Trainer that is about to train, and the checkpoint it resumes: it tells callbacks neither."""
-    frame = sys._getframe()
-    while frame is not None:
-        found = frame.f_locals
-        if frame.f_code.co_name == "_inner_training_loop" and isinstance(found.get("self"), Trainer):
-            return found["self"], found.get("resume_from_checkpoint")
-        frame = frame.f_back  # type: ignore[assignment]
-    raise GrowpruneError("GrowPruneCallback is for the Trainer of transformers: give it as Trainer(callbacks=[...])")
+        A Trainer also asks when it begins to train a second time, when there is nothing to save.
+        """
+        if self._callback is not None and sys._getframe(1).f_code.co_name == "_save_checkpoint":
+            self._callback.save(Path(self._trainer.args.output_dir) / f"checkpoint-{self._trainer.state.global_step}")
+        return {"args": {}, "attributes": {}}
 
 
 def _refuse_sharding(is_sharded: bool) -> None:
@@ -286,87 +318,9 @@ def _refuse_sharding(is_sharded: bool) -> None:
         raise GrowpruneError("GrowPruneCallback does not work with FSDP or DeepSpeed, which shard weights: use DDP")
 
 
-def _place(callbacks: list[Any], first: TrainerCallback, last: TrainerCallback) -> None:
-    """Let one callback be the first, so that loggers get what it adds, and one the last."""
-    others = [callback for callback in callbacks if callback is not first and callback is not last]
-    callbacks[:] = [first, *others, last]
-
-
-def _steps_per_epoch(args: Any, loader: Any) -> int | None:
-    """How many optimizer steps the Trainer makes in an epoch, if its data have a length."""
-    try:
-        num_batches = len(loader)
-    except TypeError:  # an iterable dataset
-        return None
-    return max(1, math.ceil(num_batches / int(args.gradient_accumulation_steps)))
-
-
-def _has_restarts(cursor: Cursor) -> bool:
-    return any(scheduled.phase.restart for scheduled in cursor.schedule)
-
-
-def _restarts(cursor: Cursor) -> list[int]:
-    """The steps at which the learning-rate schedule begins, and, last, where the plan ends."""
-    bounds, step = [0], 0
-    for scheduled in cursor.schedule:
-        bounds += [step] if scheduled.phase.restart and step > bounds[-1] else []
-        step += cursor.length_of(scheduled.phase)
-    return [*bounds, step]
-
-
-def _restart_rates(args: Any, scheduler: Any, bounds: Sequence[int]) -> None:
-    """Have the whole schedule between each two bounds."""
-    factor = _factor(args, bounds)
-    scheduler.lr_lambdas = [factor] * len(scheduler.base_lrs)
-    for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
-        group["lr"] = base * factor(scheduler.last_epoch)
-
-
-def _factor(args: Any, bounds: Sequence[int]) -> Callable[[int], float]:
-    """The factor of the learning rate at a step, with the whole schedule between each two bounds."""
-    factors = [_factor_of_schedule(args, end - start) for start, end in itertools.pairwise(bounds)]
-
-    def factor(step: int) -> float:
-        number = min(bisect.bisect_right(bounds, step), len(factors)) - 1
-        return factors[number](step - bounds[number])
-
-    return factor
-
-
-def _factor_of_schedule(args: Any, length: int) -> Callable[[int], float]:
-    """That of the schedule that TrainingArguments ask for, for so many steps."""
-    nothing = SGD([nn.Parameter()], lr=args.learning_rate)
-    warmup = args.get_warmup_steps(length)
-    made = get_scheduler(args.lr_scheduler_type, nothing, warmup, length, args.lr_scheduler_kwargs)
-    factor: Callable[[int], float] = made.lr_lambdas[0]
-    return factor
-
-
-def _left_out(model: nn.Module, folder: Path) -> Part:
-    """What the Trainer would not load from its checkpoint.
-
-    It saves experts under names that it does not find again (transformers 5.22, issue 48805), and of a model with
-    adapters only these.
-    """
-    first = first_names(model)
-    saved = {first.get(name, name) for file in folder.glob("*.safetensors") for name in _names_in(file)}
-    return Part("left out", tuple(name for name in dict.fromkeys(first.values()) if name not in saved))
-
-
-def _names_in(file: Path) -> list[str]:
-    with safe_open(file, "pt") as opened:
-        return list(opened.keys())
-
-
-def _check_zeros(sparse: SparseModel, masks: dict[str, Tensor], left_out: Container[str]) -> None:
-    """Raise if weights that were loaded are not zero where masks are: they are of another moment, and would be lost."""
-    parameters = dict(sparse.model.named_parameters())
-    for weight in sparse.weights:
-        name, parameter = weight.parameter, parameters[weight.parameter]
-        if name not in masks or name in left_out or parameter.ndim < len(weight.shape):  # or compact already
-            continue
-        if torch.count_nonzero(parameter.detach()[~unpack(masks[name], parameter.shape, parameter.device)]):
-            raise GrowpruneError(
-                f"{name} has weights where its mask of the checkpoint has none: they were not saved together; resume "
-                f"from another checkpoint"
-            )
+def _place(trainer: Any, callback: GrowPruneCallback) -> None:
+    """Let the callback be the first, so that loggers get what it adds, and have its `_Last` at the end."""
+    callbacks = trainer.callback_handler.callbacks
+    others = [other for other in callbacks if other is not callback and not isinstance(other, _Last)]
+    callbacks[:] = [callback, *others, _Last(callback, trainer)]
+    trainer.state.stateful_callbacks.setdefault(_Last.__name__, {})

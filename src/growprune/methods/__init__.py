@@ -5,8 +5,10 @@ import torch. Those that edit every few iterations take `iterations`, the length
 iterations between two edits; a recipe gives them its epochs, in iterations.
 """
 
+import difflib
 from collections.abc import Callable
 
+from growprune.errors import GrowpruneError
 from growprune.methods.acdc import acdc
 from growprune.methods.admm import admm
 from growprune.methods.cyclic_gap import cyclic_gap
@@ -58,6 +60,26 @@ METHODS: dict[str, Callable[..., Plan]] = {
     "dense": dense,
 }
 
+
+def find_method(name: str, *, otherwise: str = "") -> Callable[..., Plan]:
+    """The method of a name. An unknown one is refused, with those that are close.
+
+    Args:
+        otherwise: what else the user may give.
+
+    Examples:
+        >>> find_method("rigl") is rigl
+        True
+    """
+    if name in METHODS:
+        return METHODS[name]
+    folded = str(name).lower()
+    close = [known for known in METHODS if folded in known or known in folded]
+    close += [known for known in difflib.get_close_matches(folded, METHODS, 3, 0.5) if known not in close]
+    known = f"close are: {', '.join(close)}" if close and folded else f"there are: {', '.join(METHODS)}"
+    raise GrowpruneError(f"there is no method {name!r}; {known}{otherwise}")
+
+
 __all__ = [
     "METHODS",
     "acdc",
@@ -67,6 +89,7 @@ __all__ = [
     "dense",
     "dpf",
     "dsr",
+    "find_method",
     "gmp",
     "gradual_gap",
     "granet",

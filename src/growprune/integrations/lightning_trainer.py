@@ -1,0 +1,99 @@
+"""What `GrowPrune` asks of a Trainer of Lightning, and does to it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from growprune.errors import GrowpruneError
+from growprune.sparse import SparseModel
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse trainers that the callback cannot work with."""
+    if not isinstance(trainer, Trainer):
+        raise GrowpruneError(
+            f"the trainer is a {type(trainer).__module__}.Trainer: import lightning.pytorch, not pytorch_lightning"
+        )
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        raise GrowpruneError(
+            f"GrowPrune does not work with {type(trainer.strategy).__name__}, which cuts weights up or moves them: use "
+            f"strategy='ddp' or one device"
+        )
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
+        raise GrowpruneError(
+            "with GradientAccumulationScheduler the number of steps is not known: use accumulate_grad_batches"
+        )
+
+
+def lengths_of(trainer: Trainer, max_epochs: int | None, options: Mapping[str, Any]) -> tuple[int, int | None]:
+    """How many optimizer steps a trainer makes, in all and in an epoch.
+
+    Args:
+        max_epochs: as the user said.
+        options: the method's; where the module steps by itself, `iterations` among them says how often.
+    """
+    batches = trainer.num_training_batches
+    per_epoch = math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None
+    total = trainer.estimated_stepping_batches
+    if per_epoch and max_epochs is not None and max_epochs != trainer.max_epochs:
+        total = min(total, per_epoch * max_epochs)
+    if not trainer.lightning_module.automatic_optimization:
+        total = options.get("iterations", total)
+    if not math.isfinite(total) or total < 0:
+        raise GrowpruneError("the trainer trains without end, but a plan has one: give it max_epochs or max_steps")
+    return int(total), per_epoch
+
+
+def remedy(per_epoch: int | None, iterations: int) -> str:
+    """What to give a Trainer for a training of so many optimizer steps."""
+    if per_epoch and iterations % per_epoch == 0:
+        return f"Trainer(max_epochs={iterations // per_epoch})"
+    return f"Trainer(max_steps={iterations})"
+
+
+def callbacks_of(trainer: Any) -> list[Callback]:
+    return list(trainer.callbacks)  # which its class does not declare
+
+
+def place_first(trainer: Any, callback: Callback) -> None:
+    """Let a callback be the first, so that others find what it logs; a new list, since the old one is being called."""
+    trainer.callbacks = [callback, *(other for other in trainer.callbacks if other is not callback)]
+
+
+def monitoring(trainer: Trainer) -> list[ModelCheckpoint]:
+    """The callbacks that keep the best models."""
+    return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor is not None]
+
+
+def wrap_again(trainer: Trainer) -> None:
+    """Compact weights have new parameters after an edit, which DistributedDataParallel has to get to know."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy) or not isinstance(strategy.model, DistributedDataParallel):
+        return
+    if not trainer.lightning_module.automatic_optimization:
+        raise GrowpruneError("compact weights, several processes and manual optimization: use storage='masked'")
+    strategy.model = trainer.lightning_module
+    strategy.configure_ddp()
+
+
+def check_ranks(sparse: SparseModel, trainer: Trainer) -> None:
+    """Raise, on all processes, if they do not have the same masks."""
+    if trainer.world_size == 1:
+        return
+    digest = hashlib.sha256()
+    for mask in sparse.state_dict()["masks"].values():
+        digest.update(mask.cpu().numpy().tobytes())
+    mine = digest.hexdigest()
+    if not trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(mine) == mine):
+        raise GrowpruneError(
+            "the processes have chosen different weights: they must train the same model, with gradients averaged in "
+            "every step"
+        )
