@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "summary": "layers sparse flops file",
     "importers": "layers patterns snapshot zeros sparse file",
     "exporters": "atomic layers sparse file pretrained",
-    "convert": "snapshot sparse file importers exporters",
+    "convert": "layers snapshot sparse file importers exporters",
     "deploy": f"{CORE} flops file",
     # what trains them
     "tasks": "",

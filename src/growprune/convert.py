@@ -23,6 +23,7 @@ from growprune.exporters import to_dense, to_hf, to_onnx, to_openvino, write_den
 from growprune.importers import Imported, read
 from growprune.importers.bare import bare_model
 from growprune.importers.containers import weights_of
+from growprune.layers import first_names
 from growprune.snapshot import pack
 from growprune.sparse import SparseModel
 
@@ -215,15 +216,18 @@ def bare_sparse_model(found: Imported, where: str) -> SparseModel:
         limits = f"a sparse file without a model has 1 to {MAX_MATRICES}"
         raise GrowpruneError(f"{where} has {len(names)} matrices, and {limits}: give --model")
     chosen = [name for name in names if name in found.masks] or names
+    model = bare_model(found.tensors, found.aliases)
     sparse = SparseModel(
-        bare_model(found.tensors, found.aliases),
+        model,
         sparsity=min(found.sparsity, 1 - 2**-53),
         allocation="global",
         include=chosen,
         keep_dense=sorted(set(names) - set(chosen)),
     )
-    masks = sparse.state_dict()["masks"] | {name: pack(mask) for name, mask in found.masks.items()}
-    sparse.load_state_dict(sparse.state_dict() | {"masks": masks})
+    first = first_names(model)  # a tensor of several names may come first under another one
+    masks = {first[name]: pack(mask) for name, mask in found.masks.items()}
+    state = sparse.state_dict()
+    sparse.load_state_dict(state | {"masks": state["masks"] | masks})
     return sparse
 
 
@@ -232,7 +236,9 @@ def _notes(found: Imported, source: Path, to: str, model: nn.Module | None) -> t
     if not found.masks:
         notes.append("nothing in it is sparse: no matrix has a mask, or 5 % zeros")
     if model is None and to in ("sparse", "hf") and found.masks:
-        notes.append("matrices are read as (out, in, ...); attention's in_proj and transposed layers need --model")
+        notes.append(
+            "matrices are read as (out, in, ...): transposed layers, stacked experts, tied weights need --model"
+        )
     if to == "hf" and not source.is_dir() and not hasattr(model, "save_pretrained"):
         notes.append("there is no config.json in it: transformers needs that of the model beside it")
     return tuple(notes)

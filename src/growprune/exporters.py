@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import secrets
 import shutil
@@ -42,8 +43,7 @@ def to_onnx(model: SparseModel | nn.Module, path: str | os.PathLike[str], exampl
     onnx = need("onnx", "onnx", "writing ONNX")
     need("onnxscript", "onnx", "writing ONNX")
     with plain(model) as module, _to_be_moved(path) as folder:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's own exporter, about itself
+        with _quiet("torch.onnx._internal.exporter._registration"):  # which misses torchvision, whoever needs it
             program: Any = torch.onnx.export(module, _as_tuple(example), dynamo=True, verbose=False, **options)
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(module)[0].values())
         program.save(folder / path.name, external_data=num_bytes > MAX_ONNX_BYTES)
@@ -60,8 +60,7 @@ def to_openvino(model: SparseModel | nn.Module, path: str | os.PathLike[str], ex
     if path.suffix != ".xml":
         raise GrowpruneError(f"{path} is to be OpenVINO's IR, whose name ends with .xml: give such a name")
     openvino = need("openvino", "openvino", "writing OpenVINO's IR")
-    with plain(model) as module, _to_be_moved(path) as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the tracer, about Python in the model
+    with plain(model) as module, _to_be_moved(path) as folder, _quiet():
         inputs = _as_tuple(example)
         converted = openvino.convert_model(module, example_input=inputs[0] if len(inputs) == 1 else inputs)
         openvino.save_model(converted, folder / path.name, compress_to_fp16=False)
@@ -94,7 +93,7 @@ def write_dense(tensors: Mapping[str, Tensor], aliases: Mapping[str, str], path:
         if tensor.dtype not in DTYPES:
             raise GrowpruneError(f"{name} is {tensor.dtype}, which safetensors cannot hold here: convert it first")
     with replacing(path) as file:
-        write_safetensors(file, tensors, {"format": "pt", **aliases})
+        write_safetensors(file, dict(sorted(tensors.items())), {"format": "pt", **aliases})
 
 
 def need(module: str, extra: str, what: str) -> Any:
@@ -120,6 +119,20 @@ def plain(model: SparseModel | nn.Module) -> Iterator[nn.Module]:
     finally:
         for part in training:
             part.training = True
+
+
+@contextlib.contextmanager
+def _quiet(logger: str = "") -> Iterator[None]:
+    """Without the warnings of exporters, about themselves and Python in the model, and without what a logger says."""
+    logged = logging.getLogger(logger or __name__)
+    level = logged.level
+    logged.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logged.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from growprune.file import MAX_EXPANSION
+from growprune import file
 from growprune.file.reader import open_sparse
 from growprune.file.versions import FORMAT
 from growprune.importers.contents import Contents
@@ -16,13 +16,12 @@ def signs(contents: Contents) -> str:
 
 
 def read(contents: Contents) -> Imported:
-    with open_sparse(contents.path or Path()) as file:
-        size, limit = sum(entry.num_bytes for entry in file.entries.values()), MAX_EXPANSION * file.num_bytes
-        if size > limit:
-            file.refuse(f"would take {size} bytes, over {MAX_EXPANSION} times its size", "load it into its model")
-        masks = {entry.name: file.mask(entry) for entry in file.prunable if entry.is_sparse}
-        tensors = {entry.name: file.dense(entry) for entry in file.entries.values()}
-        return Imported("growprune", tensors, masks, file.aliases, contents.notes)
+    path = contents.path or Path()
+    tensors = file.read(path)
+    with open_sparse(path) as opened:
+        masks = {entry.name: opened.mask(entry) for entry in opened.prunable if entry.is_sparse}
+        plain = {name: tensor for name, tensor in tensors.items() if name not in opened.aliases}
+        return Imported("growprune", plain, masks, opened.aliases, contents.notes)
 
 
 GROWPRUNE = Importer("a sparse file of growprune", "the metadata of growprune", signs, read)
