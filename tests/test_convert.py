@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from pathlib import Path
@@ -150,20 +151,22 @@ def test_nothing_sparse_works_and_says_so(tmp_path: Path) -> None:
 
 def test_a_file_without_a_matrix_can_only_be_dense(tmp_path: Path) -> None:
     save_file({"scale": torch.ones(3)}, tmp_path / "vector.safetensors")
-    assert "has 0 matrices" in refused(tmp_path / "vector.safetensors", tmp_path / "sparse.safetensors")
+    assert "has no matrix that could be sparse" in refused(
+        tmp_path / "vector.safetensors", tmp_path / "sparse.safetensors"
+    )
     convert(tmp_path / "vector.safetensors", tmp_path / "out.safetensors", to="dense")
     assert load_file(tmp_path / "out.safetensors")["scale"].tolist() == [1, 1, 1]
 
 
 def test_names_of_one_tensor_come_through(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     model[0].weight.data[:, 2:] = 0.0
     model[1].weight = model[0].weight
     torch.save(model.state_dict(), tmp_path / "tied.pt")
     sparse, dense, again = (tmp_path / f"{name}.safetensors" for name in ("sparse", "dense", "again"))
     convert(tmp_path / "tied.pt", sparse)
     convert(sparse, dense)
-    assert sorted(load_file(dense)) == ["0.bias", "0.weight", "1.bias"]
+    assert sorted(load_file(dense)) == ["0.bias", "0.weight", "1.bias", "2.bias", "2.weight"]
     convert(dense, again)
     for path in (sparse, again):
         assert gp.manifest(path)["aliases"] == {"1.weight": "0.weight"}
@@ -319,11 +322,32 @@ def test_names_that_no_model_can_have_are_refused(tmp_path: Path) -> None:
             convert(tmp_path / "odd.safetensors", tmp_path / "out.safetensors")
 
 
-def test_a_header_of_very_many_matrices_does_not_hang(tmp_path: Path) -> None:
-    header = {str(i): {"dtype": "F32", "shape": [1, 0], "data_offsets": [0, 0]} for i in range(30_000)}
-    text = json.dumps(header).encode()
-    (tmp_path / "many.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-    assert "has 30000 matrices" in refused(tmp_path / "many.safetensors", tmp_path / "out.safetensors")
+def header_of(path: Path, names: list[str]) -> Path:
+    """Safetensors with empty matrices of these names."""
+    text = json.dumps({name: {"dtype": "F32", "shape": [1, 0], "data_offsets": [0, 0]} for name in names}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    return path
+
+
+def test_a_header_of_very_many_kinds_of_matrices_does_not_hang(tmp_path: Path) -> None:
+    words = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=5)]
+    many = header_of(tmp_path / "many.safetensors", words)
+    assert "has matrices of 32768 kinds of names, more than 1000" in refused(many, tmp_path / "out.safetensors")
+
+
+def test_a_deep_model_is_named_by_few_globs(tmp_path: Path) -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(30)))
+    model = nn.Sequential(layers, nn.Linear(4, 2))
+    for block in layers:
+        block[0].weight.data[:, 1:] = 0.0
+    save_file(model.state_dict(), tmp_path / "dense.safetensors")
+    convert(tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors")
+    about = gp.manifest(tmp_path / "sparse.safetensors")
+    assert len(about["include"]) == 30  # which differ from those that are dense in a number only
+    assert gp.load(tmp_path / "sparse.safetensors", model).num_alive == 30 * 4
+    save_file({f"{i}.fc.weight": torch.eye(4) for i in range(300)}, tmp_path / "deep.safetensors")
+    convert(tmp_path / "deep.safetensors", tmp_path / "globs.safetensors")
+    assert gp.manifest(tmp_path / "globs.safetensors")["include"] == ["*.fc.weight"]
 
 
 # Graphs

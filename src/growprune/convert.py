@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,14 @@ from growprune.exporters import to_dense, to_hf, to_onnx, to_openvino, write_den
 from growprune.importers import Imported, read
 from growprune.importers.bare import bare_model
 from growprune.importers.containers import weights_of
-from growprune.layers import first_names
+from growprune.layers import first_names, matches
 from growprune.snapshot import pack
 from growprune.sparse import SparseModel
 
 SUFFIXES = {".onnx": "onnx", ".xml": "openvino", "": "hf"}
 
-MAX_MATRICES = 20_000
-"""How many matrices a model without code may have: each is looked for among the names of all."""
+MAX_GLOBS = 1000
+"""How many globs may be needed to name the matrices of a model without code: each is held against all names."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".index.json", "growprune.json")
 """The endings of what is not taken over with a folder."""
@@ -212,23 +213,41 @@ def bare_sparse_model(found: Imported, where: str) -> SparseModel:
     Its prunable weights are the sparse matrices, read as (out, in, ...); if there are none, all matrices.
     """
     names = [name for name, tensor in found.tensors.items() if tensor.ndim >= 2 and tensor.is_floating_point()]
-    if not names or len(names) > MAX_MATRICES:
-        limits = f"a sparse file without a model has 1 to {MAX_MATRICES}"
-        raise GrowpruneError(f"{where} has {len(names)} matrices, and {limits}: give --model")
+    if not names:
+        raise GrowpruneError(f"{where} has no matrix that could be sparse: write it with --to dense")
     chosen = [name for name in names if name in found.masks] or names
+    include = _globs(chosen, {*found.tensors, *found.aliases} - set(chosen))
+    keep_dense = _globs(sorted(set(names) - set(chosen)), [*chosen, *found.aliases])
+    if (count := len(include) + len(keep_dense)) > MAX_GLOBS:
+        raise GrowpruneError(f"{where} has matrices of {count} kinds of names, more than {MAX_GLOBS}: give --model")
     model = bare_model(found.tensors, found.aliases)
     sparse = SparseModel(
         model,
         sparsity=min(found.sparsity, 1 - 2**-53),
         allocation="global",
-        include=chosen,
-        keep_dense=sorted(set(names) - set(chosen)),
+        include=include,
+        keep_dense=keep_dense,
     )
     first = first_names(model)  # a tensor of several names may come first under another one
     masks = {first[name]: pack(mask) for name, mask in found.masks.items()}
     state = sparse.state_dict()
     sparse.load_state_dict(state | {"masks": state["masks"] | masks})
     return sparse
+
+
+def _globs(names: Iterable[str], others: Collection[str]) -> list[str]:
+    """What matches all the names and none of the others: globs of names that differ in numbers, or the names.
+
+    >>> _globs(["layers.0.fc.weight", "layers.1.fc.weight", "head.1.weight"], {"head.2.weight"})
+    ['layers.*.fc.weight', 'head.1.weight']
+    """
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    found: list[str] = []
+    for glob, group in alike.items():
+        found += group if len(found) > MAX_GLOBS or any(matches(other, glob) for other in others) else [glob]
+    return found
 
 
 def _notes(found: Imported, source: Path, to: str, model: nn.Module | None) -> tuple[str, ...]:
