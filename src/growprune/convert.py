@@ -91,10 +91,10 @@ def convert(
     found = read(source, format=format)
     to = to or target_by_name(dest, found.format)
     _check(source, dest, to, model, example, force)
-    before = num_bytes(source)
+    before, notes, sparsity = num_bytes(source), _notes(found, source, to, model), found.sparsity
+    alive = {name: (tuple(mask.shape), int(mask.count_nonzero())) for name, mask in sorted(found.masks.items())}
     dest.parent.mkdir(parents=True, exist_ok=True)
     WRITERS[to](_Job(found, source, dest, model, example))
-    shapes = {name: (tuple(mask.shape), int(mask.count_nonzero())) for name, mask in sorted(found.masks.items())}
     return Converted(
         source=source,
         dest=dest,
@@ -103,9 +103,9 @@ def convert(
         source_bytes=before,
         dest_bytes=num_bytes(dest),
         dense_bytes=found.dense_bytes,
-        matrices=tuple(Matrix(name, shape, alive) for name, (shape, alive) in shapes.items()),
-        sparsity=found.sparsity,
-        notes=_notes(found, source, to, model),
+        matrices=tuple(Matrix(name, shape, count) for name, (shape, count) in alive.items()),
+        sparsity=sparsity,
+        notes=notes,
     )
 
 
@@ -208,7 +208,7 @@ WRITERS: dict[str, Callable[[_Job], None]] = {
 
 
 def bare_sparse_model(found: Imported, where: str) -> SparseModel:
-    """What was read, in a model that has names and shapes, and no code.
+    """What was read, in a model that has names and shapes, and no code; the masks are taken out of `found`.
 
     Its prunable weights are the sparse matrices, read as (out, in, ...); if there are none, all matrices.
     """
@@ -229,7 +229,7 @@ def bare_sparse_model(found: Imported, where: str) -> SparseModel:
         keep_dense=keep_dense,
     )
     first = first_names(model)  # a tensor of several names may come first under another one
-    masks = {first[name]: pack(mask) for name, mask in found.masks.items()}
+    masks = {first[name]: pack(found.masks.pop(name)) for name in [*found.masks]}  # which are large, and held twice
     state = sparse.state_dict()
     sparse.load_state_dict(state | {"masks": state["masks"] | masks})
     return sparse
