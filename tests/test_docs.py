@@ -18,7 +18,7 @@ from growprune.recipes import RECIPES
 from test_readme import ROOT, run
 
 DOCS = ROOT / "docs"
-GUIDES = ("index", "own-loop", "choosing", "deploying", "extending")
+GUIDES = ("index", "own-loop", "choosing", "deploying", "importing", "extending")
 ELSEWHERE = {
     "lightning": "integrations/test_lightning_docs.py",
     "pretrained": "test_pretrained_page.py",

@@ -58,6 +58,9 @@ MAY_IMPORT = {
     "file": "atomic plan layers selection patterns snapshot sparse",
     "pretrained": "atomic sparse file",
     "summary": "layers sparse flops file",
+    "importers": "layers patterns snapshot zeros sparse file",
+    "exporters": "atomic layers sparse file pretrained",
+    "convert": "layers snapshot sparse file importers exporters",
     "deploy": f"{CORE} flops file",
     # what trains them
     "tasks": "",
@@ -67,12 +70,13 @@ MAY_IMPORT = {
     "compare": "atomic lengths plan partition methods tasks engine recipes",
     # who runs it
     "doctor": "storage",
-    "console": "folding plan engine file summary logs doctor",
+    "console": "folding plan engine file summary logs doctor convert",
     "integrations": f"{CORE} lengths methods engine.checkpoint engine.rng",
     "report": "atomic methods engine",
     "console_compare": "compare console",
     "cli": (
-        f"{CORE} methods flops file summary deploy tasks engine recipes compare console console_compare report doctor"
+        f"{CORE} methods flops file summary convert deploy tasks engine recipes compare console console_compare report "
+        "doctor"
     ),
     "__main__": "cli",
     "__init__": f"{CORE} rules init methods flops file pretrained summary deploy tasks engine",

@@ -14,6 +14,7 @@ import typer
 
 import growprune
 from growprune.cli.comparing import compare, report
+from growprune.cli.converting import convert
 from growprune.cli.doctoring import doctor
 from growprune.cli.looking import inspect, list_, plan
 from growprune.cli.training import demo, resume, train
@@ -25,6 +26,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "train": train,
     "resume": resume,
     "inspect": inspect,
+    "convert": convert,
     "report": report,
     "compare": compare,
     "doctor": doctor,
