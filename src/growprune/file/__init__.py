@@ -126,7 +126,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         size, limit = sum(entry.num_bytes for entry in file.entries.values()), MAX_EXPANSION * file.num_bytes
         if size > limit:
             file.refuse(f"would take {size} bytes, over {MAX_EXPANSION} times its size", "load it into its model")
-        tensors = {entry.name: file.dense(entry) for entry in file.entries.values()}
+        tensors = file.each(file.dense)
         return tensors | {alias: tensors[first] for alias, first in file.aliases.items()}
 
 

@@ -94,10 +94,14 @@ def _positions(bits: Tensor, num_live: int) -> np.ndarray:
     found = np.empty(num_live, np.int64)
     taken = 0
     for start in range(0, bits.numel(), CHUNK // 8):
-        live = np.flatnonzero(np.unpackbits(bits[start : start + CHUNK // 8].numpy(), bitorder="little"))
+        live = _set_bits(bits[start : start + CHUNK // 8])
         found[taken : taken + live.size] = live + 8 * start
         taken += live.size
     return found
+
+
+def _set_bits(bits: Tensor) -> np.ndarray:
+    return np.flatnonzero(np.unpackbits(bits.numpy(), bitorder="little").view(np.bool_))  # bools are searched faster
 
 
 def _longest(dtype: torch.dtype) -> int:
@@ -151,9 +155,26 @@ def row_major(bits: Tensor, entry: Entry, pattern: Pattern) -> Tensor:
     return to_bits(unpack_mask(bits, entry.shape, entry.weights, pattern))
 
 
+def scatter(values: Tensor, bits: Tensor, count: int) -> Tensor:
+    """So many elements, dense and flat: where a bit is set the next value, and 0 elsewhere.
+
+    >>> scatter(torch.tensor([5.0, 6.0]), torch.tensor([10], dtype=torch.uint8), 4).tolist()
+    [0.0, 5.0, 0.0, 6.0]
+    """
+    dense = torch.zeros(count, dtype=values.dtype)
+    to, live = (t.contiguous().view(torch.uint8).numpy().view(f"V{values.itemsize}") for t in (dense, values))
+    taken = 0
+    for start in range(0, count, CHUNK // 4):
+        positions = _set_bits(bits[start // 8 : (start + CHUNK // 4) // 8])
+        to[start + positions] = live[taken : taken + positions.size]
+        taken += positions.size
+    return dense
+
+
 def count_bits(bits: Tensor) -> int:
-    return int(_ONES[bits.numpy()].sum(dtype=np.int64))
+    counts = np.bitwise_count(bits.numpy()) if hasattr(np, "bitwise_count") else _ONES[bits.numpy()]
+    return int(counts.sum(dtype=np.int64))
 
 
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
-"""How many bits are set in each byte."""
+"""How many bits are set in each byte, for a numpy older than 2."""

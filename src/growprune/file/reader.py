@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.file.entries import DTYPES, GAP_DTYPES, Entry, check_blocks, digest, parse_entry, whole
-from growprune.file.masks import count_bits, from_gaps, num_bits, num_mask_bytes, row_major, to_bits, to_bools
+from growprune.file.masks import count_bits, from_gaps, num_bits, num_mask_bytes, row_major, scatter, to_bits, to_bools
 from growprune.file.versions import FORMAT, VERSIONS
 from growprune.file.writer import tensors_of
 from growprune.layers import is_compact, prunable_weights
 from growprune.patterns import parse_pattern
 from growprune.sparse import SparseModel
+
+T = TypeVar("T")
 
 SETTINGS: dict[str, type | tuple[type, ...]] = {
     "sparsity": (int, float),
@@ -100,14 +102,18 @@ class SparseFile:
         return self.values(self.entries[name]), self.bits(self.entries[name])
 
     def everything(self) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Every tensor as `SparseModel.restore` takes it, all of it checked: by as many threads as torch uses."""
+        """Every tensor as `SparseModel.restore` takes it, all of it checked."""
 
         def checked(entry: Entry) -> tuple[Tensor, Tensor | None]:
             bits = self.bits(entry) if entry.weights else None
             return self.values(entry), bits
 
+        return self.each(checked)
+
+    def each(self, read: Callable[[Entry], T]) -> dict[str, T]:
+        """What a function makes of every tensor, by name: called by as many threads as torch uses."""
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # hashing, and what numpy does, lets others run
-            return dict(zip(self.entries, threads.map(checked, self.entries.values()), strict=True))
+            return dict(zip(self.entries, threads.map(read, self.entries.values()), strict=True))
 
     def values(self, entry: Entry) -> Tensor:
         """The tensor; of a prunable parameter, the live values in row-major order. It is a view of the file.
@@ -123,7 +129,8 @@ class SparseFile:
     def dense(self, entry: Entry) -> Tensor:
         if not entry.is_sparse:
             return self.values(entry).view(entry.shape).clone()
-        return torch.zeros(entry.shape, dtype=entry.dtype).masked_scatter_(self.mask(entry), self.values(entry))
+        bits = self.bits(entry)
+        return scatter(self.values(entry), bits, entry.numel).view(entry.shape)
 
     def make_sparse(self, model: nn.Module, storage: str) -> SparseModel:
         settings = {name: self.manifest[name] for name in SETTINGS}
