@@ -19,7 +19,8 @@ from torch import nn
 import growprune as gp
 from growprune.recipes import RECIPES
 
-FORMS = [(0.8, "unstructured"), (0.9, "unstructured"), (0.95, "unstructured"), (0.9, "1x8"), (0.5, "2:4")]
+SPARSITIES = (0.8, 0.9, 0.95, 0.98)
+FORMS = [*((sparsity, "unstructured") for sparsity in SPARSITIES), (0.9, "1x8"), (0.5, "2:4")]
 
 
 def build(width: int) -> nn.Module:

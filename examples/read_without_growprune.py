@@ -16,7 +16,7 @@ import safetensors
 
 DTYPES = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "C64": "<c8",
-    "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?",
+    "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "U16": "<u2", "BOOL": "?",
 }  # fmt: skip
 
 
@@ -32,13 +32,14 @@ def read(path):
         if "sha256" in about and sha256(values) != about["sha256"]:  # version 1 has none
             raise ValueError(f"the values of {name} are damaged")
         values = widen(values, about["dtype"])
-        dense[name] = values if name in stored else scatter(values, stored[f"{name}.mask"], name, about, manifest)
+        mask = stored.get(f"{name}.gaps" if "gaps" in about else f"{name}.mask")
+        dense[name] = values if name in stored else scatter(values, mask, name, about, manifest)
     return dense | {alias: dense[name] for alias, name in manifest["aliases"].items()}
 
 
 def read_manifest(path, metadata):
-    if metadata.get("format") != "growprune" or metadata.get("version") not in ("1", "2"):
-        raise ValueError(f"{path} is not a growprune file of version 1 or 2")
+    if metadata.get("format") != "growprune" or metadata.get("version") not in ("1", "2", "3"):
+        raise ValueError(f"{path} is not a growprune file of version 1, 2 or 3")
     text = metadata["manifest"]
     if metadata["version"] != "1" and sha256(text.encode()) != metadata["manifest_sha256"]:
         raise ValueError(f"the manifest of {path} is damaged")
@@ -58,11 +59,12 @@ def widen(array, dtype):
     return (array.astype("<u4") << 16).view("<f4") if dtype == "BF16" else array
 
 
-def scatter(values, packed, name, about, manifest):
+def scatter(values, stored, name, about, manifest):
     """The dense tensor, from its live values and its mask."""
-    if sha256(packed) != about["mask_sha256"]:
+    if sha256(stored) != about["mask_sha256"]:
         raise ValueError(f"the mask of {name} is damaged")
-    mask = expand(packed, about, manifest["pattern"])
+    bits = read_gaps(stored, about) if "gaps" in about else np.unpackbits(stored, bitorder="little").astype(bool)
+    mask = expand(bits, about, manifest["pattern"])
     if not mask.sum() == len(values) == about["nnz"]:
         raise ValueError(f"{name} has {len(values)} values, but {mask.sum()} alive")
     dense = np.zeros(about["shape"], values.dtype)
@@ -70,9 +72,16 @@ def scatter(values, packed, name, about, manifest):
     return dense
 
 
-def expand(packed, about, pattern):
+def read_gaps(gaps, about):
+    """The bits of the matrices, from the numbers of dead ones between live ones."""
+    lives = gaps != np.iinfo(gaps.dtype).max  # the largest number is so many dead bits, and no live one behind them
+    bits = np.zeros(sum(stop - start for start, stop in about["matrices"]) * int(np.prod(about["shape"][1:])), bool)
+    bits[np.cumsum(gaps.astype(np.int64) + lives)[lives] - 1] = True
+    return bits
+
+
+def expand(bits, about, pattern):
     """Which weights of a parameter live, as bools of its shape, from the bits of its matrices."""
-    bits = np.unpackbits(packed, bitorder="little").astype(bool)
     mask = np.ones(about["shape"], bool)
     for start, stop in about["matrices"]:
         matrix = mask[start] if about.get("stacked") else mask[start:stop]  # a view: writing to it fills the mask

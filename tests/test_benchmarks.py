@@ -19,6 +19,7 @@ SMALLEST = {
     "host": ["--layers", "2", "--repeats", "1"],
     "kernels": ["--weights", "4096"],
     "loading": ["--images", "IMAGES", "--workers", "0", "--batches", "1"],
+    "loading_files": ["--millions", "1", "--rounds", "1"],
     "masking": ["--steps", "1", "--small"],
     "parallel": ["--processes", "1", "--rounds", "2", "--epochs", "1", "--width", "2"],
     "selection threshold": ["--one", "growprune, threshold", "--millions", "0.1"],

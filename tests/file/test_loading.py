@@ -120,8 +120,12 @@ def test_a_file_cut_short_anywhere_is_refused(old: Path) -> None:
 
 TAMPERED = {
     "a version from the future": (
+        lambda tensors, about, manifest: about.update(version="4"),
+        "has version '4' of the format, this growprune reads '1', '2', '3': update growprune",
+    ),
+    "version 3 without gaps": (
         lambda tensors, about, manifest: about.update(version="3"),
-        "has version '3' of the format, this growprune reads '1' and '2': update growprune",
+        r"has an invalid manifest \(it has no gaps, as version 3 has\): it is damaged",
     ),
     "a version of the past": (
         lambda tensors, about, manifest: about.update(version="1"),

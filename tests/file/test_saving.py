@@ -69,7 +69,7 @@ def test_a_setting_that_is_not_json_is_named(setting: str, value: object, tmp_pa
 
 def test_a_setting_that_is_no_number_is_not_json() -> None:
     with pytest.raises(GrowpruneError, match=r"^sparsity is nan, which a file cannot hold"):
-        write_metadata({"seed": 0, "sparsity": float("nan")})
+        write_metadata({"seed": 0, "sparsity": float("nan"), "tensors": {}})
 
 
 def test_state_that_is_no_tensor_is_named_in_a_warning(tmp_path: Path) -> None:

@@ -10,6 +10,10 @@ other is *dense*, and is stored under its plain name.
     <name>.values   1-D, the parameter's dtype: its live values, in row-major order of the parameter
     <name>.mask     1-D, uint8: which weights live, one bit each (or one a block, see below). Bit i is bit i % 8 of
                     byte i // 8, counted from the lowest. What is left over in the last byte is 0
+    <name>.gaps     in place of the mask, where that takes few bytes: 1-D, uint8 or uint16. The same bits: for each that
+                    is set, in order, how many are not since the one before it, or since the first. The largest number
+                    (255, 65535) is so many that are not set, with none that is behind them: 300 is 255, 45, and 255 is
+                    255, 0. Behind the last number no bit is set
 
 **Bits.** A prunable parameter is one or more *matrices*, each a range [start, stop) of its dimension 0; attention's
 `in_proj_weight` has three, for q, k and v. If the parameter is `stacked`, as experts are, a matrix is a single index of
@@ -23,8 +27,13 @@ matrix is alive and has no bits. The bits of one matrix are, by the file's patte
                         laid on from the top left, overhanging at the right and the bottom, and are read row by row of
                         blocks. A and B are at most 1024
 
-**Metadata.** Four strings in the header's `__metadata__`: `format` is "growprune", `version` is "2", `manifest` is a
-JSON object, and `manifest_sha256` is the SHA-256 of that string's UTF-8 bytes. The manifest has
+**Gaps or bits.** Blocks have bits. Any other mask has gaps if they take at most half the bytes of its bits, those
+of uint16 only if they are the shorter ones. And a tensor with gaps must not take over 1000 times its bytes in the
+file when it is dense, so that a small file cannot ask for any amount of memory: a mask so empty has bits.
+
+**Metadata.** Four strings in the header's `__metadata__`: `format` is "growprune", `version` is "3" if any tensor has
+gaps, and "2" if none has, `manifest` is a JSON object, and `manifest_sha256` is the SHA-256 of that string's UTF-8
+bytes. The manifest has
 
     sparsity, allocation, pattern, scope, keep_dense, include, seed   the arguments of the SparseModel; names and globs
                 are of at most 1000 characters
@@ -40,16 +49,19 @@ JSON object, and `manifest_sha256` is the SHA-256 of that string's UTF-8 bytes. 
                     stacked      true if dimension 0 counts the matrices; left out otherwise
                     target       the sparsity aimed at; null where layers are ranked together
                     nnz          how many weights live (one that lives may be 0, as grown weights are at first)
-                    mask_sha256  of the bytes of <name>.mask (which a dense one would have)
+                    mask_sha256  of the bytes of <name>.mask (which a dense one would have), or of <name>.gaps
+                    gaps         [dtype, length] of <name>.gaps: "U8" or "U16"; left out if there are none
 
 **Digests.** A SHA-256 is written as 64 lowercase hexadecimal digits. They tell damage, not forgery: a reader refuses a
 file whose manifest, values or masks are not those that were saved, or whose tensors were exchanged. What they leave
 open is the order of the tensors' bytes, and the spaces in the header. `manifest` checks the manifest only; `load` and
 `read` check everything.
 
+**Version 2** is the same, without gaps, and is written where there are none: those who read version 2 only can read it.
+
 **Version 1** has no `manifest_sha256` and no `sha256`, so that only damage to masks is noticed. In its manifest,
 `include` is called "also", and the pattern "unstructured" is called "free". All else is as above. It is read, and no
-longer written.
+longer written. A reader refuses a version that it does not know.
 """
 
 from __future__ import annotations
@@ -61,15 +73,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from growprune.atomic import replacing
+from growprune.file.entries import MAX_EXPANSION
 from growprune.file.memory import give_memory
 from growprune.file.reader import match_model, open_sparse
 from growprune.file.versions import FORMAT, write_metadata
 from growprune.file.writer import describe, stored, warn_of_unsaved, write_safetensors
-from growprune.snapshot import pack
 from growprune.sparse import SparseModel
-
-MAX_EXPANSION = 1000
-"""How many times its own size a file may become when it is read without a model that says how large it should be."""
 
 
 def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
@@ -85,9 +94,8 @@ def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
         write_safetensors(file, tensors, metadata)
         file.flush()
         with open_sparse(Path(file.name)) as written:
-            for entry in written.entries.values():
-                written.values(entry)  # refuses what is not as it was saved
-            alive = {entry.name: int(written.mask(entry).sum()) for entry in written.prunable}
+            written.everything()  # refuses what is not as it was saved, and counts what lives
+            alive = {entry.name: entry.nnz for entry in written.prunable}
         assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, f"{path} was written wrongly"
 
 
@@ -102,14 +110,13 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, storage: str = "mask
     """
     with open_sparse(path) as file:
         match_model(file, model)
-        masks = {entry.name: pack(file.mask(entry)) for entry in file.prunable}
-        tensors = {name: (file.values(entry), masks.get(name)) for name, entry in file.entries.items()}
+        tensors = file.everything()
         if storage == "masked":
             give_memory(model)
         sparse = file.make_sparse(model, storage)
-        give_memory(model, but=masks)
+        give_memory(model, but={entry.name for entry in file.prunable})
         sparse.restore(tensors)
-        sparse.load_state_dict({**sparse.state_dict(), "num_edits": file.num_edits})
+        sparse.editor.num_edits = file.num_edits
     return sparse
 
 
@@ -119,14 +126,14 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         size, limit = sum(entry.num_bytes for entry in file.entries.values()), MAX_EXPANSION * file.num_bytes
         if size > limit:
             file.refuse(f"would take {size} bytes, over {MAX_EXPANSION} times its size", "load it into its model")
-        tensors = {entry.name: file.dense(entry) for entry in file.entries.values()}
+        tensors = file.each(file.dense)
         return tensors | {alias: tensors[first] for alias, first in file.aliases.items()}
 
 
 def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What is in a sparse file (see this module's docstring), and the totals. Reads and checks the header only.
 
-    Of a file of version 1 too, in the words of version 2; `sha256` is None there.
+    Of a file of version 1 too, in the words of the others; `sha256` is None there.
     """
     with open_sparse(path) as file:
         totals = {

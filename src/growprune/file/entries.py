@@ -1,10 +1,10 @@
-"""What a sparse file knows of one tensor, and the bits of its mask."""
+"""What a sparse file knows of one tensor."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from growprune.errors import GrowpruneError
 from growprune.layers import Weight
-from growprune.patterns import Pattern, walk_groups, write_groups
-from growprune.snapshot import pack, unpack
+from growprune.patterns import Pattern
 
 DTYPES = {
     torch.float64: "F64",
@@ -31,8 +30,23 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+GAP_DTYPES = {torch.uint8: "U8", torch.uint16: "U16"}
+"""What gaps may be, the smaller first."""
 
 MAX_BLOCK_SIDE, MAX_DIMENSIONS = 1024, 64
+MAX_EXPANSION = 1000
+"""How many times its own size a file may become when it is read without a model that says how large it should be.
+
+And how many times its size in the file a tensor may take if its mask is stored as gaps, a few of which reach far.
+"""
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """What the tensor is that holds a mask as gaps."""
+
+    dtype: torch.dtype
+    length: int
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,8 @@ class Entry:
     sha256: str | None = None
     """Of the bytes of the tensor, or of its live values; None in a file of version 1, which has no such digest."""
     mask_sha256: str = ""
+    gaps: Gaps | None = None
+    """How its mask is stored, if not as bits."""
 
     @property
     def numel(self) -> int:
@@ -75,6 +91,8 @@ class Entry:
             if len(self.weights[0].shape) < len(self.shape):
                 about["stacked"] = True
             about |= {"target": self.target, "nnz": self.nnz, "mask_sha256": self.mask_sha256}
+            if self.gaps is not None:
+                about["gaps"] = [GAP_DTYPES[self.gaps.dtype], self.gaps.length]
         return about
 
 
@@ -89,10 +107,26 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
     if "matrices" not in about:
         return Entry(name, shape, dtype, sha256=sha256)
     weights, nnz = _parse_matrices(name, shape, about), whole(about["nnz"])
-    entry = Entry(name, shape, dtype, weights, nnz=nnz, sha256=sha256, mask_sha256=about["mask_sha256"])
+    gaps = _parse_gaps(*about["gaps"]) if "gaps" in about else None
+    entry = Entry(name, shape, dtype, weights, nnz=nnz, sha256=sha256, mask_sha256=about["mask_sha256"], gaps=gaps)
     if not entry.num_outside <= nnz <= entry.numel:
         raise GrowpruneError(f"{name} has {nnz} alive of {entry.numel}")
+    if gaps is not None:
+        _check_gaps(entry, gaps)
     return entry
+
+
+def _parse_gaps(dtype: str, length: object) -> Gaps:
+    return Gaps({text: dtype for dtype, text in GAP_DTYPES.items()}[dtype], whole(length))
+
+
+def _check_gaps(entry: Entry, gaps: Gaps) -> None:
+    """Refuse a few gaps that could ask for any amount of memory."""
+    in_file = entry.nnz * entry.dtype.itemsize + gaps.length * gaps.dtype.itemsize
+    if not entry.is_sparse or entry.num_bytes > MAX_EXPANSION * in_file:
+        raise GrowpruneError(
+            f"{entry.name} takes {in_file} bytes and would take {entry.num_bytes}, over {MAX_EXPANSION} times as many"
+        )
 
 
 def _parse_matrices(name: str, shape: tuple[int, ...], about: Mapping[str, Any]) -> tuple[Weight, ...]:
@@ -122,43 +156,6 @@ def check_blocks(pattern: Pattern) -> None:
     """Refuse blocks so large that a few bytes of a mask could ask for any amount of memory."""
     if max(pattern.height, pattern.width) > MAX_BLOCK_SIDE:
         raise GrowpruneError(f"pattern is {pattern.name}, but blocks in a file have sides of at most {MAX_BLOCK_SIDE}")
-
-
-def num_bits(weights: Sequence[Weight], pattern: Pattern) -> int:
-    return sum(pattern.bit_pattern.num_groups(weight) for weight in weights)
-
-
-def num_mask_bytes(weights: Sequence[Weight], pattern: Pattern) -> int:
-    return -(-num_bits(weights, pattern) // 8)
-
-
-def pack_mask(mask: Tensor, weights: Sequence[Weight], pattern: Pattern, name: str) -> Tensor:
-    bits_of = pattern.bit_pattern
-    walks = (walk_groups(bits_of, weight.of(mask), weight) for weight in weights)
-    none = torch.zeros(0, dtype=torch.bool)
-    packed = pack(torch.cat([none, *(groups.cpu() for walk in walks for groups in walk)]))
-    if not torch.equal(unpack_mask(packed, tuple(mask.shape), weights, pattern), mask.cpu()):
-        raise GrowpruneError(f"the mask of {name} does not keep to pattern {pattern.name}: prune it before saving")
-    return packed
-
-
-def unpack_mask(packed: Tensor, shape: tuple[int, ...], weights: Sequence[Weight], pattern: Pattern) -> Tensor:
-    bits_of = pattern.bit_pattern
-    bits = unpack(packed, (num_bits(weights, pattern),))
-    mask = torch.ones(shape, dtype=torch.bool)
-    for weight in weights:
-        view, size = weight.of(mask), bits_of.num_groups(weight)
-        write_groups(bits_of, view, weight, _cut_like(walk_groups(bits_of, view, weight), bits[:size]))
-        bits = bits[size:]
-    return mask
-
-
-def _cut_like(walk: Iterator[Tensor], flat: Tensor) -> Iterator[Tensor]:
-    """A flat tensor, cut like a walk."""
-    start = 0
-    for chunk in walk:
-        yield flat[start : start + chunk.numel()]
-        start += chunk.numel()
 
 
 def digest(tensor: Tensor) -> str:

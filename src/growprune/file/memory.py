@@ -24,5 +24,8 @@ def give_memory(model: nn.Module, *, but: Collection[str] = ()) -> None:
 
 
 def _real(old: Tensor) -> Tensor:
-    new = torch.empty_like(old, device="cpu")
+    if old.is_contiguous():
+        new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
+    else:
+        new = torch.empty_like(old, device="cpu")  # of a meta tensor, this imports sympy, which takes a second
     return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.file.entries import (
-    DTYPES,
-    Entry,
-    check_blocks,
-    digest,
-    num_bits,
-    num_mask_bytes,
-    parse_entry,
-    unpack_mask,
-    whole,
-)
+from growprune.file.entries import DTYPES, GAP_DTYPES, Entry, check_blocks, digest, parse_entry, whole
+from growprune.file.masks import count_bits, from_gaps, num_bits, num_mask_bytes, row_major, scatter, to_bits, to_bools
 from growprune.file.versions import FORMAT, VERSIONS
 from growprune.file.writer import tensors_of
 from growprune.layers import is_compact, prunable_weights
 from growprune.patterns import parse_pattern
 from growprune.sparse import SparseModel
+
+T = TypeVar("T")
 
 SETTINGS: dict[str, type | tuple[type, ...]] = {
     "sparsity": (int, float),
@@ -70,19 +64,56 @@ class SparseFile:
         return [entry for entry in self.entries.values() if entry.weights]
 
     def mask(self, entry: Entry) -> Tensor:
-        """Which weights live. The bits must agree with the manifest and with the number of values."""
+        """Which weights live, as bools. All must agree with the manifest and with the number of values."""
         if not entry.is_sparse:
             return torch.ones(entry.shape, dtype=torch.bool)
-        packed = self._handle.get_tensor(f"{entry.name}.mask")
-        used = num_bits(entry.weights, self.pattern) % 8
-        if used and int(packed[-1]) >> used:
-            self.refuse(f"has a mask of {entry.name} with bits set behind its end")
-        if digest(packed) != entry.mask_sha256:
-            self.refuse(f"has a mask of {entry.name} whose SHA-256 is not the one in the manifest")
-        mask = unpack_mask(packed, entry.shape, entry.weights, self.pattern)
-        if (alive := int(torch.count_nonzero(mask))) != entry.nnz:
+        return to_bools(self.bits(entry), entry.numel).view(entry.shape)
+
+    def bits(self, entry: Entry) -> Tensor:
+        """Which weights live: one bit each in row-major order, eight to a byte, the first in the lowest bit.
+
+        It is checked as `mask` is. Where the file has just these bits, it is a view of the file.
+        """
+        if not entry.is_sparse:
+            return to_bits(torch.ones(entry.numel, dtype=torch.bool))
+        bits = row_major(self._stored_bits(entry), entry, self.pattern)
+        if (alive := count_bits(bits)) != entry.nnz:
             self.refuse(f"has a mask of {entry.name} with {alive} alive, but {entry.nnz} values")
-        return mask
+        return bits
+
+    def _stored_bits(self, entry: Entry) -> Tensor:
+        """The bits of the matrices, one a weight or a block."""
+        count = num_bits(entry.weights, self.pattern)
+        stored = self._handle.get_tensor(mask_name(entry))
+        assert isinstance(stored, Tensor)
+        if entry.gaps is None and count % 8 and int(stored[-1]) >> count % 8:
+            self.refuse(f"has a mask of {entry.name} with bits set behind its end")
+        if digest(stored) != entry.mask_sha256:
+            self.refuse(f"has a mask of {entry.name} whose SHA-256 is not the one in the manifest")
+        try:
+            return stored if entry.gaps is None else from_gaps(stored, count)
+        except GrowpruneError as error:
+            self.refuse(f"has a mask of {entry.name} with {error}")
+
+    def live(self, name: str) -> tuple[Tensor, Tensor]:
+        """The live values of a prunable tensor in row-major order, and the bits of its mask; all of it is checked."""
+        if name not in self.entries or not self.entries[name].weights:
+            raise GrowpruneError(f"{self.path} has no prunable tensor {name!r}: give a name of its manifest")
+        return self.values(self.entries[name]), self.bits(self.entries[name])
+
+    def everything(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Every tensor as `SparseModel.restore` takes it, all of it checked."""
+
+        def checked(entry: Entry) -> tuple[Tensor, Tensor | None]:
+            bits = self.bits(entry) if entry.weights else None
+            return self.values(entry), bits
+
+        return self.each(checked)
+
+    def each(self, read: Callable[[Entry], T]) -> dict[str, T]:
+        """What a function makes of every tensor, by name: called by as many threads as torch uses."""
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # hashing, and what numpy does, lets others run
+            return dict(zip(self.entries, threads.map(read, self.entries.values()), strict=True))
 
     def values(self, entry: Entry) -> Tensor:
         """The tensor; of a prunable parameter, the live values in row-major order. It is a view of the file.
@@ -98,7 +129,8 @@ class SparseFile:
     def dense(self, entry: Entry) -> Tensor:
         if not entry.is_sparse:
             return self.values(entry).view(entry.shape).clone()
-        return torch.zeros(entry.shape, dtype=entry.dtype).masked_scatter_(self.mask(entry), self.values(entry))
+        bits = self.bits(entry)
+        return scatter(self.values(entry), bits, entry.numel).view(entry.shape)
 
     def make_sparse(self, model: nn.Module, storage: str) -> SparseModel:
         settings = {name: self.manifest[name] for name in SETTINGS}
@@ -116,7 +148,7 @@ class SparseFile:
             self.refuse("is not a growprune file", "load plain safetensors with safetensors.torch.load_file")
         version = metadata.get("version")
         if version is None or version not in VERSIONS:
-            known = " and ".join(map(repr, VERSIONS))
+            known = ", ".join(map(repr, VERSIONS))
             self.refuse(f"has version {version!r} of the format, this growprune reads {known}", "update growprune")
         return version
 
@@ -150,7 +182,7 @@ class SparseFile:
             dtype = DTYPES[entry.dtype]
             if entry.is_sparse:
                 expected[f"{entry.name}.values"] = dtype, [entry.nnz]
-                expected[f"{entry.name}.mask"] = "U8", [num_mask_bytes(entry.weights, self.pattern)]
+                expected[mask_name(entry)] = self._expected_mask(entry)
             else:
                 expected[entry.name] = dtype, list(entry.shape)
         for name in sorted(expected.keys() ^ set(self._handle.keys())):
@@ -163,6 +195,18 @@ class SparseFile:
         for alias, name in self.aliases.items():
             if alias in self.entries or name not in self.entries:
                 self.refuse(f"has {alias} as another name of {name}, which is invalid")
+
+    def _expected_mask(self, entry: Entry) -> tuple[str, list[int]]:
+        if entry.gaps is None:
+            return "U8", [num_mask_bytes(entry.weights, self.pattern)]
+        if not self.pattern.bit_pattern.is_single:
+            self.refuse(f"has gaps for {entry.name}, but blocks have bits")
+        return GAP_DTYPES[entry.gaps.dtype], [entry.gaps.length]
+
+
+def mask_name(entry: Entry) -> str:
+    """What the tensor is called that holds the mask of a sparse one."""
+    return f"{entry.name}.mask" if entry.gaps is None else f"{entry.name}.gaps"
 
 
 @contextlib.contextmanager

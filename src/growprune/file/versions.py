@@ -12,13 +12,14 @@ from typing import Any
 
 from growprune.errors import GrowpruneError
 
-FORMAT, NEWEST = "growprune", "2"
+FORMAT = "growprune"
 
 
 def write_metadata(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """The strings in the header that say what the file is, for the newest version."""
+    """The strings in the header that say what the file is, in the oldest version that can say it."""
     text = _to_json(manifest)
-    return {"format": FORMAT, "version": NEWEST, "manifest": text, "manifest_sha256": _digest(text)}
+    version = "3" if _has_gaps(manifest) else "2"
+    return {"format": FORMAT, "version": version, "manifest": text, "manifest_sha256": _digest(text)}
 
 
 def _to_json(manifest: Mapping[str, Any]) -> str:
@@ -44,12 +45,34 @@ def _read_version_1(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _read_version_2(metadata: Mapping[str, str]) -> dict[str, Any]:
+    manifest = _checked(metadata)
+    if _has_gaps(manifest):
+        raise GrowpruneError("it has gaps, which version 2 has not")
+    return manifest
+
+
+def _read_version_3(metadata: Mapping[str, str]) -> dict[str, Any]:
+    manifest = _checked(metadata)
+    if not _has_gaps(manifest):
+        raise GrowpruneError("it has no gaps, as version 3 has")  # so that a changed version never goes unseen
+    return manifest
+
+
+def _checked(metadata: Mapping[str, str]) -> dict[str, Any]:
     if _digest(metadata["manifest"]) != metadata["manifest_sha256"]:
         raise GrowpruneError("its SHA-256 is not the one beside it")
     return _parse(metadata["manifest"])
 
 
-VERSIONS: dict[str, Callable[[Mapping[str, str]], dict[str, Any]]] = {"1": _read_version_1, "2": _read_version_2}
+def _has_gaps(manifest: Mapping[str, Any]) -> bool:
+    return any("gaps" in about for about in manifest["tensors"].values())
+
+
+VERSIONS: dict[str, Callable[[Mapping[str, str]], dict[str, Any]]] = {
+    "1": _read_version_1,
+    "2": _read_version_2,
+    "3": _read_version_3,
+}
 """How to read the manifest from the metadata, by version. What is invalid raises whatever it raises."""
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.file.entries import DTYPES, Entry, bytes_of, check_blocks, digest, num_mask_bytes, pack_mask
+from growprune.file.entries import DTYPES, GAP_DTYPES, Entry, Gaps, bytes_of, check_blocks, digest
+from growprune.file.masks import num_mask_bytes, pack_mask, to_gaps
 from growprune.layers import prunable_weights
+from growprune.patterns import Pattern
 from growprune.plan import Part, prune
 from growprune.selection import num_kept
 from growprune.sparse import SparseModel
@@ -49,9 +52,12 @@ def _stored_parameter(
     target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
     shape, nnz = tuple(mask.shape), values.numel()
     entry = Entry(name, shape, parameter.dtype, weights, target, nnz, digest(values), digest(packed))
-    if entry.is_sparse:
+    if not entry.is_sparse:
+        return entry, {name: values.view(shape)}
+    if (gaps := to_gaps(packed, entry, sparse.pattern)) is None:
         return entry, {f"{name}.values": values, f"{name}.mask": packed}
-    return entry, {name: values.view(shape)}
+    entry = replace(entry, mask_sha256=digest(gaps), gaps=Gaps(gaps.dtype, gaps.numel()))
+    return entry, {f"{name}.values": values, f"{name}.gaps": gaps}
 
 
 def _check_nothing_was_added(sparse: SparseModel) -> None:
@@ -94,14 +100,25 @@ def num_bytes(sparse: SparseModel) -> tuple[int, int]:
     """How many bytes the model's tensors take as they are, and in a sparse file, its header not counted."""
     dense = in_file = 0
     for name, tensor in tensors_of(sparse.model)[0].items():
-        weights = [weight for weight in sparse.weights if weight.parameter == name]
+        weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
         size = alive = tensor.numel()
-        if weights:
-            mask = sparse.mask(name)
+        mask = sparse.mask(name) if weights else None
+        if mask is not None:
             size, alive = mask.numel(), int(torch.count_nonzero(mask))
         dense += size * tensor.element_size()
-        in_file += alive * tensor.element_size() + (num_mask_bytes(weights, sparse.pattern) if alive < size else 0)
+        in_file += alive * tensor.element_size()
+        if mask is not None and alive < size:
+            entry = Entry(name, tuple(mask.shape), tensor.dtype, weights, nnz=alive)
+            in_file += _num_mask_bytes(mask, entry, sparse.pattern)
     return dense, in_file
+
+
+def _num_mask_bytes(mask: Tensor, entry: Entry, pattern: Pattern) -> int:
+    as_bits = num_mask_bytes(entry.weights, pattern)
+    if entry.nnz - entry.num_outside > as_bits // 2:  # there is a gap for each that lives, of a byte at least
+        return as_bits
+    gaps = to_gaps(pack_mask(mask, entry.weights, pattern, entry.name), entry, pattern)
+    return as_bits if gaps is None else gaps.nbytes
 
 
 def tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -140,10 +157,11 @@ def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: M
     """The safetensors format. Its own `save_file` does not tell why it failed, nor lets us sync what it wrote."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that all are aligned
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    dtypes = DTYPES | GAP_DTYPES
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": dtypes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)

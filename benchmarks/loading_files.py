@@ -1,0 +1,125 @@
+"""How long a sparse file takes to load, beside the dense file of the same model. python benchmarks/loading_files.py
+
+Linear layers of 100 M weights in all, new weights pruned by magnitude. Files are in the page cache, and are loaded in
+turn; the fastest of all rounds is shown, as ratios to loading the dense file into memory that is there already, and
+into memory that is made while it is loaded, as "new" says. `assign` copies nothing and reads nothing yet. A cold file
+is one that the kernel was asked to forget, which some disks do not notice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, load_model, save_file
+from torch import nn
+
+import growprune as gp
+from growprune.file.contents import live_tensor
+from growprune.file.reader import open_sparse
+
+FORMS = [(0.9, "unstructured"), (0.9, "1x8"), (0.95, "unstructured")]
+DENSE, DENSE_NEW = "dense: load_model", "dense: to_empty, load_model, new"
+Case = Callable[[], Callable[[], object]]
+"""Prepares, and returns what is timed."""
+
+
+def build(millions: int) -> nn.Module:
+    shapes = [(1024, 4096), (4096, 1024)] * max(1, millions // 8)
+    return nn.Sequential(*(nn.Linear(*shape) for shape in shapes))
+
+
+def build_empty(millions: int) -> nn.Module:
+    with torch.device("meta"):
+        return build(millions)
+
+
+def cases(dense: Path, ours: Path, millions: int, model: nn.Module) -> dict[str, Case]:
+    def check() -> object:
+        with open_sparse(ours) as file:
+            return file.everything()
+
+    def into_new(load: Callable[[nn.Module], object]) -> Case:
+        def prepared() -> Callable[[], object]:
+            empty = build_empty(millions)
+            return lambda: load(empty)
+
+        return prepared
+
+    def fill_new(empty: nn.Module) -> object:
+        return load_model(empty.to_empty(device="cpu"), dense)
+
+    return {
+        DENSE: lambda: lambda: load_model(model, dense),
+        "dense: load_file, load_state_dict": lambda: lambda: model.load_state_dict(load_file(dense)),
+        DENSE_NEW: into_new(fill_new),
+        "dense: load_file, assign": into_new(lambda empty: empty.load_state_dict(load_file(dense), assign=True)),
+        "sparse: values and bits, checked": lambda: check,
+        "sparse: live_tensor of one layer": lambda: lambda: live_tensor(ours, "0.weight"),
+        "sparse: load, compact, new": into_new(lambda empty: gp.load(ours, empty, storage="compact")),
+        "sparse: load, masked": lambda: lambda: gp.load(ours, model),
+        "sparse: load, masked, new": into_new(lambda empty: gp.load(ours, empty)),
+        "sparse: read, dense, new": lambda: lambda: gp.read(ours),
+    }
+
+
+def seconds(case: Case, *, forget: list[Path]) -> float:
+    run = case()
+    for path in forget:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    start = time.perf_counter()
+    kept = run()
+    elapsed = time.perf_counter() - start
+    del kept
+    return elapsed
+
+
+def show(all_cases: dict[str, Case], rounds: int, forget: list[Path]) -> None:
+    times: dict[str, list[float]] = {name: [] for name in all_cases}
+    for _ in range(rounds):
+        for name, case in all_cases.items():
+            times[name].append(seconds(case, forget=forget))
+    best = {name: min(taken) for name, taken in times.items()}
+    for name, taken in times.items():
+        ratios = f"{best[name] / best[DENSE]:7.2f}x {best[name] / best[DENSE_NEW]:7.2f}x"
+        print(f"    {name:36s}{best[name] * 1e3:8.1f} ms {ratios}  (median {statistics.median(taken) * 1e3:.1f} ms)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--millions", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--cold", action="store_true", help="also with files that are not in the page cache")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        dense, ours = Path(folder) / "dense.safetensors", Path(folder) / "sparse.safetensors"
+        for sparsity, pattern in FORMS:
+            model = build(arguments.millions)
+            sparse = gp.SparseModel(model, sparsity=sparsity, pattern=pattern)
+            sparse.prune()
+            gp.save(sparse, ours)
+            save_file(model.state_dict(), dense)
+            del sparse
+            size = ours.stat().st_size / dense.stat().st_size
+            about = gp.manifest(ours)
+            weights = f"{about['totals']['elements'] / 1e6:.0f} M weights, version {about['version']}"
+            print(f"{sparsity:.0%}, {pattern}: {size:.4f} of the dense bytes, {weights}; ratios to dense, dense new")
+            all_cases = cases(dense, ours, arguments.millions, model)
+            show(all_cases, arguments.rounds, [])
+            if arguments.cold:
+                print("  not in the page cache:")
+                show(all_cases, max(1, arguments.rounds // 3), [dense, ours])
+
+
+if __name__ == "__main__":
+    main()
