@@ -25,6 +25,7 @@ SMALLEST = {
     "selection threshold": ["--one", "growprune, threshold", "--millions", "0.1"],
     "selection prune": ["--one", "growprune, prune()", "--millions", "1"],
     "selection torch": ["--one", "torch global_unstructured", "--millions", "0.1"],
+    "transformers_trainer": ["--text", __file__, "--small", "--batches", "1", "--steps", "22", "--storage", "compact"],
 }
 """By the name of the file, and what is run of it: the smallest arguments."""
 

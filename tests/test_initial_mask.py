@@ -81,7 +81,7 @@ def test_by_magnitude_the_largest_weights_of_each_layer_live_first(name: str, st
     sparse = gp.SparseModel(model, sparsity=0.75, storage=storage)
     plan = plan_of(name, gp.Partition.per_layer(model), sparsity=0.75, initial_mask="magnitude")
     first = first_edit(plan)
-    assert first.to in (0.5, 0.75)
+    assert first.to in (0.5, 0.4 / 0.75, 0.75)  # granet, gradual_gap, and all that begin at the target
     sparse.apply(first)
     for old, mask in zip(before, sparse.masks.values(), strict=True):
         assert torch.equal(mask, largest(old, 64 - int(64 * first.to)))  # type: ignore[operator]

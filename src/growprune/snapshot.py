@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,8 @@ def pack(mask: Tensor) -> Tensor:
     >>> pack(torch.tensor([True, False, True, True, False, False, False, False, True])).tolist()
     [13, 1]
     """
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.packbits(mask.reshape(-1).numpy(), bitorder="little"))
     flat = torch.nn.functional.pad(mask.reshape(-1), (0, -mask.numel() % 8)).view(-1, 8).to(torch.uint8)
     return (flat << torch.arange(8, device=mask.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
 
@@ -39,5 +42,8 @@ def unpack(packed: Tensor, shape: Sequence[int], device: torch.device | None = N
     """
     check_packed(packed, shape)
     packed = packed.to(device) if device is not None else packed
+    if packed.device.type == "cpu":
+        bools = np.unpackbits(packed.numpy(), count=math.prod(shape), bitorder="little").view(np.bool_)
+        return torch.from_numpy(bools).view(tuple(shape))
     bits = (packed[:, None] >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1
     return bits.reshape(-1)[: math.prod(shape)].bool().view(tuple(shape))

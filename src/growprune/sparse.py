@@ -384,11 +384,11 @@ class SparseModel:
                     tensors[name].copy_(values)
             else:
                 parameter = self._parameters[name]
+                check_packed(mask, parameter.shape)
                 with self._optimizers.following(parameter):
-                    here = parameter.parameter.device
-                    here = values.device if here.type == "meta" else here
-                    parameter.load(values, unpack(mask, parameter.shape, here))
-        self.enforce()
+                    parameter.load(values, mask)
+        if self._optimizers.attached or self._parameters.keys() - snapshot.keys():
+            self.enforce()  # what was loaded is zero off its mask, and the state of optimizers may not be
 
     def clone(self) -> SparseModel:
         """An independent copy of the model and its masks, attached to no optimizer, in no plan."""

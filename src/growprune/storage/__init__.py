@@ -62,8 +62,12 @@ class SparseParameter(Protocol):
     def preview(self, mask: Tensor) -> Callable[[], None]:
         """Let only these of the live weights live, until what is returned is called: then all is as it was."""
 
-    def load(self, live: Tensor, mask: Tensor) -> None:
-        """Let exactly these live, with these values in row-major order."""
+    def load(self, live: Tensor, packed: Tensor) -> None:
+        """Let exactly these live, with these values in row-major order.
+
+        Args:
+            packed: the mask, as `growprune.snapshot.pack` has it.
+        """
 
     def to_dense(self, tensor: Tensor) -> Tensor:
         """A tensor shaped like the parameter (optimizer state), shaped like the weight."""

@@ -19,12 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.layers import DENSE_SHAPES
 from growprune.patterns import Pattern
+from growprune.snapshot import unpack
 from growprune.storage import kernels
 from growprune.storage.compact_layers import FORWARDS, RECORDERS, check_first_derivative, hand_over, record
 from growprune.storage.masked import hookable
@@ -53,6 +55,21 @@ class Layout:
         bits = kernels.pack(flat, group=group)
         offsets, num_groups = kernels.block_offsets(bits)
         return cls(mask.shape, bits, offsets, num_groups * group, group, is_folded)
+
+    @classmethod
+    def of_packed(cls, packed: Tensor, shape: torch.Size, group: int) -> Layout | None:
+        """That of a mask that `snapshot.pack` made, without unpacking it; None where values must change their order."""
+        is_folded = group > 1 and len(shape) > 2
+        if (is_folded and shape[2:].numel() > 1) or (group > 1 and group % 8):
+            return None
+        if group > 1:
+            octets = packed.cpu().numpy().reshape(-1, group // 8)
+            if not ((octets == octets[:, :1]).all() and ((octets[:, 0] == 0) | (octets[:, 0] == 0xFF)).all()):
+                return None
+            packed = torch.from_numpy(np.packbits(octets[:, 0] == 0xFF, bitorder="little")).to(packed.device)
+        bits = kernels.padded_copy(packed, to=kernels.BLOCK // 8)
+        offsets, num_groups = kernels.block_offsets(bits)
+        return cls(shape, bits, offsets, num_groups * group, group, is_folded)
 
     def __post_init__(self) -> None:
         self._numel = self.shape.numel()
@@ -169,10 +186,18 @@ class Compact:
     def set_mask(self, mask: Tensor) -> None:
         self._put(self.weight(), mask)
 
-    def load(self, live: Tensor, mask: Tensor) -> None:
-        dense = torch.zeros(self._shape, dtype=self.parameter.dtype, device=mask.device)
-        dense[mask] = live.to(mask.device, dense.dtype)
-        self._put(dense, mask)
+    def load(self, live: Tensor, packed: Tensor) -> None:
+        here = live.device if self.parameter.is_meta else self.parameter.device
+        live = live.to(here, self.parameter.dtype)
+        if live.numel() == self._shape.numel():
+            self._keep(kernels.padded_copy(live.view(-1)).view(self._shape), None)  # not a view of somebody's file
+        elif (layout := Layout.of_packed(packed.to(here), self._shape, self._group)) is not None:
+            self._keep(kernels.padded_copy(live), layout)
+        else:
+            mask = unpack(packed, self._shape, here)
+            dense = torch.zeros(self._shape, dtype=live.dtype, device=here)
+            dense[mask] = live
+            self._put(dense, mask)
 
     def preview(self, mask: Tensor) -> Callable[[], None]:
         parameter, layout = self.parameter, self._layout
@@ -244,10 +269,12 @@ class Compact:
             self._listening = weakref.ref(parameter)
 
     def _put(self, dense: Tensor, mask: Tensor) -> None:
-        old = self.parameter
         group = self._group if self._group > 1 and _is_grouped(mask, self._group) else 1
         layout = None if bool(mask.all()) else Layout.of(mask, group)
-        values = torch.where(mask, dense, 0) if layout is None else layout.compress(dense)
+        self._keep(torch.where(mask, dense, 0) if layout is None else layout.compress(dense), layout)
+
+    def _keep(self, values: Tensor, layout: Layout | None) -> None:
+        old = self.parameter
         self.module._parameters[self._local] = nn.Parameter(values, requires_grad=old.requires_grad)
         set_layout(self.module, self._local, layout)
         _let_compile_again()

@@ -22,6 +22,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from types import ModuleType
 
 import numpy as np
@@ -78,13 +80,27 @@ def block_offsets(bits: Tensor) -> tuple[Tensor, int]:
     (tensor([   0, 1024]), 1500)
     """
     _check_bits(bits, bits.numel() * 8)
-    counts = bits - ((bits >> 1) & 0x55)  # in each pair of bits, how many are set; then in each four, then in all
-    counts = (counts & 0x33) + ((counts >> 2) & 0x33)
-    counts = (counts + (counts >> 4)) & 0x0F
-    ends = counts.view(-1, BLOCK // 8).sum(1).cumsum(0)
+    ends = _count_in_blocks(bits).cumsum(0)
     offsets = torch.zeros_like(ends)
     offsets[1:] = ends[:-1]
     return offsets, int(ends[-1]) if ends.numel() else 0
+
+
+def _count_in_blocks(bits: Tensor) -> Tensor:
+    """How many bits are set in each block."""
+    if bits.device.type == "cpu":
+        numbers = bits.numpy().view(np.uint64 if hasattr(np, "bitwise_count") else np.uint8)
+        in_each = _count(numbers).reshape(-1, BLOCK // 8 // numbers.itemsize)
+        return torch.from_numpy(in_each.sum(1, dtype=np.int64))
+    counts = bits - ((bits >> 1) & 0x55)  # in each pair of bits, how many are set; then in each four, then in all
+    counts = (counts & 0x33) + ((counts >> 2) & 0x33)
+    return ((counts + (counts >> 4)) & 0x0F).view(-1, BLOCK // 8).sum(1)
+
+
+def _count(bits: np.ndarray) -> np.ndarray:
+    """How many bits are set in each number; numpy before 2 counts those of bytes only."""
+    counts: np.ndarray = np.bitwise_count(bits) if hasattr(np, "bitwise_count") else _ONES[bits]
+    return counts
 
 
 def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, *, dtype: torch.dtype, group: int = 1) -> Tensor:
@@ -184,6 +200,51 @@ def compress_known(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype
 def is_plain() -> bool:
     """Whether operations simply run: nobody traces, compiles or counts them."""
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+
+
+def padded_copy(tensor: Tensor, *, to: int = 1) -> Tensor:
+    """A copy of a flat tensor, with zeros up to a multiple of some number of elements.
+
+    On the CPU by numpy, in one thread: torch would wake all of them for each tensor, and wait for the slowest.
+    """
+    size = -(-tensor.numel() // to) * to
+    if tensor.device.type != "cpu":
+        return torch.nn.functional.pad(tensor, (0, size - tensor.numel()), mode="constant").clone()
+    octets = np.empty(size * tensor.element_size(), np.uint8)
+    octets[: tensor.nbytes] = tensor.contiguous().view(torch.uint8).numpy()
+    octets[tensor.nbytes :] = 0
+    return torch.from_numpy(octets).view(tensor.dtype)
+
+
+def fill(dense: Tensor, mask: Tensor, values: Tensor, packed: Tensor) -> None:
+    """Write live values, and exact zeros elsewhere, into a flat tensor, and its bits into a mask; on the CPU.
+
+    >>> dense, mask = torch.ones(4), torch.ones(4, dtype=torch.bool)
+    >>> fill(dense, mask, torch.tensor([5.0, 6.0]), torch.tensor([10], dtype=torch.uint8))
+    >>> dense.tolist(), mask.tolist()
+    ([0.0, 5.0, 0.0, 6.0], [False, True, False, True])
+    """
+    integers = f"i{dense.element_size()}"  # numpy does not know every dtype of torch
+    to, live = (tensor.detach().view(torch.uint8).numpy().view(integers) for tensor in (dense, values.contiguous()))
+    lives, bits = mask.numpy(), packed.numpy()
+    spans = [slice(start, start + FILLED) for start in range(0, dense.numel(), FILLED)]
+    counts = [int(_count(bits[span.start // 8 : span.stop // 8]).sum(dtype=np.int64)) for span in spans]
+
+    def fill_span(span: slice, end: int, count: int) -> None:
+        some = lives[span]
+        some[:] = np.unpackbits(bits[span.start // 8 : span.stop // 8], count=some.size, bitorder="little")
+        to[span] = 0
+        to[span][np.flatnonzero(some)] = live[end - count : end]  # bools, which numpy searches faster than bytes
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list(threads.map(fill_span, spans, accumulate(counts), counts))
+
+
+FILLED = 1 << 20
+"""How many elements a thread fills in one go."""
+
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
+"""How many bits are set in each byte."""
 
 
 def can_zero_off(device: torch.device) -> bool:

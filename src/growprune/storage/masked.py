@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from growprune.errors import GrowpruneError
 from growprune.patterns import Pattern
 from growprune.selection import chunk_elements
+from growprune.snapshot import unpack
 from growprune.storage import kernels
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -43,9 +44,8 @@ class Masked:
         self._num_masks = 0
         self._is_full: Tensor | bool = True
         self._bits: dict[tuple[int, ...], Tensor] = {}
-        self._mask = torch.ones(0, dtype=torch.bool)
-        self._hold(torch.ones(self._shape, dtype=torch.bool, device=self.parameter.device))
-        self._is_full = True
+        self._mask = torch.ones(self._shape, dtype=torch.bool, device=self.parameter.device)
+        self._hold(self._mask, is_full=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "record": None}  # a copy records nothing
@@ -85,10 +85,12 @@ class Masked:
             self._bits = {}
             self._hold(mask.to(device))
 
-    def _hold(self, mask: Tensor) -> None:
+    def _hold(self, mask: Tensor, *, is_full: bool | None = None) -> None:
         """Keep a mask, in place where there was one, so that nothing compiled or captured around it is made again."""
         self._num_masks += 1
-        self._device, self._is_full = mask.device, mask.all()  # asked when it matters: an answer waits for the device
+        self._device = mask.device
+        # asked when it matters: an answer waits for the device
+        self._is_full = mask.all() if is_full is None else is_full
         if kernels.can_zero_off(mask.device):
             for order in self._bits or [self._row_major]:
                 bits = kernels.pack(mask.permute(order).reshape(-1))
@@ -120,11 +122,17 @@ class Masked:
 
         return undo
 
-    def load(self, live: Tensor, mask: Tensor) -> None:
+    def load(self, live: Tensor, packed: Tensor) -> None:
         self._follow()
-        self._hold(mask.to(self._device))
-        with torch.no_grad():
-            self.parameter.copy_(self.from_live(live))
+        is_full, weight = live.numel() == self._shape.numel(), self.weight()
+        can_fill = all(tensor.device.type == "cpu" for tensor in (weight, live, packed)) and weight.dtype == live.dtype
+        if can_fill and weight.is_contiguous() and not is_full:
+            kernels.fill(weight.view(-1), self._mask.view(-1), live, packed)
+            torch.autograd.graph.increment_version(weight)
+            self._hold(self._mask, is_full=False)
+        else:
+            self._hold(unpack(packed, self._shape, self._device), is_full=is_full)
+            weight.copy_(live.view(self._shape) if is_full else self.from_live(live))
 
     def to_dense(self, tensor: Tensor) -> Tensor:
         return tensor
