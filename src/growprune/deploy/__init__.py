@@ -2,10 +2,10 @@
 
     native/      the kernels, C++
     build.py     makes a library of them at first use, and keeps it
-    native.py    that library as Python sees it
+    library.py   that library as Python sees it
     matrix.py    a sparse matrix as the kernels want it
     geometry.py  which columns a layer reads and writes
-    layer.py     a prepared layer: sparse kernels, torch's CSR, or dense, with one interface
+    layer.py     a prepared layer, on the kernels; torch_layers.py: on torch's CSR, or dense
     pooling.py   pooling in the same layout
     tuning.py    which tile suits a layer on this machine, by measuring
 

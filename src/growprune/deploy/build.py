@@ -28,8 +28,9 @@ from growprune.warn import warn
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = (
-    "-std=c++17 -O3 -march=native -fopenmp -ffp-contract=fast -fno-math-errno -Wno-psabi -shared -fPIC"  # no fast-math:
-).split()  # NaN and infinity must come through
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"),
+    *("-ffp-contract=fast", "-fno-math-errno"),  # multiply-adds, but NaN and infinity as ever
+)
 COMPILERS = ("c++", "g++", "clang++")
 """What is looked for where the environment has no CXX."""
 SECONDS = 300
@@ -139,7 +140,9 @@ def _output_of(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"the C++ compiler for the sparse kernels does not work: {shlex.join(command)}: {error}") from None
+        raise BuildError(
+            f"the C++ compiler for the sparse kernels does not work: {shlex.join(command)}: {error}"
+        ) from None
     return done.stdout.decode(errors="replace")
 
 

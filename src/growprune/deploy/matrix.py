@@ -50,8 +50,9 @@ class SparseMatrix:
         return padded.view(down * self.height, -1)[: self.rows, : self.columns]
 
 
-def from_dense(weight: Tensor, mask: Tensor | None = None, *, pattern: str | Pattern = "unstructured",
-               transposed: bool = False) -> SparseMatrix:
+def from_dense(
+    weight: Tensor, mask: Tensor | None = None, *, pattern: str | Pattern = "unstructured", transposed: bool = False
+) -> SparseMatrix:
     """A matrix of a weight (out, in, ...); without a mask, what is not zero lives.
 
     >>> from_dense(torch.tensor([[0.0, 2.0], [3.0, 0.0]])).values.tolist()
@@ -61,8 +62,14 @@ def from_dense(weight: Tensor, mask: Tensor | None = None, *, pattern: str | Pat
     return from_live(weight.detach()[mask], mask, pattern=pattern, transposed=transposed)
 
 
-def from_live(values: Tensor, mask: Tensor, *, pattern: str | Pattern = "unstructured", transposed: bool = False,
-              inputs_last: bool = False) -> SparseMatrix:
+def from_live(
+    values: Tensor,
+    mask: Tensor,
+    *,
+    pattern: str | Pattern = "unstructured",
+    transposed: bool = False,
+    inputs_last: bool = False,
+) -> SparseMatrix:
     """A matrix of live values in row-major order and which weights live, as files and compact storage have them.
 
     Args:

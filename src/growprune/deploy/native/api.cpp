@@ -1,4 +1,4 @@
-// What Python calls, through ctypes. Structures are those of growprune/deploy/native.py, field by field.
+// What Python calls, through ctypes. Structures are those of growprune/deploy/library.py, field by field.
 #include "plan.h"
 #include "pool.h"
 
@@ -15,13 +15,15 @@ bool is_valid(const Matrix &matrix, const Geometry &geometry, const Tile &tile) 
 
 }  // namespace
 
+#define GP_API __attribute__((visibility("default")))  // all else is hidden, so that two libraries do not mix
+
 extern "C" {
 
-int gp_lanes() { return GP_LANES; }
+GP_API int gp_lanes() { return GP_LANES; }
 
-int gp_most_vectors(int lanes, int height) { return most_vectors(lanes, height); }
+GP_API int gp_most_vectors(int lanes, int height) { return most_vectors(lanes, height); }
 
-int gp_has_openmp() {
+GP_API int gp_has_openmp() {
 #if defined(_OPENMP)
     return 1;
 #else
@@ -30,7 +32,7 @@ int gp_has_openmp() {
 }
 
 // Null if the tile is not possible, or memory runs out.
-void *gp_prepare(const Matrix *matrix, const Geometry *geometry, const Tile *tile, const float *bias, int activation) {
+GP_API void *gp_prepare(const Matrix *matrix, const Geometry *geometry, const Tile *tile, const float *bias, int activation) {
     if (!is_valid(*matrix, *geometry, *tile)) return nullptr;
     try {
         return new Plan(*matrix, *geometry, *tile, bias, activation);
@@ -39,19 +41,18 @@ void *gp_prepare(const Matrix *matrix, const Geometry *geometry, const Tile *til
     }
 }
 
-// 1 if it ran, 0 if another thread was in it.
-int gp_run(void *plan, const float *x, Index x_stride, float *y, Index y_stride, const float *residual,
-           Index residual_stride) {
-    return static_cast<Plan *>(plan)->run({x, x_stride, y, y_stride, residual, residual_stride});
+GP_API void gp_run(const void *plan, const float *x, Index x_stride, float *y, Index y_stride, const float *residual,
+            Index residual_stride) {
+    static_cast<const Plan *>(plan)->run({x, x_stride, y, y_stride, residual, residual_stride});
 }
 
-void gp_free(void *plan) { delete static_cast<Plan *>(plan); }
+GP_API void gp_free(void *plan) { delete static_cast<Plan *>(plan); }
 
-void gp_max_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride, int threads) {
+GP_API void gp_max_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride, int threads) {
     pool<true>(*geometry, x, x_stride, y, y_stride, false, threads);
 }
 
-void gp_mean_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride, int counts_padding,
+GP_API void gp_mean_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride, int counts_padding,
                   int threads) {
     pool<false>(*geometry, x, x_stride, y, y_stride, counts_padding != 0, threads);
 }

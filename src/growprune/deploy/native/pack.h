@@ -94,11 +94,9 @@ class Packing {
         const float *row = x + channel * x_stride;
         for (int u = 0; u < count; ++u, ++from, to += lanes) {
             if (from->scattered)
-                store<lanes>(to, gather<lanes>(row, scattered.data() + from->start, from->keep));
-            else if (is_inside(channel * x_stride + from->start, x_stride, lanes))
-                store<lanes>(to, keep_lanes<lanes>(load<lanes>(row + from->start), from->keep));
+                gather<lanes>(row, scattered.data() + from->start, from->keep, to);
             else
-                for (int i = 0; i < lanes; ++i) to[i] = from->keep >> i & 1 ? row[from->start + i] : 0.0f;
+                load_kept<lanes>(row + from->start, from->keep, is_inside(channel * x_stride + from->start, x_stride, lanes), to);
         }
     }
 
@@ -107,11 +105,25 @@ class Packing {
         return place >= 0 && place + lanes <= (geometry.channels - 1) * x_stride + geometry.in_columns();
     }
 
-    template <int lanes> GP_INLINE typename Vec<lanes>::type gather(const float *row, const std::int32_t *places,
-                                                                    unsigned keep) const {
-        float found[lanes];
-        for (int i = 0; i < lanes; ++i) found[i] = row[places[i]];
-        return keep_lanes<lanes>(load<lanes>(found), keep);
+    // Masked loads read nothing of lanes that are masked. Elsewhere, a whole vector is read where that is possible.
+    template <int lanes> static GP_INLINE void load_kept(const float *from, unsigned keep, bool is_readable, float *to) {
+#if defined(__AVX512F__)
+        if constexpr (lanes == 16) {
+            _mm512_storeu_ps(to, _mm512_maskz_loadu_ps(static_cast<__mmask16>(keep), from));
+            return;
+        }
+#endif
+        if (is_readable)
+            store<lanes>(to, keep_lanes<lanes>(load<lanes>(from), keep));
+        else
+            for (int i = 0; i < lanes; ++i) to[i] = keep >> i & 1 ? from[i] : 0.0f;
+    }
+
+    template <int lanes> static GP_INLINE void gather(const float *row, const std::int32_t *places, unsigned keep, float *to) {
+        if (keep == (1u << lanes) - 1)
+            for (int i = 0; i < lanes; ++i) to[i] = row[places[i]];
+        else
+            for (int i = 0; i < lanes; ++i) to[i] = keep >> i & 1 ? row[places[i]] : 0.0f;
     }
 
     int num_lanes;

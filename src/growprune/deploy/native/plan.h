@@ -1,14 +1,8 @@
-// A prepared layer: weights, packing and scratch for one matrix, one geometry and one number of threads.
+// A prepared layer: weights and packing for one matrix, one geometry and one number of threads.
 #pragma once
-
-#include <atomic>
 
 #include "kernels.h"
 #include "pack.h"
-
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 
 namespace gp {
 
@@ -22,6 +16,18 @@ struct Operands {
     Index residual_stride;
 };
 
+// Room for a packed block and for sums. Each thread has one for all layers, which stays in its cache; it grows when a
+// layer first needs more, so that later calls allocate nothing, and calls by several threads are apart.
+inline float *scratch_of_thread(Index floats) {
+    static thread_local Buffer<float> room;
+    static thread_local Index size = 0;
+    if (size < floats) {
+        room = make_buffer<float>(floats);
+        size = floats;
+    }
+    return room.get();
+}
+
 class Plan {
   public:
     Plan(const Matrix &matrix, const Geometry &geometry, const Tile &tile, const float *bias, int activation)
@@ -30,40 +36,32 @@ class Plan {
         num_panels = std::max<Index>(1, (packing.num_vectors + tile.vectors - 1) / tile.vectors);
         panel_groups = std::max(1, tile.threads / tile.row_chunks);
         row_floats = Index(tile.vectors) * tile.lanes;
-        padded_rows = (num_rows + 7) / 8 * 8;
+        const Index padded_rows = (num_rows + 7) / 8 * 8;
         bias_of_rows = make_buffer<float>(padded_rows);
         if (bias) std::copy_n(bias, num_rows, bias_of_rows.get());
-        const Index floats = (Index(tile.k_block) + padded_rows) * row_floats;
-        for (int i = 0; i < panel_groups * tile.row_chunks; ++i) scratch.push_back(make_buffer<float>(floats));
+        scratch_floats = (Index(tile.k_block) + (weights.num_k_blocks > 1 ? padded_rows : 0)) * row_floats;
     }
 
-    // Allocates nothing. False if another thread is in it: scratch is for one call at a time.
-    bool run(const Operands &operands) {
-        if (is_busy.exchange(true, std::memory_order_acquire)) return false;
+    // Which thread does what is fixed, so that each keeps its weights in its cache.
+    void run(const Operands &operands) const {
         const int items = panel_groups * tile.row_chunks;
-#if defined(_OPENMP)
-        if (items > 1) {
-#pragma omp parallel for num_threads(items) schedule(static, 1)
-            for (int item = 0; item < items; ++item) run_item(operands, item);
-        } else
-#endif
-            for (int item = 0; item < items; ++item) run_item(operands, item);
-        is_busy.store(false, std::memory_order_release);
-        return true;
+#pragma omp parallel for num_threads(items) schedule(static, 1) if (items > 1)
+        for (int item = 0; item < items; ++item) run_item(operands, item);
     }
 
   private:
     // Panels differ by a vector at most, and where they are cut does not depend on the number of threads.
     Index panel_start(Index panel) const { return panel * packing.num_vectors / num_panels; }
 
-    void run_item(const Operands &operands, int item) {
+    void run_item(const Operands &operands, int item) const {
+        float *block = scratch_of_thread(scratch_floats);
         const Index chunk = item % tile.row_chunks, group = item / tile.row_chunks;
         const Index end = (group + 1) * num_panels / panel_groups;
         for (Index panel = group * num_panels / panel_groups; panel < end; ++panel)
-            run_panel(operands, chunk, panel_start(panel), panel_start(panel + 1), scratch[item].get());
+            run_panel(operands, chunk, panel_start(panel), panel_start(panel + 1), block);
     }
 
-    void run_panel(const Operands &operands, Index chunk, Index v, Index v_end, float *block) {
+    void run_panel(const Operands &operands, Index chunk, Index v, Index v_end, float *block) const {
         const Index column = v * tile.lanes, count = v_end - v;
         if (count <= 0) return;
         const Index tail = std::min<Index>(tile.lanes, packing.geometry.columns() - (v_end - 1) * tile.lanes);
@@ -90,14 +88,12 @@ class Plan {
     }
 
     Tile tile;
-    Index num_rows, num_columns, num_panels, row_floats, padded_rows;
+    Index num_rows, num_columns, num_panels, row_floats, scratch_floats;
     int activation, block_width, panel_groups;
     Weights weights;
     Packing packing;
     const Kernel *kernels;
     Buffer<float> bias_of_rows;
-    std::vector<Buffer<float>> scratch;
-    std::atomic<bool> is_busy{false};
 };
 
 }  // namespace gp

@@ -1,17 +1,20 @@
-"""The library of kernels as Python sees it: structures and functions of native/api.cpp, field by field."""
+"""The library of kernels as Python sees it: structures and functions of native/, field by field."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from growprune.deploy import build
 from growprune.deploy.geometry import Geometry
 from growprune.deploy.matrix import SparseMatrix
+from growprune.errors import GrowpruneError
 
 
 class _Matrix(ctypes.Structure):
@@ -26,16 +29,19 @@ class _Matrix(ctypes.Structure):
     )
 
 
-_SIZES = "channels batch height width kernel_height kernel_width stride_height stride_width padding_top padding_left"
-_SIZES += " dilation_height dilation_width out_height out_width"
-
-
 class _Geometry(ctypes.Structure):
-    _fields_ = tuple((name, c_int32) for name in _SIZES.split())
+    _fields_ = (
+        *((name, c_int32) for name in ("channels", "batch", "height", "width")),
+        *(
+            (f"{name}_{axis}", c_int32)
+            for name in ("kernel", "stride", "padding", "dilation", "out")
+            for axis in ("height", "width")
+        ),
+    )
 
 
 class _Tile(ctypes.Structure):
-    _fields_ = tuple((name, c_int32) for name in "lanes vectors k_block row_chunks threads".split())
+    _fields_ = tuple((name, c_int32) for name in ("lanes", "vectors", "k_block", "row_chunks", "threads"))
 
 
 @dataclass(frozen=True)
@@ -65,15 +71,15 @@ class Library:
         self.prepare = _typed(
             library.gp_prepare, c_void_p, POINTER(_Matrix), POINTER(_Geometry), POINTER(_Tile), c_void_p, c_int
         )
-        self.run = _typed(library.gp_run, c_int, c_void_p, *strided, *strided, *strided)
+        self.run = _typed(library.gp_run, None, c_void_p, *strided, *strided, *strided)
         self.free = _typed(library.gp_free, None, c_void_p)
         self.max_pool = _typed(library.gp_max_pool, None, *pool, c_int)
         self.mean_pool = _typed(library.gp_mean_pool, None, *pool, c_int, c_int)
 
 
-def _typed(function: ctypes._NamedFuncPointer, result: type | None, *arguments: type) -> ctypes._NamedFuncPointer:
+def _typed(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
     function.restype, function.argtypes = result, arguments
-    return function
+    return function  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -81,6 +87,13 @@ def library() -> Library | None:
     """The library, built if need be; None where there can be none, which a warning says once."""
     loaded = build.load()
     return None if loaded is None else Library(loaded)
+
+
+def require_library() -> Library:
+    found = library()
+    if found is None:
+        raise GrowpruneError("the sparse kernels are not there, as a warning has said: let tuning.prepare choose")
+    return found
 
 
 def matrix_struct(matrix: SparseMatrix) -> _Matrix:
@@ -93,9 +106,7 @@ def matrix_struct(matrix: SparseMatrix) -> _Matrix:
 
 def geometry_struct(geometry: Geometry) -> _Geometry:
     g = geometry
-    return _Geometry(
-        g.channels, g.batch, g.height, g.width, *g.kernel, *g.stride, *g.padding, *g.dilation, *g.out_size
-    )
+    return _Geometry(g.channels, g.batch, g.height, g.width, *g.kernel, *g.stride, *g.padding, *g.dilation, *g.out_size)
 
 
 def tile_struct(tile: Tile) -> _Tile:
@@ -103,5 +114,5 @@ def tile_struct(tile: Tile) -> _Tile:
 
 
 def strided(tensor: Tensor | None) -> tuple[int | None, int]:
-    """What the library takes for a matrix: where it begins, and how far its rows are apart."""
+    """What the library takes for a tensor: where it begins, and how far its rows are apart."""
     return (None, 0) if tensor is None else (tensor.data_ptr(), tensor.stride(0))
