@@ -118,7 +118,16 @@ def test_a_compiler_that_fails_is_warned_of_once_with_its_command_and_log(
     assert "no such instruction" in log.read_text() and "-march=native" in log.read_text()
     with warnings.catch_warnings(record=True) as again:
         assert build.load() is None
-    assert again == [] and num_lines(calls) == 1
+    assert again == [] and num_lines(calls) == 2, "once with OpenMP and once without"
+
+
+def test_a_compiler_without_openmp_makes_kernels_for_one_thread(
+    cache: Path, built: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = f'case "$*" in *-fopenmp*) exit 1;; esac; cp "{built}" "$to"'
+    assert num_lines(fake_compiler(tmp_path, monkeypatch, work)) == 0
+    assert build.open_or_build().gp_lanes() in (4, 8, 16)
+    assert sorted(path.suffix for path in cache.iterdir()) == [".log", ".so"]
 
 
 def test_a_missing_compiler_is_warned_of_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
