@@ -11,7 +11,7 @@ import pytest
 
 from growprune.deploy import build, library
 
-BUILD = "from growprune.deploy import build; build.open_or_build().gp_lanes()"
+BUILD = "from growprune.deploy import build; found = build.open_or_build(); found.gp_lanes(); print(found._name)"
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +100,16 @@ def test_a_file_that_is_no_library_is_built_anew(cache: Path, compiler: Path) ->
 
 
 @pytest.mark.slow
-def test_two_processes_that_build_at_once_both_get_a_whole_library(cache: Path, compiler: Path) -> None:
-    both = [subprocess.Popen([sys.executable, "-c", BUILD]) for _ in range(2)]
-    assert [process.wait(60) for process in both] == [0, 0]
-    assert num_lines(compiler) in (1, 2)
-    assert [path.suffix for path in cache.iterdir()] == [".so"]
+def test_two_processes_that_build_at_once_both_get_a_whole_library(
+    cache: Path, built: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = fake_compiler(tmp_path, monkeypatch, f'sleep 1; cp "{built}" "$to"')
+    command = [sys.executable, "-c", BUILD]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    names = {process.communicate(timeout=60)[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert num_lines(calls) in (1, 2)
+    assert names == {str(path) for path in cache.iterdir()} and len(names) == 1
 
 
 def test_a_compiler_that_fails_is_warned_of_once_with_its_command_and_log(
@@ -118,7 +123,16 @@ def test_a_compiler_that_fails_is_warned_of_once_with_its_command_and_log(
     assert "no such instruction" in log.read_text() and "-march=native" in log.read_text()
     with warnings.catch_warnings(record=True) as again:
         assert build.load() is None
-    assert again == [] and num_lines(calls) == 1
+    assert again == [] and num_lines(calls) == 2, "once with OpenMP and once without"
+
+
+def test_a_compiler_without_openmp_makes_kernels_for_one_thread(
+    cache: Path, built: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = f'case "$*" in *-fopenmp*) exit 1;; esac; cp "{built}" "$to"'
+    assert num_lines(fake_compiler(tmp_path, monkeypatch, work)) == 0
+    assert build.open_or_build().gp_lanes() in (4, 8, 16)
+    assert sorted(path.suffix for path in cache.iterdir()) == [".log", ".so"]
 
 
 def test_a_missing_compiler_is_warned_of_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,14 @@ def test_gelu_is_within_a_millionth_everywhere() -> None:
     assert ((found - expected).abs() <= 1e-6 * expected.abs().clamp_min(1)).all()
 
 
+def test_what_an_earlier_layer_has_left_behind_does_not_matter() -> None:
+    before, _ = tuning.tune(from_dense(torch.ones(3, 40)), Geometry.linear(40, 20), threads=1, seconds=0)
+    assert before(torch.full((40, 20), float("nan")), torch.empty(3, 20)).isnan().all()
+    overhanging = from_dense(torch.ones(2, 9), pattern="1x8")
+    after, _ = tuning.tune(overhanging, Geometry.linear(9, 19), threads=1, seconds=0)
+    assert (after(torch.ones(9, 19), torch.empty(2, 19)) == 9).all()
+
+
 def test_nan_and_infinity_come_through_as_in_torch() -> None:
     x = torch.tensor([[float("nan"), float("inf"), -float("inf"), 1.0]])
     for activation, last in ((Activation.NONE, -float("inf")), (Activation.RELU, 0.0)):
@@ -216,6 +224,7 @@ def test_kernels_for_shorter_vectors_give_the_same(
             Geometry(9, 2, 9, 9, (3, 3), (1, 1), (1, 1)),
         ):
             test_every_candidate_is_right_and_gives_the_same_bits_on_one_thread_and_on_two(pattern, geometry)
+        test_nothing_is_read_before_or_behind_the_input(pattern, Geometry(4, 1, 32, 32, (3, 3), padding=(1, 1)))
 
 
 @settings(max_examples=60)

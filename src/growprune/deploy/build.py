@@ -60,6 +60,8 @@ def load() -> ctypes.CDLL | None:
             except BuildError as error:
                 warn(f"{error}: sparse layers run with torch's CSR from 90 % sparsity on, and dense below")
                 _loaded.append(None)
+            if _loaded[0] is not None and not _loaded[0].gp_has_openmp():
+                warn(f"the sparse kernels run on one thread, since {find_compiler().command[0]} has no OpenMP")
         return _loaded[0]
 
 
@@ -114,11 +116,16 @@ def cpu() -> str:
 
 
 def compile_to(path: Path, compiler: Compiler) -> Path:
-    """Build the library; the file is there whole or not at all."""
+    """Build the library; the file is there whole or not at all. Some compilers have no OpenMP: then without."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    command = [*compiler.command, *FLAGS, str(SOURCES / "api.cpp"), "-o", str(temporary)]
+    rest = [str(SOURCES / "api.cpp"), "-o", str(temporary)]
     try:
-        _compile(command, path.with_suffix(".log"))
+        try:
+            _compile([*compiler.command, *FLAGS, *rest], path.with_suffix(".log"))
+        except BuildError as error:
+            alone = [flag for flag in FLAGS if flag != "-fopenmp"]
+            if _run([*compiler.command, *alone, *rest])[0]:
+                raise error  # the first try tells more
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -126,14 +133,19 @@ def compile_to(path: Path, compiler: Compiler) -> Path:
 
 
 def _compile(command: Sequence[str], log: Path) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
-        failure, output = f"ended with {done.returncode}" if done.returncode else "", done.stdout + done.stderr
-    except subprocess.TimeoutExpired as error:
-        failure, output = f"took over {SECONDS} seconds", (error.stdout or b"") + (error.stderr or b"")
+    failure, output = _run(command)
     if failure:
         log.write_bytes(shlex.join(command).encode() + b"\n" + output)
         raise BuildError(f"the sparse kernels could not be built: {shlex.join(command)} {failure}, its log is {log}")
+
+
+def _run(command: Sequence[str]) -> tuple[str, bytes]:
+    """How it failed, if it did, and what it said."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        return f"took over {SECONDS} seconds", (error.stdout or b"") + (error.stderr or b"")
+    return f"ended with {done.returncode}" if done.returncode else "", done.stdout + done.stderr
 
 
 def _output_of(command: Sequence[str]) -> str:

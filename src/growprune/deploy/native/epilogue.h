@@ -21,20 +21,21 @@ struct Ends {
     int tail;                // how many lanes of the last vector are columns
 };
 
-// erf by a quotient of polynomials that is good to 4e-7 up to 4, and is 1 in float32 from there on.
+// erf up to 4, good to 4e-7, is x times a quotient of two polynomials of its square; in float32 it is 1 from there on.
+constexpr float ABOVE[] = {-2.72614225801306e-10f, 2.77068142495902e-08f,  -2.10102402082508e-06f, -5.69250639462346e-05f,
+                           -7.34990630326855e-04f, -2.95459980854025e-03f, -1.60960333262415e-02f};
+constexpr float BELOW[] = {-1.45660718464996e-05f, -2.13374055278905e-04f, -1.68282697438203e-03f, -7.37332916720468e-03f,
+                           -1.42647390514189e-02f};
+
 template <int lanes> GP_INLINE typename Vec<lanes>::type erf_of(typename Vec<lanes>::type x) {
     using V = typename Vec<lanes>::type;
     const V four = broadcast<lanes>(4.0f);
     V z = x > four ? four : x;
     z = z < -four ? -four : z;
     const V s = z * z;
-    V p = broadcast<lanes>(-2.72614225801306e-10f);
-    for (float c : {2.77068142495902e-08f, -2.10102402082508e-06f, -5.69250639462346e-05f, -7.34990630326855e-04f,
-                    -2.95459980854025e-03f, -1.60960333262415e-02f})
-        p = p * s + c;
-    V q = broadcast<lanes>(-1.45660718464996e-05f);
-    for (float c : {-2.13374055278905e-04f, -1.68282697438203e-03f, -7.37332916720468e-03f, -1.42647390514189e-02f})
-        q = q * s + c;
+    V p = broadcast<lanes>(ABOVE[0]), q = broadcast<lanes>(BELOW[0]);
+    for (int i = 1; i < 7; ++i) p = p * s + ABOVE[i];
+    for (int i = 1; i < 5; ++i) q = q * s + BELOW[i];
     const V one = broadcast<lanes>(1.0f);
     const V found = z * p / q;
     return x >= four ? one : (x <= -four ? -one : found);

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "segments.h"
 #include "weights.h"
 
 namespace gp {
@@ -33,10 +34,12 @@ struct Geometry {
 };
 
 // How one tap reads the vector of inputs that one vector of outputs needs.
+enum Kind : std::uint16_t { TOGETHER, IN_SEGMENTS, SCATTERED };
+
 struct Load {
-    std::int32_t start;       // the input column of lane 0, were it not masked; or, of scattered lanes, where in `lanes`
-    std::uint16_t keep;       // a bit for each lane that is not padding
-    std::uint16_t scattered;  // whether lanes do not follow one another
+    std::int32_t start;  // together: the input column of lane 0, were it not masked; else where in the tables below
+    std::uint16_t keep;  // a bit for each lane that is not padding; in segments: how many there are
+    Kind kind;
 };
 
 class Packing {
@@ -78,10 +81,22 @@ class Packing {
             keep |= 1u << i;
             is_scattered |= sources[i] - i != start;
         }
-        if (!is_scattered) return {static_cast<std::int32_t>(start), static_cast<std::uint16_t>(keep), 0};
+        if (!is_scattered) return {static_cast<std::int32_t>(start), static_cast<std::uint16_t>(keep), TOGETHER};
+        return HAS_SEGMENTS && num_lanes == 16 && geometry.stride_width <= 2 ? cut(sources, keep) : scatter(sources, keep);
+    }
+
+    Load cut(const Index *sources, unsigned keep) {
+        const std::vector<Segment> found = find_segments(sources, geometry.stride_width);
+        if (found.empty()) return scatter(sources, keep);
+        const auto place = static_cast<std::int32_t>(segments.size());
+        segments.insert(segments.end(), found.begin(), found.end());
+        return {place, static_cast<std::uint16_t>(found.size()), IN_SEGMENTS};
+    }
+
+    Load scatter(const Index *sources, unsigned keep) {
         const auto place = static_cast<std::int32_t>(scattered.size());
         for (int i = 0; i < num_lanes; ++i) scattered.push_back(static_cast<std::int32_t>(std::max<Index>(0, sources[i])));
-        return {place, static_cast<std::uint16_t>(keep), 1};
+        return {place, static_cast<std::uint16_t>(keep), SCATTERED};
     }
 
     template <int lanes> GP_INLINE void copy_row(const float *from, int count, int tail, float *to) const {
@@ -93,7 +108,9 @@ class Packing {
                                                  float *to) const {
         const float *row = x + channel * x_stride;
         for (int u = 0; u < count; ++u, ++from, to += lanes) {
-            if (from->scattered)
+            if (lanes == 16 && from->kind == IN_SEGMENTS)
+                load_segments(row, segments.data() + from->start, from->keep, geometry.stride_width, to);
+            else if (from->kind == SCATTERED)
                 gather<lanes>(row, scattered.data() + from->start, from->keep, to);
             else
                 load_kept<lanes>(row + from->start, from->keep, is_inside(channel * x_stride + from->start, x_stride, lanes), to);
@@ -128,6 +145,7 @@ class Packing {
 
     int num_lanes;
     std::vector<Load> loads;
+    std::vector<Segment> segments;
     std::vector<std::int32_t> scattered;
 };
 
