@@ -9,6 +9,35 @@
     pooling.py   pooling in the same layout
     tuning.py    which tile suits a layer on this machine, by measuring
 
+    skeleton.py  a model without its sparse weights, and these as matrices
+    trace.py     what it does with an example, as a graph; then, one after the other (compiling.py),
+    fold.py      constants and identities
+    fuse.py      layers with their BatchNorm, bias, residual and activation
+    lower.py     where each value lies (strides.py, views.py) and which steps bring it there (steps.py; known.py and
+                 attention.py are what is done feature-major beside layers)
+    measure.py   each layer sparse or dense, whichever is faster here
+    arena.py     memory for all values; program.py: the steps bound to it
+    parts.py     a module that runs as programs, one for each shape; apart.py: a model part by part
+    deployed.py  `deploy`, and what it returns; saving.py: folders of that
+
 Activations are *feature-major*: a matrix with a row for each feature or channel, and a column for each token or, of
 images, for each (image, row, column), `[channels][batch * height * width]`.
 """
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+
+class _Callable(types.ModuleType):
+    """`growprune.deploy` is this package once it is imported, and the function before: it is both."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from growprune.deploy.deployed import deploy
+
+        return deploy(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -12,7 +12,7 @@ from growprune.deploy.fold import drop_identities, fold_constants
 from growprune.deploy.fuse import fuse
 from growprune.deploy.known import KNOWN
 from growprune.deploy.lower import Lowering
-from growprune.deploy.measure import Row, choose
+from growprune.deploy.measure import Chosen, Row, choose
 from growprune.deploy.program import Program
 from growprune.deploy.skeleton import Skeleton, dense_weight
 from growprune.deploy.trace import trace
@@ -36,6 +36,7 @@ def compile_module(
     *,
     seconds: float,
     threads: int,
+    chosen: Mapping[str, Chosen],
 ) -> Compiled:
     """Make a program of a module, all or part of a skeleton's. Raises NotTraceable."""
     traced = trace(module, args, kwargs)
@@ -45,7 +46,7 @@ def compile_module(
     fold_constants(traced, lambda tensor: _weight(skeleton, parameters.get(id(tensor)), tensor))
     fuse(traced.graph, skeleton, names)
     lowered = Lowering(traced, KNOWN).run()
-    rows = choose(lowered.layers, seconds=seconds, threads=threads)
+    rows = choose(lowered.layers, seconds=seconds, threads=threads, chosen=chosen)
     return Compiled(Program(lowered, traced.out_spec), rows, lowered.in_torch)
 
 

@@ -66,7 +66,8 @@ def layer_norm(lowering: Lowering, node: fx.Node) -> Stored | None:
     axis = len(x.place.shape) - 1
     out = lowering.store(with_features(x.place, axis, x.place.shape[axis]))
     make = partial(_norm, gain, shift, float(epsilon))  # type: ignore[arg-type]
-    lowering.add(CallStep(make, [_as_rows(x)], [_as_rows(out)]))
+    scratch = lowering.store(out.place)
+    lowering.add(CallStep(make, [_as_rows(x)], [_as_rows(out), _as_rows(scratch)]))
     return out
 
 
@@ -80,18 +81,20 @@ def _as_rows(value: Stored) -> Stored:
 
 
 def _norm(
-    gain: Tensor | None, shift: Tensor | None, epsilon: float, x: Tensor, out: Tensor
+    gain: Tensor | None, shift: Tensor | None, epsilon: float, x: Tensor, out: Tensor, squares: Tensor
 ) -> Callable[[], object]:
-    mean, deviation = torch.empty(1, x.shape[1]), torch.empty(1, x.shape[1])
+    """Means as products with a row of 1 / d: over rows that lie apart, torch's own reductions are several times slower."""
+    averaging = torch.full((1, x.shape[0]), 1 / x.shape[0])
+    mean, scale = torch.empty(1, x.shape[1]), torch.empty(1, x.shape[1])
     gain, shift = (None if t is None else t.view(-1, 1) for t in (gain, shift))
-    scale = x.shape[0] ** -0.5
 
     def run() -> None:
-        torch.mean(x, 0, keepdim=True, out=mean)
+        torch.mm(averaging, x, out=mean)
         torch.sub(x, mean, out=out)
-        torch.linalg.vector_norm(out, 2, 0, keepdim=True, out=deviation)
-        deviation.mul_(scale).square_().add_(epsilon).rsqrt_()
-        out.mul_(deviation)
+        torch.mul(out, out, out=squares)
+        torch.mm(averaging, squares, out=scale)
+        scale.add_(epsilon).rsqrt_()
+        out.mul_(scale)
         if gain is not None:
             out.mul_(gain)
         if shift is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,38 +30,53 @@ class Row:
     """None where it was not measured."""
     sparse_ms: float | None
     choice: str
-    """ "sparse", "dense", or "torch": outside of what is deployed."""
+    """"sparse", "dense", or "torch": outside of what is deployed."""
+    tile: Tile | None = None
+    """How the product is cut up, where it runs on our kernels."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-@dataclass
-class _Candidate:
-    step: LayerStep
-    sparse: Layer | None
-    dense: Layer | None = None
-    seconds: tuple[float, float] | None = None
+@dataclass(frozen=True)
+class Chosen:
+    """How a layer ran when it was measured before."""
+
+    is_sparse: bool
+    tile: Tile | None
 
 
-def choose(steps: Iterable[LayerStep], *, seconds: float, threads: int) -> list[Row]:
-    """Give each step the layer that runs it. With no seconds to spend, whatever is sparse runs sparse."""
-    steps = list(steps)
+def choose(
+    steps: Sequence[LayerStep], *, seconds: float, threads: int, chosen: Mapping[str, Chosen]
+) -> list[Row]:
+    """Give each step the layer that runs it. With no seconds to spend, whatever is sparse runs sparse.
+
+    Half of the time goes to finding tiles, one for each kind of layer, and half to timing each layer.
+
+    Args:
+        chosen: by layer, what was measured before.
+    """
     end = time.perf_counter() + seconds
-    found = [_Candidate(step, None) for step in steps]
+    keys = [_key(step.fused) for step in steps]
     tiles: dict[object, Tile] = {}
-    keys = [_key(candidate.step.fused) for candidate in found]
-    num_kinds = max(1, len(set(keys)))
-    for candidate, key in zip(found, keys, strict=True):
-        fused = candidate.step.fused
-        if fused.is_sparse and library() is not None and key not in tiles:
-            tiles[key] = _tile(fused, threads, seconds / 2 / num_kinds)
-        candidate.sparse = _sparse(fused, tiles.get(key))
+    share = seconds / 2 / max(1, len(set(keys)))
     rows = []
-    for i, candidate in enumerate(found):
-        share = max(0.0, end - time.perf_counter()) / (len(found) - i)
-        rows.append(_decide(candidate, seconds > 0, share))
+    for step, key in zip(steps, keys, strict=True):
+        fused = step.fused
+        known = chosen.get(fused.name)
+        if fused.is_sparse and library() is not None and key not in tiles:
+            tiles[key] = known.tile if known and known.tile else _tile(fused, threads, share)
+    for i, step in enumerate(steps):
+        left = max(0.0, end - time.perf_counter()) / (len(steps) - i)
+        step.layer, row = _decide(step.fused, tiles.get(keys[i]), left if seconds > 0 else None, chosen)
+        rows.append(row)
     return rows
+
+
+def choose_layer(fused: Fused, *, seconds: float, threads: int) -> tuple[Layer, Row]:
+    """The layer that runs a single one."""
+    tile = _tile(fused, threads, seconds / 2) if library() is not None else None
+    return _decide(fused, tile, seconds / 2 if seconds > 0 else None, {})
 
 
 def _key(fused: Fused) -> object:
@@ -102,19 +117,28 @@ def _sparse(fused: Fused, tile: Tile | None) -> Layer | None:
     return None
 
 
-def _decide(candidate: _Candidate, is_measured: bool, share: float) -> Row:
-    step, fused, sparse = candidate.step, candidate.step.fused, candidate.sparse
-    dense_seconds = sparse_seconds = None
-    dense = None
-    if sparse is None or is_measured:
-        dense = DenseLayer(fused.weight, fused.geometry, bias=fused.bias, activation=fused.activation)
-    if is_measured and sparse is not None and dense is not None:
-        x, out = _operands(fused)
-        sparse_seconds, dense_seconds = (seconds_of(layer.bind(x, out), share / 2) for layer in (sparse, dense))
-    is_sparse = dense is None or (sparse is not None and (sparse_seconds or 0) <= (dense_seconds or 0))
-    step.layer = sparse if is_sparse else dense
-    weight = fused.weight
-    kernel = "" if fused.geometry.taps == 1 else f" ({fused.geometry.kernel[0]}x{fused.geometry.kernel[1]})"
-    shape = f"{weight.rows}x{weight.columns}{kernel} x {fused.geometry.columns}"
-    ms = [None if s is None else 1e3 * s for s in (dense_seconds, sparse_seconds)]
-    return Row(fused.name, shape, weight.sparsity, *ms, "sparse" if is_sparse else "dense")
+def _decide(
+    fused: Fused, tile: Tile | None, seconds: float | None, chosen: Mapping[str, Chosen]
+) -> tuple[Layer, Row]:
+    """The faster one; without seconds, that of before, or the sparse one."""
+    sparse, known = _sparse(fused, tile), chosen.get(fused.name)
+    is_measured = seconds is not None and known is None and sparse is not None
+    if sparse is not None and not is_measured and (known is None or known.is_sparse):
+        return sparse, _row(fused, None, None, "sparse", sparse)
+    dense = DenseLayer(fused.weight, fused.geometry, bias=fused.bias, activation=fused.activation)
+    if sparse is None or not is_measured or seconds is None:
+        return dense, _row(fused, None, None, "dense", dense)
+    x, out = _operands(fused)
+    taken = [seconds_of(layer.bind(x, out), seconds / 2) for layer in (dense, sparse)]
+    is_sparse = taken[1] <= taken[0]
+    layer = sparse if is_sparse else dense
+    return layer, _row(fused, *taken, "sparse" if is_sparse else "dense", sparse)
+
+
+def _row(fused: Fused, dense: float | None, sparse: float | None, choice: str, layer: Layer) -> Row:
+    weight, geometry = fused.weight, fused.geometry
+    kernel = "" if geometry.taps == 1 else f" ({geometry.kernel[0]}x{geometry.kernel[1]})"
+    shape = f"{weight.rows}x{weight.columns}{kernel} x {geometry.columns}"
+    ms = [None if seconds is None else 1e3 * seconds for seconds in (dense, sparse)]
+    tile = layer.tile if isinstance(layer, NativeLayer) else None
+    return Row(fused.name, shape, weight.sparsity, *ms, choice, tile)

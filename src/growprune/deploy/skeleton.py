@@ -75,6 +75,13 @@ def fill(skeleton: Skeleton) -> None:
             skeleton.module.get_submodule(path)._parameters[local] = nn.Parameter(weight, requires_grad=False)
 
 
+def empty(skeleton: Skeleton) -> None:
+    """Let go of the weights again."""
+    for name in skeleton.matrices:
+        path, _, local = name.rpartition(".")
+        skeleton.module.get_submodule(path)._parameters[local] = _empty(skeleton.module, name)
+
+
 def dense_weight(matrix: SparseMatrix, shape: tuple[int, ...], *, is_transposed: bool) -> Tensor:
     """A weight of a matrix, as the layer has it."""
     dense = matrix.dense()

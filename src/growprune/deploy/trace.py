@@ -133,4 +133,4 @@ def _check(graph: fx.Graph) -> None:
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:120]
