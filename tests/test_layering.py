@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "file": "atomic plan layers selection patterns snapshot sparse",
     "pretrained": "atomic sparse file",
     "summary": "layers sparse flops file",
-    "deploy": f"{CORE} flops file",
+    "deploy": f"atomic {CORE} flops file",
     # what trains them
     "tasks": "",
     "logs": "atomic",
@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "compare": "atomic lengths plan partition methods tasks engine recipes",
     # who runs it
     "doctor": "storage",
-    "console": "folding plan engine file summary logs doctor",
+    "console": "folding plan engine file summary logs doctor deploy",
     "integrations": f"{CORE} lengths methods engine.checkpoint engine.rng",
     "report": "atomic methods engine",
     "console_compare": "compare console",

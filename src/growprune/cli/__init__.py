@@ -14,6 +14,7 @@ import typer
 
 import growprune
 from growprune.cli.comparing import compare, report
+from growprune.cli.deploying import bench, deploy
 from growprune.cli.doctoring import doctor
 from growprune.cli.looking import inspect, list_, plan
 from growprune.cli.training import demo, resume, train
@@ -27,6 +28,8 @@ VERBS: dict[str, Callable[..., None]] = {
     "inspect": inspect,
     "report": report,
     "compare": compare,
+    "deploy": deploy,
+    "bench": bench,
     "doctor": doctor,
 }
 

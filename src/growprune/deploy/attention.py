@@ -17,8 +17,9 @@ from growprune.deploy.strides import Strides
 
 def attention(lowering: Lowering, node: fx.Node) -> Stored | None:
     """The result is feature-major too: (H, D) are its features, the batch and its tokens its columns."""
-    defaults = [None, None, None, None, 0.0, False]
-    query, key, value, mask, dropout, is_causal = [*node.args, *defaults[len(node.args) :]]
+    defaults: list[Any] = [None, None, None, None, 0.0, False]
+    arguments: list[Any] = [*node.args, *defaults[len(node.args) :]]
+    query, key, value, mask, dropout, is_causal = arguments
     options: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "is_causal": is_causal, **node.kwargs}
     stored = [lowering.stored(n) for n in (query, key, value)]
     is_plain = not options["dropout_p"] and not options.get("enable_gqa", False)
@@ -47,9 +48,7 @@ def _bind(
     scores = torch.empty(heads, tokens, key.shape[2])
     weights = torch.empty_like(scores)
     zero = torch.zeros(())
-    rows = [
-        (query[b], key[b].transpose(1, 2), value[b].transpose(1, 2), out[b].transpose(1, 2)) for b in range(batch)
-    ]
+    rows = [(query[b], key[b].transpose(1, 2), value[b].transpose(1, 2), out[b].transpose(1, 2)) for b in range(batch)]
     is_direct = rows[0][3].is_contiguous()
     result = torch.empty(rows[0][3].shape)
 

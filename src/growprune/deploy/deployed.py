@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,19 @@ class Example:
         return cls(tuple(example) if isinstance(example, (tuple, list)) else (example,))
 
 
+@dataclass
+class Made:
+    """What a model was deployed of."""
+
+    found: Found | None
+    """None if it runs in torch."""
+    skeleton: Skeleton
+    example: Example
+    settings: dict[str, Any]
+    """Of the SparseModel."""
+    whole: bool
+
+
 class Deployed(nn.Module):
     """A model that takes what the model took, and returns what it returned, on sparse kernels. Made by `deploy`.
 
@@ -105,7 +119,7 @@ class Deployed(nn.Module):
     ) -> None:
         super().__init__()
         self.table = table
-        self.__dict__.update(skeleton=skeleton, example=example, settings=dict(settings or {}), found=found, is_whole=whole)
+        self._made = Made(found, skeleton, example, dict(settings or {}), whole)
         if found is None:
             fill(skeleton)
         self.module: nn.Module = skeleton.module if found is None else found.module
@@ -117,14 +131,28 @@ class Deployed(nn.Module):
     @property
     def is_in_torch(self) -> bool:
         """Whether nothing of it runs on sparse kernels."""
-        return self.module is self.skeleton.module and (self.found is None or not self.found.replaced)
+        found = self._made.found
+        return self.module is self._made.skeleton.module and (found is None or not found.replaced)
 
     def stay_in_torch(self) -> None:
         """Run the model in torch after all."""
-        fill(self.skeleton)
-        if self.found is not None:
-            self.found.put(deployed=False)
-        self.found, self.module = None, self.skeleton.module
+        made = self._made
+        fill(made.skeleton)
+        if made.found is not None:
+            made.found.put(deployed=False)
+        made.found, self.module = None, made.skeleton.module
+
+    @contextlib.contextmanager
+    def taken_apart(self) -> Iterator[Made]:
+        """While it lasts, the model as it was before parts of it were replaced. It must not be called meanwhile."""
+        made = self._made
+        if made.found is not None:
+            made.found.put(deployed=False)
+        try:
+            yield made
+        finally:
+            if made.found is not None:
+                made.found.put(deployed=True)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a folder that `load_deployed` reads: the weights as a sparse file, the table and choices as JSON."""
@@ -204,18 +232,17 @@ def deploy_model(
         return Deployed(None, skeleton, table, example, whole=whole, settings=settings)
     found = _found(skeleton, example, seconds=seconds, whole=whole, chosen=chosen)
     rows = (*found.rows, *rows_in_torch(skeleton, found.rows))
-    times = _times(skeleton, found, example, seconds / 4) if seconds > 0 else (None, None)
-    table = Table(rows, *times, tuple(dict.fromkeys(found.in_torch)))
+    times = _times(skeleton, found, example, seconds / 4) if seconds > 0 else None
+    deployed_ms, torch_ms = times or (None, None)
+    table = Table(rows, deployed_ms, torch_ms, tuple(dict.fromkeys(found.in_torch)))
     deployed = Deployed(found, skeleton, table, example, whole=whole, settings=settings)
-    if times[0] is not None and times[1] is not None and times[0] > times[1]:
+    if whole and times is not None and times[0] > times[1]:
         warn(f"deployed, the model takes {times[0]:.3g} ms, and in torch {times[1]:.3g} ms: it stays in torch")
         deployed.stay_in_torch()
     return deployed
 
 
-def _found(
-    skeleton: Skeleton, example: Example, *, seconds: float, whole: bool, chosen: Mapping[str, Chosen]
-) -> Found:
+def _found(skeleton: Skeleton, example: Example, *, seconds: float, whole: bool, chosen: Mapping[str, Chosen]) -> Found:
     if whole:
         part = Part(skeleton.module, skeleton, seconds=seconds, chosen=chosen)
         try:

@@ -41,7 +41,7 @@ def fold_constants(traced: Traced, weight_of: Callable[[Tensor], tuple[str, Call
         if node in traced.tensors:
             tensor = traced.tensors[node]
             found = weight_of(tensor)
-            node.meta["constant"] = Constant(lambda t=tensor: t.detach()) if found is None else Constant(found[1], found[0])
+            node.meta["constant"] = Constant(tensor.detach) if found is None else Constant(found[1], found[0])
         elif node.op == "call_function" and all("constant" in n.meta for n in node.all_input_nodes) and _is_pure(node):
             node.meta["constant"] = Constant(_once(node))
 
@@ -73,7 +73,7 @@ def _is_same_type(node: fx.Node) -> bool:
     if node.target not in (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.to.device):
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    return before.dtype == after.dtype and before.device == after.device
+    return bool(before.dtype == after.dtype and before.device == after.device)
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -50,6 +50,8 @@ class Fused:
     axis: int
     """The dimension of features, of input and output: 1 of images, the last elsewhere."""
     is_sparse: bool
+    is_image: bool = False
+    """Whether its input is (batch, channels, height, width)."""
     activation: Activation = Activation.NONE
     before: list[Reshape] = field(default_factory=list)
     """Changes of shape between the layer and its residual."""
@@ -170,7 +172,7 @@ def _conv2d(node: fx.Node, weights: _Weights) -> Made:
     pairs = (kernel, _pair(stride), padding, _pair(dilation))
     geometry = Geometry(channels, batch, height, width, *pairs)
     name = found[0].removesuffix(".weight")
-    return x, Fused(name, found[1], geometry, constant(bias), 1, is_sparse=sparse is not None)
+    return x, Fused(name, found[1], geometry, constant(bias), 1, is_sparse=sparse is not None, is_image=True)
 
 
 def _arguments(node: fx.Node) -> list[Any]:

@@ -17,7 +17,7 @@ from growprune.deploy.steps import CallStep, Stored, TorchStep
 from growprune.deploy.strides import Strides, as_matrix, feature_major, with_features
 from growprune.deploy.trace import aten
 
-POINTWISE = {
+POINTWISE: dict[Any, Any] = {
     aten.add.Tensor: aten.add.out,
     aten.sub.Tensor: aten.sub.out,
     aten.mul.Tensor: aten.mul.out,
@@ -83,7 +83,7 @@ def _as_rows(value: Stored) -> Stored:
 def _norm(
     gain: Tensor | None, shift: Tensor | None, epsilon: float, x: Tensor, out: Tensor, squares: Tensor
 ) -> Callable[[], object]:
-    """Means as products with a row of 1 / d: over rows that lie apart, torch's own reductions are several times slower."""
+    """Means as products with a row of 1 / d: torch's own reductions down the rows are several times slower."""
     averaging = torch.full((1, x.shape[0]), 1 / x.shape[0])
     mean, scale = torch.empty(1, x.shape[1]), torch.empty(1, x.shape[1])
     gain, shift = (None if t is None else t.view(-1, 1) for t in (gain, shift))
@@ -104,14 +104,16 @@ def _norm(
 
 
 def max_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
-    defaults = [None, None, [], [0, 0], [1, 1], False]
-    _, kernel, stride, padding, dilation, ceil_mode = [*node.args, *defaults[len(node.args) :]]
+    defaults: list[Any] = [None, None, [], [0, 0], [1, 1], False]
+    given: list[Any] = [*node.args, *defaults[len(node.args) :]]
+    _, kernel, stride, padding, dilation, ceil_mode = given
     return _pool(lowering, node, MaxPool, kernel, stride or kernel, padding, dilation, bool(ceil_mode))
 
 
 def mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
-    defaults = [None, None, [], [0, 0], False, True, None]
-    _, kernel, stride, padding, ceil_mode, counts, divisor = [*node.args, *defaults[len(node.args) :]]
+    defaults: list[Any] = [None, None, [], [0, 0], False, True, None]
+    given: list[Any] = [*node.args, *defaults[len(node.args) :]]
+    _, kernel, stride, padding, ceil_mode, counts, divisor = given
     if divisor is not None or node.kwargs:
         return None
     pool = partial(MeanPool, counts_padding=bool(counts))
@@ -130,8 +132,8 @@ def adaptive_mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
 def mean(lowering: Lowering, node: fx.Node) -> Stored | None:
     """Over height and width of images."""
     shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    axes = node.args[1] if len(node.args) > 1 else None
-    is_over_image = len(shape) == 4 and isinstance(axes, (list, tuple)) and sorted(a % 4 for a in axes) == [2, 3]  # type: ignore[operator]
+    axes: Any = node.args[1] if len(node.args) > 1 else None
+    is_over_image = len(shape) == 4 and isinstance(axes, (list, tuple)) and sorted(a % 4 for a in axes) == [2, 3]
     if not is_over_image or node.kwargs:
         return None
     return _pool(lowering, node, MeanPool, shape[2:], shape[2:], (0, 0), (1, 1), False)
@@ -144,8 +146,8 @@ def _pool(
     if x is None or len(x.place.shape) != 4 or as_matrix(x.place, 1, ordered=True) is None:
         return None
     batch, channels, height, width = x.place.shape
-    pairs = (_pair(pair) for pair in (kernel, stride, padding, dilation))
-    geometry = Geometry(channels, batch, height, width, *pairs, ceil)
+    kernel, stride, padding, dilation = (_pair(pair) for pair in (kernel, stride, padding, dilation))
+    geometry = Geometry(channels, batch, height, width, kernel, stride, padding, dilation, ceil)
     out = lowering.store(feature_major((batch, channels, *geometry.out_size), 1))
     rows = [_channels(value) for value in (x, out)]
     lowering.add(CallStep(partial(_bind, kind(geometry)), rows[:1], rows[1:]))

@@ -1,8 +1,8 @@
 """From a graph to steps: where each value lies, and what has to be done for it to come there.
 
 Activations of layers are feature-major, and stay so across all operations of `known.py`, which take them as they lie.
-Any other is torch's: it takes stored values as tensors with odd strides, and what it makes is copied to features only if
-a layer needs it.
+Any other is torch's: it takes stored values as tensors with odd strides, and what it makes is copied to features only
+if a layer needs it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from growprune.deploy.steps import CopyStep, Held, LayerStep, Step, Stored, Torc
 from growprune.deploy.strides import Matrix, Strides, as_matrix, feature_major, with_features
 from growprune.deploy.trace import NotTraceable, Traced, aten
 
-SAFE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+SAFE: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 """What stands in for operations that want strides as the tracer saw them."""
 
 
@@ -132,7 +132,7 @@ class Lowering:
         fused: Fused = node.meta["fused"]
         source, residual = node.args
         assert isinstance(source, fx.Node)
-        is_image = fused.axis == 1 and not fused.geometry.is_plain or len(source.meta["val"].shape) == 4 and fused.axis == 1
+        is_image = fused.is_image
         x, matrix = self.features(source, fused.axis, ordered=is_image)
         if is_image:
             place = feature_major((x.place.shape[0], fused.rows, *fused.geometry.out_size), 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,9 +46,7 @@ class Chosen:
     tile: Tile | None
 
 
-def choose(
-    steps: Sequence[LayerStep], *, seconds: float, threads: int, chosen: Mapping[str, Chosen]
-) -> list[Row]:
+def choose(steps: Sequence[LayerStep], *, seconds: float, threads: int, chosen: Mapping[str, Chosen]) -> list[Row]:
     """Give each step the layer that runs it. With no seconds to spend, whatever is sparse runs sparse.
 
     Half of the time goes to finding tiles, one for each kind of layer, and half to timing each layer.
@@ -117,9 +115,7 @@ def _sparse(fused: Fused, tile: Tile | None) -> Layer | None:
     return None
 
 
-def _decide(
-    fused: Fused, tile: Tile | None, seconds: float | None, chosen: Mapping[str, Chosen]
-) -> tuple[Layer, Row]:
+def _decide(fused: Fused, tile: Tile | None, seconds: float | None, chosen: Mapping[str, Chosen]) -> tuple[Layer, Row]:
     """The faster one; without seconds, that of before, or the sparse one."""
     sparse, known = _sparse(fused, tile), chosen.get(fused.name)
     is_measured = seconds is not None and known is None and sparse is not None
@@ -129,10 +125,26 @@ def _decide(
     if sparse is None or not is_measured or seconds is None:
         return dense, _row(fused, None, None, "dense", dense)
     x, out = _operands(fused)
-    taken = [seconds_of(layer.bind(x, out), seconds / 2) for layer in (dense, sparse)]
+    calls = [layer.bind(x, out) for layer in (dense, sparse)]
+    taken = _quickest(calls, seconds / 2)
+    if taken[0] < taken[1]:  # a layer that we expect to be faster is heard twice: others may use the machine
+        taken = [min(pair) for pair in zip(taken, _quickest(calls, seconds / 2), strict=True)]
     is_sparse = taken[1] <= taken[0]
     layer = sparse if is_sparse else dense
-    return layer, _row(fused, *taken, "sparse" if is_sparse else "dense", sparse)
+    return layer, _row(fused, taken[0], taken[1], "sparse" if is_sparse else "dense", sparse)
+
+
+def _quickest(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """How long each call takes at its quickest, in turns, so that whatever else the machine does hits all of them."""
+    best = [float("inf")] * len(calls)
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < 3 or time.perf_counter() < end:
+        for i, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            best[i] = min(best[i], time.perf_counter() - start)
+        rounds += 1
+    return best
 
 
 def _row(fused: Fused, dense: float | None, sparse: float | None, choice: str, layer: Layer) -> Row:
@@ -141,4 +153,4 @@ def _row(fused: Fused, dense: float | None, sparse: float | None, choice: str, l
     shape = f"{weight.rows}x{weight.columns}{kernel} x {geometry.columns}"
     ms = [None if seconds is None else 1e3 * seconds for seconds in (dense, sparse)]
     tile = layer.tile if isinstance(layer, NativeLayer) else None
-    return Row(fused.name, shape, weight.sparsity, *ms, choice, tile)
+    return Row(fused.name, shape, weight.sparsity, ms[0], ms[1], choice, tile)

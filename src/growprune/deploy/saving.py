@@ -42,19 +42,19 @@ def save(deployed: Deployed, folder: Path, origin: Mapping[str, Any] | None = No
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ABOUT).unlink(missing_ok=True)
+    with deployed.taken_apart() as made:
+        _save_weights(made.skeleton, made.settings, folder / WEIGHTS)
     about = {
         "format": FORMAT,
         "machine": machine(),
-        "is_whole": deployed.is_whole,
+        "is_whole": made.whole,
         "runs": "torch" if deployed.is_in_torch else "deployed",
-        "example": [_encode(deployed.example.args), _encode(deployed.example.kwargs)],
+        "example": [_encode(made.example.args), _encode(made.example.kwargs)],
         "origin": dict(origin or {}),
         **deployed.table.to_dict(),
     }
-    text = json.dumps(about, indent=1) + "\n"
-    _save_weights(deployed.skeleton, deployed.settings, folder / WEIGHTS)
     with replacing(folder / ABOUT) as written:
-        written.write(text.encode())
+        written.write((json.dumps(about, indent=1) + "\n").encode())
 
 
 def machine() -> dict[str, Any]:
@@ -88,7 +88,7 @@ def load_deployed(
     deployed = deploy_model(sparse, given, seconds=0 if is_same else seconds, whole=is_whole, chosen=chosen)
     if is_same:
         deployed.table = table
-        if about["runs"] == "torch" and deployed.skeleton.matrices:
+        if about["runs"] == "torch":
             deployed.stay_in_torch()
     return deployed
 
@@ -115,7 +115,8 @@ def _row(row: dict[str, Any]) -> Row:
 
 
 def _save_weights(skeleton: Skeleton, settings: Mapping[str, Any], path: Path) -> None:
-    bare = Skeleton(copy.deepcopy(skeleton.module), skeleton.matrices, skeleton.transposed)
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in skeleton.module.parameters()}
+    bare = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
     fill(bare)
     if skeleton.matrices:
         file.save(SparseModel.from_zeros(bare.module, **settings), path)

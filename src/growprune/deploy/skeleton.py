@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +37,6 @@ class Skeleton:
     transposed: frozenset[str] = frozenset()
     """Those of them that the module has as (in, out)."""
 
-    def name_of(self, parameter: Tensor) -> str | None:
-        """The name of a sparse weight, which may have several in the module."""
-        names = (name for name in self.matrices if self._parameters[name] is parameter)
-        return next(names, None)
-
     @property
     def _parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters(remove_duplicate=False))
@@ -52,10 +48,10 @@ def skeleton_of(model: nn.Module | SparseModel) -> Skeleton:
     module = model.model if isinstance(model, SparseModel) else model
     matrices = _matrices(module, sparse)
     parameters = dict(module.named_parameters())
-    memo: dict[int, object] = {id(parameter): parameter for parameter in parameters.values()}
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in parameters.values()}
     empty = {name: _empty(module, name) for name in matrices}
     memo |= {id(parameters[name]): parameter for name, parameter in empty.items()}
-    bare: nn.Module = copy.deepcopy(module, memo)  # type: ignore[arg-type]  # typeshed has a memo of Any
+    bare: nn.Module = copy.deepcopy(module, memo)
     for part in bare.modules():
         _make_plain(part)
     for name, parameter in empty.items():
@@ -67,9 +63,10 @@ def skeleton_of(model: nn.Module | SparseModel) -> Skeleton:
 
 def fill(skeleton: Skeleton) -> None:
     """Give the module its weights, dense, for those parts of it that stay in torch."""
+    parameters = skeleton._parameters
     for name, matrix in skeleton.matrices.items():
-        parameter = skeleton._parameters[name]
-        if parameter.stride() == (0,) * parameter.dim():
+        parameter = parameters.get(name)  # none, if a part is in the place of its module, which then is filled
+        if parameter is not None and parameter.stride() == (0,) * parameter.dim():
             path, _, local = name.rpartition(".")
             weight = dense_weight(matrix, tuple(parameter.shape), is_transposed=name in skeleton.transposed)
             skeleton.module.get_submodule(path)._parameters[local] = nn.Parameter(weight, requires_grad=False)
@@ -154,7 +151,9 @@ def pattern_of(mask: Tensor) -> Pattern:
     """Blocks, if what lives (out, in, ...) fills them all but for the odd weight that is zero by chance."""
     folded = mask.movedim(1, -1).flatten(1)
     for blocks in BLOCKS:
-        rows, columns = (size // step * step for size, step in zip(folded.shape, (blocks.height, blocks.width), strict=True))
+        rows, columns = (
+            size // step * step for size, step in zip(folded.shape, (blocks.height, blocks.width), strict=True)
+        )
         if not rows or not columns:
             continue
         cut = folded[:rows, :columns].view(rows // blocks.height, blocks.height, -1, blocks.width)

@@ -184,7 +184,7 @@ class TorchStep:
 
 
 class _Guarded:
-    """An operation that reads the arena. Should its result be a view of that, it is copied, before it is overwritten."""
+    """An operation that reads the arena. Should its result be a view of it, that is copied before it is overwritten."""
 
     def __init__(self, function: Any, arguments: Any, memory: Memory, slot: int) -> None:
         self._function, self._arguments, self._memory, self._slot = function, arguments, memory, slot

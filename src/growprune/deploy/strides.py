@@ -1,8 +1,8 @@
 """Where the numbers of a tensor lie, told so finely that changes of shape need no copy.
 
-A dimension is a product of *atoms*, (size, stride) from the outermost to the innermost. Splitting heads off features and
-merging them with the batch, as attention does, only regroups atoms; a tensor of torch, which has one stride for each
-dimension, would have to be copied on the way.
+A dimension is a product of *atoms*, (size, stride) from the outermost to the innermost. Splitting heads off features
+and merging them with the batch, as attention does, only regroups atoms; a tensor of torch, which has one stride for
+each dimension, would have to be copied on the way.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Strides:
     def expand(self, shape: Sequence[int]) -> Strides:
         """Repeat dimensions of size 1, and put new ones in front."""
         missing = len(shape) - len(self.dimensions)
-        own = ((), ) * missing + self.dimensions
+        own = ((),) * missing + self.dimensions
         sizes = (1,) * missing + self.shape
         dimensions = tuple(
             ((size, 0),) if had == 1 and size > 1 else atoms for size, had, atoms in zip(shape, sizes, own, strict=True)

@@ -58,10 +58,9 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             raise NotTraceable(_first_line(error)) from error
     graph = copy.deepcopy(program.graph)
     tensors, inputs = {}, []
-    by_name = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     state = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    for spec in program.graph_signature.input_specs:
-        node = by_name[spec.arg.name]
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if spec.kind == InputKind.USER_INPUT:
             inputs.append(node)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):

@@ -28,7 +28,7 @@ def view(node: fx.Node, value_of: Callable[[Any], Value]) -> Value | None:
         return None
     value = value_of(node.args[0])
     if node.target is operator.getitem:
-        return value[node.args[1]] if isinstance(value, tuple) else None
+        return value[int(node.args[1])] if isinstance(value, tuple) else None  # type: ignore[arg-type]
     if not isinstance(value, Stored):
         return None
     if isinstance(node.meta["val"], Tensor):
@@ -66,11 +66,10 @@ def _place(place: Strides, node: fx.Node) -> Strides | None:
         found = _select(place, axis, index % place.shape[axis])
         return None if found is None else found.reshape(shape)
     if node.target is aten.slice.Tensor:
-        axis, start, _, step = [*rest, None, None, None, None][:4]
-        axis = 0 if axis is None else int(axis) % len(place.shape)  # type: ignore[arg-type]
-        size = place.shape[axis]
-        start = 0 if start is None else max(0, int(start) + size if int(start) < 0 else int(start))  # type: ignore[arg-type]
-        return None if step not in (None, 1) else place.narrow(axis, start, shape[axis])
+        cut: list[Any] = [*rest, None, None, None, None]
+        along, begin, step = int(cut[0] or 0) % len(place.shape), int(cut[1] or 0), cut[3]
+        begin = max(0, begin + place.shape[along] if begin < 0 else begin)
+        return None if step not in (None, 1) else place.narrow(along, begin, shape[along])
     return None
 
 
