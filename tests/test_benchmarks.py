@@ -18,6 +18,10 @@ SMALLEST = {
     "file_sizes": ["--width", "4"],
     "host": ["--layers", "2", "--repeats", "1"],
     "inference layers": ["layers", "--shapes", "16x24x3", "--rounds", "1"],
+    "inference_networks": [
+        *("--small", "--rounds", "1", "--seconds", "0", "--threads", "1"),
+        *("--only", "encoder", "--engines", "deployed,torch"),
+    ],
     "kernels": ["--weights", "4096"],
     "loading": ["--images", "IMAGES", "--workers", "0", "--batches", "1"],
     "masking": ["--steps", "1", "--small"],
