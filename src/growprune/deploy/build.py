@@ -58,7 +58,7 @@ def load() -> ctypes.CDLL | None:
             try:
                 _loaded.append(open_or_build())
             except BuildError as error:
-                warn(f"{error}: sparse layers run with torch's CSR from 90 % sparsity on, and dense below")
+                warn(f"{error}: sparse layers run on torch's CSR from 90 % sparsity on, and else, as convolutions do, dense")
                 _loaded.append(None)
             if _loaded[0] is not None and not _loaded[0].gp_has_openmp():
                 warn(f"the sparse kernels run on one thread, since {find_compiler().command[0]} has no OpenMP")
