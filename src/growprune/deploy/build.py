@@ -58,8 +58,8 @@ def load() -> ctypes.CDLL | None:
             try:
                 _loaded.append(open_or_build())
             except BuildError as error:
-                warn(f"{error}: sparse layers run with torch's CSR from 90 % sparsity on, and dense below")
                 _loaded.append(None)
+                warn(f"{error}: products run on torch's CSR from 90 % sparsity on, and all else runs dense")
             if _loaded[0] is not None and not _loaded[0].gp_has_openmp():
                 warn(f"the sparse kernels run on one thread, since {find_compiler().command[0]} has no OpenMP")
         return _loaded[0]
@@ -69,13 +69,14 @@ def open_or_build() -> ctypes.CDLL:
     """The library of this machine, from the cache or built now."""
     compiler = find_compiler()
     name = f"kernels-{digest(compiler)}"
-    for folder in folders():
+    tried = folders()
+    for folder in tried:
         with contextlib.suppress(OSError):  # not there, or not whole; and who cannot write here, builds elsewhere
             return open_library(folder / f"{name}.so")
         with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return open_library(compile_to(folder / f"{name}.so", compiler))
-    raise BuildError(f"no folder could be written for the sparse kernels, tried {', '.join(map(str, folders()))}")
+    raise BuildError(f"no folder could be written for the sparse kernels, tried {', '.join(map(str, tried))}")
 
 
 def folders() -> list[Path]:

@@ -16,7 +16,7 @@ from growprune.deploy.torch_layers import CsrLayer, DenseLayer
 
 CSR_FROM = 0.9
 """The sparsity from which on torch's CSR is worth its while."""
-SHAPES = ((4, 256), (3, 256), (8, 128), (6, 128), (2, 512), (4, 128), (8, 64), (2, 256))
+SHAPES = ((4, 256), (3, 256), (4, 128), (2, 512), (6, 128), (8, 64), (8, 128), (2, 256))
 """(vectors, k_block) worth a try, the likeliest first: blocks of X that about fit the caches next to a core."""
 SHAPES_OF_EIGHT = ((2, 512), (3, 256), (1, 512), (2, 256))
 """For blocks of eight rows, which need eight times as many registers."""

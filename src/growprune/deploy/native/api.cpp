@@ -32,7 +32,8 @@ GP_API int gp_has_openmp() {
 }
 
 // Null if the tile is not possible, or memory runs out.
-GP_API void *gp_prepare(const Matrix *matrix, const Geometry *geometry, const Tile *tile, const float *bias, int activation) {
+GP_API void *gp_prepare(const Matrix *matrix, const Geometry *geometry, const Tile *tile, const float *bias,
+                        int activation) {
     if (!is_valid(*matrix, *geometry, *tile)) return nullptr;
     try {
         return new Plan(*matrix, *geometry, *tile, bias, activation);
@@ -42,18 +43,19 @@ GP_API void *gp_prepare(const Matrix *matrix, const Geometry *geometry, const Ti
 }
 
 GP_API void gp_run(const void *plan, const float *x, Index x_stride, float *y, Index y_stride, const float *residual,
-            Index residual_stride) {
+                   Index residual_stride) {
     static_cast<const Plan *>(plan)->run({x, x_stride, y, y_stride, residual, residual_stride});
 }
 
 GP_API void gp_free(void *plan) { delete static_cast<Plan *>(plan); }
 
-GP_API void gp_max_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride, int threads) {
+GP_API void gp_max_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride,
+                        int threads) {
     pool<true>(*geometry, x, x_stride, y, y_stride, false, threads);
 }
 
-GP_API void gp_mean_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride, int counts_padding,
-                  int threads) {
+GP_API void gp_mean_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride,
+                         int counts_padding, int threads) {
     pool<false>(*geometry, x, x_stride, y, y_stride, counts_padding != 0, threads);
 }
 }

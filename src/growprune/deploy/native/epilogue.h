@@ -13,19 +13,20 @@ struct Ends {
     const float *bias;       // one for each row, zeros where the layer has none
     const float *residual;   // the panel's first column, or null
     Index residual_stride;
-    float *y;                // the panel's first column
+    float *y;  // the panel's first column
     Index y_stride;
-    float *sums;             // [rows][stride], private to a thread
-    Index stride;            // floats in a row of a panel, of the packed X too
+    float *sums;   // [rows][stride], private to a thread
+    Index stride;  // floats in a row of a panel, of the packed X too
     int activation;
-    int tail;                // how many lanes of the last vector are columns
+    int tail;  // how many lanes of the last vector are columns
 };
 
 // erf up to 4, good to 4e-7, is x times a quotient of two polynomials of its square; in float32 it is 1 from there on.
-constexpr float ABOVE[] = {-2.72614225801306e-10f, 2.77068142495902e-08f,  -2.10102402082508e-06f, -5.69250639462346e-05f,
-                           -7.34990630326855e-04f, -2.95459980854025e-03f, -1.60960333262415e-02f};
-constexpr float BELOW[] = {-1.45660718464996e-05f, -2.13374055278905e-04f, -1.68282697438203e-03f, -7.37332916720468e-03f,
-                           -1.42647390514189e-02f};
+constexpr float ABOVE[] = {-2.72614225801306e-10f, 2.77068142495902e-08f,  -2.10102402082508e-06f,
+                           -5.69250639462346e-05f, -7.34990630326855e-04f, -2.95459980854025e-03f,
+                           -1.60960333262415e-02f};
+constexpr float BELOW[] = {-1.45660718464996e-05f, -2.13374055278905e-04f, -1.68282697438203e-03f,
+                           -7.37332916720468e-03f, -1.42647390514189e-02f};
 
 template <int lanes> GP_INLINE typename Vec<lanes>::type erf_of(typename Vec<lanes>::type x) {
     using V = typename Vec<lanes>::type;
@@ -61,7 +62,8 @@ template <int lanes, int U> GP_INLINE void activate(typename Vec<lanes>::type (&
     }
 }
 
-template <int lanes, int U> GP_INLINE void begin_row(const Ends &ends, Index row, typename Vec<lanes>::type (&sums)[U]) {
+template <int lanes, int U>
+GP_INLINE void begin_row(const Ends &ends, Index row, typename Vec<lanes>::type (&sums)[U]) {
     if (ends.is_first) {
         for (int u = 0; u < U; ++u) sums[u] = broadcast<lanes>(ends.bias[row]);
     } else {

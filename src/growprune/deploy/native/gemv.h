@@ -23,8 +23,7 @@ inline void rows_times_one(const Piece &piece, const float *x, const Ends &ends,
             float total[1], rest = 0.0f;
             std::uint32_t i = 0;
             for (; i + 16 <= run->count; i += 16)
-                for (int j = 0; j < 2; ++j)
-                    sums[j] += load<8>(values + i + 8 * j) * look_up(x, offsets + i + 8 * j);
+                for (int j = 0; j < 2; ++j) sums[j] += load<8>(values + i + 8 * j) * look_up(x, offsets + i + 8 * j);
             for (; i + 8 <= run->count; i += 8) sums[0] += load<8>(values + i) * look_up(x, offsets + i);
             for (; i < run->count; ++i) rest += values[i] * x[offsets[i]];
             begin_row<1, 1>(ends, *rows, total);

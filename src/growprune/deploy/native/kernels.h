@@ -16,9 +16,15 @@ inline int most_vectors(int lanes, int height) {
 
 template <int width> const Kernel *row_kernels() {
     constexpr int n = GP_LANES;
-    static const Kernel kernels[] = {nullptr,                 rows_times<n, 1, width>, rows_times<n, 2, width>,
-                                     rows_times<n, 3, width>, rows_times<n, 4, width>, rows_times<n, 5, width>,
-                                     rows_times<n, 6, width>, rows_times<n, 7, width>, rows_times<n, 8, width>};
+    static const Kernel kernels[] = {nullptr,
+                                     rows_times<n, 1, width>,
+                                     rows_times<n, 2, width>,
+                                     rows_times<n, 3, width>,
+                                     rows_times<n, 4, width>,
+                                     rows_times<n, 5, width>,
+                                     rows_times<n, 6, width>,
+                                     rows_times<n, 7, width>,
+                                     rows_times<n, 8, width>};
     return kernels;
 }
 

@@ -52,8 +52,8 @@ class Packing {
     }
 
     // Rows [k, k_end) of the product, for vectors [v, v + count); rows of `to` are `stride` floats apart.
-    template <int lanes> void pack(const float *x, Index x_stride, Index k, Index k_end, Index v, int count, float *to,
-                                   Index stride) const {
+    template <int lanes>
+    void pack(const float *x, Index x_stride, Index k, Index k_end, Index v, int count, float *to, Index stride) const {
         if (geometry.is_plain()) {
             const int tail = static_cast<int>(std::min<Index>(lanes, geometry.columns() - (v + count - 1) * lanes));
             for (; k < k_end; ++k, to += stride) copy_row<lanes>(x + k * x_stride + v * lanes, count, tail, to);
@@ -62,7 +62,8 @@ class Packing {
         while (k < k_end) {
             const Index tap = k / geometry.channels, stop = std::min<Index>(k_end, (tap + 1) * geometry.channels);
             const Load *from = loads.data() + tap * num_vectors + v;
-            for (; k < stop; ++k, to += stride) load_row<lanes>(x, x_stride, k - tap * geometry.channels, from, count, to);
+            for (; k < stop; ++k, to += stride)
+                load_row<lanes>(x, x_stride, k - tap * geometry.channels, from, count, to);
         }
     }
 
@@ -82,7 +83,8 @@ class Packing {
             is_scattered |= sources[i] - i != start;
         }
         if (!is_scattered) return {static_cast<std::int32_t>(start), static_cast<std::uint16_t>(keep), TOGETHER};
-        return HAS_SEGMENTS && num_lanes == 16 && geometry.stride_width <= 2 ? cut(sources, keep) : scatter(sources, keep);
+        return HAS_SEGMENTS && num_lanes == 16 && geometry.stride_width <= 2 ? cut(sources, keep)
+                                                                             : scatter(sources, keep);
     }
 
     Load cut(const Index *sources, unsigned keep) {
@@ -95,7 +97,8 @@ class Packing {
 
     Load scatter(const Index *sources, unsigned keep) {
         const auto place = static_cast<std::int32_t>(scattered.size());
-        for (int i = 0; i < num_lanes; ++i) scattered.push_back(static_cast<std::int32_t>(std::max<Index>(0, sources[i])));
+        for (int i = 0; i < num_lanes; ++i)
+            scattered.push_back(static_cast<std::int32_t>(std::max<Index>(0, sources[i])));
         return {place, static_cast<std::uint16_t>(keep), SCATTERED};
     }
 
@@ -104,8 +107,8 @@ class Packing {
         store<lanes>(to + (count - 1) * lanes, load_some<lanes>(from + (count - 1) * lanes, tail));
     }
 
-    template <int lanes> GP_INLINE void load_row(const float *x, Index x_stride, Index channel, const Load *from, int count,
-                                                 float *to) const {
+    template <int lanes> GP_INLINE void load_row(const float *x, Index x_stride, Index channel, const Load *from,
+                                                 int count, float *to) const {
         const float *row = x + channel * x_stride;
         for (int u = 0; u < count; ++u, ++from, to += lanes) {
             if (lanes == 16 && from->kind == IN_SEGMENTS)
@@ -113,7 +116,8 @@ class Packing {
             else if (from->kind == SCATTERED)
                 gather<lanes>(row, scattered.data() + from->start, from->keep, to);
             else
-                load_kept<lanes>(row + from->start, from->keep, is_inside(channel * x_stride + from->start, x_stride, lanes), to);
+                load_kept<lanes>(row + from->start, from->keep,
+                                 is_inside(channel * x_stride + from->start, x_stride, lanes), to);
         }
     }
 
@@ -123,7 +127,8 @@ class Packing {
     }
 
     // Masked loads read nothing of lanes that are masked. Elsewhere, a whole vector is read where that is possible.
-    template <int lanes> static GP_INLINE void load_kept(const float *from, unsigned keep, bool is_readable, float *to) {
+    template <int lanes>
+    static GP_INLINE void load_kept(const float *from, unsigned keep, bool is_readable, float *to) {
 #if defined(__AVX512F__)
         if constexpr (lanes == 16) {
             _mm512_storeu_ps(to, _mm512_maskz_loadu_ps(static_cast<__mmask16>(keep), from));
@@ -136,7 +141,8 @@ class Packing {
             for (int i = 0; i < lanes; ++i) to[i] = keep >> i & 1 ? from[i] : 0.0f;
     }
 
-    template <int lanes> static GP_INLINE void gather(const float *row, const std::int32_t *places, unsigned keep, float *to) {
+    template <int lanes>
+    static GP_INLINE void gather(const float *row, const std::int32_t *places, unsigned keep, float *to) {
         if (keep == (1u << lanes) - 1)
             for (int i = 0; i < lanes; ++i) to[i] = row[places[i]];
         else

@@ -31,8 +31,9 @@ inline float *scratch_of_thread(Index floats) {
 class Plan {
   public:
     Plan(const Matrix &matrix, const Geometry &geometry, const Tile &tile, const float *bias, int activation)
-        : tile(tile), num_rows(matrix.rows), num_columns(matrix.columns), activation(activation), block_width(matrix.width),
-          weights(matrix, tile), packing(geometry, tile.lanes), kernels(find_kernels(matrix, tile.lanes)) {
+        : tile(tile), num_rows(matrix.rows), num_columns(matrix.columns), activation(activation),
+          block_width(matrix.width), weights(matrix, tile), packing(geometry, tile.lanes),
+          kernels(find_kernels(matrix, tile.lanes)) {
         num_panels = std::max<Index>(1, (packing.num_vectors + tile.vectors - 1) / tile.vectors);
         panel_groups = std::max(1, tile.threads / tile.row_chunks);
         row_floats = Index(tile.vectors) * tile.lanes;
@@ -66,8 +67,16 @@ class Plan {
         if (count <= 0) return;
         const Index tail = std::min<Index>(tile.lanes, packing.geometry.columns() - (v_end - 1) * tile.lanes);
         const float *residual = operands.residual ? operands.residual + column : nullptr;
-        Ends ends{false, false, bias_of_rows.get(), residual, operands.residual_stride, operands.y + column,
-                  operands.y_stride, block + Index(tile.k_block) * row_floats, row_floats, activation,
+        Ends ends{false,
+                  false,
+                  bias_of_rows.get(),
+                  residual,
+                  operands.residual_stride,
+                  operands.y + column,
+                  operands.y_stride,
+                  block + Index(tile.k_block) * row_floats,
+                  row_floats,
+                  activation,
                   static_cast<int>(tail)};
         for (Index k = 0; k < weights.num_k_blocks; ++k) {
             ends.is_first = k == 0, ends.is_last = k == weights.num_k_blocks - 1;
@@ -80,7 +89,8 @@ class Plan {
     const float *packed(const Operands &operands, Index k, Index v, int count, float *block) const {
         const Index end = std::min<Index>(num_columns, k + tile.k_block);
         const bool is_whole = packing.geometry.columns() == row_floats && operands.x_stride == row_floats;
-        if (is_whole && packing.geometry.is_plain() && num_columns % block_width == 0) return operands.x + k * row_floats;
+        if (is_whole && packing.geometry.is_plain() && num_columns % block_width == 0)
+            return operands.x + k * row_floats;
         pack_by(tile.lanes, packing, operands.x, operands.x_stride, k, end, v, count, block, row_floats);
         const Index missing = (block_width - end % block_width) % block_width;  // a block that overhangs K reads zeros
         if (missing) std::fill_n(block + (end - k) * row_floats, missing * row_floats, 0.0f);

@@ -41,8 +41,8 @@ inline Index window_length(Index start, Index kernel, Index size, Index padding,
     return counts_padding ? end - start : std::min(end, size) - std::max<Index>(start, 0);
 }
 
-template <bool is_max> void pool_row(const Geometry &g, const float *image, Index row, bool counts_padding, float *joined,
-                                     float *y) {
+template <bool is_max>
+void pool_row(const Geometry &g, const float *image, Index row, bool counts_padding, float *joined, float *y) {
     const Index top = row * g.stride_height - g.padding_top;
     join_rows<is_max>(g, image, top, joined);
     const Index tall = window_length(top, g.kernel_height, g.height, g.padding_top, counts_padding);

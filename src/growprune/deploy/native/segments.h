@@ -1,7 +1,7 @@
 // Vectors whose lanes lie in a few rows of an image, as those of strided convolutions do, and of such without padding.
 //
 // Within a row of outputs, inputs are 1 or 2 columns apart. So a vector is a few segments, each of which is loaded as a
-// whole, with AVX-512, whose masked loads read nothing of lanes that are masked. Elsewhere lanes are gathered one by one.
+// whole, where there is AVX-512: its masked loads read nothing of lanes that are masked. Elsewhere lanes are gathered.
 #pragma once
 
 #include <vector>

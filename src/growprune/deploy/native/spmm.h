@@ -26,7 +26,8 @@ template <int lanes, int U> struct Sums {
 };
 
 template <int lanes, int U> GP_INLINE void add_singles(Sums<lanes, U> &sums, const float *values,
-                                                       const std::uint16_t *offsets, std::uint32_t count, const float *x) {
+                                                       const std::uint16_t *offsets, std::uint32_t count,
+                                                       const float *x) {
     std::uint32_t i = 0;
     for (; i + 2 <= count; i += 2) {
         sums.add(0, values[i], x + offsets[i]);
@@ -64,7 +65,8 @@ template <int lanes, int U, int width> void rows_times(const Piece &piece, const
 }
 
 // Eight rows at a time, which share their inputs: each vector of X is loaded once for eight multiply-adds.
-template <int lanes, int U> void eight_rows_times(const Piece &piece, const float *x, const Ends &ends, Index num_rows) {
+template <int lanes, int U>
+void eight_rows_times(const Piece &piece, const float *x, const Ends &ends, Index num_rows) {
     using V = typename Vec<lanes>::type;
     const float *values = piece.values;
     const std::uint16_t *offsets = piece.offsets;

@@ -22,11 +22,11 @@ using Index = std::int64_t;
 
 // `type` lives in registers; `memory` is the same at any address; `bits` holds masks, all ones where true.
 template <int lanes> struct Vec;
-#define GP_VEC(lanes)                                                                                    \
-    template <> struct Vec<lanes> {                                                                      \
-        typedef float type __attribute__((vector_size(lanes * 4)));                                      \
-        typedef float memory __attribute__((vector_size(lanes * 4), aligned(4), may_alias));             \
-        typedef std::int32_t bits __attribute__((vector_size(lanes * 4)));                               \
+#define GP_VEC(lanes)                                                                                                  \
+    template <> struct Vec<lanes> {                                                                                    \
+        typedef float type __attribute__((vector_size(lanes * 4)));                                                    \
+        typedef float memory __attribute__((vector_size(lanes * 4), aligned(4), may_alias));                           \
+        typedef std::int32_t bits __attribute__((vector_size(lanes * 4)));                                             \
     };
 GP_VEC(4)
 GP_VEC(8)

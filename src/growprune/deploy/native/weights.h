@@ -20,9 +20,9 @@ namespace gp {
 struct Matrix {
     Index rows, columns;
     std::int32_t height, width;
-    const Index *starts;          // of each row of blocks, one more than there are
-    const std::int32_t *places;   // of each block: its column divided by the width
-    const float *values;          // of each block: height * width
+    const Index *starts;         // of each row of blocks, one more than there are
+    const std::int32_t *places;  // of each block: its column divided by the width
+    const float *values;         // of each block: height * width
 };
 
 struct Tile {
