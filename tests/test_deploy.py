@@ -319,6 +319,8 @@ def test_a_sparse_file(tmp_path: Path) -> None:
 def test_saved_and_loaded_it_gives_the_same_bits(tmp_path: Path, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, example = translation()
     monkeypatch.setattr("growprune.deploy.deployed._milliseconds", lambda *_: (1.0, 2.0))
+    taken = iter([[2e-3, 1e-3], [1e-3, 2e-3]] * 50)
+    monkeypatch.setattr(measure, "_quickest", lambda *_: next(taken))  # some layers sparse, some dense
     deployed = gp.deploy(sparse_of(model, storage="compact"), example, seconds=0.2, whole=whole)
     deployed.save(tmp_path / "out")
     loaded = gp.load_deployed(tmp_path / "out", translation()[0])
@@ -399,6 +401,26 @@ def test_what_was_returned_is_not_overwritten_by_the_next_call() -> None:
     kept = first.clone()
     deployed(torch.randn(4, 16))
     assert torch.equal(first, kept)
+
+
+class Every(nn.Module):
+    """Keeps a view, which torch makes of what a layer gave, while other layers use the memory again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        view = x[:, ::2]
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return view + x[:, 1::2]
+
+
+def test_a_view_that_torch_makes_outlives_the_memory_it_was_of() -> None:
+    torch.manual_seed(0)
+    assert set(check(Every(), torch.randn(8, 16)).table.in_torch) <= {"add"}
 
 
 # What stays in torch
@@ -556,6 +578,8 @@ def test_heads_are_split_off_features_and_merged_with_the_batch_without_a_copy()
     assert merged is not None and merged.torch is None and merged.canonical[0] == ((2, 3), (4, 12))
     matrix = as_matrix(place, 2)
     assert matrix is not None and (matrix.rows, matrix.columns, matrix.step) == (8, 6, 6)
+    assert as_matrix(place.permute((1, 0, 2)), 2) == matrix  # a layer does not care in which order its columns are
+    assert as_matrix(place.permute((1, 0, 2)), 2, ordered=True) is None  # but a convolution does
 
 
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 9), st.integers(0, 5)), max_size=12))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from growprune.deploy.measure import Row
+from growprune.deploy.measure import Chosen, Row
 from growprune.deploy.parts import LinearPart, Part
 from growprune.deploy.skeleton import Skeleton, fill
 from growprune.deploy.trace import NotTraceable
@@ -59,6 +59,7 @@ def deploy_parts(
     kwargs: Mapping[str, Any],
     *,
     seconds: float,
+    chosen: Mapping[str, Chosen],
     by_layer: bool = False,
     reasons: Sequence[str] = (),
 ) -> Found:
@@ -66,7 +67,7 @@ def deploy_parts(
     fill(skeleton)
     module = skeleton.module
     inputs = _inputs(module, args, kwargs)
-    walk = _Walk(skeleton, inputs, seconds / max(1, len(skeleton.matrices)), by_layer)
+    walk = _Walk(skeleton, inputs, seconds / max(1, len(skeleton.matrices)), chosen, by_layer)
     walk.into(module, "")
     with torch.no_grad():
         module(*args, **kwargs)  # single layers are chosen when they see their first input
@@ -97,8 +98,11 @@ def _inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 class _Walk:
     """Goes down a tree of modules until it finds what can be deployed."""
 
-    def __init__(self, skeleton: Skeleton, inputs: Inputs, seconds: float, by_layer: bool) -> None:
-        self._skeleton, self._inputs, self._seconds, self._by_layer = skeleton, inputs, seconds, by_layer
+    def __init__(
+        self, skeleton: Skeleton, inputs: Inputs, seconds: float, chosen: Mapping[str, Chosen], by_layer: bool
+    ) -> None:
+        self._skeleton, self._inputs, self._seconds = skeleton, inputs, seconds
+        self._chosen, self._by_layer = chosen, by_layer
         self.rows: list[Row] = []
         self.in_torch: list[str] = []
         self.replaced: list[Replaced] = []
@@ -120,11 +124,11 @@ class _Walk:
 
     def _part(self, module: nn.Module, path: str) -> nn.Module | None:
         if _is_linear(module) and f"{path}.weight" in self._skeleton.matrices and path in self._inputs:
-            return LinearPart(module, path, self._skeleton, seconds=self._seconds)
+            return LinearPart(module, path, self._skeleton, seconds=self._seconds, known=self._chosen.get(path))
         is_layer = f"{path}.weight" in self._skeleton.matrices
         if path not in self._inputs or (self._by_layer and not is_layer):
             return None
-        part = Part(module, self._skeleton, seconds=self._seconds * self._num_weights(path), chosen={})
+        part = Part(module, self._skeleton, seconds=self._seconds * self._num_weights(path), chosen=self._chosen)
         try:
             compiled = part.plan(*self._inputs[path])
         except NotTraceable as error:

@@ -249,9 +249,11 @@ def _found(skeleton: Skeleton, example: Example, *, seconds: float, whole: bool,
             compiled = part.plan(example.args, example.kwargs)
             return Found(part, compiled.rows, compiled.in_torch)
         except NotTraceable as error:
-            reason = f"{type(skeleton.module).__name__} as a whole ({error})"
-            return deploy_parts(skeleton, example.args, example.kwargs, seconds=seconds, reasons=[reason])
-    return deploy_parts(skeleton, example.args, example.kwargs, seconds=seconds, by_layer=True)
+            reasons = [f"{type(skeleton.module).__name__} as a whole ({error})"]
+    else:
+        reasons = []
+    options: dict[str, Any] = {"seconds": seconds, "chosen": chosen, "by_layer": not whole, "reasons": reasons}
+    return deploy_parts(skeleton, example.args, example.kwargs, **options)
 
 
 def _times(skeleton: Skeleton, found: Found, example: Example, seconds: float) -> tuple[float, float]:

@@ -49,32 +49,55 @@ class Chosen:
 def choose(steps: Sequence[LayerStep], *, seconds: float, threads: int, chosen: Mapping[str, Chosen]) -> list[Row]:
     """Give each step the layer that runs it. With no seconds to spend, whatever is sparse runs sparse.
 
-    Half of the time goes to finding tiles, one for each kind of layer, and half to timing each layer.
+    Half of the time goes to finding tiles, one for each kind of layer, and half to timing each layer. Layers of one
+    kind take the same time, so they share the quickest: whatever else the machine does only makes layers slower.
 
     Args:
         chosen: by layer, what was measured before.
     """
     end = time.perf_counter() + seconds
     keys = [_key(step.fused) for step in steps]
-    tiles: dict[object, Tile] = {}
-    share = seconds / 2 / max(1, len(set(keys)))
+    tiles = _tiles(steps, keys, threads, seconds / 2, chosen)
+    sparse = [_sparse(step.fused, tiles.get(key)) for step, key in zip(steps, keys, strict=True)]
+    times: dict[object, tuple[float, float]] = {}
+    for i, (step, key, layer) in enumerate(zip(steps, keys, sparse, strict=True)):
+        if seconds > 0 and layer is not None and step.fused.name not in chosen:
+            found = _time(step.fused, layer, max(0.0, end - time.perf_counter()) / (len(steps) - i))
+            before = times.get(key, found)
+            times[key] = min(before[0], found[0]), min(before[1], found[1])
     rows = []
-    for step, key in zip(steps, keys, strict=True):
-        fused = step.fused
-        known = chosen.get(fused.name)
-        if fused.is_sparse and library() is not None and key not in tiles:
-            tiles[key] = known.tile if known and known.tile else _tile(fused, threads, share)
-    for i, step in enumerate(steps):
-        left = max(0.0, end - time.perf_counter()) / (len(steps) - i)
-        step.layer, row = _decide(step.fused, tiles.get(keys[i]), left if seconds > 0 else None, chosen)
+    for step, key, layer in zip(steps, keys, sparse, strict=True):
+        step.layer, row = _decide(step.fused, layer, times.get(key), chosen)
         rows.append(row)
     return rows
 
 
-def choose_layer(fused: Fused, *, seconds: float, threads: int) -> tuple[Layer, Row]:
-    """The layer that runs a single one."""
-    tile = _tile(fused, threads, seconds / 2) if library() is not None else None
-    return _decide(fused, tile, seconds / 2 if seconds > 0 else None, {})
+def _tiles(
+    steps: Sequence[LayerStep], keys: Sequence[object], threads: int, seconds: float, chosen: Mapping[str, Chosen]
+) -> dict[object, Tile]:
+    """By kind of layer, its tile; none where there are no kernels."""
+    found: dict[object, Tile] = {}
+    share = seconds / max(1, len(set(keys)))
+    for step, key in zip(steps, keys, strict=True):
+        if step.fused.is_sparse and library() is not None and key not in found:
+            known = chosen.get(step.fused.name)
+            found[key] = known.tile if known and known.tile else _tile(step.fused, threads, share)
+    return found
+
+
+def choose_layer(fused: Fused, *, seconds: float, threads: int, known: Chosen | None = None) -> tuple[Layer, Row]:
+    """The layer that runs a single one.
+
+    Args:
+        known: what was measured before, of just this shape.
+    """
+    tile = None if known is None else known.tile
+    if tile is None and library() is not None:
+        tile = _tile(fused, threads, seconds / 2)
+    sparse = _sparse(fused, tile)
+    is_measured = seconds > 0 and sparse is not None and known is None
+    times = _time(fused, sparse, seconds / 2) if is_measured and sparse is not None else None
+    return _decide(fused, sparse, times, {} if known is None else {fused.name: known})
 
 
 def _key(fused: Fused) -> object:
@@ -115,23 +138,25 @@ def _sparse(fused: Fused, tile: Tile | None) -> Layer | None:
     return None
 
 
-def _decide(fused: Fused, tile: Tile | None, seconds: float | None, chosen: Mapping[str, Chosen]) -> tuple[Layer, Row]:
-    """The faster one; without seconds, that of before, or the sparse one."""
-    sparse, known = _sparse(fused, tile), chosen.get(fused.name)
-    is_measured = seconds is not None and known is None and sparse is not None
-    if sparse is not None and not is_measured and (known is None or known.is_sparse):
-        return sparse, _row(fused, None, None, "sparse", sparse)
+def _time(fused: Fused, sparse: Layer, seconds: float) -> tuple[float, float]:
+    """How long a call takes dense, and sparse."""
     dense = DenseLayer(fused.weight, fused.geometry, bias=fused.bias, activation=fused.activation)
-    if sparse is None or not is_measured or seconds is None:
-        return dense, _row(fused, None, None, "dense", dense)
     x, out = _operands(fused)
-    calls = [layer.bind(x, out) for layer in (dense, sparse)]
-    taken = _quickest(calls, seconds / 2)
-    if taken[0] < taken[1]:  # a layer that we expect to be faster is heard twice: others may use the machine
-        taken = [min(pair) for pair in zip(taken, _quickest(calls, seconds / 2), strict=True)]
-    is_sparse = taken[1] <= taken[0]
-    layer = sparse if is_sparse else dense
-    return layer, _row(fused, taken[0], taken[1], "sparse" if is_sparse else "dense", sparse)
+    first, second = _quickest([layer.bind(x, out) for layer in (dense, sparse)], seconds)
+    return first, second
+
+
+def _decide(
+    fused: Fused, sparse: Layer | None, times: tuple[float, float] | None, chosen: Mapping[str, Chosen]
+) -> tuple[Layer, Row]:
+    """The faster one; if it was not measured, that of before, or the sparse one."""
+    known = chosen.get(fused.name)
+    is_sparse = times[1] <= times[0] if times is not None else known is None or known.is_sparse
+    dense, quick = times or (None, None)
+    if sparse is not None and is_sparse:
+        return sparse, _row(fused, dense, quick, "sparse", sparse)
+    layer = DenseLayer(fused.weight, fused.geometry, bias=fused.bias, activation=fused.activation)
+    return layer, _row(fused, dense, quick, "dense", sparse)
 
 
 def _quickest(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
@@ -147,7 +172,7 @@ def _quickest(calls: Sequence[Callable[[], object]], seconds: float) -> list[flo
     return best
 
 
-def _row(fused: Fused, dense: float | None, sparse: float | None, choice: str, layer: Layer) -> Row:
+def _row(fused: Fused, dense: float | None, sparse: float | None, choice: str, layer: Layer | None) -> Row:
     weight, geometry = fused.weight, fused.geometry
     kernel = "" if geometry.taps == 1 else f" ({geometry.kernel[0]}x{geometry.kernel[1]})"
     shape = f"{weight.rows}x{weight.columns}{kernel} x {geometry.columns}"

@@ -102,13 +102,16 @@ def _check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 class LinearPart(nn.Module):
     """A Linear (or transformers' Conv1D) by itself, for any number of tokens: they are rounded up to few numbers."""
 
-    def __init__(self, module: nn.Module, name: str, skeleton: Skeleton, *, seconds: float) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, skeleton: Skeleton, *, seconds: float, known: Chosen | None
+    ) -> None:
         super().__init__()
         self.__dict__["_module"] = module
         bias = getattr(module, "bias", None)
         self._name, self._matrix = name, skeleton.matrices[f"{name}.weight"]
         self._bias = None if bias is None else bias.detach()
-        self._seconds, self._calls, self._lock = seconds, dict[tuple[int, int], _Call](), threading.Lock()
+        self._calls, self._lock = dict[tuple[int, int], _Call](), threading.Lock()
+        self._seconds, self._known = seconds, known
         self.row: Row | None = None
 
     __getattr__ = Part.__getattr__
@@ -129,7 +132,8 @@ class LinearPart(nn.Module):
         if key not in self._calls:
             geometry = Geometry.linear(self._matrix.columns, key[0])
             fused = Fused(self._name, self._matrix, geometry, self._bias, 1, is_sparse=True)
-            layer, row = choose_layer(fused, seconds=self._seconds, threads=key[1])
+            known = self._known if self.row is None else None  # of the first shape only
+            layer, row = choose_layer(fused, seconds=self._seconds, threads=key[1], known=known)
             self.row = self.row or row
             x, out = torch.zeros(self._matrix.columns, key[0]), torch.empty(self._matrix.rows, key[0])
             self._calls[key] = _Call(x, out, layer.bind(x, out))
