@@ -15,10 +15,11 @@
     fuse.py      layers with their BatchNorm, bias, residual and activation
     lower.py     where each value lies (strides.py, views.py) and which steps bring it there (steps.py; known.py and
                  attention.py are what is done feature-major beside layers)
-    measure.py   each layer sparse or dense, whichever is faster here
+    measure.py   each layer sparse or dense, whichever is faster here; table.py: what came of it
     arena.py     memory for all values; program.py: the steps bound to it
     parts.py     a module that runs as programs, one for each shape; apart.py: a model part by part
     deployed.py  `deploy`, and what it returns; saving.py: folders of that
+    bench.py     whole models against other engines, in processes (bench_worker.py)
 
 Activations are *feature-major*: a matrix with a row for each feature or channel, and a column for each token or, of
 images, for each (image, row, column), `[channels][batch * height * width]`.

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from growprune import file
 from growprune.atomic import replacing
 from growprune.deploy import build
-from growprune.deploy.deployed import SECONDS, Deployed, Example, Table, deploy_model, load_sparse
+from growprune.deploy.deployed import SECONDS, Deployed, Example, deploy_model, load_sparse
 from growprune.deploy.library import Tile
 from growprune.deploy.measure import Chosen, Row
 from growprune.deploy.skeleton import Skeleton, fill
+from growprune.deploy.table import Table
 from growprune.errors import GrowpruneError
 from growprune.sparse import SparseModel
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from growprune.deploy.fuse import Fused
@@ -259,12 +258,3 @@ class CallStep:
         call = self.make(*(memory.tensor(value) for value in (*self.inputs, *self.outputs)))
         slots, held = memory.slots, [value.slot for value in self.held]
         return (lambda: call(*(slots[slot] for slot in held))) if held else call
-
-
-def torch_place(value: Stored) -> bool:
-    """Whether torch can take a stored value as it lies."""
-    return value.place.torch is not None
-
-
-def empty_arena(size: int) -> Tensor:
-    return torch.zeros(max(1, size))
