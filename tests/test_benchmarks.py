@@ -17,6 +17,11 @@ SMALLEST = {
     "compact_training resnet50": ["resnet50", "--small", "--repeats", "1", "--storages", "dense", "compact"],
     "file_sizes": ["--width", "4"],
     "host": ["--layers", "2", "--repeats", "1"],
+    "inference layers": ["layers", "--shapes", "16x24x3", "--rounds", "1"],
+    "inference_networks": [
+        *("--small", "--rounds", "1", "--seconds", "0", "--threads", "1"),
+        *("--only", "encoder", "--engines", "deployed,torch"),
+    ],
     "kernels": ["--weights", "4096"],
     "loading": ["--images", "IMAGES", "--workers", "0", "--batches", "1"],
     "loading_files": ["--millions", "1", "--rounds", "1"],
@@ -60,7 +65,7 @@ def test_the_smallest_form_of_every_benchmark_runs(
 
 
 def test_no_benchmark_is_left_out() -> None:
-    found = {path.stem for path in BENCHMARKS.glob("*.py")} - {"models"}
+    found = {path.stem for path in BENCHMARKS.glob("*.py")} - {"engines", "models"}
     assert {name.split(maxsplit=1)[0] for name in SMALLEST} == found
 
 

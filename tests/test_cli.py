@@ -54,7 +54,20 @@ def test_help_names_the_verbs_and_imports_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip().endswith("False")
     verbs = [line.split()[0] for line in done.stdout.split("Commands:")[1].splitlines()[1:] if line.startswith("  ")]
-    assert verbs == ["demo", "list", "plan", "train", "resume", "inspect", "convert", "report", "compare", "doctor"]
+    assert verbs == [
+        "demo",
+        "list",
+        "plan",
+        "train",
+        "resume",
+        "inspect",
+        "convert",
+        "report",
+        "compare",
+        "deploy",
+        "bench",
+        "doctor",
+    ]
 
 
 def test_list_shows_every_method_task_and_recipe_with_what_it_is() -> None:

@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "importers": "layers patterns snapshot zeros sparse file",
     "exporters": "atomic layers sparse file pretrained",
     "convert": "layers snapshot sparse file importers exporters",
-    "deploy": f"{CORE} flops file",
+    "deploy": f"atomic {CORE} flops file",
     # what trains them
     "tasks": "",
     "logs": "atomic",
@@ -70,7 +70,7 @@ MAY_IMPORT = {
     "compare": "atomic lengths plan partition methods tasks engine recipes",
     # who runs it
     "doctor": "storage",
-    "console": "folding plan engine file summary logs doctor convert",
+    "console": "folding plan engine file summary logs doctor convert deploy",
     "integrations": f"{CORE} lengths methods engine.checkpoint engine.rng",
     "report": "atomic methods engine",
     "console_compare": "compare console",

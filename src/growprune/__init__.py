@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from growprune import methods, tasks
     from growprune.cursor import Cursor
+    from growprune.deploy.deployed import Deployed, deploy
+    from growprune.deploy.saving import load_deployed
     from growprune.engine import resume, train
     from growprune.engine.optim import LRSchedule, OptimizerConfig
     from growprune.engine.partitions import balanced, contiguous, named, per_layer
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "growprune": ("methods", "tasks"),
     "growprune.cursor": ("Cursor",),
+    "growprune.deploy.deployed": ("Deployed", "deploy"),
+    "growprune.deploy.saving": ("load_deployed",),
     "growprune.engine": ("resume", "train"),
     "growprune.errors": ("GrowpruneError",),
     "growprune.engine.optim": ("LRSchedule", "OptimizerConfig"),
@@ -49,6 +53,7 @@ __all__ = [
     "Branch",
     "By",
     "Cursor",
+    "Deployed",
     "Fork",
     "GrowpruneError",
     "LRSchedule",
@@ -63,9 +68,11 @@ __all__ = [
     "balanced",
     "contiguous",
     "count_flops",
+    "deploy",
     "from_pretrained",
     "grow",
     "load",
+    "load_deployed",
     "manifest",
     "method",
     "methods",

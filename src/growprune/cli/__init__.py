@@ -15,6 +15,7 @@ import typer
 import growprune
 from growprune.cli.comparing import compare, report
 from growprune.cli.converting import convert
+from growprune.cli.deploying import bench, deploy
 from growprune.cli.doctoring import doctor
 from growprune.cli.looking import inspect, list_, plan
 from growprune.cli.training import demo, resume, train
@@ -29,6 +30,8 @@ VERBS: dict[str, Callable[..., None]] = {
     "convert": convert,
     "report": report,
     "compare": compare,
+    "deploy": deploy,
+    "bench": bench,
     "doctor": doctor,
 }
 

@@ -6,6 +6,7 @@ from growprune.console.plans import plan_content, show_lists, show_plan
 from growprune.console.progress import progress
 from growprune.console.runs import run_content, show_comparison, show_result, show_run
 from growprune.console.screen import err, out, print_json
+from growprune.console.speed import show_bench
 
 __all__ = [
     "err",
@@ -14,6 +15,7 @@ __all__ = [
     "print_json",
     "progress",
     "run_content",
+    "show_bench",
     "show_comparison",
     "show_file",
     "show_findings",

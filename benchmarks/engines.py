@@ -1,0 +1,141 @@
+"""Engines that time matrix products, one process each, so that their threads do not fight: what inference.py starts.
+
+    python benchmarks/engines.py growprune|onnxruntime|openvino THREADS
+
+Reads a JSON object a line and answers each with one. {"rows", "columns", "n", "variants"} makes products Y = W X and
+answers with their names, or with nothing where the engine is not installed; {"block": name} runs one for about 5 ms and
+answers with the mean seconds of a call.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Products = dict[str, Callable[[], object]]
+BLOCK_SECONDS, PAUSE_SECONDS = 0.005, 0.01
+
+
+def growprune(rows: int, columns: int, n: int, variants: list[Any], threads: int) -> Products:
+    """Our kernels, with each pattern and sparsity, and torch in the same process."""
+    import torch
+
+    from growprune.deploy.geometry import Geometry
+    from growprune.deploy.matrix import block_of, from_dense
+    from growprune.deploy.tuning import tune
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    weight, x, out = torch.randn(rows, columns), torch.randn(columns, n), torch.empty(rows, n)
+    tokens = x.t().contiguous()
+    made: Products = {
+        "torch mm": lambda: torch.mm(weight, x, out=out),
+        "torch linear": lambda: torch.nn.functional.linear(tokens, weight),
+    }
+    for pattern, sparsity in variants:
+        height, width = block_of(pattern)
+        alive = torch.rand(-(-rows // height), -(-columns // width)) >= sparsity
+        mask = alive.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+        matrix = from_dense(weight * mask, mask, pattern=pattern)
+        layer, _ = tune(matrix, Geometry.linear(columns, n), threads=threads, seconds=0.5)
+        expected = (weight * mask).double() @ x.double()
+        assert (layer(x, out).double() - expected).abs().max() <= 1e-5 * expected.abs().max()
+        made[f"{pattern} {sparsity:g}"] = layer.bind(x, out)
+    return made
+
+
+def onnxruntime(rows: int, columns: int, n: int, variants: list[Any], threads: int) -> Products:
+    """With the weight a constant on the right, which it packs beforehand, and its arrays bound."""
+    import onnxruntime as ort
+
+    del variants
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    session = ort.InferenceSession(onnx_product(rows, columns, n), options, providers=["CPUExecutionProvider"])
+    bound = session.io_binding()
+    bound.bind_ortvalue_input("x", ort.OrtValue.ortvalue_from_numpy(random(n, columns)))
+    bound.bind_ortvalue_output("y", ort.OrtValue.ortvalue_from_numpy(random(n, rows)))
+    return {"onnxruntime": lambda: session.run_with_iobinding(bound)}
+
+
+def openvino(rows: int, columns: int, n: int, variants: list[Any], threads: int) -> Products:
+    """For latency, in float32, and without pinning threads to cores that others use too."""
+    import openvino as ov
+
+    del variants
+    settings = {
+        "INFERENCE_NUM_THREADS": threads,
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": "f32",
+        "ENABLE_CPU_PINNING": False,
+    }
+    core = ov.Core()
+    request = core.compile_model(
+        core.read_model(onnx_product(rows, columns, n)), "CPU", settings
+    ).create_infer_request()
+    request.set_input_tensor(ov.Tensor(random(n, columns)))
+    return {"openvino": request.infer}
+
+
+def onnx_product(rows: int, columns: int, n: int) -> bytes:
+    from onnx import TensorProto, helper, numpy_helper
+
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [n, columns])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [n, rows])
+    weight = numpy_helper.from_array(random(columns, rows), "weight")
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "weight"], ["y"])], "product", [x], [y], [weight])
+    opset = [helper.make_opsetid("", 17)]
+    made: bytes = helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString()
+    return made
+
+
+def random(*shape: int) -> Any:
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+
+
+def block(product: Callable[[], object], repeats: dict[int, int]) -> float:
+    """The mean seconds of as many calls as take about 5 ms; the first block finds out how many that are.
+
+    The threads of the engine before must have gone to sleep, or they take cores by waiting for work; and ours must be
+    awake.
+    """
+    time.sleep(PAUSE_SECONDS)
+    product()
+    start = time.perf_counter()
+    product()
+    taken = time.perf_counter() - start
+    repeats.setdefault(id(product), min(1000, max(1, round(BLOCK_SECONDS / taken))))
+    start = time.perf_counter()
+    for _ in range(repeats[id(product)]):
+        product()
+    return (time.perf_counter() - start) / repeats[id(product)]
+
+
+ENGINES = {"growprune": growprune, "onnxruntime": onnxruntime, "openvino": openvino}
+
+
+def main() -> None:
+    make, threads = ENGINES[sys.argv[1]], int(sys.argv[2])
+    products: Products = {}
+    repeats: dict[int, int] = {}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "block" in asked:
+            answer: object = block(products[asked["block"]], repeats)
+        else:
+            try:
+                products = make(**asked, threads=threads)
+            except ImportError:
+                products = {}
+            repeats.clear()
+            answer = list(products)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

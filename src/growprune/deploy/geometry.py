@@ -1,0 +1,80 @@
+"""Which columns a layer reads and writes: the shape of a convolution or a pool; a linear layer is the plainest one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from growprune.errors import GrowpruneError
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Activations `[channels][batch * height * width]` in, `[rows][batch * out_height * out_width]` out."""
+
+    channels: int
+    batch: int
+    height: int
+    width: int
+    kernel: Pair = (1, 1)
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    """Zeros on either side. Of a pool, places that do not count."""
+    dilation: Pair = (1, 1)
+    ceil_mode: bool = False
+    """Of a pool: whether a window that overhangs the padding at the end counts as one."""
+
+    @classmethod
+    def linear(cls, features: int, columns: int) -> Geometry:
+        """A matrix product with a matrix of `features` rows and `columns` columns.
+
+        >>> Geometry.linear(512, 64).columns
+        64
+        """
+        return cls(features, 1, 1, columns)
+
+    def __post_init__(self) -> None:
+        sizes = (self.channels, self.batch, self.height, self.width, *self.kernel, *self.stride, *self.dilation)
+        if min(sizes) < 1 or min(self.padding) < 0 or max(sizes) >= 1 << 31:
+            raise GrowpruneError(f"{self} is no geometry: sizes must be at least 1, and padding at least 0")
+        if min(self.out_size) < 1:
+            raise GrowpruneError(f"{self} has no output: its kernel is larger than its input with padding")
+        if self.in_columns >= 1 << 31 or self.columns >= 1 << 31:
+            raise GrowpruneError(f"{self} has too many columns: give fewer images at once")
+
+    @property
+    def taps(self) -> int:
+        """Positions of the kernel."""
+        return self.kernel[0] * self.kernel[1]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each output column is made of the input column of its number, as in a linear layer."""
+        return (self.kernel, self.stride, self.padding) == ((1, 1), (1, 1), (0, 0))
+
+    @property
+    def out_size(self) -> Pair:
+        """Height and width of the output.
+
+        >>> Geometry(64, 1, 112, 112, kernel=(3, 3), stride=(2, 2), padding=(1, 1)).out_size
+        (56, 56)
+        """
+        return self._length(self.height, 0), self._length(self.width, 1)
+
+    @property
+    def in_columns(self) -> int:
+        return self.batch * self.height * self.width
+
+    @property
+    def columns(self) -> int:
+        """Of the output."""
+        return self.batch * self.out_size[0] * self.out_size[1]
+
+    def _length(self, size: int, axis: int) -> int:
+        kernel, stride, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
+        room = size + 2 * padding - self.dilation[axis] * (kernel - 1) - 1
+        if not self.ceil_mode or room < 0:
+            return room // stride + 1
+        length = -(-room // stride) + 1
+        return length - ((length - 1) * stride >= size + padding)  # a window must begin inside, as torch has it

@@ -1,0 +1,109 @@
+// A prepared layer: weights and packing for one matrix, one geometry and one number of threads.
+#pragma once
+
+#include "kernels.h"
+#include "pack.h"
+
+namespace gp {
+
+// X, Y and the residual: rows (features) `stride` floats apart, columns next to one another.
+struct Operands {
+    const float *x;
+    Index x_stride;
+    float *y;
+    Index y_stride;
+    const float *residual;  // or null
+    Index residual_stride;
+};
+
+// Room for a packed block and for sums. Each thread has one for all layers, which stays in its cache; it grows when a
+// layer first needs more, so that later calls allocate nothing, and calls by several threads are apart.
+inline float *scratch_of_thread(Index floats) {
+    static thread_local Buffer<float> room;
+    static thread_local Index size = 0;
+    if (size < floats) {
+        room = make_buffer<float>(floats);
+        size = floats;
+    }
+    return room.get();
+}
+
+class Plan {
+  public:
+    Plan(const Matrix &matrix, const Geometry &geometry, const Tile &tile, const float *bias, int activation)
+        : tile(tile), num_rows(matrix.rows), num_columns(matrix.columns), activation(activation),
+          block_width(matrix.width), weights(matrix, tile), packing(geometry, tile.lanes),
+          kernels(find_kernels(matrix, tile.lanes)) {
+        num_panels = std::max<Index>(1, (packing.num_vectors + tile.vectors - 1) / tile.vectors);
+        panel_groups = std::max(1, tile.threads / tile.row_chunks);
+        row_floats = Index(tile.vectors) * tile.lanes;
+        const Index padded_rows = (num_rows + 7) / 8 * 8;
+        bias_of_rows = make_buffer<float>(padded_rows);
+        if (bias) std::copy_n(bias, num_rows, bias_of_rows.get());
+        scratch_floats = (Index(tile.k_block) + (weights.num_k_blocks > 1 ? padded_rows : 0)) * row_floats;
+    }
+
+    // Which thread does what is fixed, so that each keeps its weights in its cache.
+    void run(const Operands &operands) const {
+        const int items = panel_groups * tile.row_chunks;
+#pragma omp parallel for num_threads(items) schedule(static, 1) if (items > 1)
+        for (int item = 0; item < items; ++item) run_item(operands, item);
+    }
+
+  private:
+    // Panels differ by a vector at most, and where they are cut does not depend on the number of threads.
+    Index panel_start(Index panel) const { return panel * packing.num_vectors / num_panels; }
+
+    void run_item(const Operands &operands, int item) const {
+        float *block = scratch_of_thread(scratch_floats);
+        const Index chunk = item % tile.row_chunks, group = item / tile.row_chunks;
+        const Index end = (group + 1) * num_panels / panel_groups;
+        for (Index panel = group * num_panels / panel_groups; panel < end; ++panel)
+            run_panel(operands, chunk, panel_start(panel), panel_start(panel + 1), block);
+    }
+
+    void run_panel(const Operands &operands, Index chunk, Index v, Index v_end, float *block) const {
+        const Index column = v * tile.lanes, count = v_end - v;
+        if (count <= 0) return;
+        const Index tail = std::min<Index>(tile.lanes, packing.geometry.columns() - (v_end - 1) * tile.lanes);
+        const float *residual = operands.residual ? operands.residual + column : nullptr;
+        Ends ends{false,
+                  false,
+                  bias_of_rows.get(),
+                  residual,
+                  operands.residual_stride,
+                  operands.y + column,
+                  operands.y_stride,
+                  block + Index(tile.k_block) * row_floats,
+                  row_floats,
+                  activation,
+                  static_cast<int>(tail)};
+        for (Index k = 0; k < weights.num_k_blocks; ++k) {
+            ends.is_first = k == 0, ends.is_last = k == weights.num_k_blocks - 1;
+            const float *x = packed(operands, k * tile.k_block, v, static_cast<int>(count), block);
+            kernels[count](weights.piece(k, chunk), x, ends, num_rows);
+        }
+    }
+
+    // The block of X that begins with row k: packed, or X itself where it lies as if it were.
+    const float *packed(const Operands &operands, Index k, Index v, int count, float *block) const {
+        const Index end = std::min<Index>(num_columns, k + tile.k_block);
+        const bool is_whole = packing.geometry.columns() == row_floats && operands.x_stride == row_floats;
+        if (is_whole && packing.geometry.is_plain() && num_columns % block_width == 0)
+            return operands.x + k * row_floats;
+        pack_by(tile.lanes, packing, operands.x, operands.x_stride, k, end, v, count, block, row_floats);
+        const Index missing = (block_width - end % block_width) % block_width;  // a block that overhangs K reads zeros
+        if (missing) std::fill_n(block + (end - k) * row_floats, missing * row_floats, 0.0f);
+        return block;
+    }
+
+    Tile tile;
+    Index num_rows, num_columns, num_panels, row_floats, scratch_floats;
+    int activation, block_width, panel_groups;
+    Weights weights;
+    Packing packing;
+    const Kernel *kernels;
+    Buffer<float> bias_of_rows;
+};
+
+}  // namespace gp

@@ -1,0 +1,76 @@
+// Largest or mean value of windows, for activations [channels][batch * height * width].
+//
+// A row of outputs is made in two steps: the rows of its windows are joined into one row, whose columns lie next to one
+// another and so take whole vectors; then each output joins the few columns of its window.
+#pragma once
+
+#include <limits>
+#include <vector>
+
+#include "pack.h"
+
+namespace gp {
+
+template <bool is_max> GP_INLINE float join(float so_far, float value) {
+    if constexpr (is_max) return value > so_far || value != value ? value : so_far;  // NaN stays, as in torch
+    return so_far + value;
+}
+
+template <bool is_max> void join_rows(const Geometry &g, const float *image, Index top, float *joined) {
+    std::fill_n(joined, g.width, is_max ? -std::numeric_limits<float>::infinity() : 0.0f);
+    for (Index r = 0; r < g.kernel_height; ++r) {
+        const Index row = top + r * g.dilation_height;
+        if (row < 0 || row >= g.height) continue;
+        const float *from = image + row * g.width;
+        for (Index i = 0; i < g.width; ++i) joined[i] = join<is_max>(joined[i], from[i]);
+    }
+}
+
+template <bool is_max> GP_INLINE float join_columns(const Geometry &g, const float *joined, Index left) {
+    float found = is_max ? -std::numeric_limits<float>::infinity() : 0.0f;
+    for (Index s = 0; s < g.kernel_width; ++s) {
+        const Index at = left + s * g.dilation_width;
+        if (at >= 0 && at < g.width) found = join<is_max>(found, joined[at]);
+    }
+    return found;
+}
+
+// How many places of a window count: those inside of the image, or inside of its padding as well.
+inline Index window_length(Index start, Index kernel, Index size, Index padding, bool counts_padding) {
+    const Index end = std::min(start + kernel, size + padding);
+    return counts_padding ? end - start : std::min(end, size) - std::max<Index>(start, 0);
+}
+
+template <bool is_max>
+void pool_row(const Geometry &g, const float *image, Index row, bool counts_padding, float *joined, float *y) {
+    const Index top = row * g.stride_height - g.padding_top;
+    join_rows<is_max>(g, image, top, joined);
+    const Index tall = window_length(top, g.kernel_height, g.height, g.padding_top, counts_padding);
+    for (Index i = 0; i < g.out_width; ++i) {
+        const Index left = i * g.stride_width - g.padding_left;
+        const float found = join_columns<is_max>(g, joined, left);
+        const Index wide = is_max ? 1 : window_length(left, g.kernel_width, g.width, g.padding_left, counts_padding);
+        y[i] = is_max ? found : found / static_cast<float>(tall * wide);
+    }
+}
+
+template <bool is_max> void pool(const Geometry &g, const float *x, Index x_stride, float *y, Index y_stride,
+                                 bool counts_padding, int threads) {
+    const Index images = Index(g.channels) * g.batch, in_size = Index(g.height) * g.width;
+    (void)threads;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        static thread_local std::vector<float> joined;  // kept, so that only the first call allocates
+        if (joined.size() < static_cast<std::size_t>(g.width)) joined.resize(g.width);
+#pragma omp for schedule(static)
+        for (Index i = 0; i < images; ++i) {
+            const Index channel = i / g.batch, image = i % g.batch;
+            const float *from = x + channel * x_stride + image * in_size;
+            float *to = y + channel * y_stride + image * g.out_height * g.out_width;
+            for (Index row = 0; row < g.out_height; ++row)
+                pool_row<is_max>(g, from, row, counts_padding, joined.data(), to + row * g.out_width);
+        }
+    }
+}
+
+}  // namespace gp

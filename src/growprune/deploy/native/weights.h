@@ -1,0 +1,150 @@
+// A sparse matrix in the order in which the kernels read it.
+//
+// It is cut into K blocks of columns and, for threads, into chunks of rows. What lies in one of each is a piece: three
+// streams of values, offsets and row numbers. Rows of a piece are sorted by how many blocks they have, so that the trip
+// count of the inner loop repeats (a run) and its end is predicted. An offset is where in the packed input, counted in
+// floats, the row of X begins that a weight is multiplied by; it fits 16 bits.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "vec.h"
+
+namespace gp {
+
+// Block sparse rows, as Python gives them: blocks of height x width, (1,1), (1,8) or (8,1).
+struct Matrix {
+    Index rows, columns;
+    std::int32_t height, width;
+    const Index *starts;         // of each row of blocks, one more than there are
+    const std::int32_t *places;  // of each block: its column divided by the width
+    const float *values;         // of each block: height * width
+};
+
+struct Tile {
+    std::int32_t lanes, vectors, k_block, row_chunks, threads;
+};
+
+struct Run {
+    std::uint32_t count, rows;
+};
+
+struct Piece {
+    const Run *runs, *runs_end;
+    const std::uint32_t *rows;
+    const float *values;
+    const std::uint16_t *offsets;
+};
+
+struct Free {
+    void operator()(void *memory) const { std::free(memory); }
+};
+template <class T> using Buffer = std::unique_ptr<T[], Free>;
+
+// Aligned to cache lines, and with a line to spare behind it, since kernels may look ahead.
+template <class T> Buffer<T> make_buffer(std::size_t count) {
+    const std::size_t bytes = (count * sizeof(T) + 127) / 64 * 64;
+    void *memory = std::aligned_alloc(64, bytes);
+    if (!memory) throw std::bad_alloc();
+    std::memset(memory, 0, bytes);
+    return Buffer<T>(static_cast<T *>(memory));
+}
+
+class Weights {
+  public:
+    Weights(const Matrix &matrix, const Tile &tile) : matrix(matrix), tile(tile) {
+        num_block_rows = (matrix.rows + matrix.height - 1) / matrix.height;
+        num_k_blocks = std::max<Index>(1, (matrix.columns + tile.k_block - 1) / tile.k_block);
+        const Index num_blocks = matrix.starts[num_block_rows];
+        values = make_buffer<float>(num_blocks * matrix.height * matrix.width);
+        offsets = make_buffer<std::uint16_t>(num_blocks);
+        fill();
+        this->matrix.starts = nullptr, this->matrix.places = nullptr, this->matrix.values = nullptr;  // Python's
+    }
+
+    Piece piece(Index k_block, Index chunk) const {
+        const Place &from = places[chunk * num_k_blocks + k_block], &to = places[chunk * num_k_blocks + k_block + 1];
+        const Index size = matrix.height * matrix.width;
+        return {runs.data() + from.run, runs.data() + to.run, rows.data() + from.row, values.get() + from.block * size,
+                offsets.get() + from.block};
+    }
+
+    Index num_block_rows, num_k_blocks;
+
+  private:
+    struct Place {
+        Index run, row, block;
+    };
+
+    // Chunks have about as many weights each, a row counting as a few on top, since it is begun and ended as well.
+    std::vector<Index> cut_rows() const {
+        constexpr Index extra = 4;
+        const Index total = matrix.starts[num_block_rows] + extra * num_block_rows;
+        std::vector<Index> cuts{0};
+        for (Index chunk = 1, row = 0; chunk < tile.row_chunks; ++chunk) {
+            while (row < num_block_rows && (matrix.starts[row] + extra * row) * tile.row_chunks < total * chunk) ++row;
+            cuts.push_back(row);
+        }
+        cuts.push_back(num_block_rows);
+        return cuts;
+    }
+
+    void fill() {
+        std::vector<Index> next(matrix.starts, matrix.starts + num_block_rows);  // what is not yet copied of each row
+        const std::vector<Index> cuts = cut_rows();
+        Place place{0, 0, 0};
+        for (Index chunk = 0; chunk < tile.row_chunks; ++chunk)
+            for (Index k = 0; k < num_k_blocks; ++k) {
+                places.push_back(place);
+                place = fill_piece(place, k, cuts[chunk], cuts[chunk + 1], next);
+            }
+        places.push_back(place);
+    }
+
+    Place fill_piece(Place place, Index k, Index first, Index last, std::vector<Index> &next) {
+        const Index end = (k + 1) * tile.k_block / matrix.width;
+        const bool is_every_row_due = k == 0 || k == num_k_blocks - 1;  // the bias goes in there, or the result out
+        std::vector<std::pair<std::uint32_t, std::uint32_t>> counted;
+        for (Index row = first; row < last; ++row) {
+            Index stop = next[row];
+            while (stop < matrix.starts[row + 1] && matrix.places[stop] < end) ++stop;
+            const auto count = static_cast<std::uint32_t>(stop - next[row]);
+            if (count || is_every_row_due) counted.emplace_back(count, static_cast<std::uint32_t>(row));
+        }
+        std::sort(counted.begin(), counted.end());
+        const Index old_runs = static_cast<Index>(runs.size());
+        for (const auto &[count, row] : counted) {
+            if (static_cast<Index>(runs.size()) == old_runs || runs.back().count != count) runs.push_back({count, 0});
+            ++runs.back().rows;
+            rows.push_back(row);
+            place.block = copy_row(place.block, next[row], count, k);
+            next[row] += count;
+        }
+        place.run = static_cast<Index>(runs.size()), place.row = static_cast<Index>(rows.size());
+        return place;
+    }
+
+    Index copy_row(Index to, Index from, Index count, Index k) {
+        const Index size = matrix.height * matrix.width, row_floats = Index(tile.vectors) * tile.lanes;
+        std::copy_n(matrix.values + from * size, count * size, values.get() + to * size);
+        for (Index i = 0; i < count; ++i) {
+            const Index row_of_x = Index(matrix.places[from + i]) * matrix.width - k * tile.k_block;
+            offsets[to + i] = static_cast<std::uint16_t>(row_of_x * row_floats);
+        }
+        return to + count;
+    }
+
+    Matrix matrix;
+    Tile tile;
+    std::vector<Run> runs;
+    std::vector<std::uint32_t> rows;
+    std::vector<Place> places;
+    Buffer<float> values;
+    Buffer<std::uint16_t> offsets;
+};
+
+}  // namespace gp

@@ -1,0 +1,169 @@
+"""Where the numbers of a tensor lie, told so finely that changes of shape need no copy.
+
+A dimension is a product of *atoms*, (size, stride) from the outermost to the innermost. Splitting heads off features
+and merging them with the batch, as attention does, only regroups atoms; a tensor of torch, which has one stride for
+each dimension, would have to be copied on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+Atom = tuple[int, int]
+Dimension = tuple[Atom, ...]
+
+
+@dataclass(frozen=True)
+class Strides:
+    """A tensor's place in a buffer."""
+
+    dimensions: tuple[Dimension, ...]
+    offset: int = 0
+
+    @classmethod
+    def contiguous(cls, shape: Sequence[int]) -> Strides:
+        """Row by row.
+
+        >>> Strides.contiguous((2, 3)).torch
+        ((2, 3), (3, 1))
+        """
+        return cls.ordered(shape, range(len(shape)))
+
+    @classmethod
+    def ordered(cls, shape: Sequence[int], order: Sequence[int]) -> Strides:
+        """Dense, with the dimensions in memory in this order, the outermost first."""
+        strides, step = [0] * len(shape), 1
+        for axis in reversed(order):
+            strides[axis], step = step, step * shape[axis]
+        return cls(tuple(_atoms(pair) for pair in zip(shape, strides, strict=True)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(size for size, _ in atoms) for atoms in self.dimensions)
+
+    @property
+    def torch(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Sizes and strides as torch has them; None if it would have to be copied."""
+        merged = [_merged(atoms) for atoms in self.dimensions]
+        if any(len(atoms) > 1 for atoms in merged):
+            return None
+        return self.shape, tuple(atoms[0][1] if atoms else 1 for atoms in merged)
+
+    @property
+    def canonical(self) -> tuple[Dimension, ...]:
+        """The same for all ways to say the same."""
+        return tuple(_merged(atoms) for atoms in self.dimensions)
+
+    def reshape(self, shape: Sequence[int]) -> Strides | None:
+        """As another shape; None where an atom would have to be cut unevenly."""
+        atoms = [atom for dimension in self.dimensions for atom in dimension]
+        found: list[Dimension] = []
+        for size in shape:
+            taken: list[Atom] = []
+            while size > 1:
+                if not atoms:
+                    return None
+                (length, stride), *atoms = atoms
+                if size % length and length % size:
+                    return None
+                if length > size:
+                    inner = length // size
+                    atoms = [(inner, stride), *atoms]
+                    length, stride = size, stride * inner
+                taken.append((length, stride))
+                size //= length
+            found.append(tuple(taken))
+        return None if atoms else replace(self, dimensions=tuple(found))
+
+    def permute(self, order: Sequence[int]) -> Strides:
+        return replace(self, dimensions=tuple(self.dimensions[axis] for axis in order))
+
+    def narrow(self, axis: int, start: int, length: int) -> Strides | None:
+        """Some of a dimension; None where that cuts through several atoms."""
+        merged = _merged(self.dimensions[axis])
+        if length == self.shape[axis]:
+            return self
+        if len(merged) != 1:
+            return None
+        (_, stride) = merged[0]
+        dimensions = list(self.dimensions)
+        dimensions[axis] = _atoms((length, stride))
+        return Strides(tuple(dimensions), self.offset + start * stride)
+
+    def expand(self, shape: Sequence[int]) -> Strides:
+        """Repeat dimensions of size 1, and put new ones in front."""
+        missing = len(shape) - len(self.dimensions)
+        own = ((),) * missing + self.dimensions
+        sizes = (1,) * missing + self.shape
+        dimensions = tuple(
+            ((size, 0),) if had == 1 and size > 1 else atoms for size, had, atoms in zip(shape, sizes, own, strict=True)
+        )
+        return replace(self, dimensions=dimensions)
+
+
+def _atoms(pair: Atom) -> Dimension:
+    return (pair,) if pair[0] != 1 else ()
+
+
+def _merged(atoms: Dimension) -> Dimension:
+    """With neighbours that are one in memory made one."""
+    found: list[Atom] = []
+    for size, stride in atoms:
+        if found and found[-1][1] == size * stride:
+            size *= found.pop()[0]
+        found.append((size, stride))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What a kernel takes: rows of features that lie `step` apart, from `offset` on."""
+
+    rows: int
+    columns: int
+    step: int
+    offset: int
+
+
+def as_matrix(place: Strides, axis: int, *, ordered: bool = False) -> Matrix | None:
+    """The matrix with a row for each feature of `axis`, if that is how the tensor lies.
+
+    All other dimensions are its columns, in any order; with `ordered`, in theirs.
+    """
+    features = _merged(place.dimensions[axis])
+    others = [atom for i, atoms in enumerate(place.dimensions) if i != axis for atom in atoms]
+    columns = math.prod(size for size, _ in others)
+    if len(features) > 1 or not _is_dense(others if ordered else sorted(others, key=lambda atom: -atom[1])):
+        return None
+    step = features[0][1] if features else columns
+    return Matrix(place.shape[axis], columns, step, place.offset) if step >= columns else None
+
+
+def _is_dense(atoms: Sequence[Atom]) -> bool:
+    """Whether atoms, from the outermost on, follow one another without gaps."""
+    step = 1
+    for size, stride in reversed(atoms):
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
+def with_features(place: Strides, axis: int, rows: int) -> Strides:
+    """Where the output of a layer lies whose input lies at `place`: the same columns, other rows, no gaps."""
+    others = math.prod(size for i, size in enumerate(place.shape) if i != axis)
+    dimensions = list(place.dimensions)
+    dimensions[axis] = _atoms((rows, others))
+    return Strides(tuple(dimensions))
+
+
+def feature_major(shape: Sequence[int], axis: int) -> Strides:
+    """Rows of features, all else in its order.
+
+    >>> feature_major((2, 3, 4), 2).torch
+    ((2, 3, 4), (3, 1, 6))
+    """
+    axis %= len(shape)
+    return Strides.ordered(shape, [axis, *(i for i in range(len(shape)) if i != axis)])

@@ -1,0 +1,594 @@
+"""Deployed models give what torch gives, however they are stored, shaped and taken apart."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import growprune as gp
+from growprune.deploy import arena, build, library, measure
+from growprune.deploy.parts import MOST_PLANS, LinearPart, Part
+from growprune.deploy.strides import Strides, as_matrix, feature_major
+from growprune.tasks.classification.resnet import ResNet
+from growprune.tasks.translation import Translation
+
+TOLERANCE = 1e-5
+
+
+def sparse_of(model: nn.Module, sparsity: float = 0.8, **settings: Any) -> gp.SparseModel:
+    """The model in eval mode with random masks, and norms that have seen something."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for tensor, low, high in (
+                (module.running_mean, -0.3, 0.3),
+                (module.running_var, 0.5, 2.0),
+                (module.weight.data, 0.5, 1.5),
+                (module.bias.data, -0.3, 0.3),
+            ):
+                assert tensor is not None
+                tensor.uniform_(low, high)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of small layers
+        sparse = gp.SparseModel(model.eval(), sparsity=sparsity, **settings)
+        sparse.prune(by=gp.By.RANDOM)
+    return sparse
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """The same structure of tensors, as close as sums in another order can be."""
+    (these, spec), (those, expected_spec) = pytree.tree_flatten(found), pytree.tree_flatten(expected)
+    assert spec == expected_spec
+    for a, b in zip(these, those, strict=True):
+        if isinstance(b, Tensor):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            assert (a - b).abs().max() <= TOLERANCE * b.abs().max()
+        else:
+            assert type(a) is type(b)
+
+
+def check(model: nn.Module, example: Any, **options: Any) -> gp.Deployed:
+    """Deploy with random masks; both give the same, twice, and again with other numbers."""
+    sparse = sparse_of(model, **options)
+    deployed = gp.deploy(sparse, example, seconds=0)
+    args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
+    args = args if isinstance(args, tuple) else (args,)
+    for _ in range(2):
+        with torch.no_grad():
+            assert_same(deployed(*args, **kwargs), model(*args, **kwargs))
+        args = tuple(torch.randn_like(x) if x.is_floating_point() else x.flip(-1) for x in args)
+    return deployed
+
+
+def choices(deployed: gp.Deployed) -> set[str]:
+    return {row.choice for row in deployed.table}
+
+
+# Networks of images
+
+
+def test_resnet18_for_small_images() -> None:
+    torch.manual_seed(0)
+    model = ResNet("resnet18", stem="cifar", width=16, num_classes=10)
+    deployed = check(model, torch.randn(2, 3, 16, 16), keep_dense=["conv1", "fc"])
+    assert [row.choice for row in deployed.table].count("sparse") == 19  # four stages of four, and three shortcuts
+    assert deployed.table[0].layer == "conv1" and deployed.table[0].choice == "dense"
+    assert "conv2d" not in deployed.table.in_torch and "batch_norm" not in deployed.table.in_torch
+
+
+def test_resnet_with_bottlenecks_stride_two_and_a_pool() -> None:
+    torch.manual_seed(0)
+    deployed = check(ResNet("resnet50", width=8, num_classes=10), torch.randn(1, 3, 40, 36), pattern="8x1")
+    assert choices(deployed) == {"sparse"} and deployed.table.in_torch == ()
+
+
+class Odd(nn.Module):
+    """Things around convolutions that not every network has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding="same", bias=True)
+        self.norm = nn.BatchNorm2d(16)
+        self.wide = nn.Conv2d(16, 24, (1, 3), stride=(2, 1), padding=(0, 2), dilation=(1, 2))
+        self.grouped = nn.Conv2d(24, 24, 3, groups=4, padding=1)
+        self.last = nn.Conv2d(24, 8, 1)
+        self.head = nn.Linear(8 * 4, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        x = F.relu_(self.norm(F.gelu(self.first(x))))  # a norm that nothing can be folded to
+        y = F.leaky_relu(self.wide(x), 0.1)
+        y = F.avg_pool2d(y, 3, stride=2, padding=1)
+        z = self.last(torch.cat([self.grouped(y)[:, :12], y[:, 12:]], 1))
+        z += z * 0.5
+        pooled = F.adaptive_avg_pool2d(F.pad(z, (0, z.shape[3] % 2, 0, z.shape[2] % 2)), 2)
+        return self.head(pooled.flatten(1)), {"z": z, "y": y}
+
+
+def test_layers_among_operations_that_stay_in_torch() -> None:
+    torch.manual_seed(0)
+    deployed = check(Odd(), torch.randn(2, 3, 13, 11))
+    assert {"conv2d", "cat", "batch_norm"} <= set(deployed.table.in_torch)
+    assert {row.layer: row.choice for row in deployed.table} == {
+        "first": "sparse",
+        "wide": "sparse",
+        "grouped": "torch",
+        "last": "sparse",
+        "head": "sparse",
+    }
+
+
+@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
+@given(data=st.data())
+def test_random_networks_of_convolutions(data: st.DataObject) -> None:
+    """Random channels, kernels, strides, norms, activations, pools and shortcuts."""
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    channels, layers = 3, []
+    for _ in range(data.draw(st.integers(1, 4))):
+        width, kernel = data.draw(st.sampled_from([1, 5, 8, 16, 19])), data.draw(st.sampled_from([1, 2, 3]))
+        stride, padding = data.draw(st.integers(1, 2)), data.draw(st.integers(0, 1))
+        layers += [nn.Conv2d(channels, width, kernel, stride, padding, bias=data.draw(st.booleans()))]
+        layers += [nn.BatchNorm2d(width)] * data.draw(st.booleans())
+        layers += [data.draw(st.sampled_from([nn.ReLU(inplace=True), nn.GELU(), nn.Sigmoid(), nn.Identity()]))]
+        layers += [nn.MaxPool2d(2, 1, 1)] * data.draw(st.booleans())
+        if stride == 1 and kernel == 3 and padding == 1:
+            layers += [Shortcut(nn.Conv2d(width, width, 3, padding=1))]
+        channels = width
+    model = nn.Sequential(*layers)
+    if all(len(p) < 2 for p in model.parameters()):
+        return
+    size = data.draw(st.integers(12, 17))
+    check(
+        model, torch.randn(data.draw(st.integers(1, 3)), 3, size, size), sparsity=data.draw(st.sampled_from([0.5, 0.9]))
+    )
+
+
+class Shortcut(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.inner(x))
+
+
+# Transformers
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize(("batch_first", "activation"), [(True, "relu"), (False, "gelu")])
+def test_an_encoder_of_torch(norm_first: bool, batch_first: bool, activation: Any) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.1, activation, batch_first=batch_first, norm_first=norm_first)
+    deployed = check(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(3, 7, 32))
+    assert choices(deployed) == {"sparse"}
+    assert set(deployed.table.in_torch) <= {"layer_norm"}  # the first, if it comes before any layer
+
+
+def test_attention_with_masks() -> None:
+    """A padding mask of booleans, an additive one, and none but causal; a row that may look nowhere is zero."""
+    torch.manual_seed(0)
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, v = (f(x).unflatten(2, (4, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            causal = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+            return self.out(found.transpose(1, 2).flatten(2)), causal
+
+    model, x = Attention(), torch.randn(2, 5, 16)
+    sparse = sparse_of(model)
+    mask = torch.rand(2, 1, 5, 5) < 0.6
+    mask[1, 0, 2] = False
+    for given_mask in (mask, torch.randn(2, 4, 5, 5), torch.randn(5, 5)):
+        deployed = gp.deploy(sparse, (x, given_mask), seconds=0)
+        with torch.no_grad():
+            assert_same(deployed(x, given_mask), model(x, given_mask))
+        assert deployed.table.in_torch == ()
+
+
+def translation() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    task = Translation(vocab_size=50, d_model=32, ffn=64, heads=4, encoder_layers=2, decoder_layers=2)
+    torch.manual_seed(0)
+    source, target = torch.randint(4, 50, (3, 9)), torch.randint(4, 50, (3, 6))
+    source[1, 6:] = 0  # padding
+    return task.build_model(), (source, target)
+
+
+def test_our_translation_transformer() -> None:
+    model, example = translation()
+    deployed = check(model, example)
+    assert len(deployed.table) == 2 * 6 + 2 * 10 and choices(deployed) == {"sparse"}
+
+
+def test_a_translation_layer_by_layer() -> None:
+    """By its layers it has its own methods, which beam search uses, at any length."""
+    from growprune.tasks.translation.search import beam_search
+
+    model, (source, _) = translation()
+    sparse = sparse_of(model)
+    deployed = gp.deploy(sparse, (source, source), seconds=0, whole=False)
+    options: dict[str, Any] = {"beam": 2, "length_penalty": 1.0, "max_length": 12, "num_pieces": 50}
+    found = beam_search(deployed.module, source, **options)  # type: ignore[arg-type]
+    assert torch.equal(found, beam_search(model, source, **options))  # type: ignore[arg-type]
+    assert sum(isinstance(module, LinearPart) for module in deployed.modules()) == 32
+
+
+def test_gpt2_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2Model(config)
+    ids = torch.randint(0, 50, (2, 8))
+    deployed = check(model, {"input_ids": ids, "use_cache": False})
+    assert len(deployed.table) == 8 and choices(deployed) == {"sparse"}
+
+
+def test_a_model_that_cannot_be_traced_is_deployed_part_by_part() -> None:
+    """With its cache, which is no tensor, only parts of GPT-2 can be: all its layers."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
+    model, ids = transformers.GPT2Model(config), torch.randint(0, 50, (2, 8))
+    deployed = gp.deploy(sparse_of(model), ids, seconds=0)
+    with torch.no_grad():
+        assert_same(deployed(ids).last_hidden_state, model(ids).last_hidden_state)
+    assert type(deployed.module) is type(model) and len(deployed.table) == 8 and choices(deployed) == {"sparse"}
+    assert deployed.table.in_torch[0].startswith("GPT2Model as a whole (")
+    assert isinstance(deployed.module.h[0].mlp, Part)  # type: ignore[index, union-attr]
+
+
+def test_bert_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes))
+    check(model, torch.randint(0, 50, (2, 8)))
+
+
+# Storage, files and folders
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(4, 16, 3), nn.BatchNorm2d(16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("pattern", ["unstructured", "1x8", "8x1", "2:4"])
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_storages_and_patterns(storage: str, pattern: str) -> None:
+    torch.manual_seed(0)
+    deployed = check(Small(), torch.randn(2, 4, 8, 8), storage=storage, pattern=pattern)
+    assert choices(deployed) == {"sparse"}
+
+
+def test_the_model_is_left_as_it_is() -> None:
+    torch.manual_seed(0)
+    model, x = Small(), torch.randn(2, 4, 8, 8)
+    sparse = sparse_of(model, storage="compact")
+    model.train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kind = type(model.conv)
+    deployed = gp.deploy(sparse, x, seconds=0)
+    assert model.training and type(model.conv) is kind
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    model.eval()
+    with torch.no_grad():
+        assert_same(deployed(x), model(x))
+    assert sum(p.untyped_storage().nbytes() for p in deployed._made.skeleton.module.conv.parameters()) < 200
+
+
+def test_a_plain_model_with_zeros_in_blocks_runs_in_blocks() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)), torch.randn(4, 32)
+    sparse_of(model, pattern="8x1").to_dense_()
+    deployed = gp.deploy(model, x, seconds=0)
+    assert {matrix.height for matrix in deployed._made.skeleton.matrices.values()} == {8}
+    with torch.no_grad():
+        assert_same(deployed(x), model(x))
+
+
+def test_a_sparse_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Small(), torch.randn(2, 4, 8, 8)
+    gp.save(sparse_of(model), tmp_path / "model.safetensors")
+    deployed = gp.deploy(tmp_path / "model.safetensors", x, into=Small().eval(), seconds=0)
+    with torch.no_grad():
+        assert_same(deployed(x), model(x))
+    with pytest.raises(gp.GrowpruneError, match="no code"):
+        gp.deploy(tmp_path / "model.safetensors", x)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_saved_and_loaded_it_gives_the_same_bits(tmp_path: Path, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = translation()
+    monkeypatch.setattr("growprune.deploy.deployed._milliseconds", lambda *_: (1.0, 2.0))
+    taken = iter([[2e-3, 1e-3], [1e-3, 2e-3]] * 50)
+    monkeypatch.setattr(measure, "_quickest", lambda *_: next(taken))  # some layers sparse, some dense
+    deployed = gp.deploy(sparse_of(model, storage="compact"), example, seconds=0.2, whole=whole)
+    deployed.save(tmp_path / "out")
+    loaded = gp.load_deployed(tmp_path / "out", translation()[0])
+    assert torch.equal(loaded(*example), deployed(*example))
+    assert loaded.table == deployed.table
+    assert str(loaded.table) == str(deployed.table)
+
+
+def test_a_folder_of_another_machine_is_measured_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Small(), torch.randn(2, 4, 8, 8)
+    gp.deploy(sparse_of(model), x, seconds=0).save(tmp_path)
+    about = json.loads((tmp_path / "deployed.json").read_text())
+    about["machine"]["cpu"] = "another"
+    (tmp_path / "deployed.json").write_text(json.dumps(about))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "deployed, the model takes")
+        loaded = gp.load_deployed(tmp_path, Small(), seconds=0.05)
+    assert all(row.dense_ms is not None for row in loaded.table)
+    with torch.no_grad():
+        assert_same(loaded(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is damaged"),
+        ('{"format": 2}', "has format 2, this growprune reads 1"),
+        ('{"format": 1}', "is damaged"),
+        ('{"format": 1, "example": [{"tensor": 3}, {"dict": {}}]}', "is damaged"),
+    ],
+)
+def test_a_damaged_folder_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    gp.deploy(sparse_of(Small()), torch.randn(1, 4, 8, 8), seconds=0).save(tmp_path)
+    (tmp_path / "deployed.json").write_text(text)
+    with pytest.raises(gp.GrowpruneError, match=message):
+        gp.load_deployed(tmp_path, Small())
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(gp.GrowpruneError, match="holds no deployed model"):
+        gp.load_deployed(tmp_path, Small())
+
+
+# Inputs
+
+
+def test_inputs_of_other_shapes_get_plans_of_their_own_which_is_said_once() -> None:
+    torch.manual_seed(0)
+    model = Small()
+    deployed = gp.deploy(sparse_of(model), torch.randn(1, 4, 8, 8), seconds=0)
+    shapes = [(batch, 4, size, 9) for batch in (2, 5) for size in range(4, 9)]
+    with pytest.warns(UserWarning, match="deployed for other inputs") as said, torch.no_grad():
+        for shape in [*shapes, (1, 4, 8, 8)]:
+            x = torch.randn(shape)
+            assert_same(deployed(x), model(x))
+    assert len(said) == 1
+    assert len(deployed.module._plans) == MOST_PLANS  # type: ignore[arg-type]
+
+
+def test_more_threads_give_the_same() -> None:
+    torch.manual_seed(0)
+    model, x = Small(), torch.randn(2, 4, 8, 8)
+    deployed = gp.deploy(sparse_of(model), x, seconds=0)
+    torch.set_num_threads(2)
+    try:
+        with pytest.warns(UserWarning, match="other inputs"), torch.no_grad():
+            assert_same(deployed(x), model(x))
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_what_was_returned_is_not_overwritten_by_the_next_call() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Flatten(0)), torch.randn(4, 16)
+    deployed = gp.deploy(sparse_of(model), x, seconds=0)
+    first = deployed(x)
+    kept = first.clone()
+    deployed(torch.randn(4, 16))
+    assert torch.equal(first, kept)
+
+
+class Every(nn.Module):
+    """Keeps a view, which torch makes of what a layer gave, while other layers use the memory again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        view = x[:, ::2]
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return view + x[:, 1::2]
+
+
+def test_a_view_that_torch_makes_outlives_the_memory_it_was_of() -> None:
+    torch.manual_seed(0)
+    assert set(check(Every(), torch.randn(8, 16)).table.in_torch) <= {"add"}
+
+
+# What stays in torch
+
+
+def test_a_model_with_nothing_sparse_works_and_says_so(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Small().eval(), torch.randn(2, 4, 8, 8)
+    with pytest.warns(UserWarning, match="no sparse weights"):
+        deployed = gp.deploy(model, x)
+    with torch.no_grad():
+        assert torch.equal(deployed(x), model(x))
+    assert deployed.is_in_torch and len(deployed.table) == 0
+    deployed.save(tmp_path)
+    with pytest.warns(UserWarning, match="no sparse weights"):
+        assert torch.equal(gp.load_deployed(tmp_path, Small())(x), deployed(x))
+
+
+class Branches(nn.Module):
+    """Looks at its data, which no tracer can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(16, 16), nn.ReLU()), nn.Linear(16, 16)
+        self.odd = nn.Bilinear(4, 4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(y) if y.sum() > 0 else self.odd(y[:, :4], x[:, :4])  # type: ignore[no-any-return]
+
+
+def test_what_cannot_be_run_stays_in_torch_and_is_listed() -> None:
+    torch.manual_seed(0)
+    model, x = Branches(), torch.randn(3, 16)
+    deployed = gp.deploy(sparse_of(model), x, seconds=0)
+    for inputs in (x, -10 * x, torch.zeros(3, 16) - 5):
+        with torch.no_grad():
+            assert_same(deployed(inputs), model(inputs))
+    assert {row.layer: row.choice for row in deployed.table} == {
+        "first.0": "sparse",
+        "second": "sparse",
+        "odd": "torch",
+    }
+    assert "Branches as a whole" in str(deployed.table)
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        y[:, :4].mul_(2)  # through a view
+        return y
+
+
+def test_an_operation_that_writes_through_a_view_is_not_taken_for_another() -> None:
+    torch.manual_seed(0)
+    deployed = check(Writes(), torch.randn(3, 8))
+    assert deployed.table.in_torch[0].startswith("Writes as a whole")
+
+
+def test_a_model_that_torch_runs_faster_stays_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Small(), torch.randn(2, 4, 8, 8)
+    sparse = sparse_of(model)
+    monkeypatch.setattr("growprune.deploy.deployed._milliseconds", lambda *_: (2.0, 1.0))
+    with pytest.warns(UserWarning, match="takes 2 ms, and in torch 1 ms: it stays in torch"):
+        deployed = gp.deploy(sparse, x, seconds=0.01)
+    assert deployed.is_in_torch
+    with torch.no_grad():
+        assert_same(deployed(x), model(x))
+
+
+def test_the_faster_of_both_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what was measured, and by nothing else."""
+    torch.manual_seed(0)
+    sparse = sparse_of(Small())
+    monkeypatch.setattr("growprune.deploy.deployed._milliseconds", lambda *_: (1.0, 2.0))
+    for taken, choice in (([2e-3, 1e-3], "sparse"), ([1e-3, 2e-3], "dense")):
+        monkeypatch.setattr(measure, "_quickest", lambda *_, taken=taken: list(taken))
+        deployed = gp.deploy(sparse, torch.randn(2, 4, 8, 8), seconds=0.01)
+        assert [row.choice for row in deployed.table] == [choice, choice]
+        assert deployed.table[0].dense_ms == 1e3 * taken[0] and deployed.table[0].sparse_ms == 1e3 * taken[1]
+
+
+def test_without_a_compiler_it_runs_on_torch_which_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), Small0()), torch.randn(4, 64)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "_loaded", [])
+    library.library.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="no C\\+\\+ compiler was found") as said:
+            deployed = check(model, x, sparsity=0.95)
+        assert len(said) == 1
+    finally:
+        library.library.cache_clear()
+    assert {row.layer: row.choice for row in deployed.table} == {"0": "sparse", "2.conv": "dense"}
+
+
+class Small0(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.unflatten(1, (1, 8, 8)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (3, {}, "deploy was given a int"),
+        (nn.Linear(2, 2), {"device": "cuda"}, "device is 'cuda'"),
+        (nn.Linear(2, 2, device="meta"), {}, "not on the CPU"),
+    ],
+)
+def test_what_cannot_be_deployed_is_refused(model: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(gp.GrowpruneError, match=message):
+        gp.deploy(model, torch.randn(2, 2), **options)
+
+
+# Places in memory
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_places_are_where_torch_has_its_views(shape: list[int], data: st.DataObject) -> None:
+    """Permuted, reshaped and cut, a tensor has the numbers that torch's has."""
+    numbers = torch.arange(torch.Size(shape).numel())
+    place, tensor = Strides.contiguous(shape), numbers.view(shape)
+    for _ in range(3):
+        order = data.draw(st.permutations(range(tensor.dim())))
+        place, tensor = place.permute(order), tensor.permute(order)
+        flat = data.draw(st.booleans())
+        wanted = [tensor.numel()] if flat else data.draw(st.permutations(list(tensor.shape)))
+        if (found := place.reshape(wanted)) is not None:
+            place, tensor = found, tensor.reshape(wanted)
+        axis = data.draw(st.integers(0, tensor.dim() - 1))
+        start = data.draw(st.integers(0, tensor.shape[axis] - 1))
+        if (found := place.narrow(axis, start, tensor.shape[axis] - start)) is not None:
+            place, tensor = found, tensor.narrow(axis, start, tensor.shape[axis] - start)
+    atoms = place.reshape([size for dimension in place.dimensions for size, _ in dimension])
+    assert atoms is not None and atoms.torch is not None
+    assert torch.equal(numbers.as_strided(*atoms.torch, atoms.offset).reshape(tensor.shape), tensor)
+    assert place.shape == tuple(tensor.shape)
+
+
+def test_heads_are_split_off_features_and_merged_with_the_batch_without_a_copy() -> None:
+    place = feature_major((2, 3, 8), 2)  # batch, tokens, features
+    heads = place.reshape((2, 3, 4, 2))
+    assert heads is not None
+    merged = heads.permute((0, 2, 1, 3)).reshape((8, 3, 2))
+    assert merged is not None and merged.torch is None and merged.canonical[0] == ((2, 3), (4, 12))
+    matrix = as_matrix(place, 2)
+    assert matrix is not None and (matrix.rows, matrix.columns, matrix.step) == (8, 6, 6)
+    assert as_matrix(place.permute((1, 0, 2)), 2) == matrix  # a layer does not care in which order its columns are
+    assert as_matrix(place.permute((1, 0, 2)), 2, ordered=True) is None  # but a convolution does
+
+
+@given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 9), st.integers(0, 5)), max_size=12))
+def test_buffers_that_are_needed_at_once_never_overlap(buffers: list[tuple[int, int, int]]) -> None:
+    sizes, spans = [size for size, _, _ in buffers], [(first, first + length) for _, first, length in buffers]
+    offsets, total = arena.assign(sizes, spans)
+    for i in range(len(buffers)):
+        assert offsets[i] % 16 == 0 and offsets[i] + sizes[i] <= total
+        for j in range(i):
+            meets = spans[i][0] <= spans[j][1] and spans[j][0] <= spans[i][1]
+            apart = offsets[i] + sizes[i] <= offsets[j] or offsets[j] + sizes[j] <= offsets[i]
+            assert apart or not meets
