@@ -48,7 +48,7 @@ class BitmaskMatrix:
         rank = first[:, :, None] + bits.cumsum(2) - bits
         padded = torch.cat([self.values, self.values.new_zeros(1)])
         dense = torch.where(bits == 1, padded[rank.clamp(max=self.num_alive)], 0)
-        return dense.view(self.rows, -1)[:, : self.columns].contiguous()
+        return dense.view(self.rows, marks.shape[1] * 8)[:, : self.columns].contiguous()
 
 
 def bitmask_matrix(entries: Entries) -> BitmaskMatrix:
@@ -68,7 +68,7 @@ def bitmask_matrix(entries: Entries) -> BitmaskMatrix:
         rows=entries.rows,
         columns=entries.columns,
         num_alive=entries.values.numel(),
-        marks=(bits + before.view(-1).to(torch.int32) * 256).to(torch.int16).view(entries.rows, -1),
-        starts=(ends - counts.sum(1)).to(torch.int32).view(entries.rows, -1),
+        marks=(bits + before.view(-1).to(torch.int32) * 256).to(torch.int16).view(entries.rows, segments * OCTETS),
+        starts=(ends - counts.sum(1)).to(torch.int32).view(entries.rows, segments),
         values=entries.values,
     )
