@@ -41,8 +41,15 @@ from growprune.deploy.cuda.products import BitmaskTile, LaneTile, Matrix, Tile
 
 SHAPES = ((4096, 4096), (8192, 8192), (28672, 8192), (8192, 28672))
 SPARSITIES, BATCHES = (0.7, 0.8, 0.9, 0.95), (1, 4, 8, 16)
-LANE_KNOBS = {"lanes": (8, 16, 32), "warps": (1, 2, 4, 8), "steps": (1, 2, 4), "is_ahead": (True, False)}
-BITMASK_KNOBS = {"rows": (16, 32, 64), "columns": (64, 128, 256), "warps": (2, 4, 8), "stages": (1, 2, 3, 4)}
+LANE_KNOBS = {
+    "width": (16, 32, 64, 128),
+    "steps": (1, 2, 4),
+    "is_ahead": (True, False),
+    "warps": (2, 4, 8),
+    "lanes": (8, 16, 32),
+    "split": (0, 1, 2, 4),
+}
+BITMASK_KNOBS = {"rows": (16, 32, 64, 128), "columns": (64, 128, 256), "warps": (2, 4, 8), "stages": (1, 2, 3, 4)}
 KNOBS: dict[str, dict[str, tuple[Any, ...]]] = {
     "offsets": LANE_KNOBS,
     "columns": LANE_KNOBS,
@@ -138,8 +145,9 @@ def prepared(kind: str, entries: Entries, batch: int, tuned: list[Any]) -> tuple
     alike = [case for case in tuned if case["kind"] == kind]
     if not alike:
         return FORMATS[kind](entries), tuple(TILES[kind])
-    case = min(alike, key=lambda c: (abs(c["sparsity"] - entries.sparsity) > 0.1, abs(c["batch"] - batch)))
-    return made(kind, entries, case["best"])
+    case = min(alike, key=lambda c: (abs(c["batch"] - batch), abs(c["sparsity"] - entries.sparsity)))
+    matrix, tiles = made(kind, entries, case["best"])
+    return matrix, (*tiles, *TILES[kind])
 
 
 def made(kind: str, entries: Entries, knobs: dict[str, Any]) -> tuple[Matrix, tuple[Tile, ...]]:
@@ -220,7 +228,7 @@ def climb(
 ) -> Iterator[tuple[tuple[tuple[str, Any], ...], float]]:
     """One knob at a time, from the usual tile on, until nothing helps or time is up."""
     start: Tile = TILES[kind][0]
-    knobs = {name: getattr(start, name, 16) for name in KNOBS[kind]}
+    knobs = {name: getattr(start, name, 16) for name in KNOBS[kind]}  # lanes are no knob of a tile, but 16
     end, seen, best = time.monotonic() + seconds, {}, None
     improves = True
     while improves and time.monotonic() < end:

@@ -42,8 +42,8 @@ MAKERS: dict[str, Callable[[Entries], Matrix]] = {
     "bitmask": bitmask_matrix,
 }
 TILES: dict[str, tuple[Tile, ...]] = {
-    "columns": (LaneTile(1, 2, True), LaneTile(2, 1, False, split=1)),
-    "offsets": (LaneTile(1, 1, True, split=1), LaneTile(4, 2, False, split=3)),
+    "columns": (LaneTile(1, 16, 2, True), LaneTile(2, 64, 1, False, split=1)),
+    "offsets": (LaneTile(1, 8, 1, True, split=1), LaneTile(4, 32, 2, False, split=3)),
     "bitmask": (BitmaskTile(16, 64, 2, 1), BitmaskTile(32, 256, 4, 3, split=2)),
 }
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}

@@ -17,7 +17,7 @@ from growprune.deploy.cuda.linear import DenseLinear, SparseLinear, semi_structu
 from growprune.deploy.cuda.products import BitmaskTile, LaneTile, Matrix, Tile
 from growprune.deploy.cuda.timing import BEYOND_CACHE, microseconds
 
-LANE_TILES = (LaneTile(4, 2, True), LaneTile(4, 1, True), LaneTile(8, 1, False), LaneTile(4, 4, False))
+LANE_TILES = (LaneTile(4, 32, 2), LaneTile(4, 16, 2), LaneTile(4, 32, 4, False), LaneTile(4, 128, 1, False))
 BITMASK_TILES = (BitmaskTile(32, 128, 4, 3), BitmaskTile(16, 256, 4, 1), BitmaskTile(64, 64, 4, 3))
 """Tiles worth a try, the likeliest first."""
 FEW_ALIVE = 0.07

@@ -29,13 +29,14 @@ class LaneTile:
     """How a program goes about a `LaneMatrix`."""
 
     warps: int = 4
-    """A program has as many rows as these have lanes for."""
+    width: int = 32
+    """Threads that share a row; a program has as many rows as its warps have threads for."""
     steps: int = 2
-    """Slabs whose loads are started together."""
+    """Units of a thread whose loads are started together."""
     is_ahead: bool = True
-    """Whether the next slabs are loaded while these are worked on."""
+    """Whether the next units are loaded while these are worked on."""
     split: int = 0
-    """Programs that share the columns of a row; 0: as many as fill the GPU."""
+    """Programs that share the columns of a row; 0: as many as fill the GPU, and keep x in the first-level cache."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ Tile = LaneTile | BitmaskTile
 
 ENOUGH_PROGRAMS = 264
 """Two for each multiprocessor of an H200; with fewer, the columns are split."""
+MOST_INTERLEAVED = 8
+"""Samples of which one load brings a column; the matrix is read once for each so many."""
+NEAR_BYTES = 160 << 10
+"""Of x, that stay in the first-level cache of an H200, which has 256 KB."""
 
 
 def product(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
@@ -73,18 +78,22 @@ def product(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
 
 def _lane_product(kernels: ModuleType, matrix: LaneMatrix, x: Tensor, tile: LaneTile) -> Tensor:
     batch = len(x)
-    width = 1 << (batch - 1).bit_length()
-    inputs = x if width == 1 else _interleave(kernels, x, width)
-    rows = max(1, tile.warps * 32 // matrix.lanes)
+    together = min(MOST_INTERLEAVED, 1 << (batch - 1).bit_length())
+    inputs = x if batch == 1 else _interleave(kernels, x, together)
+    width = min(tile.width, tile.warps * 32)
+    rows = tile.warps * 32 // width
     programs, slabs = -(-matrix.rows // rows), -(-matrix.most_units // matrix.lanes)
-    split = _split(tile.split, programs, slabs)
+    parts = -(-matrix.columns * together * x.element_size() // NEAR_BYTES)
+    split = _split(tile.split, programs, slabs, parts)
     share = max(1, -(-slabs // split)) * matrix.lanes
     out = _output(x, split, matrix.rows)
     bases = matrix.index if matrix.bases is None else matrix.bases
     tensors = (inputs, matrix.index, bases, matrix.values)
     rest = (matrix.unit_starts, matrix.slab_starts, matrix.order, out)
-    sizes = (matrix.rows, batch, share, width, matrix.bases is not None, matrix.lanes, rows, tile.steps, tile.is_ahead)
-    _launch(kernels._lanes_kernel, (programs, split, 1), (*tensors, *rest), sizes, tile.warps)
+    numbers = (matrix.rows, matrix.columns, batch, share, together, matrix.bases is not None)
+    sizes = (*numbers, matrix.lanes, width, rows, tile.steps, tile.is_ahead)
+    grid = (programs, split, -(-batch // together))
+    _launch(kernels._lanes_kernel, grid, (*tensors, *rest), sizes, tile.warps)
     return _added_up(kernels, out, x)
 
 
@@ -100,16 +109,17 @@ def _bitmask_product(kernels: ModuleType, matrix: BitmaskMatrix, x: Tensor, tile
     return _added_up(kernels, out, x)
 
 
-def _interleave(kernels: ModuleType, x: Tensor, width: int) -> Tensor:
+def _interleave(kernels: ModuleType, x: Tensor, together: int) -> Tensor:
     batch, columns = x.shape
-    out = torch.empty(columns, width, dtype=x.dtype, device=x.device)
-    block = 128
-    _launch(kernels._interleave_kernel, (-(-columns // block), 1, 1), (x, out), (batch, columns, width, block), 4)
+    rounds, block = -(-batch // together), 128
+    out = torch.empty(rounds, columns, together, dtype=x.dtype, device=x.device)
+    grid = (-(-columns // block), rounds, 1)
+    _launch(kernels._interleave_kernel, grid, (x, out), (batch, columns, together, block), 4)
     return out
 
 
-def _split(asked: int, programs: int, most: int) -> int:
-    wanted = asked or -(-ENOUGH_PROGRAMS // programs)
+def _split(asked: int, programs: int, most: int, least: int = 1) -> int:
+    wanted = asked or max(least, -(-ENOUGH_PROGRAMS // programs))
     return max(1, min(wanted, most, 16))
 
 

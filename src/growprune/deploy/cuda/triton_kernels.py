@@ -3,12 +3,13 @@
 # Triton has no types, and what a kernel takes is none of Python's
 """Products with few columns, in Triton: sums are in float32, in one order for each matrix and batch, without atomics.
 
-`_lanes_kernel`: a program takes a few rows, a lane one unit of a slab at a time. All tensors are (lanes, rows) with one
+`_lanes_kernel`: a program takes a few rows, a thread one unit at a time. All tensors are (threads, rows) with one
 element a thread, or have one more dimension that lies within a thread. (Where nothing else decides, Triton gives
-neighbouring threads neighbours of the first dimension.) So nothing but the sum over lanes at the end goes from thread
-to thread, and all loads of a unit are 8 or 16 bytes. Loads are written before what uses them, or the assembler would
-let each wait for the one before. x is read through the first-level cache, in which it stays: weights are marked to be
-evicted first. For batches, x is (columns, batch), so that one load brings up to eight inputs.
+neighbouring threads neighbours of the first dimension.) So nothing but the sum at the end goes from thread to thread,
+and all loads of a unit are 8 or 16 bytes. Loads are written before what uses them, or the assembler would let each wait
+for the one before. x is read through the first-level cache, in which it stays: weights are marked to be evicted first.
+For batches, x is (columns, batch), so that one load brings up to eight inputs. With more samples, or columns, than that
+cache has room for, all programs of a part come before those of the next.
 
 `_bitmask_kernel`: a program makes dense tiles of a few rows, and multiplies them with x on the tensor cores.
 
@@ -32,11 +33,13 @@ def _lanes_kernel(
     order,
     out,
     num_rows,
+    num_columns,
     batch,
     split_units,
     BATCH: tl.constexpr,
     OFFSETS: tl.constexpr,
     LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -46,18 +49,19 @@ def _lanes_kernel(
     first = tl.load(unit_starts + row, mask=exists, other=0)
     slab = tl.load(slab_starts + row, mask=exists, other=0)
     count = tl.load(unit_starts + row + 1, mask=exists, other=0) - first
+    place = tl.load(order + row, mask=exists, other=0)
     begin = tl.program_id(1) * split_units
     count = tl.minimum(count, begin + split_units)
-    sums = _nothing(ROWS, LANES, BATCH if BATCH < 8 else 8)
-    more_sums = _nothing(ROWS, LANES, 8) if BATCH == 16 else sums
+    x += tl.program_id(2) * num_columns * BATCH
+    sums = tl.zeros([WIDTH, ROWS] if BATCH == 1 else [WIDTH, ROWS, BATCH], tl.float32)
     if AHEAD:
-        ahead = _fetch(index, bases, values, first, slab, count, begin, OFFSETS, LANES, STEPS)
-    for unit in range(begin, tl.max(count, 0), LANES * STEPS):
+        ahead = _fetch(index, bases, values, first, slab, count, begin, OFFSETS, LANES, WIDTH, STEPS)
+    for unit in range(begin, tl.max(count, 0), WIDTH * STEPS):
         if AHEAD:
             loaded = ahead  # what comes next is on its way while this is worked on
-            ahead = _fetch(index, bases, values, first, slab, count, unit + LANES * STEPS, OFFSETS, LANES, STEPS)
+            ahead = _fetch(index, bases, values, first, slab, count, unit + WIDTH * STEPS, OFFSETS, LANES, WIDTH, STEPS)
         else:
-            loaded = _fetch(index, bases, values, first, slab, count, unit, OFFSETS, LANES, STEPS)
+            loaded = _fetch(index, bases, values, first, slab, count, unit, OFFSETS, LANES, WIDTH, STEPS)
         for step in tl.static_range(STEPS):
             base, columns, weights = loaded[step]
             inputs = ()
@@ -65,38 +69,37 @@ def _lanes_kernel(
                 inputs = inputs + (_inputs(x, _column(base, columns, run, OFFSETS), BATCH),)
             for run in tl.static_range(8):
                 weight = _weight(weights, run, values.dtype.element_ty)
-                if BATCH == 1:
-                    sums += weight * inputs[run][0].to(tl.float32)
-                else:
-                    sums += weight[:, :, None] * inputs[run][0].to(tl.float32)
-                    if BATCH == 16:
-                        more_sums += weight[:, :, None] * inputs[run][1].to(tl.float32)
-    out += tl.program_id(1).to(tl.int64) * batch * num_rows + tl.load(order + row, mask=exists, other=0)
+                sums += (weight if BATCH == 1 else weight[:, :, None]) * inputs[run].to(tl.float32)
+    total = tl.sum(sums, 0).to(out.dtype.element_ty)
+    out += tl.program_id(1).to(tl.int64) * batch * num_rows + place
     if BATCH == 1:
-        tl.store(out, tl.sum(sums, 0).to(out.dtype.element_ty), mask=exists)
+        tl.store(out, total, mask=exists)
     else:
-        _store(out, sums, exists, num_rows, batch, 0, BATCH if BATCH < 8 else 8)
-        if BATCH == 16:
-            _store(out, more_sums, exists, num_rows, batch, 8, 8)
-
-
-@triton.jit
-def _nothing(ROWS: tl.constexpr, LANES: tl.constexpr, BATCH: tl.constexpr):
-    return tl.zeros([LANES, ROWS] if BATCH == 1 else [LANES, ROWS, BATCH], tl.float32)
+        sample = tl.program_id(2) * BATCH + tl.arange(0, BATCH)[None, :]
+        tl.store(out[:, None] + sample * num_rows, total, mask=exists[:, None] & (sample < batch))
 
 
 @triton.jit
 def _fetch(
-    index, bases, values, first, slab, count, unit, OFFSETS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr
+    index,
+    bases,
+    values,
+    first,
+    slab,
+    count,
+    unit,
+    OFFSETS: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    """What lanes need of the next slabs: of each, first columns, columns or offsets, and values, as 64-bit words."""
+    """What threads need of their next units: first columns, columns or offsets, and values, as 64-bit words."""
     loaded = ()
     for step in tl.static_range(STEPS):
-        at = unit + step * LANES
-        lane = at + tl.arange(0, LANES)[:, None]
-        place, is_live = first[None, :] + lane, lane < count[None, :]
+        mine = unit + step * WIDTH + tl.arange(0, WIDTH)[:, None]
+        place, is_live = first[None, :] + mine, mine < count[None, :]
         if OFFSETS:
-            base = _pair(bases, tl.where(is_live, (slab + at // LANES)[None, :], 0), is_live, 2, 0)
+            base = _pair(bases, tl.where(is_live, slab[None, :] + mine // LANES, 0), is_live, 2, 0)
             columns = _octet(index, place, is_live)
         else:
             base = (0, 0)
@@ -156,22 +159,9 @@ def _half(words, RUN: tl.constexpr):
 
 @triton.jit
 def _inputs(x, column, BATCH: tl.constexpr):
-    """The inputs of one column: one, or up to eight that are loaded as one, or twice as many."""
-    if BATCH == 1:
-        found = (tl.load(x + column, eviction_policy="evict_last"),)
-    else:
-        at = column[:, :, None] * BATCH + tl.arange(0, BATCH if BATCH < 8 else 8)[None, None, :]
-        found = (tl.load(x + at, eviction_policy="evict_last"),)
-        if BATCH == 16:
-            found = found + (tl.load(x + at + 8, eviction_policy="evict_last"),)
-    return found
-
-
-@triton.jit
-def _store(out, sums, exists, num_rows, batch, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    sample = FIRST + tl.arange(0, WIDTH)[None, :]
-    total = tl.sum(sums, 0).to(out.dtype.element_ty)
-    tl.store(out[:, None] + sample * num_rows, total, mask=exists[:, None] & (sample < batch))
+    """The inputs of one column: one, or up to eight that are loaded as one."""
+    at = column if BATCH == 1 else column[:, :, None] * BATCH + tl.arange(0, BATCH)[None, None, :]
+    return tl.load(x + at, eviction_policy="evict_last")
 
 
 @triton.jit
@@ -232,12 +222,16 @@ def _tile(values, mark, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _interleave_kernel(x, out, batch, num_columns, BATCH: tl.constexpr, BLOCK: tl.constexpr):
-    """(batch, columns) to (columns, BATCH), so that one load brings all of a column; zeros where there is no sample."""
+    """(batch, columns) to (columns, BATCH), once for each so many samples; zeros where there is no sample.
+
+    Then one load brings all inputs of a column.
+    """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    sample = tl.arange(0, BATCH)[None, :]
+    within = tl.arange(0, BATCH)[None, :]
+    sample = tl.program_id(1) * BATCH + within
     exists = column < num_columns
     inputs = tl.load(x + sample * num_columns + column, mask=exists & (sample < batch), other=0)
-    tl.store(out + column * BATCH + sample, inputs, mask=exists)
+    tl.store(out + (tl.program_id(1) * num_columns + column) * BATCH + within, inputs, mask=exists)
 
 
 @triton.jit
