@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +28,7 @@ from growprune.deploy.cuda import (
     from_dense,
     from_mask,
     product,
+    swap_linears,
     table,
 )
 from growprune.deploy.cuda import products as products_module
@@ -133,6 +138,21 @@ def test_entries_of_compact_storage_need_no_dense_weight() -> None:
     values = model[0]._parameters["weight"].detach()
     entries = from_bits(values, layout.bits, layout.shape, group=layout.group)
     assert torch.equal(entries.dense(), model.state_dict()["0.weight"])
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_linear_layers_of_a_model_are_swapped_where_they_are_sparse(storage: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(70, 40), torch.nn.ReLU(), torch.nn.Linear(40, 10))
+    sparse = gp.SparseModel(model, sparsity=0.8, storage=storage, keep_dense=["2.weight"])
+    sparse.prune()
+    x = torch.randn(3, 70)
+    expected = model(x)
+    rows = swap_linears(model, batches=(1, 3))
+    assert [(row.layer, row.shape, row.batch) for row in rows] == [("0", (40, 70), 1), ("0", (40, 70), 3)]
+    assert isinstance(model[0], SparseLinear | DenseLinear)
+    assert type(model[2]) is torch.nn.Linear
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_bits_may_stand_for_groups() -> None:
@@ -267,6 +287,43 @@ def test_every_float_is_multiplied(kind: str, dtype: torch.dtype, device: str) -
 @pytest.mark.parametrize(("rows", "columns", "sparsity"), [(3, 1, 0.0), (1, 65, 0.9), (5, 300, 1.0), (13, 8, 0.5)])
 def test_odd_shapes_are_multiplied(kind: str, rows: int, columns: int, sparsity: float, device: str) -> None:
     check_product(random_weight(rows, columns, sparsity), kind, 1, device)
+
+
+COMPILES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from growprune.deploy.cuda.triton_kernels import _lanes_kernel as kernel
+
+for has_offsets in (True, False):
+    for batch in (1, 8):
+        sizes = dict(BATCH=batch, OFFSETS=has_offsets, LANES=16, WIDTH=32, ROWS=4, STEPS=2, AHEAD=True)
+        types = dict(x="*bf16", index="*i64", bases="*i64", values="*bf16", out="*bf16")
+        types |= dict(unit_starts="*i32", slab_starts="*i32", order="*i32")
+        types |= dict.fromkeys(("num_rows", "num_columns", "batch", "split_units"), "i32")
+        names = kernel.arg_names
+        source = ASTSource(
+            kernel,
+            signature={name: types.get(name, "constexpr") for name in names},
+            constexprs={(names.index(name),): value for name, value in sizes.items()},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
+        )
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+        print(ptx.count("bar.sync"), ptx.count(".v2.b64"), ptx.count(".v4.b32"))
+"""
+
+
+def test_for_hopper_loads_are_wide_and_threads_do_not_wait_for_one_another(tmp_path: Path) -> None:
+    """Triton chooses which thread has what. If it differed from one tensor to the next, all would meet at barriers."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed, which would compile the kernels")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    run = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, check=True)
+    found = [[int(n) for n in line.split()] for line in run.stdout.splitlines()]
+    assert [barriers for barriers, _, _ in found] == [1, 1, 1, 1]  # one, at the end, for the sums
+    assert [pairs for _, pairs, _ in found] == [8, 8, 8, 8]  # two steps now and two ahead: values, and bases or columns
+    assert [fours for _, _, fours in found] == [0, 16, 0, 16]  # eight samples of a column
 
 
 @pytest.mark.gpu

@@ -58,8 +58,8 @@ Tile = LaneTile | BitmaskTile
 
 ENOUGH_PROGRAMS = 264
 """Two for each multiprocessor of an H200; with fewer, the columns are split."""
-MOST_INTERLEAVED = 8
-"""Samples of which one load brings a column; the matrix is read once for each so many."""
+LOAD_BYTES = 16
+"""What one load brings: a column of 8 samples, or of 4 in float32. The matrix is read once for each so many."""
 NEAR_BYTES = 160 << 10
 """Of x, that stay in the first-level cache of an H200, which has 256 KB."""
 
@@ -78,7 +78,7 @@ def product(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
 
 def _lane_product(kernels: ModuleType, matrix: LaneMatrix, x: Tensor, tile: LaneTile) -> Tensor:
     batch = len(x)
-    together = min(MOST_INTERLEAVED, 1 << (batch - 1).bit_length())
+    together = min(LOAD_BYTES // x.element_size(), 1 << (batch - 1).bit_length())
     inputs = x if batch == 1 else _interleave(kernels, x, together)
     width = min(tile.width, tile.warps * 32)
     rows = tile.warps * 32 // width

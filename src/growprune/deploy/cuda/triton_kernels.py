@@ -214,10 +214,10 @@ def _tile(values, mark, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     nibbles = (nibbles | (nibbles << 3)) & 0x11111111
     before = nibbles * 0x11111111 - nibbles
     shift = (tl.arange(0, 8) * 4).to(tl.uint32)[None, None, :]
-    rank = ((before[:, :, None] >> shift) & 15).to(tl.int32)
+    rank = (before[:, :, None] >> shift) & 15
     lives = ((nibbles[:, :, None] >> shift) & 1) != 0
-    at = (start[:, None] + (mark >> 8).to(tl.int32))[:, :, None] + rank
-    return tl.reshape(tl.load(values + at, mask=lives, other=0), [ROWS, COLUMNS])
+    at = (values + (start[:, None] + (mark >> 8).to(tl.int32)))[:, :, None] + rank
+    return tl.reshape(tl.load(at, mask=lives, other=0), [ROWS, COLUMNS])
 
 
 @triton.jit
