@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
+    gc.freeze()  # torch collects garbage before it captures a graph, and there are hundreds
     print(f"{torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'CPU'}, torch {torch.__version__}")
     with torch.no_grad():
         found = {"tune": tune, "layers": layers, "model": model}[options.what](options)

@@ -306,7 +306,7 @@ for has_offsets in (True, False):
             kernel,
             signature={name: types.get(name, "constexpr") for name in names},
             constexprs={(names.index(name),): value for name, value in sizes.items()},
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types if types[name][0] == "*"},
         )
         ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
         print(ptx.count("bar.sync"), ptx.count(".v2.b64"), ptx.count(".v4.b32"))

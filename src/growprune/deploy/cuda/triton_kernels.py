@@ -14,6 +14,7 @@ cache has room for, all programs of a part come before those of the next.
 `_bitmask_kernel`: a program makes dense tiles of a few rows, and multiplies them with x on the tensor cores.
 
 With few rows, the columns are split among programs; `_sum_kernel` adds their sums up, always in the same order.
+What need not be known to compile is kept from Triton (`do_not_specialize`), so that one kernel serves all layers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_columns", "batch", "split_units"])
 def _lanes_kernel(
     x,
     index,
@@ -164,7 +165,7 @@ def _inputs(x, column, BATCH: tl.constexpr):
     return tl.load(x + at, eviction_policy="evict_last")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_segments", "batch", "split_segments"])
 def _bitmask_kernel(
     x,
     marks,
@@ -220,7 +221,7 @@ def _tile(values, mark, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.reshape(tl.load(at, mask=lives, other=0), [ROWS, COLUMNS])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _interleave_kernel(x, out, batch, num_columns, BATCH: tl.constexpr, BLOCK: tl.constexpr):
     """(batch, columns) to (columns, BATCH), once for each so many samples; zeros where there is no sample.
 
@@ -234,7 +235,7 @@ def _interleave_kernel(x, out, batch, num_columns, BATCH: tl.constexpr, BLOCK: t
     tl.store(out + (tl.program_id(1) * num_columns + column) * BATCH + within, inputs, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _sum_kernel(parts, out, n, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Add up what the programs of a split found, in order."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
