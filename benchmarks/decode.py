@@ -3,6 +3,7 @@
     python benchmarks/decode.py tune [--json tune.json]                    which tiles are fastest, per format
     python benchmarks/decode.py layers [--tiles tune.json] [--json FILE]   every format against dense, by shape
     python benchmarks/decode.py model [--batch 1]                          a whole decode step, as CUDA graphs
+    python benchmarks/decode.py all [--json FILE]                          one after the other, with the tiles of tune
 
 All times are of CUDA graphs. Layers are timed over copies of the weights, so many that no cache holds them. What is
 faster in one run of `layers` is what counts; `TB/s` is what the fastest format read of its matrix. Without a GPU,
@@ -61,7 +62,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tune", "layers", "model"))
+    parser.add_argument("what", choices=("tune", "layers", "model", "all"))
     parser.add_argument("--shapes", nargs="+", help="ROWSxCOLUMNS")
     parser.add_argument("--sparsities", nargs="+", type=float)
     parser.add_argument("--batches", nargs="+", type=int)
@@ -77,9 +78,19 @@ def main() -> None:
     gc.freeze()  # torch collects garbage before it captures a graph, and there are hundreds
     print(f"{torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'CPU'}, torch {torch.__version__}")
     with torch.no_grad():
-        found = {"tune": tune, "layers": layers, "model": model}[options.what](options)
+        found = {"tune": tune, "layers": layers, "model": model, "all": every}[options.what](options)
+    gc.unfreeze()
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
+
+
+def every(options: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, run in (("tune", tune), ("layers", layers), ("model", model)):
+        start = time.monotonic()
+        found[name] = run(options, found["tune"]) if name == "layers" else run(options)
+        print(f"{name} took {time.monotonic() - start:.0f} s\n", flush=True)
+    return found
 
 
 def asked(options: argparse.Namespace, shapes: Any, sparsities: Any, batches: Any) -> tuple[Any, Any, Any]:
@@ -101,9 +112,9 @@ def weight_of(rows: int, columns: int, sparsity: float) -> Tensor:
 # layers
 
 
-def layers(options: argparse.Namespace) -> list[dict[str, Any]]:
+def layers(options: argparse.Namespace, tuned: Any = ()) -> list[dict[str, Any]]:
     shapes, sparsities, batches = asked(options, SHAPES, SPARSITIES, BATCHES)
-    tuned = json.loads(options.tiles.read_text()) if options.tiles else []
+    tuned = json.loads(options.tiles.read_text()) if options.tiles else tuned
     kinds = list(FORMATS)
     print(f"a device-to-device copy moves {copied_tb_per_second():.2f} TB/s")
     print(
@@ -127,7 +138,7 @@ def layers(options: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def compare(entries: Entries, weight: Tensor, batch: int, tuned: list[Any], kinds: list[str]) -> dict[str, Any]:
+def compare(entries: Entries, weight: Tensor, batch: int, tuned: Any, kinds: list[str]) -> dict[str, Any]:
     """Microseconds of each format with its best tile, the tiles, and the largest error."""
     x = torch.randn(batch, entries.columns, device=DEVICE, dtype=torch.bfloat16)
     expected = F.linear(x.float(), weight.float())
@@ -142,7 +153,7 @@ def compare(entries: Entries, weight: Tensor, batch: int, tuned: list[Any], kind
     return found
 
 
-def prepared(kind: str, entries: Entries, batch: int, tuned: list[Any]) -> tuple[Matrix, tuple[Tile, ...]]:
+def prepared(kind: str, entries: Entries, batch: int, tuned: Any) -> tuple[Matrix, tuple[Tile, ...]]:
     """The matrix and the tiles to try: those that tuning found for the most similar case, or the usual ones."""
     alike = [case for case in tuned if case["kind"] == kind]
     if not alike:
@@ -328,7 +339,7 @@ def step_us(net: nn.Module, x: Tensor) -> float:
     if DEVICE.type != "cuda":
         return microseconds([lambda: net(x)], device=DEVICE)
     captured = Captured(net, x)
-    assert torch.equal(captured(x), captured(x)), "two steps differ"
+    assert torch.equal(captured(x).clone(), captured(x)), "two steps differ"
     return microseconds([lambda: net(x)], device=DEVICE, repeats=30)
 
 
