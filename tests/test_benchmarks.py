@@ -15,6 +15,7 @@ SMALLEST = {
     "compact_training blocks": ["blocks", "--small", "--repeats", "1"],
     "compact_training large": ["large", "--small", "--steps", "1", "--changes", "1"],
     "compact_training resnet50": ["resnet50", "--small", "--repeats", "1", "--storages", "dense", "compact"],
+    "decode": ["all", "--small"],
     "file_sizes": ["--width", "4"],
     "host": ["--layers", "2", "--repeats", "1"],
     "inference layers": ["layers", "--shapes", "16x24x3", "--rounds", "1"],

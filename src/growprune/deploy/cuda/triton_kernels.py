@@ -1,0 +1,246 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
+# mypy: disable-error-code=assignment
+# Triton has no types, and what a kernel takes is none of Python's
+"""Products with few columns, in Triton: sums are in float32, in one order for each matrix and batch, without atomics.
+
+`_lanes_kernel`: a program takes a few rows, a thread one unit at a time. All tensors are (threads, rows) with one
+element a thread, or have one more dimension that lies within a thread. (Where nothing else decides, Triton gives
+neighbouring threads neighbours of the first dimension.) So nothing but the sum at the end goes from thread to thread,
+and all loads of a unit are 8 or 16 bytes. Loads are written before what uses them, or the assembler would let each wait
+for the one before. x is read through the first-level cache, in which it stays: weights are marked to be evicted first.
+For batches, x is (columns, batch), so that one load brings up to eight inputs. With more samples, or columns, than that
+cache has room for, all programs of a part come before those of the next.
+
+`_bitmask_kernel`: a program makes dense tiles of a few rows, and multiplies them with x on the tensor cores.
+
+With few rows, the columns are split among programs; `_sum_kernel` adds their sums up, always in the same order.
+What need not be known to compile is kept from Triton (`do_not_specialize`), so that one kernel serves all layers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_columns", "batch", "split_units"])
+def _lanes_kernel(
+    x,
+    index,
+    bases,
+    values,
+    unit_starts,
+    slab_starts,
+    order,
+    out,
+    num_rows,
+    num_columns,
+    batch,
+    split_units,
+    BATCH: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < num_rows
+    first = tl.load(unit_starts + row, mask=exists, other=0)
+    slab = tl.load(slab_starts + row, mask=exists, other=0)
+    count = tl.load(unit_starts + row + 1, mask=exists, other=0) - first
+    place = tl.load(order + row, mask=exists, other=0)
+    begin = tl.program_id(1) * split_units
+    count = tl.minimum(count, begin + split_units)
+    x += tl.program_id(2) * num_columns * BATCH
+    sums = tl.zeros([WIDTH, ROWS] if BATCH == 1 else [WIDTH, ROWS, BATCH], tl.float32)
+    if AHEAD:
+        ahead = _fetch(index, bases, values, first, slab, count, begin, OFFSETS, LANES, WIDTH, STEPS)
+    for unit in range(begin, tl.max(count, 0), WIDTH * STEPS):
+        if AHEAD:
+            loaded = ahead  # what comes next is on its way while this is worked on
+            ahead = _fetch(index, bases, values, first, slab, count, unit + WIDTH * STEPS, OFFSETS, LANES, WIDTH, STEPS)
+        else:
+            loaded = _fetch(index, bases, values, first, slab, count, unit, OFFSETS, LANES, WIDTH, STEPS)
+        for step in tl.static_range(STEPS):
+            base, columns, weights = loaded[step]
+            inputs = ()
+            for run in tl.static_range(8):
+                inputs = inputs + (_inputs(x, _column(base, columns, run, OFFSETS), BATCH),)
+            for run in tl.static_range(8):
+                weight = _weight(weights, run, values.dtype.element_ty)
+                sums += (weight if BATCH == 1 else weight[:, :, None]) * inputs[run].to(tl.float32)
+    total = tl.sum(sums, 0).to(out.dtype.element_ty)
+    out += tl.program_id(1).to(tl.int64) * batch * num_rows + place
+    if BATCH == 1:
+        tl.store(out, total, mask=exists)
+    else:
+        sample = tl.program_id(2) * BATCH + tl.arange(0, BATCH)[None, :]
+        tl.store(out[:, None] + sample * num_rows, total, mask=exists[:, None] & (sample < batch))
+
+
+@triton.jit
+def _fetch(
+    index,
+    bases,
+    values,
+    first,
+    slab,
+    count,
+    unit,
+    OFFSETS: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """What threads need of their next units: first columns, columns or offsets, and values, as 64-bit words."""
+    loaded = ()
+    for step in tl.static_range(STEPS):
+        mine = unit + step * WIDTH + tl.arange(0, WIDTH)[:, None]
+        place, is_live = first[None, :] + mine, mine < count[None, :]
+        if OFFSETS:
+            base = _pair(bases, tl.where(is_live, slab[None, :] + mine // LANES, 0), is_live, 2, 0)
+            columns = _octet(index, place, is_live)
+        else:
+            base = (0, 0)
+            columns = _pair(index, place, is_live, 2, 0)
+        loaded = loaded + ((base, columns, _weights(values, place, is_live)),)
+    return loaded
+
+
+@triton.jit
+def _pair(words, place, is_live, STRIDE: tl.constexpr, FIRST: tl.constexpr):
+    """Two neighbouring 64-bit words, loaded as one."""
+    at = place.to(tl.int64)[:, :, None] * STRIDE + FIRST + tl.arange(0, 2)[None, None, :]
+    return tl.split(tl.load(words + at, mask=is_live[:, :, None], other=0, eviction_policy="evict_first"))
+
+
+@triton.jit
+def _octet(words, place, is_live):
+    """One 64-bit word, as a pair."""
+    word = tl.load(words + place, mask=is_live, other=0, eviction_policy="evict_first")
+    return word, word
+
+
+@triton.jit
+def _weights(values, place, is_live):
+    """The eight values of a unit, as two or four 64-bit words."""
+    words = values.to(tl.pointer_type(tl.int64))
+    if values.dtype.element_ty == tl.float32:
+        loaded = _pair(words, place, is_live, 4, 0) + _pair(words, place, is_live, 4, 2)
+    else:
+        loaded = _pair(words, place, is_live, 2, 0)
+    return loaded
+
+
+@triton.jit
+def _weight(words, RUN: tl.constexpr, dtype: tl.constexpr):
+    """One value of a unit, as float32."""
+    if dtype == tl.float32:
+        weight = (words[RUN // 2] >> (RUN % 2 * 32)).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        half = (words[RUN // 4] >> (RUN % 4 * 16)).to(tl.int32)
+        if dtype == tl.bfloat16:
+            weight = (half << 16).to(tl.float32, bitcast=True)
+        else:
+            weight = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return weight
+
+
+@triton.jit
+def _column(base, words, RUN: tl.constexpr, OFFSETS: tl.constexpr):
+    return _half(base, RUN) + ((words[0] >> (RUN * 8)).to(tl.int32) & 0xFF) if OFFSETS else _half(words, RUN)
+
+
+@triton.jit
+def _half(words, RUN: tl.constexpr):
+    return (words[RUN // 4] >> (RUN % 4 * 16)).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _inputs(x, column, BATCH: tl.constexpr):
+    """The inputs of one column: one, or up to eight that are loaded as one."""
+    at = column if BATCH == 1 else column[:, :, None] * BATCH + tl.arange(0, BATCH)[None, None, :]
+    return tl.load(x + at, eviction_policy="evict_last")
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_segments", "batch", "split_segments"])
+def _bitmask_kernel(
+    x,
+    marks,
+    starts,
+    values,
+    out,
+    num_rows,
+    num_columns,
+    num_segments,
+    batch,
+    split_segments,
+    BATCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < num_rows
+    begin = tl.program_id(1) * split_segments
+    end = tl.minimum(num_segments, begin + split_segments)
+    line = row.to(tl.int64) * num_segments
+    sample = tl.arange(0, BATCH)
+    sums = tl.zeros([ROWS, BATCH], tl.float32)
+    for first in tl.range(begin * 256, end * 256, COLUMNS, num_stages=STAGES):
+        octet = line[:, None] * 32 + first // 8 + tl.arange(0, COLUMNS // 8)[None, :]
+        mark = tl.load(marks + octet, mask=exists[:, None], other=0).to(tl.uint16, bitcast=True).to(tl.uint32)
+        start = tl.load(starts + line + first // 256, mask=exists, other=0)
+        dense = _tile(values, mark, start, ROWS, COLUMNS)
+        column = first + tl.arange(0, COLUMNS)
+        inputs = tl.load(
+            x + sample[None, :] * num_columns + column[:, None],
+            mask=(column < num_columns)[:, None] & (sample < batch)[None, :],
+            other=0,
+        )
+        sums = tl.dot(dense, inputs, sums, input_precision="ieee")
+    out += tl.program_id(1).to(tl.int64) * batch * num_rows
+    at = sample[None, :] * num_rows + row[:, None]
+    tl.store(out + at, sums.to(out.dtype.element_ty), mask=exists[:, None] & (sample < batch)[None, :])
+
+
+@triton.jit
+def _tile(values, mark, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A dense tile of marked weights. Bit i of a byte goes to bit 4 i; a product counts those below each."""
+    nibbles = mark & 0xFF
+    nibbles = (nibbles | (nibbles << 12)) & 0x000F000F
+    nibbles = (nibbles | (nibbles << 6)) & 0x03030303
+    nibbles = (nibbles | (nibbles << 3)) & 0x11111111
+    before = nibbles * 0x11111111 - nibbles
+    shift = (tl.arange(0, 8) * 4).to(tl.uint32)[None, None, :]
+    rank = (before[:, :, None] >> shift) & 15
+    lives = ((nibbles[:, :, None] >> shift) & 1) != 0
+    at = (values + (start[:, None] + (mark >> 8).to(tl.int32)))[:, :, None] + rank
+    return tl.reshape(tl.load(at, mask=lives, other=0), [ROWS, COLUMNS])
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _interleave_kernel(x, out, batch, num_columns, BATCH: tl.constexpr, BLOCK: tl.constexpr):
+    """(batch, columns) to (columns, BATCH), once for each so many samples; zeros where there is no sample.
+
+    Then one load brings all inputs of a column.
+    """
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    within = tl.arange(0, BATCH)[None, :]
+    sample = tl.program_id(1) * BATCH + within
+    exists = column < num_columns
+    inputs = tl.load(x + sample * num_columns + column, mask=exists & (sample < batch), other=0)
+    tl.store(out + (tl.program_id(1) * num_columns + column) * BATCH + within, inputs, mask=exists)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _sum_kernel(parts, out, n, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up what the programs of a split found, in order."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = at < n
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(NUM_PARTS):
+        total += tl.load(parts + part * n + at, mask=exists, other=0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=exists)
