@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune.deploy.cuda import (
+from growprune.inference.cuda import (
     Captured,
     DenseLinear,
     Entries,
@@ -37,9 +37,9 @@ from growprune.deploy.cuda import (
     product,
     table,
 )
-from growprune.deploy.cuda.choosing import FORMATS, TILES, copies, fastest, time_of
-from growprune.deploy.cuda.lanes import lane_matrix
-from growprune.deploy.cuda.products import BitmaskTile, LaneTile, Matrix, Tile
+from growprune.inference.cuda.choosing import FORMATS, TILES, copies, fastest, time_of
+from growprune.inference.cuda.lanes import lane_matrix
+from growprune.inference.cuda.products import BitmaskTile, LaneTile, Matrix, Tile
 
 SHAPES = ((4096, 4096), (8192, 8192), (28672, 8192), (8192, 28672))
 SPARSITIES, BATCHES = (0.7, 0.8, 0.9, 0.95), (1, 4, 8, 16)

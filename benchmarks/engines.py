@@ -25,9 +25,9 @@ def growprune(rows: int, columns: int, n: int, variants: list[Any], threads: int
     """Our kernels, with each pattern and sparsity, and torch in the same process."""
     import torch
 
-    from growprune.deploy.geometry import Geometry
-    from growprune.deploy.matrix import block_of, from_dense
-    from growprune.deploy.tuning import tune
+    from growprune.inference.geometry import Geometry
+    from growprune.inference.matrix import block_of, from_dense
+    from growprune.inference.tuning import tune
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)

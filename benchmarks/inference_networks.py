@@ -4,7 +4,7 @@
                                             [--engines NAME,...] [--json FILE] [--seconds 20] [--small]
 
 Masks are random, as speed does not depend on what was trained, but for how the live weights are spread over the layers.
-Each engine is a process, and they take turns, about 60 ms each: see growprune/deploy/bench.py. `--python` is the
+Each engine is a process, and they take turns, about 60 ms each: see growprune/inference/bench.py. `--python` is the
 interpreter for onnxruntime and OpenVINO, where they live in an environment of their own.
 """
 
@@ -69,7 +69,7 @@ NETWORKS: dict[str, Callable[[bool], tuple[Any, Any, list[str]]]] = {"resnet50":
 
 
 def measure(network: str, variant: tuple[str, float], arguments: argparse.Namespace) -> dict[str, Any]:
-    from growprune.deploy.bench import bench
+    from growprune.inference.bench import bench
 
     pattern, sparsity = variant
     about = {"network": network, "pattern": pattern, "sparsity": sparsity}

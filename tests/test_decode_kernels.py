@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import growprune as gp
-from growprune.deploy.cuda import (
+from growprune.errors import GrowpruneError
+from growprune.inference.cuda import (
     DenseLinear,
     Entries,
     SparseLinear,
@@ -31,12 +32,11 @@ from growprune.deploy.cuda import (
     swap_linears,
     table,
 )
-from growprune.deploy.cuda import products as products_module
-from growprune.deploy.cuda.bitmask import bitmask_matrix
-from growprune.deploy.cuda.choosing import FORMATS, Timed
-from growprune.deploy.cuda.lanes import lane_matrix
-from growprune.deploy.cuda.products import BitmaskTile, LaneTile, Matrix, Tile
-from growprune.errors import GrowpruneError
+from growprune.inference.cuda import products as products_module
+from growprune.inference.cuda.bitmask import bitmask_matrix
+from growprune.inference.cuda.choosing import FORMATS, Timed
+from growprune.inference.cuda.lanes import lane_matrix
+from growprune.inference.cuda.products import BitmaskTile, LaneTile, Matrix, Tile
 from growprune.storage import kernels
 
 MAKERS: dict[str, Callable[[Entries], Matrix]] = {
@@ -162,7 +162,7 @@ def test_bits_may_stand_for_groups() -> None:
 
 
 def test_many_weights_are_looked_at_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("growprune.deploy.cuda.entries.CHUNK", 1024)
+    monkeypatch.setattr("growprune.inference.cuda.entries.CHUNK", 1024)
     weight = random_weight(50, 77, 0.7)
     mask = weight != 0
     assert torch.equal(from_dense(weight).dense(), weight)
@@ -293,7 +293,7 @@ COMPILES = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from growprune.deploy.cuda.triton_kernels import _lanes_kernel as kernel
+from growprune.inference.cuda.triton_kernels import _lanes_kernel as kernel
 
 for has_offsets in (True, False):
     for batch in (1, 8):
@@ -338,7 +338,7 @@ def test_large_products_on_a_gpu(kind: str, batch: int, sparsity: float) -> None
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_captured_step_gives_what_the_layer_gives() -> None:
-    from growprune.deploy.cuda import Captured
+    from growprune.inference.cuda import Captured
 
     layer = SparseLinear(MAKERS["offsets, 16 lanes"](from_dense(random_weight(512, 512, 0.9).cuda())))
     step = Captured(layer, torch.zeros(2, 512, device="cuda", dtype=torch.bfloat16))
@@ -375,7 +375,7 @@ def test_a_batch_over_16_is_taken_16_at_a_time(monkeypatch: pytest.MonkeyPatch) 
         sizes.append(len(x))
         return plain(matrix, x, tile)
 
-    monkeypatch.setattr("growprune.deploy.cuda.linear.product", counted)
+    monkeypatch.setattr("growprune.inference.cuda.linear.product", counted)
     layer = SparseLinear(bitmask_matrix(from_dense(torch.eye(4))))
     layer(torch.ones(40, 4))
     assert sizes == [16, 16, 8]
@@ -385,7 +385,7 @@ def test_a_batch_over_16_is_taken_16_at_a_time(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_layer_takes_the_tile_of_the_next_larger_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    monkeypatch.setattr("growprune.deploy.cuda.linear.product", lambda m, x, tile: taken.append(tile) or x)
+    monkeypatch.setattr("growprune.inference.cuda.linear.product", lambda m, x, tile: taken.append(tile) or x)
     tiles = {8: LaneTile(8), 1: LaneTile(1)}
     layer = SparseLinear(lane_matrix(from_dense(torch.eye(4))), tiles=tiles)
     for batch in (1, 2, 8, 9):
@@ -425,8 +425,8 @@ def test_what_does_not_fit_is_refused(x: Tensor, message: str) -> None:
 def test_the_fastest_is_kept(slow: dict[str, float], kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"dense": 4.0, "offsets": 3.0, "columns": 2.0, "bitmask": 1.0} | slow
     kinds = iter(("offsets", "columns", "bitmask"))
-    monkeypatch.setattr("growprune.deploy.cuda.choosing.fastest", lambda m, tiles, b: (tiles[0], times[next(kinds)]))
-    monkeypatch.setattr("growprune.deploy.cuda.choosing._time", lambda layer, entries, batch: times[layer.kind])
+    monkeypatch.setattr("growprune.inference.cuda.choosing.fastest", lambda m, tiles, b: (tiles[0], times[next(kinds)]))
+    monkeypatch.setattr("growprune.inference.cuda.choosing._time", lambda layer, entries, batch: times[layer.kind])
     choice = choose(from_dense(random_weight(8, 16, 0.75, torch.float32)), name="fc")
     assert choice.layer.kind == kept
     assert isinstance(choice.layer, DenseLinear if kept == "dense" else SparseLinear)

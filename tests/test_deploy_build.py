@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from growprune.deploy import build, library
+from growprune.inference import build, library
 
-BUILD = "from growprune.deploy import build; found = build.open_or_build(); found.gp_lanes(); print(found._name)"
+BUILD = "from growprune.inference import build; found = build.open_or_build(); found.gp_lanes(); print(found._name)"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import growprune as gp
 from growprune.cli import app
 from growprune.console.speed import conclusion
-from growprune.deploy.bench import Timing, bench
+from growprune.inference.bench import Timing, bench
 from growprune.tasks.digits import Digits
 
 MODEL = """

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import growprune as gp
-from growprune.deploy import build, layer, library, pooling, tuning
-from growprune.deploy.geometry import Geometry
-from growprune.deploy.layer import Activation, Layer, NativeLayer
-from growprune.deploy.library import Library, Tile
-from growprune.deploy.matrix import SparseMatrix, from_dense, from_live
-from growprune.deploy.torch_layers import CsrLayer, DenseLayer
-from growprune.deploy.weights import matrix_of_file, matrix_of_module
 from growprune.errors import GrowpruneError
 from growprune.file.reader import open_sparse
+from growprune.inference import build, layer, library, pooling, tuning
+from growprune.inference.geometry import Geometry
+from growprune.inference.layer import Activation, Layer, NativeLayer
+from growprune.inference.library import Library, Tile
+from growprune.inference.matrix import SparseMatrix, from_dense, from_live
+from growprune.inference.torch_layers import CsrLayer, DenseLayer
+from growprune.inference.weights import matrix_of_file, matrix_of_module
 
 PATTERNS = {"unstructured": (1, 1), "1x8": (1, 8), "8x1": (8, 1)}
 GAP = 3

@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "importers": "layers patterns snapshot zeros sparse file",
     "exporters": "atomic layers sparse file pretrained",
     "convert": "layers snapshot sparse file importers exporters",
-    "deploy": f"atomic {CORE} flops file",
+    "inference": f"atomic {CORE} flops file",
     # what trains them
     "tasks": "",
     "logs": "atomic",
@@ -70,16 +70,16 @@ MAY_IMPORT = {
     "compare": "atomic lengths plan partition methods tasks engine recipes",
     # who runs it
     "doctor": "storage",
-    "console": "folding plan engine file summary logs doctor convert deploy",
+    "console": "folding plan engine file summary logs doctor convert inference",
     "integrations": f"{CORE} lengths methods engine.checkpoint engine.rng",
     "report": "atomic methods engine",
     "console_compare": "compare console",
     "cli": (
-        f"{CORE} methods flops file summary convert deploy tasks engine recipes compare console console_compare report "
-        "doctor"
+        f"{CORE} methods flops file summary convert inference tasks engine recipes compare console console_compare "
+        "report doctor"
     ),
     "__main__": "cli",
-    "__init__": f"{CORE} rules init methods flops file pretrained summary deploy tasks engine",
+    "__init__": f"{CORE} rules init methods flops file pretrained summary inference tasks engine",
 }
 WHEN_CALLED = {"sparse": "summary cursor"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from growprune import methods, tasks
     from growprune.cursor import Cursor
-    from growprune.deploy.deployed import Deployed, deploy
-    from growprune.deploy.saving import load_deployed
     from growprune.engine import resume, train
     from growprune.engine.optim import LRSchedule, OptimizerConfig
     from growprune.engine.partitions import balanced, contiguous, named, per_layer
@@ -21,6 +19,8 @@ if TYPE_CHECKING:
     from growprune.errors import GrowpruneError
     from growprune.file import load, manifest, read, save
     from growprune.flops import count_flops
+    from growprune.inference.deployed import Deployed, deploy
+    from growprune.inference.saving import load_deployed
     from growprune.init import sparse_init
     from growprune.layers import register_layer
     from growprune.partition import Partition
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "growprune": ("methods", "tasks"),
     "growprune.cursor": ("Cursor",),
-    "growprune.deploy.deployed": ("Deployed", "deploy"),
-    "growprune.deploy.saving": ("load_deployed",),
+    "growprune.inference.deployed": ("Deployed", "deploy"),
+    "growprune.inference.saving": ("load_deployed",),
     "growprune.engine": ("resume", "train"),
     "growprune.errors": ("GrowpruneError",),
     "growprune.engine.optim": ("LRSchedule", "OptimizerConfig"),

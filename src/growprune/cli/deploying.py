@@ -15,8 +15,8 @@ from growprune.errors import GrowpruneError
 if TYPE_CHECKING:
     from torch import nn
 
-    from growprune.deploy.deployed import Deployed
     from growprune.engine import Recipe
+    from growprune.inference.deployed import Deployed
 
 ModelSource = Annotated[
     str, typer.Option("--model", metavar="FILE.py:FUNCTION", help="For a file: the function that builds its model.")
@@ -38,8 +38,8 @@ def deploy(
 ) -> None:
     """Make a trained sparse model run on sparse kernels: each layer sparse or dense, whichever is faster here."""
     from growprune import console
-    from growprune.deploy.deployed import deploy as deploy_model
-    from growprune.deploy.saving import save
+    from growprune.inference.deployed import deploy as deploy_model
+    from growprune.inference.saving import save
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise GrowpruneError(f"{out} exists and is not an empty folder: give another --out")
@@ -67,7 +67,7 @@ def bench(
 ) -> None:
     """Time the whole model against torch, torch.compile, onnxruntime and OpenVINO, each in a process, in turns."""
     from growprune import console
-    from growprune.deploy import bench as benching
+    from growprune.inference import bench as benching
 
     arguments = {"path": str(path.resolve()), "model": model, "example_shape": example_shape}
     open_model(**arguments)  # what is wrong is said here, in one line
@@ -84,7 +84,7 @@ def bench(
 def open_model(path: str, model: str, example_shape: str) -> tuple[Any, Any, Callable[[], Deployed] | None]:
     """The model in torch, an example, and, of a deployed folder, what loads it. Engines call it in their processes."""
     from growprune import file
-    from growprune.deploy.saving import ABOUT, load_deployed, read_about
+    from growprune.inference.saving import ABOUT, load_deployed, read_about
 
     folder = Path(path)
     is_deployed = (folder / ABOUT).is_file()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from growprune.console.screen import out
-from growprune.deploy.bench import Timing
+from growprune.inference.bench import Timing
 
 
 def show_bench(timings: Sequence[Timing]) -> None:

@@ -216,11 +216,11 @@ def padded_copy(tensor: Tensor, *, to: int = 1) -> Tensor:
     return torch.from_numpy(octets).view(tensor.dtype)
 
 
-def fill(dense: Tensor, mask: Tensor, values: Tensor, packed: Tensor) -> None:
+def scatter_live(dense: Tensor, mask: Tensor, values: Tensor, packed: Tensor) -> None:
     """Write live values, and exact zeros elsewhere, into a flat tensor, and its bits into a mask; on the CPU.
 
     >>> dense, mask = torch.ones(4), torch.ones(4, dtype=torch.bool)
-    >>> fill(dense, mask, torch.tensor([5.0, 6.0]), torch.tensor([10], dtype=torch.uint8))
+    >>> scatter_live(dense, mask, torch.tensor([5.0, 6.0]), torch.tensor([10], dtype=torch.uint8))
     >>> dense.tolist(), mask.tolist()
     ([0.0, 5.0, 0.0, 6.0], [False, True, False, True])
     """

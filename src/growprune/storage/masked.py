@@ -127,7 +127,7 @@ class Masked:
         is_full, weight = live.numel() == self._shape.numel(), self.weight()
         can_fill = all(tensor.device.type == "cpu" for tensor in (weight, live, packed)) and weight.dtype == live.dtype
         if can_fill and weight.is_contiguous() and not is_full:
-            kernels.fill(weight.view(-1), self._mask.view(-1), live, packed)
+            kernels.scatter_live(weight.view(-1), self._mask.view(-1), live, packed)
             torch.autograd.graph.increment_version(weight)
             self._hold(self._mask, is_full=False)
         else:

@@ -42,7 +42,7 @@ def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.d
     width, num_bits = _tile(group)
     grid = (bits.numel() * 8 // num_bits, -(-group // width), 1)
     tensors = (values.contiguous(), bits, offsets, dense)
-    _launch(_expand_kernel, grid, tensors, (padded, group, width, num_bits), num_warps=1 if group == 1 else 2)
+    launch(_expand_kernel, grid, tensors, (padded, group, width, num_bits), num_warps=1 if group == 1 else 2)
     return dense if padded == n else dense[:n]
 
 
@@ -51,7 +51,7 @@ def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torc
     width, num_bits = _tile(group)
     grid = (bits.numel() * 8 // num_bits, -(-group // width), 1)
     tensors = (values, bits, offsets, dense.contiguous())
-    _launch(_compress_kernel, grid, tensors, (dense.numel(), group, width, num_bits), num_warps=4 if group == 1 else 2)
+    launch(_compress_kernel, grid, tensors, (dense.numel(), group, width, num_bits), num_warps=4 if group == 1 else 2)
     return values
 
 
@@ -109,14 +109,14 @@ def _started(kernel, grid, tensors, numbers, num_warps):
 def pack(mask: Tensor, num_bytes: int) -> Tensor:
     bits = torch.empty(num_bytes, dtype=torch.uint8, device=mask.device)
     grid = (-(-num_bytes // 128), 1, 1)
-    _launch(_pack_kernel, grid, (mask.contiguous().view(torch.uint8), bits), (mask.numel(), 128), num_warps=4)
+    launch(_pack_kernel, grid, (mask.contiguous().view(torch.uint8), bits), (mask.numel(), 128), num_warps=4)
     return bits
 
 
 def unpack(bits: Tensor, n: int) -> Tensor:
     mask = torch.empty(n, dtype=torch.bool, device=bits.device)
     grid = (-(-bits.numel() // 128), 1, 1)
-    _launch(_unpack_kernel, grid, (mask.view(torch.uint8), bits), (n, 128), num_warps=4)
+    launch(_unpack_kernel, grid, (mask.view(torch.uint8), bits), (n, 128), num_warps=4)
     return mask
 
 
@@ -125,10 +125,11 @@ def zero_off(flat: Tensor, bits: Tensor) -> None:
     num_bytes = ZERO_OFF["bytes"]
     grid = (-(-bits.numel() // num_bytes), 1, 1)
     numbers = (flat.numel(), bits.numel(), num_bytes, ZERO_OFF["mode"])
-    _launch(_zero_kernel, grid, (flat, bits), numbers, num_warps=ZERO_OFF["num_warps"])
+    launch(_zero_kernel, grid, (flat, bits), numbers, num_warps=ZERO_OFF["num_warps"])
 
 
-def _launch(kernel, grid, tensors, numbers, *, num_warps):
+def launch(kernel, grid, tensors, numbers, *, num_warps):
+    """Start a kernel; from the second time on, with as little Python as can be."""
     device = tensors[0].get_device()
     addresses = [tensor.data_ptr() for tensor in tensors]
     # what Triton compiled for aligned tensors is wrong for others

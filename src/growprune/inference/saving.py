@@ -1,0 +1,150 @@
+"""Folders of deployed models.
+
+    model.safetensors   the weights, a sparse file
+    deployed.json       the table, what was chosen for each layer, on which machine, and the shape of the example
+
+No code is in it: who loads it brings the model's. What was chosen is taken over on a machine of the same kind, and
+measured again on any other.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growprune import file
+from growprune.atomic import replacing
+from growprune.errors import GrowpruneError
+from growprune.inference import build
+from growprune.inference.deployed import SECONDS, Deployed, Example, deploy_model, load_sparse
+from growprune.inference.library import Tile
+from growprune.inference.measure import Chosen, Row
+from growprune.inference.skeleton import Skeleton, fill_in
+from growprune.inference.table import Table
+from growprune.sparse import SparseModel
+
+WEIGHTS, ABOUT = "model.safetensors", "deployed.json"
+FORMAT = 1
+
+
+def save(deployed: Deployed, folder: Path, origin: Mapping[str, Any] | None = None) -> None:
+    """Write the folder; `deployed.json` comes last, so that a folder without it is known to be incomplete.
+
+    Args:
+        origin: where the model's code is, for the command line.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ABOUT).unlink(missing_ok=True)
+    with deployed.taken_apart() as made:
+        _save_weights(made.skeleton, made.settings, folder / WEIGHTS)
+    about = {
+        "format": FORMAT,
+        "machine": machine(),
+        "is_whole": made.whole,
+        "runs": "torch" if deployed.is_in_torch else "deployed",
+        "example": [_encode(made.example.args), _encode(made.example.kwargs)],
+        "origin": dict(origin or {}),
+        **deployed.table.to_dict(),
+    }
+    with replacing(folder / ABOUT) as written:
+        written.write((json.dumps(about, indent=1) + "\n").encode())
+
+
+def machine() -> dict[str, Any]:
+    """What a measurement is good for."""
+    digest = hashlib.sha256(build.cpu().encode()).hexdigest()[:16]
+    return {"cpu": digest, "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def load_deployed(
+    folder: str | os.PathLike[str], model: nn.Module, *, seconds: float = SECONDS, example: Any = None
+) -> Deployed:
+    """Load a folder that `Deployed.save` wrote.
+
+    Args:
+        model: the model that was deployed, freshly made (its weights may be on the meta device); it is filled.
+        seconds: how long layers may be timed, if the folder is from another kind of machine.
+        example: an input of another shape to be made ready for.
+    """
+    folder = Path(folder)
+    about = read_about(folder)
+    sparse = load_sparse(folder / WEIGHTS, model)
+    try:
+        args, kwargs = (_decode(part) for part in about["example"])
+        rows = tuple(_row(row) for row in about["rows"])
+        is_same, is_whole = about["machine"] == machine() and example is None, bool(about["is_whole"])
+        table = Table(rows, about["deployed_ms"], about["torch_ms"], tuple(about["in_torch"]))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise GrowpruneError(f"{folder / ABOUT} is damaged ({error!r}): deploy the model again") from None
+    given = Example(tuple(args), kwargs) if example is None else Example.of(example)
+    chosen = {row.layer: Chosen(row.choice == "sparse", row.tile) for row in rows} if is_same else {}
+    deployed = deploy_model(sparse, given, seconds=0 if is_same else seconds, whole=is_whole, chosen=chosen)
+    if is_same:
+        deployed.table = table
+        if about["runs"] == "torch":
+            deployed.stay_in_torch()
+    return deployed
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """The JSON of a folder."""
+    path = folder / ABOUT
+    if not path.is_file():
+        raise GrowpruneError(f"{folder} holds no deployed model: give a folder that Deployed.save or deploy wrote")
+    try:
+        about = json.loads(path.read_text())
+        known = about["format"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise GrowpruneError(f"{path} is damaged ({error!r}): deploy the model again") from None
+    if known != FORMAT:
+        raise GrowpruneError(f"{path} has format {known!r}, this growprune reads {FORMAT}: update growprune")
+    assert isinstance(about, dict)
+    return about
+
+
+def _row(row: dict[str, Any]) -> Row:
+    tile = None if row["tile"] is None else Tile(**{name: int(value) for name, value in row["tile"].items()})
+    return Row(**{**row, "tile": tile})
+
+
+def _save_weights(skeleton: Skeleton, settings: Mapping[str, Any], path: Path) -> None:
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in skeleton.module.parameters()}
+    bare = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
+    fill_in(bare)
+    if skeleton.matrices:
+        file.save(SparseModel.from_zeros(bare.module, **settings), path)
+    else:
+        file.save(SparseModel(bare.module, sparsity=0.0), path)
+
+
+def _encode(value: Any) -> Any:
+    """An example as JSON: of tensors, their shapes and types."""
+    if isinstance(value, Tensor):
+        return {"tensor": {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}}
+    if isinstance(value, (tuple, list)):
+        return {"tuple" if isinstance(value, tuple) else "list": [_encode(item) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": {key: _encode(item) for key, item in value.items()}}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    raise GrowpruneError(f"the example has a {type(value).__name__}, which cannot be saved: give tensors")
+
+
+def _decode(content: Any) -> Any:
+    ((kind, value),) = content.items()
+    if kind == "tensor":
+        dtype = getattr(torch, value["dtype"])
+        is_float = dtype.is_floating_point
+        return torch.rand(value["shape"], dtype=dtype) if is_float else torch.zeros(value["shape"], dtype=dtype)
+    if kind in ("tuple", "list"):
+        items = [_decode(item) for item in value]
+        return tuple(items) if kind == "tuple" else items
+    return {key: _decode(item) for key, item in value.items()} if kind == "dict" else value

@@ -1,0 +1,51 @@
+"""Sparse matrices straight from where weights are kept: sparse files, and the modules of a model in either storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from growprune.errors import GrowpruneError
+from growprune.file.reader import SparseFile
+from growprune.inference.matrix import SparseMatrix, block_of, from_dense, from_live
+from growprune.layers import Weight
+from growprune.patterns import Pattern, Unstructured
+from growprune.storage.compact import layouts_of
+
+
+def matrix_of_file(file: SparseFile, name: str) -> SparseMatrix:
+    """A parameter of an open sparse file, of its values and bits; beside the result only its mask is made."""
+    if name not in file.entries or not file.entries[name].weights:
+        raise GrowpruneError(f"{file.path} has no prunable parameter {name!r}: give a name of its manifest")
+    entry = file.entries[name]
+    first = entry.weights[0]
+    if len(first.shape) < len(entry.shape):
+        raise GrowpruneError(f"{name} is a stack of matrices, which cannot be taken for one: run it dense")
+    pattern = _pattern_of_all(file.pattern, entry.weights)
+    return from_live(file.values(entry), file.mask(entry), pattern=pattern, transposed=first.transposed)
+
+
+def matrix_of_module(
+    module: nn.Module, mask: Tensor | None = None, *, name: str = "weight", weights: Sequence[Weight], pattern: Pattern
+) -> SparseMatrix:
+    """A parameter of a module, dense with a mask (without one, what is not zero lives) or compact.
+
+    Args:
+        weights: the prunable weights that are this parameter, as `SparseModel.weights` has them.
+    """
+    values = module._parameters[name]
+    assert values is not None
+    pattern, transposed = _pattern_of_all(pattern, weights), any(weight.transposed for weight in weights)
+    layout = layouts_of(module).get(name)
+    if layout is None:
+        return from_dense(values, mask, pattern=pattern, transposed=transposed)
+    kept = layout.is_folded
+    return from_live(values, layout.mask(), pattern=pattern, transposed=transposed, inputs_last=kept)
+
+
+def _pattern_of_all(pattern: Pattern, weights: Sequence[Weight]) -> Pattern:
+    """The pattern of several matrices one below the other: blocks that end where a matrix does."""
+    height, _ = block_of(pattern)
+    is_cut = any(weight.rows is not None and weight.rows[0] % height for weight in weights)
+    return Unstructured() if is_cut else pattern

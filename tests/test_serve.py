@@ -1,0 +1,79 @@
+"""The serving example: made, served over loopback, loaded."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import growprune as gp
+from growprune.tasks.classification.resnet import ResNet
+
+httpx = pytest.importorskip("httpx", reason="needs the extra serve")
+pytest.importorskip("fastapi", reason="needs the extra serve")
+
+SERVE = Path(__file__).parent.parent / "examples" / "serve"
+WIDTH = ["--width", "8"]
+
+
+def run(script: str, *words: object) -> str:
+    command = [sys.executable, str(SERVE / script), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("serve") / "served"
+    assert "layer4.1.conv2" in run("make.py", made, *WIDTH, "--seconds", 0.2)
+    return made
+
+
+@pytest.fixture(scope="module")
+def port(folder: Path) -> Iterator[int]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        found = free.getsockname()[1]
+    command = [sys.executable, str(SERVE / "server.py"), str(folder), *WIDTH, "--port", str(found)]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL) as server:
+        try:
+            yield found
+        finally:
+            server.terminate()
+
+
+@pytest.mark.xdist_group("serve")
+def test_the_served_model_answers_as_torch_does(folder: Path, port: int) -> None:
+    said = run("load.py", "--port", port, "--requests", 24, "--at-once", 6)  # which waits until the server is there
+    assert said.startswith("24 requests, 6 at once: ")
+    model = ResNet("resnet18", num_classes=10, width=8, stem="cifar").eval()
+    gp.load(folder / "model.safetensors", model)
+    image = torch.randn(3, 32, 32)
+    answer = httpx.post(f"http://127.0.0.1:{port}/classify", content=image.numpy().tobytes()).json()
+    with torch.no_grad():
+        expected = model(image[None])[0]
+    torch.testing.assert_close(torch.tensor(answer["scores"]), expected, rtol=1e-4, atol=1e-5)
+    assert answer["class"] == int(expected.argmax())
+    stats = httpx.get(f"http://127.0.0.1:{port}/stats").json()
+    assert stats["requests"] >= 25
+    assert 0 < stats["p50"] <= stats["p90"] <= stats["p99"]
+    assert 1 <= stats["mean_batch"] <= 8
+
+
+@pytest.mark.xdist_group("serve")
+def test_what_is_no_image_is_refused_and_said(port: int) -> None:
+    run("load.py", "--port", port, "--requests", 1)
+    answer = httpx.post(f"http://127.0.0.1:{port}/classify", content=b"12345")
+    assert answer.status_code == 422
+    assert answer.json()["detail"] == "5 bytes came, but an image is 12288: float32, (3, 32, 32)"
