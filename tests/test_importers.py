@@ -558,3 +558,19 @@ print(peak() - before, found.num_alive)
     taken, alive = map(int, done.stdout.split())
     assert alive == int(weight.count_nonzero())
     assert taken < 2 * size
+
+
+def test_a_safetensors_file_whose_length_begins_like_a_pickle_is_read_as_what_it_is(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    sparse = gp.SparseModel(model, sparsity=0.75)
+    sparse.prune()
+    path = tmp_path / "model.safetensors"
+    gp.save(sparse, path)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    spaces = (0x80 - length) % 256  # a header may end in spaces
+    path.write_bytes(
+        (length + spaces).to_bytes(8, "little") + data[8 : 8 + length] + b" " * spaces + data[8 + length :]
+    )
+    assert path.read_bytes()[:1] == b"\x80"
+    assert importers.read(path).format == "growprune"

@@ -79,7 +79,9 @@ def _of_folder(path: Path) -> Contents:
 def _of_file(path: Path) -> Contents:
     with path.open("rb") as file:
         start = file.read(16)
-    if start.startswith((b"PK\x03\x04", b"\x80")):
+    # the first bytes of safetensors are a length, which may look like the first byte of a pickle
+    is_safetensors = start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= path.stat().st_size
+    if not is_safetensors and start.startswith((b"PK\x03\x04", b"\x80")):
         return from_checkpoint(read_torch(path), str(path), path.stat().st_size)
     if start[8:9] != b"{":
         kind = next((kind for sign, kind in OTHERS.items() if start.startswith(sign)), None)
