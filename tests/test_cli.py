@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import forked
 from growprune import console, engine
 from growprune.cli import app
 from toy import cyclic
@@ -24,8 +25,7 @@ TINY = ["--set", "device=cpu", "--set", "task.width=2"]
 def growprune(*arguments: str, cwd: Path | None = None, columns: int | None = 200) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     environment |= {"COLUMNS": str(columns)} if columns else {}
-    command = [sys.executable, "-m", "growprune", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, stdin=subprocess.DEVNULL)
+    return forked.growprune(*arguments, cwd=cwd, environment=environment)
 
 
 def refused(*arguments: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from growprune import GrowpruneError, methods
@@ -134,6 +134,7 @@ def test_each_method_gets_the_form_that_fills_the_budget(method: str, epochs: in
 
 
 @pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=20)  # of each of the methods
 @given(epochs=st.integers(4, 130), parts=st.integers(1, 4))
 def test_every_method_spends_every_budget_exactly(method: str, epochs: int, parts: int) -> None:
     needed = 2 if method == "random_gap" else 1  # it never grows a layer twice in a row

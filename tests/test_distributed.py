@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import growprune as gp
+from forked import PRELOAD
 from growprune import engine
 from growprune.engine.batch_split import split
 from growprune.engine.folder import OtherLogs, RunFolder
@@ -54,7 +55,7 @@ def member(rank: int, world: int, port: int, recipe: Recipe, folder: Path, error
 def run_on(world: int, recipe: Recipe, folder: Path, *, last: Recipe | None = None) -> list[str]:
     """Carry a recipe out on some processes, and return what they complained of; `last` is what the last one gets."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["growprune.engine", "toy", "torch._dynamo"])
+    context.set_forkserver_preload(PRELOAD)
     errors, port = context.Queue(), free_port()
     recipes = [recipe] * (world - 1) + [last or recipe]
     processes = [
@@ -186,7 +187,7 @@ def test_replicas_may_compute_in_bfloat16(tmp_path: Path) -> None:
 )
 def test_a_process_that_hangs_is_given_up_and_named(recipe: Recipe, waits: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["growprune.engine", "toy", "torch._dynamo"])
+    context.set_forkserver_preload(PRELOAD)
     errors, port, recipe = context.Queue(), free_port(), replace(recipe, timeout_seconds=5.0)
     arguments = [(rank, 2, port, recipe, tmp_path / "run", errors) for rank in range(2)]
     processes = [context.Process(target=member, args=each) for each in arguments]
@@ -320,7 +321,7 @@ def progress_of(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes in /proc")
-def test_a_run_whose_workers_are_killed_twenty_times_ends_with_the_undisturbed_bits(tmp_path: Path) -> None:
+def test_a_run_whose_workers_are_killed_eight_times_ends_with_the_undisturbed_bits(tmp_path: Path) -> None:
     from toy import slow_parallel
 
     engine.train(slow_parallel(), tmp_path / "undisturbed")
@@ -330,7 +331,7 @@ def test_a_run_whose_workers_are_killed_twenty_times_ends_with_the_undisturbed_b
     )
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
     try:
-        for kill in range(20):
+        for kill in range(8):
             goal, deadline = progress_of(folder) + chance.randrange(1, 6), time.monotonic() + 60
             while progress_of(folder) < goal and time.monotonic() < deadline:
                 assert process.poll() is None, f"it ended after {kill} kills"

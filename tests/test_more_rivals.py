@@ -325,8 +325,10 @@ def run_plan(method: Any, storage: str, *, accumulate: int | None, **settings: A
     return seen
 
 
-@pytest.mark.parametrize("allocation", ["uniform", "erk", "global"])
-@pytest.mark.parametrize("pattern", ["unstructured", "1x4"])
+@pytest.mark.parametrize(
+    ("pattern", "allocation"),
+    [("unstructured", "erk"), ("unstructured", "global"), ("1x4", "uniform"), ("1x4", "global")],
+)
 @pytest.mark.parametrize(
     ("method", "accumulate"), [(granet, 1), (granet, None), (granet, 2), (dsr, 1), (snip, 1), (iterative, 1)]
 )

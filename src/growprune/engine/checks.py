@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from growprune.errors import GrowpruneError
 
@@ -14,7 +15,13 @@ def require(holds: bool, name: str, value: object, must: str) -> None:
 
 def check_choices(settings: object) -> None:
     """Raise if a field of a dataclass that is annotated `Literal[...]` holds something else: Python does not look."""
-    for name, hint in get_type_hints(type(settings)).items():
-        if get_origin(hint) is Literal:
-            value, allowed = getattr(settings, name), get_args(hint)
-            require(value in allowed, name, value, f"one of {', '.join(map(str, allowed))}")
+    for name, allowed in _choices(type(settings)).items():
+        value = getattr(settings, name)
+        require(value in allowed, name, value, f"one of {', '.join(map(str, allowed))}")
+
+
+@cache
+def _choices(kind: type) -> dict[str, tuple[Any, ...]]:
+    """What the fields annotated `Literal[...]` may hold. Kept, as reading annotations is slow, and comparisons make
+    thousands of recipes."""
+    return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}

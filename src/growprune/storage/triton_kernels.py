@@ -26,9 +26,10 @@ import triton.language as tl
 from torch import Tensor
 
 READ_ALL, SKIP_DEAD, ONLY_STORE = range(3)
-ZERO_OFF = {"mode": SKIP_DEAD, "bytes": 128, "num_warps": 4}
+ZERO_OFF = {"mode": SKIP_DEAD, "bytes": 128, "is_backwards": 1, "num_warps": 4}
 """How `zero_off` goes about it: whether it reads everything, leaves eight dead neighbours unread, or reads nothing and
-stores zeros one by one; how many bytes of mask, and how many warps, a program has."""
+stores zeros one by one; how many bytes of mask a program has; whether it begins at the end, as the end of what was just
+written may still be in the cache; how many warps a program has."""
 
 _STARTED: dict[tuple[Any, ...], Callable[..., None]] = {}
 """Kernels that ran before, by types and sizes. Triton's own way to the same kernel takes Python several times as long
@@ -124,7 +125,7 @@ def zero_off(flat: Tensor, bits: Tensor) -> None:
     """Make a contiguous tensor zero where the bits are, in place."""
     num_bytes = ZERO_OFF["bytes"]
     grid = (-(-bits.numel() // num_bytes), 1, 1)
-    numbers = (flat.numel(), bits.numel(), num_bytes, ZERO_OFF["mode"])
+    numbers = (flat.numel(), bits.numel(), num_bytes, ZERO_OFF["mode"], ZERO_OFF["is_backwards"])
     launch(_zero_kernel, grid, (flat, bits), numbers, num_warps=ZERO_OFF["num_warps"])
 
 
@@ -160,7 +161,7 @@ def _tile(group: int) -> tuple[int, int]:
 
 @triton.jit
 def _pack_kernel(mask, bits, n, BYTES: tl.constexpr):
-    first, place, exists = _octets(n, BYTES)
+    first, place, exists = _octets(tl.program_id(0), n, BYTES)
     lives = tl.load(mask + first * 8 + place, mask=exists, other=0) != 0
     octets = tl.sum(lives.to(tl.int32) << tl.arange(0, 8)[None, :], 1)
     tl.store(bits + first + tl.arange(0, BYTES), octets.to(tl.uint8))
@@ -168,23 +169,24 @@ def _pack_kernel(mask, bits, n, BYTES: tl.constexpr):
 
 @triton.jit
 def _unpack_kernel(mask, bits, n, BYTES: tl.constexpr):
-    first, place, exists = _octets(n, BYTES)
+    first, place, exists = _octets(tl.program_id(0), n, BYTES)
     octets = tl.load(bits + first + tl.arange(0, BYTES)).to(tl.int32)
     alive = (octets[:, None] >> tl.arange(0, 8)[None, :]) & 1
     tl.store(mask + first * 8 + place, alive.to(tl.uint8), mask=exists)
 
 
 @triton.jit
-def _octets(n, BYTES: tl.constexpr):
-    """The first of this program's bytes of mask, where its elements lie from the first on, and which exist."""
-    first = tl.program_id(0).to(tl.int64) * BYTES
+def _octets(program, n, BYTES: tl.constexpr):
+    """The first of a program's bytes of mask, where its elements lie from the first on, and which exist."""
+    first = program.to(tl.int64) * BYTES
     place = tl.arange(0, BYTES)[:, None] * 8 + tl.arange(0, 8)[None, :]
     return first, place, place < n - first * 8
 
 
 @triton.jit
-def _zero_kernel(dense, bits, n, num_bytes, BYTES: tl.constexpr, MODE: tl.constexpr):
-    first, place, exists = _octets(n, BYTES)
+def _zero_kernel(dense, bits, n, num_bytes, BYTES: tl.constexpr, MODE: tl.constexpr, IS_BACKWARDS: tl.constexpr):
+    program = tl.num_programs(0) - 1 - tl.program_id(0) if IS_BACKWARDS else tl.program_id(0)
+    first, place, exists = _octets(program, n, BYTES)
     byte = tl.arange(0, BYTES)
     octets = tl.load(bits + first + byte, mask=byte < num_bytes - first, other=0).to(tl.int32)
     alive = ((octets[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
