@@ -13,7 +13,7 @@ def require(holds: bool, name: str, value: object, must: str) -> None:
         raise GrowpruneError(f"{name} is {value!r}, but must be {must}")
 
 
-def check_choices(settings: object) -> None:
+def check_choices(settings: Any) -> None:
     """Raise if a field of a dataclass that is annotated `Literal[...]` holds something else: Python does not look."""
     for name, allowed in _choices(type(settings)).items():
         value = getattr(settings, name)
@@ -21,7 +21,7 @@ def check_choices(settings: object) -> None:
 
 
 @cache
-def _choices(kind: type) -> dict[str, tuple[Any, ...]]:
+def _choices(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
     """What the fields annotated `Literal[...]` may hold. Kept, as reading annotations is slow, and comparisons make
     thousands of recipes."""
     return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
