@@ -13,9 +13,10 @@ def require(holds: bool, name: str, value: object, must: str) -> None:
         raise GrowpruneError(f"{name} is {value!r}, but must be {must}")
 
 
-def check_choices(settings: Any) -> None:
+def check_choices(settings: object) -> None:
     """Raise if a field of a dataclass that is annotated `Literal[...]` holds something else: Python does not look."""
-    for name, allowed in _choices(type(settings)).items():
+    kind: Any = type(settings)
+    for name, allowed in _choices(kind).items():
         value = getattr(settings, name)
         require(value in allowed, name, value, f"one of {', '.join(map(str, allowed))}")
 
