@@ -158,6 +158,15 @@ def _kernels(x: Tensor) -> ModuleType | None:
     return triton_kernels
 
 
+def kernel_failures() -> tuple[type[Exception], ...]:
+    """What a kernel that does not compile, or does not run here, raises."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:  # then none is started
+        return (RuntimeError, NotImplementedError)
+    return (RuntimeError, NotImplementedError, TritonError)
+
+
 def is_interpreted() -> bool:
     """Whether Triton runs its kernels on the CPU, in numpy: slow, but without a GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
