@@ -50,6 +50,15 @@ class Decoder(nn.Module):
         return self.head(F.layer_norm(x, x.shape[-1:]))  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_model_runs_in_its_own_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    sparse, x = sparse_mlp(dtype=dtype), torch.randn(3, 64, dtype=dtype)
+    fast = deploy_on_gpu(sparse, Example.of(x), device=device, seconds=0, chosen={})
+    assert fast.module[0].matrix.values.dtype == dtype
+    bound = 3e-2 if dtype == torch.bfloat16 else 4e-3
+    torch.testing.assert_close(fast(x.to(device)).cpu(), sparse.model(x), atol=bound, rtol=bound)
+
+
 def sparse_mlp(storage: str = "masked", dtype: torch.dtype = torch.float32) -> gp.SparseModel:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 8)).to(dtype)
@@ -306,6 +315,7 @@ def test_a_graphed_step_refuses_other_shapes() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore:.*was not timed as 2.4")  # a build of torch may lack it
 @pytest.mark.parametrize("batch", [1, 16, 40])
 def test_2_of_4_through_torch_is_timed_where_the_mask_fits(batch: int) -> None:
     torch.manual_seed(0)

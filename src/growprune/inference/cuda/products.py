@@ -91,7 +91,8 @@ def _lane_product(kernels: ModuleType, matrix: LaneMatrix, x: Tensor, tile: Lane
     tensors = (inputs, matrix.index, bases, matrix.values)
     rest = (matrix.unit_starts, matrix.slab_starts, matrix.order, out)
     numbers = (matrix.rows, matrix.columns, batch, share, together, matrix.bases is not None)
-    sizes = (*numbers, matrix.lanes, width, rows, tile.steps, tile.is_ahead)
+    lanes = 1 if matrix.bases is None else matrix.lanes  # where it does not matter, one kernel serves all
+    sizes = (*numbers, lanes, width, rows, tile.steps, tile.is_ahead)
     grid = (programs, split, -(-batch // together))
     _launch(kernels._lanes_kernel, grid, (*tensors, *rest), sizes, tile.warps)
     return _added_up(kernels, out, x)

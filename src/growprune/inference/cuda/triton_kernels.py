@@ -64,10 +64,11 @@ def _lanes_kernel(
         else:
             loaded = _fetch(index, bases, values, first, slab, count, unit, OFFSETS, LANES, WIDTH, STEPS)
         for step in tl.static_range(STEPS):
-            base, columns, weights = loaded[step]
+            base, index_words, weights = loaded[step]
+            columns = _columns(base, index_words, OFFSETS)
             inputs = ()
             for run in tl.static_range(8):
-                inputs = inputs + (_inputs(x, _column(base, columns, run, OFFSETS), BATCH),)
+                inputs = inputs + (_inputs(x, _half(columns, run), BATCH),)
             for run in tl.static_range(8):
                 weight = _weight(weights, run, values.dtype.element_ty)
                 sums += (weight if BATCH == 1 else weight[:, :, None]) * inputs[run].to(tl.float32)
@@ -149,8 +150,15 @@ def _weight(words, RUN: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _column(base, words, RUN: tl.constexpr, OFFSETS: tl.constexpr):
-    return _half(base, RUN) + ((words[0] >> (RUN * 8)).to(tl.int32) & 0xFF) if OFFSETS else _half(words, RUN)
+def _columns(base, words, OFFSETS: tl.constexpr):
+    """The eight columns of a unit, 16 bits each. With offsets four are added at once: no sum reaches 65536."""
+    if OFFSETS:
+        first = base[0] + (words[0] & 0x00FF00FF00FF00FF)
+        second = base[1] + ((words[0] >> 8) & 0x00FF00FF00FF00FF)
+        columns = (first, second)
+    else:
+        columns = words
+    return columns
 
 
 @triton.jit
