@@ -45,12 +45,12 @@ FORMATS: dict[str, Callable[[Entries], Matrix]] = {
 }
 MORE_LANE_TILES = (
     *LANE_TILES,
-    LaneTile(4, 32, 1, False),
-    LaneTile(4, 64, 2, False),
-    LaneTile(4, 8, 4, False),
-    LaneTile(8, 16, 4, False),
-    LaneTile(4, 32, 1, True),
-    LaneTile(1, 32, 4, False),
+    LaneTile(4, 32, 1),
+    LaneTile(4, 64, 2),
+    LaneTile(4, 8, 4),
+    LaneTile(8, 16, 4),
+    LaneTile(4, 32, 1, is_ahead=True),
+    LaneTile(1, 32, 4),
 )
 GATES = ((8192, 8192), (28672, 8192))
 WANTED = 3.0

@@ -19,14 +19,14 @@ from growprune.inference.cuda.products import MOST_SAMPLES, BitmaskTile, LaneTil
 from growprune.inference.cuda.timing import BEYOND_CACHE, microseconds
 
 LANE_TILES = (
-    LaneTile(4, 32, 2, False),
-    LaneTile(4, 32, 4, False),
-    LaneTile(4, 16, 4, False),
     LaneTile(4, 32, 2),
-    LaneTile(8, 32, 2, False),
-    LaneTile(4, 16, 2),
-    LaneTile(2, 32, 4, False),
-    LaneTile(4, 128, 1, False),
+    LaneTile(4, 32, 4),
+    LaneTile(4, 16, 4),
+    LaneTile(4, 32, 2, is_ahead=True),
+    LaneTile(8, 32, 2),
+    LaneTile(4, 16, 2, is_ahead=True),
+    LaneTile(2, 32, 4),
+    LaneTile(4, 128, 1),
 )
 BITMASK_TILES = (BitmaskTile(32, 128, 4, 3), BitmaskTile(16, 256, 4, 1), BitmaskTile(64, 64, 4, 3))
 """Tiles worth a try, the likeliest first."""

@@ -59,7 +59,7 @@ def graphed(step: Callable[..., Any], *example: Tensor) -> Graphed:
     Examples:
         A decoder whose step takes the last tokens and gives the next ones::
 
-            step = gp.inference.cuda.graphed(decoder.step, tokens)
+            step = graphed(decoder.step, tokens)
             for _ in range(100):
                 tokens = step(tokens).clone()
     """

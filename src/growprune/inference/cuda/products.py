@@ -33,7 +33,7 @@ class LaneTile:
     """Threads that share a row; a program has as many rows as its warps have threads for."""
     steps: int = 2
     """Units of a thread whose loads are started together."""
-    is_ahead: bool = True
+    is_ahead: bool = False
     """Whether the next units are loaded while these are worked on."""
     split: int = 0
     """Programs that share the columns of a row; 0: as many as fill the GPU, and keep x in the first-level cache."""
