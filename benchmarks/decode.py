@@ -45,12 +45,13 @@ FORMATS: dict[str, Callable[[Entries], Matrix]] = {
 }
 MORE_LANE_TILES = (
     *LANE_TILES,
+    LaneTile(4, 16, 4),
     LaneTile(4, 32, 1),
-    LaneTile(4, 64, 2),
-    LaneTile(4, 8, 4),
-    LaneTile(8, 16, 4),
-    LaneTile(4, 32, 1, is_ahead=True),
-    LaneTile(1, 32, 4),
+    LaneTile(4, 64, 2, is_pinned=True),
+    LaneTile(4, 8, 4, is_pinned=True),
+    LaneTile(8, 32, 4, is_pinned=True),
+    LaneTile(4, 32, 1, is_ahead=True, is_pinned=True),
+    LaneTile(1, 32, 4, is_pinned=True),
 )
 GATES = ((8192, 8192), (28672, 8192))
 WANTED = 3.0
@@ -198,7 +199,11 @@ def relative(found: Tensor, expected: Tensor) -> float:
 def short(tile: Tile) -> str:
     if isinstance(tile, BitmaskTile):
         return f"{tile.rows} x {tile.columns}, {tile.warps} warps, {tile.stages} stages"
-    return f"{tile.warps} warps, width {tile.width}, {tile.steps} steps" + (", ahead" if tile.is_ahead else "")
+    return (
+        f"{tile.warps} warps, width {tile.width}, {tile.steps} steps"
+        + ", ahead" * tile.is_ahead
+        + ", pinned" * tile.is_pinned
+    )
 
 
 def line(row: dict[str, Any], dense: float) -> str:

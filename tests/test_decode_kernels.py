@@ -48,8 +48,8 @@ MAKERS: dict[str, Callable[[Entries], Matrix]] = {
     "bitmask": bitmask_matrix,
 }
 TILES: dict[str, tuple[Tile, ...]] = {
-    "columns": (LaneTile(1, 16, 2, True), LaneTile(2, 64, 1, False, split=1)),
-    "offsets": (LaneTile(1, 8, 1, True, split=1), LaneTile(4, 32, 2, False, split=3)),
+    "columns": (LaneTile(1, 16, 2, True, True), LaneTile(2, 64, 1, False, split=1)),
+    "offsets": (LaneTile(1, 8, 1, True, split=1), LaneTile(4, 32, 2, False, True, split=3)),
     "bitmask": (BitmaskTile(16, 64, 2, 1), BitmaskTile(32, 256, 4, 3, split=2)),
 }
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
@@ -298,7 +298,7 @@ from growprune.inference.cuda.triton_kernels import _lanes_kernel as kernel
 
 for has_offsets in (True, False):
     for batch in (1, 8):
-        sizes = dict(BATCH=batch, OFFSETS=has_offsets, LANES=16, WIDTH=32, ROWS=4, STEPS=2, AHEAD=True)
+        sizes = dict(BATCH=batch, OFFSETS=has_offsets, LANES=16, WIDTH=32, ROWS=4, STEPS=2, AHEAD=True, PINNED=False)
         types = dict(x="*bf16", index="*i64", bases="*i64", values="*bf16", out="*bf16")
         types |= dict(unit_starts="*i32", slab_starts="*i32", order="*i32")
         types |= dict.fromkeys(("num_rows", "num_columns", "batch", "split_units"), "i32")

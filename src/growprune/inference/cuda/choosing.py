@@ -20,12 +20,12 @@ from growprune.inference.cuda.timing import BEYOND_CACHE, microseconds
 
 LANE_TILES = (
     LaneTile(4, 32, 2),
+    LaneTile(4, 32, 4, is_pinned=True),
+    LaneTile(4, 32, 2, is_pinned=True),
     LaneTile(4, 32, 4),
-    LaneTile(4, 16, 4),
-    LaneTile(4, 32, 2, is_ahead=True),
-    LaneTile(8, 32, 2),
-    LaneTile(4, 16, 2, is_ahead=True),
-    LaneTile(2, 32, 4),
+    LaneTile(4, 16, 4, is_pinned=True),
+    LaneTile(4, 16, 2, is_ahead=True, is_pinned=True),
+    LaneTile(2, 32, 4, is_pinned=True),
     LaneTile(4, 128, 1),
 )
 BITMASK_TILES = (BitmaskTile(32, 128, 4, 3), BitmaskTile(16, 256, 4, 1), BitmaskTile(64, 64, 4, 3))

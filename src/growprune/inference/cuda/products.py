@@ -35,6 +35,8 @@ class LaneTile:
     """Units of a thread whose loads are started together."""
     is_ahead: bool = False
     """Whether the next units are loaded while these are worked on."""
+    is_pinned: bool = False
+    """Whether loads stay before what uses them: more bytes on their way, but more registers, and so fewer threads."""
     split: int = 0
     """Programs that share the columns of a row; 0: as many as fill the GPU, and keep x in the first-level cache."""
 
@@ -92,7 +94,7 @@ def _lane_product(kernels: ModuleType, matrix: LaneMatrix, x: Tensor, tile: Lane
     rest = (matrix.unit_starts, matrix.slab_starts, matrix.order, out)
     numbers = (matrix.rows, matrix.columns, batch, share, together, matrix.bases is not None)
     lanes = 1 if matrix.bases is None else matrix.lanes  # where it does not matter, one kernel serves all
-    sizes = (*numbers, lanes, width, rows, tile.steps, tile.is_ahead)
+    sizes = (*numbers, lanes, width, rows, tile.steps, tile.is_ahead, tile.is_pinned)
     grid = (programs, split, -(-batch // together))
     _launch(kernels._lanes_kernel, grid, (*tensors, *rest), sizes, tile.warps)
     return _added_up(kernels, out, x)

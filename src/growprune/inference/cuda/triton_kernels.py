@@ -6,8 +6,8 @@
 `_lanes_kernel`: a program takes a few rows, a thread one unit at a time. All tensors are (threads, rows) with one
 element a thread, or have one more dimension that lies within a thread. (Where nothing else decides, Triton gives
 neighbouring threads neighbours of the first dimension.) So nothing but the sum at the end goes from thread to thread,
-and all loads of a unit are 8 or 16 bytes. Loads are written before what uses them, or the assembler would let each wait
-for the one before. x is read through the first-level cache, in which it stays: weights are marked to be evicted first.
+and all loads of a unit are 8 or 16 bytes. Loads are written before what uses them, or each would wait for the one before.
+The assembler may move them down again to save registers, for more threads; a barrier prevents it (PINNED). x is read through the first-level cache, in which it stays: weights are marked to be evicted first.
 For batches, x is (columns, batch), so that one load brings up to eight inputs. With more samples, or columns, than that
 cache has room for, all programs of a part come before those of the next.
 
@@ -44,6 +44,7 @@ def _lanes_kernel(
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
     AHEAD: tl.constexpr,
+    PINNED: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
@@ -63,6 +64,8 @@ def _lanes_kernel(
             ahead = _fetch(index, bases, values, first, slab, count, unit + WIDTH * STEPS, OFFSETS, LANES, WIDTH, STEPS)
         else:
             loaded = _fetch(index, bases, values, first, slab, count, unit, OFFSETS, LANES, WIDTH, STEPS)
+        if PINNED:
+            tl.debug_barrier()  # loads do not move past it, so all of them are on their way before the first is used
         for step in tl.static_range(STEPS):
             base, index_words, weights = loaded[step]
             columns = _columns(base, index_words, OFFSETS)
