@@ -6,8 +6,9 @@
 `_lanes_kernel`: a program takes a few rows, a thread one unit at a time. All tensors are (threads, rows) with one
 element a thread, or have one more dimension that lies within a thread. (Where nothing else decides, Triton gives
 neighbouring threads neighbours of the first dimension.) So nothing but the sum at the end goes from thread to thread,
-and all loads of a unit are 8 or 16 bytes. Loads are written before what uses them, or each would wait for the one before.
-The assembler may move them down again to save registers, for more threads; a barrier prevents it (PINNED). x is read through the first-level cache, in which it stays: weights are marked to be evicted first.
+and all loads of a unit are 8 or 16 bytes. Loads are written before what uses them, or each would wait for the one
+before. The assembler may move them down again to save registers, for more threads; a barrier prevents it (PINNED).
+x is read through the first-level cache, in which it stays: weights are marked to be evicted first.
 For batches, x is (columns, batch), so that one load brings up to eight inputs. With more samples, or columns, than that
 cache has room for, all programs of a part come before those of the next.
 
