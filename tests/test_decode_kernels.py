@@ -34,8 +34,9 @@ from growprune.inference.cuda import (
 )
 from growprune.inference.cuda import products as products_module
 from growprune.inference.cuda.bitmask import bitmask_matrix
-from growprune.inference.cuda.choosing import FORMATS, Timed
-from growprune.inference.cuda.lanes import lane_matrix
+from growprune.inference.cuda.choosing import FORMATS, Timed, fastest, times_of_tiles
+from growprune.inference.cuda.lanes import LaneMatrix, lane_matrix
+from growprune.inference.cuda.linear import is_two_of_four
 from growprune.inference.cuda.products import BitmaskTile, LaneTile, Matrix, Tile
 from growprune.storage import kernels
 
@@ -47,8 +48,8 @@ MAKERS: dict[str, Callable[[Entries], Matrix]] = {
     "bitmask": bitmask_matrix,
 }
 TILES: dict[str, tuple[Tile, ...]] = {
-    "columns": (LaneTile(1, 16, 2, True), LaneTile(2, 64, 1, False, split=1)),
-    "offsets": (LaneTile(1, 8, 1, True, split=1), LaneTile(4, 32, 2, False, split=3)),
+    "columns": (LaneTile(1, 16, 2, True, True), LaneTile(2, 64, 1, False, split=1)),
+    "offsets": (LaneTile(1, 8, 1, True, split=1), LaneTile(4, 32, 2, False, True, split=3)),
     "bitmask": (BitmaskTile(16, 64, 2, 1), BitmaskTile(32, 256, 4, 3, split=2)),
 }
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
@@ -297,7 +298,7 @@ from growprune.inference.cuda.triton_kernels import _lanes_kernel as kernel
 
 for has_offsets in (True, False):
     for batch in (1, 8):
-        sizes = dict(BATCH=batch, OFFSETS=has_offsets, LANES=16, WIDTH=32, ROWS=4, STEPS=2, AHEAD=True)
+        sizes = dict(BATCH=batch, OFFSETS=has_offsets, LANES=16, WIDTH=32, ROWS=4, STEPS=2, AHEAD=True, PINNED=False)
         types = dict(x="*bf16", index="*i64", bases="*i64", values="*bf16", out="*bf16")
         types |= dict(unit_starts="*i32", slab_starts="*i32", order="*i32")
         types |= dict.fromkeys(("num_rows", "num_columns", "batch", "split_units"), "i32")
@@ -337,11 +338,11 @@ def test_large_products_on_a_gpu(kind: str, batch: int, sparsity: float) -> None
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_captured_step_gives_what_the_layer_gives() -> None:
-    from growprune.inference.cuda import Captured
+def test_a_graphed_step_gives_what_the_layer_gives() -> None:
+    from growprune.inference.cuda import graphed
 
     layer = SparseLinear(MAKERS["offsets, 16 lanes"](from_dense(random_weight(512, 512, 0.9).cuda())))
-    step = Captured(layer, torch.zeros(2, 512, device="cuda", dtype=torch.bfloat16))
+    step = graphed(layer, torch.zeros(2, 512, device="cuda", dtype=torch.bfloat16))
     for seed in (1, 2):
         x = random_weight(2, 512, 0.0, seed=seed).cuda()
         assert torch.equal(step(x), layer(x))
@@ -425,13 +426,67 @@ def test_what_does_not_fit_is_refused(x: Tensor, message: str) -> None:
 def test_the_fastest_is_kept(slow: dict[str, float], kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"dense": 4.0, "offsets": 3.0, "columns": 2.0, "bitmask": 1.0} | slow
     kinds = iter(("offsets", "columns", "bitmask"))
-    monkeypatch.setattr("growprune.inference.cuda.choosing.fastest", lambda m, tiles, b: (tiles[0], times[next(kinds)]))
+    monkeypatch.setattr(
+        "growprune.inference.cuda.choosing.fastest", lambda m, tiles, batch, s: (tiles[0], times[next(kinds)])
+    )
     monkeypatch.setattr("growprune.inference.cuda.choosing._time", lambda layer, entries, batch: times[layer.kind])
     choice = choose(from_dense(random_weight(8, 16, 0.75, torch.float32)), name="fc")
     assert choice.layer.kind == kept
     assert isinstance(choice.layer, DenseLinear if kept == "dense" else SparseLinear)
     (row,) = choice.rows
     assert (row.layer, row.shape, row.choice, row.dense_us) == ("fc", (8, 16), kept, 4.0)
+
+
+def test_a_kernel_that_fails_or_errs_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = products_module.product
+
+    def broken(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
+        if isinstance(matrix, LaneMatrix) and matrix.bases is not None:
+            raise RuntimeError("out of shared memory\nand more")
+        return plain(matrix, x, tile) * (2 if isinstance(matrix, LaneMatrix) else 1)
+
+    monkeypatch.setattr("growprune.inference.cuda.linear.product", broken)
+    monkeypatch.setattr("growprune.inference.cuda.choosing.time_of", lambda layers, x: 1.0)
+    choice = choose(from_dense(random_weight(8, 16, 0.75, torch.float32)))
+    assert choice.failed.keys() == {"offsets", "columns"}
+    assert "out of shared memory" in choice.failed["offsets"] and "and more" not in choice.failed["offsets"]
+    assert "relative difference from the dense product is 1.0e+00" in choice.failed["columns"]
+    assert choice.rows[0].kind == "bitmask"
+
+
+def test_a_tile_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, tiles = products_module.product, (LaneTile(1), LaneTile(2), LaneTile(4))
+
+    def broken(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
+        if tile == tiles[0]:
+            raise RuntimeError("too many registers")
+        return plain(matrix, x, tile)
+
+    times = iter((5.0, 3.0))
+    monkeypatch.setattr("growprune.inference.cuda.linear.product", broken)
+    monkeypatch.setattr("growprune.inference.cuda.choosing.time_of", lambda layers, x: next(times))
+    assert fastest(lane_matrix(from_dense(torch.eye(4))), tiles, 1) == (tiles[2], 3.0)
+    with pytest.raises(RuntimeError, match="no tile can run: RuntimeError: too many registers"):
+        fastest(lane_matrix(from_dense(torch.eye(4))), tiles[:1], 1)
+
+
+def test_when_time_is_up_no_more_tiles_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("growprune.inference.cuda.choosing.time_of", lambda layers, x: 1.0)
+    tiles = (LaneTile(1), LaneTile(2))
+    assert [tile for tile, _ in times_of_tiles(lane_matrix(from_dense(torch.eye(4))), tiles, 1, 0)] == [tiles[0]]
+
+
+@pytest.mark.parametrize(
+    ("row", "suits"),
+    [([1, 1, 0, 0], True), ([1, 1, 1, 0], False), ([0, 0, 1, 1, 1, 1, 0, 0], True), ([0, 1, 1, 1, 0, 0, 0, 1], False)],
+)
+def test_two_of_four_is_seen_in_the_entries(row: list[int], suits: bool) -> None:
+    weight = torch.tensor([row, [1.0] + [0] * (len(row) - 1)], dtype=torch.float32)
+    assert is_two_of_four(from_dense(weight)) is suits
+
+
+def test_a_row_end_parts_groups_of_four() -> None:
+    assert is_two_of_four(from_dense(torch.tensor([[0, 0, 1.0, 1.0], [1.0, 1.0, 0, 0]])))
 
 
 def test_the_table_has_a_line_for_each_layer_and_batch() -> None:

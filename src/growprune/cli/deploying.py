@@ -34,24 +34,28 @@ def deploy(
     model: ModelSource = "",
     example_shape: ExampleShape = "",
     seconds: Seconds = 10.0,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where it is to run; timed there, too.")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Make a trained sparse model run on sparse kernels: each layer sparse or dense, whichever is faster here."""
     from growprune import console
+    from growprune.inference.cuda.deploying import checked_device
     from growprune.inference.deployed import deploy as deploy_model
     from growprune.inference.saving import save
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise GrowpruneError(f"{out} exists and is not an empty folder: give another --out")
+    where = checked_device(device)
     origin = _origin(path, model, example_shape)
     built, example = _built(origin)
-    deployed = deploy_model(_weights(path), example, into=built, seconds=seconds)
+    deployed = deploy_model(_weights(path), example, into=built, seconds=seconds, device=where)
     save(deployed, out, origin)
     if as_json:
         console.print_json(deployed.table.to_dict())
     else:
         console.out.print(str(deployed.table), soft_wrap=True, highlight=False)
-        console.out.print(f"saved in {out}: time it with `growprune bench {out}`", soft_wrap=True, highlight=False)
+        how = f": time it with `growprune bench {out}`" if where.type == "cpu" else ""
+        console.out.print(f"saved in {out}{how}", soft_wrap=True, highlight=False)
 
 
 @one_line_errors
@@ -88,6 +92,8 @@ def open_model(path: str, model: str, example_shape: str) -> tuple[Any, Any, Cal
 
     folder = Path(path)
     is_deployed = (folder / ABOUT).is_file()
+    if is_deployed and read_about(folder).get("device", "cpu") != "cpu":
+        raise GrowpruneError(f"{folder} is deployed on cuda, but bench compares engines on the CPU: deploy it there")
     origin = dict(read_about(folder)["origin"]) if is_deployed else _origin(folder, model, example_shape)
     if is_deployed and not origin and not model:
         raise GrowpruneError(f"{folder} was deployed from Python: say what builds its model with --model and its shape")

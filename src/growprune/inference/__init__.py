@@ -19,7 +19,7 @@
     arena.py     memory for all values; program.py: the steps bound to it
     parts.py     a module that runs as programs, one for each shape; apart.py: a model part by part
     deployed.py  `deploy`, and what it returns; saving.py: folders of that
-    cuda/        products for decoding on GPUs (`deploy` does not use them yet)
+    cuda/        the same for decoding on GPUs, layer by layer
     bench.py     whole models against other engines, in processes (bench_worker.py)
 
 Activations are *feature-major*: a matrix with a row for each feature or channel, and a column for each token or, of

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,9 +17,22 @@ from growprune.inference.trace import NotTraceable
 Inputs = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 
 
+class Swapped(Protocol):
+    """A part in the place of a module."""
+
+    @property
+    def owner(self) -> nn.Module: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def part(self) -> nn.Module: ...
+    @property
+    def module(self) -> nn.Module: ...
+
+
 @dataclass(frozen=True)
 class Replaced:
-    """A part in the place of a module."""
+    """One whose module is kept."""
 
     owner: nn.Module
     name: str
@@ -34,7 +47,7 @@ class Found:
     module: nn.Module
     rows: list[Row]
     in_torch: list[str]
-    replaced: list[Replaced] = field(default_factory=list)
+    replaced: Sequence[Swapped] = ()
 
     def put(self, *, deployed: bool) -> None:
         """Put the parts in their places, or what they were made of."""

@@ -16,6 +16,7 @@ from torch import nn
 from growprune import file
 from growprune.errors import GrowpruneError
 from growprune.inference.apart import Found, deploy_parts, rows_in_torch
+from growprune.inference.cuda.deploying import GpuRow, checked_device, deploy_linears
 from growprune.inference.measure import Chosen
 from growprune.inference.parts import Part
 from growprune.inference.skeleton import Skeleton, empty, fill_in, skeleton_of
@@ -53,6 +54,7 @@ class Made:
     settings: dict[str, Any]
     """Of the SparseModel."""
     whole: bool
+    device: torch.device
 
 
 class Deployed(nn.Module):
@@ -73,10 +75,11 @@ class Deployed(nn.Module):
         *,
         whole: bool = True,
         settings: Mapping[str, Any] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.table = table
-        self._made = Made(found, skeleton, example, dict(settings or {}), whole)
+        self._made = Made(found, skeleton, example, dict(settings or {}), whole, device or torch.device("cpu"))
         if found is None:
             fill_in(skeleton)
         self.module: nn.Module = skeleton.module if found is None else found.module
@@ -123,7 +126,7 @@ def deploy(
     example: Any,
     *,
     into: nn.Module | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     seconds: float = SECONDS,
     whole: bool = True,
 ) -> Deployed:
@@ -137,8 +140,11 @@ def deploy(
         example: the input, or a tuple of positional or a dict of keyword arguments. The model is made for its shape;
             for others it makes itself ready when they come.
         into: for a file, the model that was saved, freshly made.
-        device: "cpu".
-        seconds: how long layers may be timed, about; with 0 nothing is timed, and what is sparse runs sparse.
+        device: "cpu" or "cuda". On a GPU single linear layers are swapped, for the number of samples (tokens) that the
+            example brings them, in the model's own dtype: give the input of a decode step. See `graphed` in
+            `growprune.inference.cuda`, too.
+        seconds: how long layers may be timed, about; with 0 nothing is timed, and what is sparse runs sparse. On a GPU
+            the kernels are compiled on top of it.
         whole: False swaps only single layers, and takes any shape: for models that are used by other methods
             than their forward, as in decoding. Use the `module` of what is returned.
 
@@ -150,16 +156,22 @@ def deploy(
         >>> torch.allclose(fast(x), sparse.model(x), atol=1e-6)
         True
     """
-    if device != "cpu":
-        raise GrowpruneError(f"device is {device!r}, but models are deployed on 'cpu' only")
-    return deploy_model(_model(model, into), Example.of(example), seconds=seconds, whole=whole, chosen={})
+    where = checked_device(device)
+    if where.type == "cuda":
+        return deploy_on_gpu(_model(model, into), Example.of(example), device=where, seconds=seconds, chosen={})
+    on_the_cpu = _on_the_cpu(_model(model, into))
+    return deploy_model(on_the_cpu, Example.of(example), seconds=seconds, whole=whole, chosen={})
+
+
+def _on_the_cpu(model: nn.Module | SparseModel) -> nn.Module | SparseModel:
+    found = model.model if isinstance(model, SparseModel) else model
+    if any(tensor.device.type != "cpu" for tensor in found.parameters()):
+        raise GrowpruneError("the model is not on the CPU, where it is to be deployed: call model.cpu() first")
+    return model
 
 
 def _model(model: Any, into: nn.Module | None) -> nn.Module | SparseModel:
     if isinstance(model, (nn.Module, SparseModel)):
-        found = model.model if isinstance(model, SparseModel) else model
-        if any(tensor.device.type != "cpu" for tensor in found.parameters()):
-            raise GrowpruneError("the model is not on the CPU, where it is to be deployed: call model.cpu() first")
         return model
     if not isinstance(model, (str, os.PathLike)):
         raise GrowpruneError(f"deploy was given a {type(model).__name__}: give a SparseModel, a module, or a file")
@@ -197,6 +209,23 @@ def deploy_model(
         warn(f"deployed, the model takes {times[0]:.3g} ms, and in torch {times[1]:.3g} ms: it stays in torch")
         deployed.stay_in_torch()
     return deployed
+
+
+def deploy_on_gpu(
+    model: nn.Module | SparseModel,
+    example: Example,
+    *,
+    device: torch.device,
+    seconds: float,
+    chosen: Mapping[str, GpuRow],
+) -> Deployed:
+    """The same for a GPU, layer by layer. (What a whole model takes there depends on whether it is `graphed`.)"""
+    found = deploy_linears(model, example.args, example.kwargs, device=device, seconds=seconds, chosen=chosen)
+    if not found.rows:
+        warn("the model has no sparse linear layers: it stays in torch as it is")
+    table = Table(tuple(found.rows), in_torch=tuple(found.in_torch) if found.rows else ("the whole model",))
+    settings = _settings_of(model)
+    return Deployed(found, Skeleton(found.module, {}), table, example, whole=False, settings=settings, device=device)
 
 
 def _found(skeleton: Skeleton, example: Example, *, seconds: float, whole: bool, chosen: Mapping[str, Chosen]) -> Found:

@@ -24,7 +24,8 @@ from growprune import file
 from growprune.atomic import replacing
 from growprune.errors import GrowpruneError
 from growprune.inference import build
-from growprune.inference.deployed import SECONDS, Deployed, Example, deploy_model, load_sparse
+from growprune.inference.cuda import deploying as gpu
+from growprune.inference.deployed import SECONDS, Deployed, Example, Made, deploy_model, deploy_on_gpu, load_sparse
 from growprune.inference.library import Tile
 from growprune.inference.measure import Chosen, Row
 from growprune.inference.skeleton import Skeleton, fill_in
@@ -44,10 +45,11 @@ def save(deployed: Deployed, folder: Path, origin: Mapping[str, Any] | None = No
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ABOUT).unlink(missing_ok=True)
     with deployed.taken_apart() as made:
-        _save_weights(made.skeleton, made.settings, folder / WEIGHTS)
+        _save_weights(made, folder / WEIGHTS)
     about = {
         "format": FORMAT,
-        "machine": machine(),
+        "device": made.device.type,
+        "machine": machine(made.device),
         "is_whole": made.whole,
         "runs": "torch" if deployed.is_in_torch else "deployed",
         "example": [_encode(made.example.args), _encode(made.example.kwargs)],
@@ -58,8 +60,10 @@ def save(deployed: Deployed, folder: Path, origin: Mapping[str, Any] | None = No
         written.write((json.dumps(about, indent=1) + "\n").encode())
 
 
-def machine() -> dict[str, Any]:
+def machine(device: torch.device) -> dict[str, Any]:
     """What a measurement is good for."""
+    if device.type == "cuda":
+        return gpu.machine(device)
     digest = hashlib.sha256(build.cpu().encode()).hexdigest()[:16]
     return {"cpu": digest, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
@@ -76,17 +80,23 @@ def load_deployed(
     """
     folder = Path(folder)
     about = read_about(folder)
+    device = gpu.checked_device(about.get("device", "cpu"))
     sparse = load_sparse(folder / WEIGHTS, model)
     try:
         args, kwargs = (_decode(part) for part in about["example"])
-        rows = tuple(_row(row) for row in about["rows"])
-        is_same, is_whole = about["machine"] == machine() and example is None, bool(about["is_whole"])
+        rows = tuple(_row(row) if device.type == "cpu" else gpu.GpuRow.of_dict(row) for row in about["rows"])
+        is_same, is_whole = about["machine"] == machine(device) and example is None, bool(about["is_whole"])
         table = Table(rows, about["deployed_ms"], about["torch_ms"], tuple(about["in_torch"]))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise GrowpruneError(f"{folder / ABOUT} is damaged ({error!r}): deploy the model again") from None
     given = Example(tuple(args), kwargs) if example is None else Example.of(example)
-    chosen = {row.layer: Chosen(row.choice == "sparse", row.tile) for row in rows} if is_same else {}
-    deployed = deploy_model(sparse, given, seconds=0 if is_same else seconds, whole=is_whole, chosen=chosen)
+    left = 0 if is_same else seconds
+    if device.type == "cuda":
+        known = {row.layer: row for row in rows if isinstance(row, gpu.GpuRow)} if is_same else {}
+        deployed = deploy_on_gpu(sparse, given, device=device, seconds=left, chosen=known)
+    else:
+        chosen = {row.layer: Chosen(row.choice == "sparse", row.tile) for row in rows} if is_same else {}
+        deployed = deploy_model(sparse, given, seconds=left, whole=is_whole, chosen=chosen)
     if is_same:
         deployed.table = table
         if about["runs"] == "torch":
@@ -115,12 +125,13 @@ def _row(row: dict[str, Any]) -> Row:
     return Row(**{**row, "tile": tile})
 
 
-def _save_weights(skeleton: Skeleton, settings: Mapping[str, Any], path: Path) -> None:
+def _save_weights(made: Made, path: Path) -> None:
+    skeleton = made.skeleton
     memo: dict[int, Any] = {id(parameter): parameter for parameter in skeleton.module.parameters()}
     bare = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
     fill_in(bare)
-    if skeleton.matrices:
-        file.save(SparseModel.from_zeros(bare.module, **settings), path)
+    if skeleton.matrices or (made.found is not None and made.found.replaced):
+        file.save(SparseModel.from_zeros(bare.module, **made.settings), path)
     else:
         file.save(SparseModel(bare.module, sparsity=0.0), path)
 

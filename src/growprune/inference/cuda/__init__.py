@@ -5,33 +5,36 @@
     bitmask.py         ... or one bit a weight, for tensor cores
     triton_kernels.py  the kernels; products.py starts them
     linear.py          prepared layers: sparse, dense, 2:4
-    choosing.py        times them on this GPU, and keeps the fastest
+    choosing.py        times them on this GPU, and keeps the fastest; timing.py: how
     swapping.py        puts them into a model
-    timing.py          CUDA graphs: to time with, and to decode with
+    layers.py          the sparse layers of a model, and a copy of it without them
+    deploying.py       what `deploy` does for a GPU
+    graphs.py          CUDA graphs: to decode with, and to time with
 
 Activations are (batch, features), as torch has them.
 """
 
-from growprune.inference.cuda.choosing import Choice, Timed, choose, choose_all, table
+from growprune.inference.cuda.choosing import Choice, Timed, choose, table
 from growprune.inference.cuda.entries import Entries, from_bits, from_dense, from_mask
+from growprune.inference.cuda.graphs import Graphed, graphed
 from growprune.inference.cuda.linear import DenseLinear, SemiStructuredLinear, SparseLinear
 from growprune.inference.cuda.products import product
 from growprune.inference.cuda.swapping import swap_linears
-from growprune.inference.cuda.timing import Captured, microseconds
+from growprune.inference.cuda.timing import microseconds
 
 __all__ = [
-    "Captured",
     "Choice",
     "DenseLinear",
     "Entries",
+    "Graphed",
     "SemiStructuredLinear",
     "SparseLinear",
     "Timed",
     "choose",
-    "choose_all",
     "from_bits",
     "from_dense",
     "from_mask",
+    "graphed",
     "microseconds",
     "product",
     "swap_linears",

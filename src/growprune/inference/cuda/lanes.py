@@ -31,6 +31,9 @@ RUNS = 8
 REACH = 256
 """How far apart the first and the last column of a run may be, with offsets: what eight bits hold."""
 MOST_COLUMNS = 1 << 16
+SLOTS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which byte of a unit's offsets is that of each run: every other byte is then four 16-bit numbers, to be added to the
+four 16-bit first columns at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +47,7 @@ class LaneMatrix:
     most_units: int
     """Of any row."""
     index: Tensor
-    """int64, two words a unit: eight 16-bit columns. With offsets one word: eight bytes."""
+    """int64, two words a unit: eight 16-bit columns. With offsets one word: eight bytes, in the order of `SLOTS`."""
     bases: Tensor | None
     """int64, two words a slab: the first columns of its eight runs, 16 bits each; None without offsets."""
     values: Tensor
@@ -74,7 +77,7 @@ class LaneMatrix:
         """int64 (units, 8): the columns."""
         if self.bases is None:
             return self.index.view(torch.int16).view(-1, RUNS).long() & 0xFFFF
-        offsets = self.index.view(torch.uint8).view(-1, RUNS).long()
+        offsets = self.index.view(torch.uint8).view(-1, RUNS)[:, list(SLOTS)].long()
         starts, slabs = self.unit_starts.long(), self.slab_starts.long()
         row = torch.repeat_interleave(torch.arange(self.rows, device=starts.device), starts.diff())
         slab = slabs[row] + (torch.arange(len(offsets), device=starts.device) - starts[row]) // self.lanes
@@ -102,7 +105,8 @@ def lane_matrix(entries: Entries, *, lanes: int = 16, has_offsets: bool = True) 
     values = entries.values.new_zeros(num_units * RUNS)
     values[unit * RUNS + run % RUNS] = entries.values[entry]
     index = torch.zeros(num_units * RUNS, dtype=torch.uint8 if has_offsets else torch.int16, device=order.device)
-    index[unit * RUNS + run % RUNS] = (columns - first[run] if has_offsets else columns).to(index.dtype)
+    slots = torch.tensor(SLOTS if has_offsets else range(RUNS), device=order.device)
+    index[unit * RUNS + slots[run % RUNS]] = (columns - first[run] if has_offsets else columns).to(index.dtype)
     slab_starts = _starts(num_slabs)
     unit_starts = _starts(widths)[slab_starts]
     return LaneMatrix(

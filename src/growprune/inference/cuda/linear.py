@@ -6,6 +6,7 @@ They hold no parameters, as there is nothing to train; weights are buffers that 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,10 @@ class DenseLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def dense_weight(self) -> Tensor:
+        """(rows, columns)"""
+        return self.weight
+
 
 class SemiStructuredLinear(DenseLinear):
     """2:4 sparsity through core torch, which needs CUDA, 16-bit weights, and sizes that suit its kernels."""
@@ -42,7 +47,17 @@ class SemiStructuredLinear(DenseLinear):
     kind = "2:4"
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(torch.sparse.to_sparse_semi_structured(weight), bias)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it is a prototype
+            packed = torch.sparse.to_sparse_semi_structured(weight)
+        super().__init__(packed, bias)
+        self.out_features, self.in_features = weight.shape
+
+    def dense_weight(self) -> Tensor:
+        """(rows, columns), from what the kernels give for one input after the other."""
+        eye = torch.eye(self.in_features, dtype=self.weight.dtype, device=self.weight.device)
+        parts = [F.linear(eye[i : i + 1024], self.weight) for i in range(0, len(eye), 1024)]
+        return torch.cat(parts).t().contiguous()
 
 
 class SparseLinear(nn.Module):
@@ -77,6 +92,16 @@ class SparseLinear(nn.Module):
         self.register_buffer("bias", bias)
         self.register_buffer("dense", dense)
         self._matrix: Matrix | None = matrix
+        self.out_features, self.in_features = matrix.rows, matrix.columns
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, made anew each time: for code that looks at it."""
+        return self.dense_weight()
+
+    def dense_weight(self) -> Tensor:
+        """(rows, columns)"""
+        return self.matrix.dense()
 
     @property
     def matrix(self) -> Matrix:
@@ -102,17 +127,24 @@ class SparseLinear(nn.Module):
         return next((tile for most, tile in self.tiles.items() if most >= batch), None)
 
 
+SUITABLE_ROWS, SUITABLE_COLUMNS = 32, 64
+"""Of what the sizes of a 2:4 matrix in 16 bits must be multiples, for either of torch's kernels."""
+
+
 def semi_structured(entries: Entries, bias: Tensor | None = None) -> SemiStructuredLinear | None:
-    """The 2:4 layer of a matrix, if its mask is 2:4 and torch can run it here."""
+    """The 2:4 layer of a matrix; None if its mask, type or sizes do not suit. Raises what torch raises."""
     values = entries.values
-    if not values.is_cuda or values.dtype == torch.float32 or entries.columns % 4:
+    if not values.is_cuda or values.dtype == torch.float32:
         return None
-    weight = entries.dense()
-    if int((weight != 0).view(-1, 4).sum(1).amax()) > 2:
+    if entries.rows % SUITABLE_ROWS or entries.columns % SUITABLE_COLUMNS or not is_two_of_four(entries):
         return None
-    try:
-        layer = SemiStructuredLinear(weight, bias)
-        layer(torch.zeros(1, entries.columns, dtype=values.dtype, device=values.device))
-    except (RuntimeError, NotImplementedError, ValueError):  # sizes, or a build of torch without it
-        return None
-    return layer
+    return SemiStructuredLinear(entries.dense(), bias)
+
+
+def is_two_of_four(entries: Entries) -> bool:
+    """Whether of four neighbours in a row at most two live."""
+    if entries.columns % 4 or not entries.values.numel():
+        return False
+    row = torch.repeat_interleave(torch.arange(entries.rows, device=entries.starts.device), entries.lengths)
+    groups = row * (entries.columns // 4) + entries.places // 4
+    return bool((groups[2:] > groups[:-2]).all())  # they come in order: of any three, the last is in a later group

@@ -33,8 +33,10 @@ class LaneTile:
     """Threads that share a row; a program has as many rows as its warps have threads for."""
     steps: int = 2
     """Units of a thread whose loads are started together."""
-    is_ahead: bool = True
+    is_ahead: bool = False
     """Whether the next units are loaded while these are worked on."""
+    is_pinned: bool = False
+    """Whether loads stay before what uses them: more bytes on their way, but more registers, and so fewer threads."""
     split: int = 0
     """Programs that share the columns of a row; 0: as many as fill the GPU, and keep x in the first-level cache."""
 
@@ -91,7 +93,8 @@ def _lane_product(kernels: ModuleType, matrix: LaneMatrix, x: Tensor, tile: Lane
     tensors = (inputs, matrix.index, bases, matrix.values)
     rest = (matrix.unit_starts, matrix.slab_starts, matrix.order, out)
     numbers = (matrix.rows, matrix.columns, batch, share, together, matrix.bases is not None)
-    sizes = (*numbers, matrix.lanes, width, rows, tile.steps, tile.is_ahead)
+    lanes = 1 if matrix.bases is None else matrix.lanes  # where it does not matter, one kernel serves all
+    sizes = (*numbers, lanes, width, rows, tile.steps, tile.is_ahead, tile.is_pinned)
     grid = (programs, split, -(-batch // together))
     _launch(kernels._lanes_kernel, grid, (*tensors, *rest), sizes, tile.warps)
     return _added_up(kernels, out, x)
@@ -156,6 +159,15 @@ def _kernels(x: Tensor) -> ModuleType | None:
     except ImportError:
         raise GrowpruneError("sparse products on CUDA are written in Triton: pip install triton") from None
     return triton_kernels
+
+
+def kernel_failures() -> tuple[type[Exception], ...]:
+    """What a kernel that does not compile, or does not run here, raises."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:  # then none is started
+        return (RuntimeError, NotImplementedError)
+    return (RuntimeError, NotImplementedError, TritonError)
 
 
 def is_interpreted() -> bool:

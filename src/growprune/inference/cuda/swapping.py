@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from growprune.inference.cuda.choosing import Timed, choose
-from growprune.inference.cuda.entries import Entries, from_bits, from_dense
-from growprune.storage.compact import layouts_of
-
-LEAST_SPARSITY = 0.4
-"""Layers with fewer zeros than this stay as they are, untimed: no format would be faster."""
+from growprune.inference.cuda.layers import sparse_layers
 
 
 def swap_linears(model: nn.Module, *, batches: Sequence[int] = (1,), keep_dense: bool = False) -> list[Timed]:
@@ -26,26 +21,9 @@ def swap_linears(model: nn.Module, *, batches: Sequence[int] = (1,), keep_dense:
         keep_dense: let sparse layers keep a dense copy too, for batches over 16.
     """
     rows: list[Timed] = []
-    for name, module in list(model.named_modules()):
-        entries = entries_of(module)
-        if entries is None or entries.sparsity < LEAST_SPARSITY or not name:
-            continue
-        bias: Tensor | None = module.bias.detach() if isinstance(module.bias, Tensor) else None
-        choice = choose(entries, bias=bias, batches=batches, keep_dense=keep_dense, name=name)
-        path, _, local = name.rpartition(".")
-        setattr(model.get_submodule(path), local, choice.layer)
+    for path, source in sparse_layers(model).items():
+        choice = choose(source.entries, bias=source.bias, batches=batches, keep_dense=keep_dense, name=path)
+        owner, _, local = path.rpartition(".")
+        setattr(model.get_submodule(owner), local, choice.layer)
         rows += choice.rows
     return rows
-
-
-@torch.no_grad()
-def entries_of(module: nn.Module) -> Entries | None:
-    """The live weights of a linear layer; None of another module. Compact storage is not expanded."""
-    plain = getattr(type(module), "_plain_class", type(module))
-    if plain is not nn.Linear:
-        return None
-    layout, weight = layouts_of(module).get("weight"), module._parameters["weight"]
-    assert weight is not None
-    if layout is None:
-        return from_dense(weight)
-    return from_bits(weight.detach(), layout.bits.to(weight.device), layout.shape, group=layout.group)

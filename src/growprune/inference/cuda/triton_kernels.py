@@ -6,8 +6,9 @@
 `_lanes_kernel`: a program takes a few rows, a thread one unit at a time. All tensors are (threads, rows) with one
 element a thread, or have one more dimension that lies within a thread. (Where nothing else decides, Triton gives
 neighbouring threads neighbours of the first dimension.) So nothing but the sum at the end goes from thread to thread,
-and all loads of a unit are 8 or 16 bytes. Loads are written before what uses them, or the assembler would let each wait
-for the one before. x is read through the first-level cache, in which it stays: weights are marked to be evicted first.
+and all loads of a unit are 8 or 16 bytes. Loads are written before what uses them, or each would wait for the one
+before. The assembler may move them down again to save registers, for more threads; a barrier prevents it (PINNED).
+x is read through the first-level cache, in which it stays: weights are marked to be evicted first.
 For batches, x is (columns, batch), so that one load brings up to eight inputs. With more samples, or columns, than that
 cache has room for, all programs of a part come before those of the next.
 
@@ -44,6 +45,7 @@ def _lanes_kernel(
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
     AHEAD: tl.constexpr,
+    PINNED: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
@@ -63,11 +65,14 @@ def _lanes_kernel(
             ahead = _fetch(index, bases, values, first, slab, count, unit + WIDTH * STEPS, OFFSETS, LANES, WIDTH, STEPS)
         else:
             loaded = _fetch(index, bases, values, first, slab, count, unit, OFFSETS, LANES, WIDTH, STEPS)
+        if PINNED:
+            tl.debug_barrier()  # loads do not move past it, so all of them are on their way before the first is used
         for step in tl.static_range(STEPS):
-            base, columns, weights = loaded[step]
+            base, index_words, weights = loaded[step]
+            columns = _columns(base, index_words, OFFSETS)
             inputs = ()
             for run in tl.static_range(8):
-                inputs = inputs + (_inputs(x, _column(base, columns, run, OFFSETS), BATCH),)
+                inputs = inputs + (_inputs(x, _half(columns, run), BATCH),)
             for run in tl.static_range(8):
                 weight = _weight(weights, run, values.dtype.element_ty)
                 sums += (weight if BATCH == 1 else weight[:, :, None]) * inputs[run].to(tl.float32)
@@ -149,8 +154,15 @@ def _weight(words, RUN: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _column(base, words, RUN: tl.constexpr, OFFSETS: tl.constexpr):
-    return _half(base, RUN) + ((words[0] >> (RUN * 8)).to(tl.int32) & 0xFF) if OFFSETS else _half(words, RUN)
+def _columns(base, words, OFFSETS: tl.constexpr):
+    """The eight columns of a unit, 16 bits each. With offsets four are added at once: no sum reaches 65536."""
+    if OFFSETS:
+        first = base[0] + (words[0] & 0x00FF00FF00FF00FF)
+        second = base[1] + ((words[0] >> 8) & 0x00FF00FF00FF00FF)
+        columns = (first, second)
+    else:
+        columns = words
+    return columns
 
 
 @triton.jit
