@@ -1,4 +1,4 @@
-"""Products over live blocks are those with the dense weight, in torch operations, in Triton and through whole layers."""
+"""Products over live blocks are those with the dense weight: in torch operations, in Triton, through whole layers."""
 
 from __future__ import annotations
 
@@ -334,8 +334,8 @@ def test_activation_checkpointing_computes_the_same() -> None:
 def test_copies_have_tables_of_their_own() -> None:
     sparse = sparse_model()
     mine, copied = (layouts_of(m.first)["weight"] for m in (sparse.model, copy.deepcopy(sparse.model)))
-    assert mine is not None and copied is not None  # noqa: PT018
-    assert mine.blocks is not None and copied.blocks is not None  # noqa: PT018
+    assert mine is not None and copied is not None
+    assert mine.blocks is not None and copied.blocks is not None
     assert torch.equal(mine.blocks.table, copied.blocks.table)
     assert mine.blocks.table.data_ptr() != copied.blocks.table.data_ptr()
 
@@ -416,7 +416,7 @@ def passed(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
         y = layer(x)
     y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y).bfloat16())
     weight = layer._parameters["weight"]
-    assert x.grad is not None and weight is not None and weight.grad is not None  # noqa: PT018
+    assert x.grad is not None and weight is not None and weight.grad is not None
     return y.detach(), x.grad, weight.grad, layer.bias.grad  # type: ignore[return-value,union-attr]
 
 

@@ -218,7 +218,7 @@ def _milliseconds(run: Callable[[], object]) -> float:
         run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / REPEATS
+    return float(start.elapsed_time(end)) / REPEATS
 
 
 def _dense_weight(

@@ -14,8 +14,8 @@ block rows, C block columns and n live blocks, numbered row by row:
     n       column by column: how many pieces further its next row is
     1       nothing, so that who looks up the next block may do so after the last
 
-The products here are those of `triton_blocks`, in plain torch and any dtype, to compare with. They are no faster than to
-make the weight dense.
+The products here are those of `triton_blocks`, in plain torch and any dtype, to compare with. They are no faster than
+to make the weight dense.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def output(x: Tensor, values: Tensor, bias: Tensor | None, blocks: LiveBlocks) -
     block_rows, block_columns, _, height, width = blocks.sizes
     rows, columns, pieces = _placed(blocks)
     weights = values.view(-1, width)[pieces]  # (n, height, width)
-    products = x.reshape(-1, block_columns, width)[:, columns].transpose(0, 1) @ weights.transpose(1, 2)  # (n, N, height)
+    products = x.reshape(-1, block_columns, width)[:, columns].transpose(0, 1) @ weights.transpose(
+        1, 2
+    )  # (n, N, height)
     y = products.new_zeros(block_rows, x.shape[0], height).index_add_(0, rows, products)
     y = y.transpose(0, 1).reshape(x.shape[0], -1)
     return y if bias is None else y + bias

@@ -53,9 +53,7 @@ def input_gradient(dy: Tensor, values: Tensor, table: Tensor, sizes, tile: Tile)
     dx = torch.empty(dy.shape[0], block_columns * width, dtype=dy.dtype, device=dy.device)
     grid = (dx.shape[1] // tile.columns, -(-dy.shape[0] // tile.rows), 1)
     numbers = (dy.shape[0], dy.stride(0), *sizes, *tile[:3])
-    launch(
-        _input_kernel, grid, (dy, values, table, dx), numbers, num_warps=tile.num_warps, num_stages=tile.num_stages
-    )
+    launch(_input_kernel, grid, (dy, values, table, dx), numbers, num_warps=tile.num_warps, num_stages=tile.num_stages)
     return dx
 
 
