@@ -96,7 +96,12 @@ def test_a_mask_that_splits_a_block_has_no_table() -> None:
     ],
 )
 def test_products_are_for_large_blocks_that_fit(pattern: str, shape: tuple[int, ...], found: Any) -> None:
-    assert blocks.block_of(parse_pattern(pattern), torch.Size(shape)) == found
+    assert blocks.block_of(parse_pattern(pattern), "fc.weight", torch.Size(shape)) == found
+
+
+def test_a_layer_that_blocks_do_not_fill_is_named_with_what_fits(caplog: pytest.LogCaptureFixture) -> None:
+    SparseModel(nn.Sequential(nn.Linear(96, 64)), sparsity=0.5, storage="compact", pattern="64x64")
+    assert "0.weight is 64x96, which blocks of 64x64 do not fill: its products stay dense; 32x32 would fit" in caplog.text
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)

@@ -20,6 +20,7 @@ to make the weight dense.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growprune.patterns import Block, Pattern
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -50,12 +53,20 @@ class LiveBlocks:
         return LiveBlocks(self.table.clone(), self.sizes)
 
 
-def block_of(pattern: Pattern, shape: torch.Size) -> tuple[int, int] | None:
-    """Height and width of the blocks there are products for, if a weight of this shape has such."""
+def block_of(pattern: Pattern, name: str, shape: torch.Size) -> tuple[int, int] | None:
+    """Height and width of the blocks there are products for, if the weight of this name and shape has such."""
     height, width = pattern.height, pattern.width
     if not isinstance(pattern, Block) or len(shape) != 2 or height % 32 or width % 32:
         return None
-    return None if shape[0] % height or shape[1] % width else (height, width)
+    if shape[0] % height == 0 and shape[1] % width == 0:
+        return height, width
+    fitting = [f"{side}x{side}" for side in (128, 64, 32) if shape[0] % side == 0 and shape[1] % side == 0]
+    log.warning(
+        "%s is %dx%d, which blocks of %s do not fill: its products stay dense; %s",
+        *(name, *shape, pattern.name),
+        f"{' and '.join(fitting)} would fit" if fitting else "no large blocks would fit",
+    )
+    return None
 
 
 def live_blocks(mask: Tensor, height: int, width: int) -> LiveBlocks | None:

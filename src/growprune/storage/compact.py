@@ -149,7 +149,7 @@ class Compact:
         self.module = model.get_submodule(path)
         self._shape = self.parameter.shape
         self._group = _group_of(pattern, self.module, self._shape)
-        self._block = block_of(pattern, self._shape)
+        self._block = block_of(pattern, name, self._shape)
         block_products.check_environment()
         self._record: Callable[[Tensor], None] | None = None
         self._listening: weakref.ref[nn.Parameter] | None = None
