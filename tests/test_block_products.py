@@ -22,7 +22,7 @@ from growprune.partition import Partition
 from growprune.patterns import parse_pattern
 from growprune.plan import By
 from growprune.sparse import SparseModel
-from growprune.storage import block_products, blocks
+from growprune.storage import block_products, blocks, kernels
 from growprune.storage.compact import layouts_of
 from test_decode_kernels import mend_interpreter, on_the_gpu
 
@@ -101,7 +101,9 @@ def test_products_are_for_large_blocks_that_fit(pattern: str, shape: tuple[int, 
 
 def test_a_layer_that_blocks_do_not_fill_is_named_with_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     SparseModel(nn.Sequential(nn.Linear(96, 64)), sparsity=0.5, storage="compact", pattern="64x64")
-    assert "0.weight is 64x96, which blocks of 64x64 do not fill: its products stay dense; 32x32 would fit" in caplog.text
+    assert (
+        "0.weight is 64x96, which blocks of 64x64 do not fill: its products stay dense; 32x32 would fit" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
@@ -356,6 +358,20 @@ def test_torch_compile_makes_one_graph_over_live_blocks() -> None:
         run(x).square().sum().backward()
         gradients.append([p.grad.clone() for p in sparse.model.parameters() if p.grad is not None])
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("product", ["output", "input", "values"])
+def test_operators_are_what_their_fakes_say(product: str) -> None:
+    found, x, dy, values, _ = operands(random_alive(3, 4), 32, 64, 5, torch.float32)
+    bits = kernels.pack(mask_of(random_alive(3, 4), 32, 64).flatten())
+    layout = (found.table, bits, kernels.block_offsets(bits)[0], found.sizes, 1)
+    arguments = {
+        "output": (x, values, None, *layout),
+        "input": (dy, values, *layout),
+        "values": (dy, x, *layout, torch.float64),
+    }[product]
+    operator = getattr(torch.ops.growprune, f"block_{product}")
+    torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_way_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,9 @@ ZERO_OFF = {"mode": SKIP_DEAD, "bytes": 128, "num_warps": 4}
 """How `zero_off` goes about it: whether it reads everything, leaves eight dead neighbours unread, or reads nothing and
 stores zeros one by one; how many bytes of mask, and how many warps, a program has."""
 
+STAGES = 3
+"""How many steps of a loop are under way at once, where nobody says; Triton's own default."""
+
 _STARTED: dict[tuple[Any, ...], Callable[..., None]] = {}
 """Kernels that ran before, by types and sizes. Triton's own way to the same kernel takes Python several times as long
 as the GPU takes to start it, and a layer starts four in each step."""
@@ -103,7 +106,7 @@ def _started(kernel, grid, tensors, numbers, num_warps):
     index = tensors[0].get_device()
     if index != torch.cuda.current_device() or any(tensor.data_ptr() % 16 for tensor in tensors):
         return None
-    return _STARTED.get((id(kernel), index, grid, numbers, num_warps, 3, *[tensor.dtype for tensor in tensors]))
+    return _STARTED.get((id(kernel), index, grid, numbers, num_warps, STAGES, *[tensor.dtype for tensor in tensors]))
 
 
 def pack(mask: Tensor, num_bytes: int) -> Tensor:
@@ -128,7 +131,7 @@ def zero_off(flat: Tensor, bits: Tensor) -> None:
     launch(_zero_kernel, grid, (flat, bits), numbers, num_warps=ZERO_OFF["num_warps"])
 
 
-def launch(kernel, grid, tensors, numbers, *, num_warps, num_stages=3):
+def launch(kernel, grid, tensors, numbers, *, num_warps, num_stages=STAGES):
     """Start a kernel; from the second time on, with as little Python as can be."""
     device = tensors[0].get_device()
     addresses = [tensor.data_ptr() for tensor in tensors]
