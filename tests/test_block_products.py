@@ -219,7 +219,7 @@ def test_tiles_divide_their_blocks(interpreted: Any) -> None:
             assert height % tile.depth == 0
         for tile in interpreted.tiles("values", height, width):
             assert height % tile.rows == 0
-            assert width % tile.columns == 0
+            assert width % tile.columns == 0 or tile.columns % width == 0  # several neighbours
 
 
 class Small(nn.Module):

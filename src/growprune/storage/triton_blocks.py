@@ -59,14 +59,18 @@ def input_gradient(dy: Tensor, values: Tensor, table: Tensor, sizes, tile: Tile)
 
 def values_gradient(dy: Tensor, x: Tensor, table: Tensor, sizes, dtype: torch.dtype, tile: Tile) -> Tensor:
     """The live values of dW = dy^T x."""
-    _, _, num_blocks, height, width = sizes
+    block_rows, block_columns, num_blocks, height, width = sizes
     gradient = torch.empty(num_blocks * height * width, dtype=dtype, device=x.device)
     if num_blocks:
-        grid = (num_blocks * (height // tile.rows) * (width // tile.columns), 1, 1)
+        if tile.columns <= width:
+            kernel, grid = _values_kernel, (num_blocks * (height // tile.rows) * (width // tile.columns), 1, 1)
+        else:  # some of these programs find nothing to do, and end at once
+            kernel = _neighbours_kernel
+            grid = (-(-block_columns // (tile.columns // width)), block_rows * (height // tile.rows), 1)
         is_even = int(x.shape[0] % tile.depth == 0)
         numbers = (x.shape[0], dy.stride(0), x.stride(0), *sizes, *tile[:3], is_even)
         tensors = (dy, x, table, gradient)
-        launch(_values_kernel, grid, tensors, numbers, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        launch(kernel, grid, tensors, numbers, num_warps=tile.num_warps, num_stages=tile.num_stages)
     return gradient
 
 
@@ -74,7 +78,10 @@ def values_gradient(dy: Tensor, x: Tensor, table: Tensor, sizes, dtype: torch.dt
 def tiles(product: str, height: int, width: int) -> tuple[Tile, ...]:
     """What to try for a product ("output", "input", "values") of blocks of a size; the first is for who cannot try."""
     if product == "values":
-        return tuple(dict.fromkeys(Tile(_part(height, t[0]), _part(width, t[1]), *t[2:]) for t in _of_values(height)))
+        found = [Tile(_part(height, t[0]), _part(width, t[1]), *t[2:]) for t in _of_values(height)]
+        if width in (32, 64):
+            found += [Tile(_part(height, 64), 128, 64, 4, 4), Tile(_part(height, 64), 128, 64, 4, 3)]
+        return tuple(dict.fromkeys(found))
     across, along = (height, width) if product == "output" else (width, height)
     found = [Tile(t[0], _part(across, t[1]), _part(along, t[2]), *t[3:]) for t in _of_tokens(across)]
     return tuple(dict.fromkeys(found))
@@ -246,3 +253,58 @@ def _values_kernel(
     count = tl.load(table + row + 1) - begin
     piece = begin.to(tl.int64) * HEIGHT + (block - begin) + output * count
     tl.store(gradient + piece[:, None] * WIDTH + input[None, :], total.to(gradient.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _neighbours_kernel(
+    dy,
+    x,
+    table,
+    gradient,
+    num_tokens,
+    dy_stride,
+    x_stride,
+    block_rows,
+    block_columns,
+    num_blocks,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The same for a few live neighbours of a block row at a time, which share what is read of dy."""
+    parts: tl.constexpr = HEIGHT // OUTPUTS
+    row = tl.program_id(1) // parts
+    begin = tl.load(table + row)
+    count = tl.load(table + row + 1) - begin
+    first = tl.program_id(0) * (INPUTS // WIDTH)
+    if first >= count:
+        return
+    output = (tl.program_id(1) % parts) * OUTPUTS + tl.arange(0, OUTPUTS)  # in the block
+    across = tl.arange(0, INPUTS)
+    rank = first + across // WIDTH
+    # past the last neighbour the last one is read again, and not stored
+    column = tl.load(table + block_rows + block_columns + 2 + begin + tl.minimum(rank, count - 1))
+    input = tl.max_contiguous(tl.multiple_of(column * WIDTH + across % WIDTH, WIDTH), WIDTH)
+    token = tl.arange(0, TOKENS)
+    dy_at = dy + token[:, None] * dy_stride + (row * HEIGHT + output)[None, :]
+    x_at = x + token[:, None] * x_stride + input[None, :]
+    dy_step = tl.cast(dy_stride, tl.int64) * TOKENS
+    x_step = tl.cast(x_stride, tl.int64) * TOKENS
+    total = tl.zeros((OUTPUTS, INPUTS), tl.float32)
+    for start in range(0, num_tokens, TOKENS):
+        if EVEN:
+            gs = tl.load(dy_at)
+            xs = tl.load(x_at)
+        else:
+            exists = (token < num_tokens - start)[:, None]
+            gs = tl.load(dy_at, mask=exists, other=0.0)
+            xs = tl.load(x_at, mask=exists, other=0.0)
+        total = tl.dot(tl.trans(gs), xs, total)
+        dy_at += dy_step
+        x_at += x_step
+    piece = begin.to(tl.int64) * HEIGHT + first + output * count
+    exists = (rank < count)[None, :]
+    tl.store(gradient + piece[:, None] * WIDTH + across[None, :], total.to(gradient.dtype.element_ty), mask=exists)
