@@ -28,6 +28,8 @@ from test_decode_kernels import mend_interpreter, on_the_gpu
 
 ALIVE = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 0]], dtype=torch.bool)
 """With an empty row and an empty column."""
+CROWDED = torch.tensor([[1, 1, 0, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0, 1]], dtype=torch.bool)
+"""With more neighbours in a row than a program takes at once."""
 SIZES = [(32, 32), (64, 32), (32, 96), (128, 64)]
 
 
@@ -141,7 +143,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
-@pytest.mark.parametrize(("alive", "tokens"), [(ALIVE, 130), (torch.zeros_like(ALIVE), 3), (random_alive(4, 3), 64)])
+@pytest.mark.parametrize(
+    ("alive", "tokens"), [(ALIVE, 130), (torch.zeros_like(ALIVE), 3), (random_alive(4, 3), 64), (CROWDED, 64)]
+)
 def test_interpreted_kernels_give_the_products(
     height: int, width: int, alive: Tensor, tokens: int, interpreted: Any
 ) -> None:
