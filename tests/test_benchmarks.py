@@ -12,6 +12,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SMALLEST = {
+    "block_training": ["all", "--small", "--repeats", "1"],
     "compact_training blocks": ["blocks", "--small", "--repeats", "1"],
     "compact_training large": ["large", "--small", "--steps", "1", "--changes", "1"],
     "compact_training resnet50": ["resnet50", "--small", "--repeats", "1", "--storages", "dense", "compact"],

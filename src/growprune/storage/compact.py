@@ -27,7 +27,8 @@ from growprune.errors import GrowpruneError
 from growprune.layers import DENSE_SHAPES
 from growprune.patterns import Pattern
 from growprune.snapshot import unpack
-from growprune.storage import kernels
+from growprune.storage import block_products, kernels
+from growprune.storage.blocks import LiveBlocks, block_of, live_blocks
 from growprune.storage.compact_layers import FORWARDS, RECORDERS, check_first_derivative, hand_over, record
 from growprune.storage.masked import hookable
 
@@ -47,6 +48,8 @@ class Layout:
     """Consecutive elements that live and die together, and share a bit."""
     is_folded: bool
     """Whether elements are ordered kernel position by kernel position, as blocks of a convolution are."""
+    blocks: LiveBlocks | None = None
+    """Where its live blocks are, if it lives in blocks that products can be taken over."""
 
     @classmethod
     def of(cls, mask: Tensor, group: int) -> Layout:
@@ -80,11 +83,13 @@ class Layout:
         """Follow the values to another device."""
         if self.bits.device != device:
             self.bits, self.offsets = self.bits.to(device), self.offsets.to(device)
+            self.blocks = None if self.blocks is None else self.blocks.to(device)
             self._quick = {}
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
-        copied = replace(self, bits=self.bits.clone(), offsets=self.offsets.clone())
+        blocks = None if self.blocks is None else self.blocks.clone()
+        copied = replace(self, bits=self.bits.clone(), offsets=self.offsets.clone(), blocks=blocks)
         memo[id(self)] = copied
         return copied
 
@@ -144,6 +149,8 @@ class Compact:
         self.module = model.get_submodule(path)
         self._shape = self.parameter.shape
         self._group = _group_of(pattern, self.module, self._shape)
+        self._block = block_of(pattern, name, self._shape)
+        block_products.check_environment()
         self._record: Callable[[Tensor], None] | None = None
         self._listening: weakref.ref[nn.Parameter] | None = None
         set_layout(self.module, self._local, None)
@@ -275,6 +282,8 @@ class Compact:
 
     def _keep(self, values: Tensor, layout: Layout | None) -> None:
         old = self.parameter
+        if layout is not None and self._block is not None:
+            layout.blocks = live_blocks(layout.mask(), *self._block)
         self.module._parameters[self._local] = nn.Parameter(values, requires_grad=old.requires_grad)
         set_layout(self.module, self._local, layout)
         _let_compile_again()

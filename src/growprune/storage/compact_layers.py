@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from growprune.storage import block_products
+
 RECORDERS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """By layout: the sparse parameter that may want to record dense gradients."""
 
@@ -27,6 +29,13 @@ def record(layout: Any, gradient: Tensor) -> None:
 def hand_over(sparse_parameter: Any, gradient: Tensor | None) -> None:
     if sparse_parameter is not None and sparse_parameter.record is not None and gradient is not None:
         sparse_parameter.record(gradient)
+
+
+def is_recorded(layout: Any) -> bool:
+    """Whether somebody wants to see the dense gradient."""
+    recorder = RECORDERS.get(layout) if RECORDERS else None
+    sparse_parameter = None if recorder is None else recorder()
+    return sparse_parameter is not None and sparse_parameter.record is not None
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
@@ -127,6 +136,9 @@ class CompactLinear(torch.autograd.Function):
         x = x if x.dtype is dtype else x.to(dtype)
         _keep(ctx, packed, x, values)
         bias = bias if bias is None or bias.dtype is dtype else bias.to(dtype)
+        if _has_block_products(layout, x):
+            y = block_products.output(layout, x.reshape(-1, x.shape[-1]), values, bias)
+            return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
         weight = _dense(values, layout, dtype)
         if not x.is_cuda:
             # no graph is made here, but torch multiplies otherwise, to other bits, if no operand wants a gradient
@@ -146,7 +158,10 @@ class CompactLinear(torch.autograd.Function):
             grad_values = _linear_gradient(rows, x, layout, values.dtype)
         del x  # before its gradient, which is as large, is made
         if needs_x:
-            grad_x = rows @ _dense(values, layout, dtype)
+            if _has_block_products(layout, rows):
+                grad_x = block_products.input_gradient(layout, rows, values)
+            else:
+                grad_x = rows @ _dense(values, layout, dtype)
             grad_x = grad_x if len(shape) == 2 else grad_x.view(shape)
             grad_x = grad_x if x_dtype is dtype else grad_x.to(x_dtype)
         if needs_bias:
@@ -154,8 +169,14 @@ class CompactLinear(torch.autograd.Function):
         return grad_x, grad_values, grad_bias, None, None, None
 
 
+def _has_block_products(layout: Any, x: Tensor) -> bool:
+    return layout is not None and layout.blocks is not None and block_products.can_run(x)
+
+
 def _linear_gradient(rows: Tensor, x: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
     columns = x.reshape(-1, x.shape[-1])  # (N, in)
+    if _has_block_products(layout, x) and not is_recorded(layout):
+        return block_products.values_gradient(layout, rows, columns, dtype)
     if layout is None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and dtype is torch.float32:
         return torch.mm(rows.t(), columns, out_dtype=dtype)  # without a rounded copy on the way
     gradient = rows.t() @ columns  # (out, in)

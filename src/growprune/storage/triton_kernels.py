@@ -31,6 +31,9 @@ ZERO_OFF = {"mode": SKIP_DEAD, "bytes": 128, "is_backwards": 1, "num_warps": 4}
 stores zeros one by one; how many bytes of mask a program has; whether it begins at the end, as the end of what was just
 written may still be in the cache; how many warps a program has."""
 
+STAGES = 3
+"""How many steps of a loop are under way at once, where nobody says; Triton's own default."""
+
 _STARTED: dict[tuple[Any, ...], Callable[..., None]] = {}
 """Kernels that ran before, by types and sizes. Triton's own way to the same kernel takes Python several times as long
 as the GPU takes to start it, and a layer starts four in each step."""
@@ -104,7 +107,7 @@ def _started(kernel, grid, tensors, numbers, num_warps):
     index = tensors[0].get_device()
     if index != torch.cuda.current_device() or any(tensor.data_ptr() % 16 for tensor in tensors):
         return None
-    return _STARTED.get((id(kernel), index, grid, numbers, num_warps, *[tensor.dtype for tensor in tensors]))
+    return _STARTED.get((id(kernel), index, grid, numbers, num_warps, STAGES, *[tensor.dtype for tensor in tensors]))
 
 
 def pack(mask: Tensor, num_bytes: int) -> Tensor:
@@ -129,19 +132,19 @@ def zero_off(flat: Tensor, bits: Tensor) -> None:
     launch(_zero_kernel, grid, (flat, bits), numbers, num_warps=ZERO_OFF["num_warps"])
 
 
-def launch(kernel, grid, tensors, numbers, *, num_warps):
+def launch(kernel, grid, tensors, numbers, *, num_warps, num_stages=STAGES):
     """Start a kernel; from the second time on, with as little Python as can be."""
     device = tensors[0].get_device()
     addresses = [tensor.data_ptr() for tensor in tensors]
     # what Triton compiled for aligned tensors is wrong for others
     is_usual = not functools.reduce(int.__or__, addresses) % 16 and device == torch.cuda.current_device()
-    key = (id(kernel), device, grid, numbers, num_warps, *[tensor.dtype for tensor in tensors])
+    key = (id(kernel), device, grid, numbers, num_warps, num_stages, *[tensor.dtype for tensor in tensors])
     start = _STARTED.get(key) if is_usual else None
     if start is not None:
         start(torch._C._cuda_getCurrentRawStream(device), *addresses, *numbers)
         return
     with torch.cuda.device(device):
-        compiled = kernel[grid](*tensors, *numbers, num_warps=num_warps)
+        compiled = kernel[grid](*tensors, *numbers, num_warps=num_warps, num_stages=num_stages)
     if is_usual and hasattr(compiled, "packed_metadata"):
         _STARTED[key] = _starter(compiled, *grid)
 

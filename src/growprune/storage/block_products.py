@@ -1,0 +1,288 @@
+# mypy: allow-untyped-calls
+# torch.library has no types
+"""Products of a `Linear` over the live blocks of its weight, where that is faster than to make the weight dense.
+
+    output    y  = x W^T + bias
+    input     dx = dy W
+    values    dW = dy^T x, its live values only
+
+On CUDA with Triton, in bfloat16 and float16. Which way is faster, and with which tile, is measured when a product is
+first needed, with its own operands, for each shape, pattern, density in percent and number of tokens up to a power of
+two. A measurement may end in another way the next time, and another way rounds otherwise; so where the same bits are
+wanted each time (torch's deterministic algorithms, or cuDNN's, as in recipes) and inside a CUDA graph a rule decides by
+the density alone. `choose_products`, or the environment variable GROWPRUNE_BLOCK_PRODUCTS, forces one way.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from growprune.errors import GrowpruneError
+from growprune.storage import blocks as in_torch
+from growprune.storage import kernels
+from growprune.storage.blocks import LiveBlocks
+
+WAYS = ("measure", "sparse", "dense")
+VARIABLE = "GROWPRUNE_BLOCK_PRODUCTS"
+PAYS_BELOW = {32: 0.1, 64: 0.25, 128: 0.35}
+"""Up to which density the rule takes live blocks only, by the smaller side of a block."""
+REPEATS = 5
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+CHOSEN: dict[tuple[Any, ...], Any] = {}
+"""The tile of a product, or None where the dense way is faster; by what it depends on."""
+SKIPPED: dict[tuple[Any, ...], str] = {}
+"""Tiles that could not run, and why."""
+MILLISECONDS: dict[tuple[Any, ...], dict[Any, float]] = {}
+"""What was measured: for each product, by tile; None is the dense way."""
+
+log = logging.getLogger(__name__)
+_way = os.environ.get(VARIABLE, "measure")
+
+
+def choose_products(way: str) -> str:
+    """Say how layers with large blocks multiply from now on; what was in force is returned.
+
+    Args:
+        way: "measure" takes what is faster, "sparse" live blocks only, "dense" makes the weight dense.
+
+    >>> choose_products("dense"), choose_products("measure")
+    ('measure', 'dense')
+    """
+    global _way
+    _check(way, "the way of products")
+    before, _way = _way, way
+    CHOSEN.clear()
+    return before
+
+
+def check_environment() -> None:
+    """Raise if the environment asks for a way there is none of."""
+    _check(_way, VARIABLE)
+
+
+def _check(way: str, what: str) -> None:
+    if way not in WAYS:
+        raise GrowpruneError(f"{what} is {way!r}, but must be one of {', '.join(WAYS)}")
+
+
+def can_run(x: Tensor) -> bool:
+    """Whether products with x may be taken over live blocks."""
+    if x.is_cuda:
+        can = _way != "dense" and HAS_TRITON and x.dtype in (torch.bfloat16, torch.float16)
+    else:
+        can = _way == "sparse"
+    # who exports or traces is told by the dense way that there is nothing to be had
+    return can and x.numel() > 0 and not (torch.compiler.is_exporting() or torch.jit.is_tracing())  # type: ignore[attr-defined]
+
+
+def output(layout: Any, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+    """y of x (N, inputs), whose dtype is the one to compute in."""
+    if not _is_direct(x):
+        return torch.ops.growprune.block_output(x, values, bias, *_operands(layout, x))  # type: ignore[no-any-return]
+
+    def dense() -> Tensor:
+        return F.linear(x, layout.expand(values, x.dtype), bias)
+
+    return _output(x, values, bias, layout.to(x.device).blocks, dense)
+
+
+def input_gradient(layout: Any, dy: Tensor, values: Tensor) -> Tensor:
+    """dx of dy (N, outputs)."""
+    if not _is_direct(dy):
+        return torch.ops.growprune.block_input(dy, values, *_operands(layout, dy))  # type: ignore[no-any-return]
+    return _input(dy, values, layout.to(dy.device).blocks, lambda: dy @ layout.expand(values, dy.dtype))
+
+
+def values_gradient(layout: Any, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The live values of dW, of dy (N, outputs) and x (N, inputs), in a dtype of choice."""
+    if not _is_direct(x):
+        operands = _operands(layout, x)
+        return torch.ops.growprune.block_values(dy, x, *operands, dtype)  # type: ignore[no-any-return]
+    return _values(dy, x, dtype, layout.to(x.device).blocks, lambda: layout.compress(dy.t() @ x, dtype))
+
+
+def _is_direct(x: Tensor) -> bool:
+    """Whether the dispatcher can be passed by, which takes as long as to start a kernel."""
+    return x.is_cuda and kernels.is_plain()
+
+
+def _operands(layout: Any, x: Tensor) -> tuple[Any, ...]:
+    here = layout.to(x.device)
+    return here.blocks.table, here.bits, here.offsets, here.blocks.sizes, here.group
+
+
+Dense = Callable[[], Tensor]
+
+
+def _output(x: Tensor, values: Tensor, bias: Tensor | None, blocks: LiveBlocks, dense: Dense) -> Tensor:
+    if not x.is_cuda:
+        return in_torch.output(x, values.to(x.dtype), bias, blocks)
+    from growprune.storage import triton_blocks
+
+    x = x.contiguous()
+
+    def sparse(tile: Any) -> Tensor:
+        return triton_blocks.output(x, values.to(x.dtype), bias, blocks.table, blocks.sizes, tile)
+
+    return _by_the_faster("output", blocks, x, sparse, dense)
+
+
+def _input(dy: Tensor, values: Tensor, blocks: LiveBlocks, dense: Dense) -> Tensor:
+    if not dy.is_cuda:
+        return in_torch.input_gradient(dy, values.to(dy.dtype), blocks)
+    from growprune.storage import triton_blocks
+
+    dy = dy.contiguous()
+
+    def sparse(tile: Any) -> Tensor:
+        return triton_blocks.input_gradient(dy, values.to(dy.dtype), blocks.table, blocks.sizes, tile)
+
+    return _by_the_faster("input", blocks, dy, sparse, dense)
+
+
+def _values(dy: Tensor, x: Tensor, dtype: torch.dtype, blocks: LiveBlocks, dense: Dense) -> Tensor:
+    if not x.is_cuda:
+        return in_torch.values_gradient(dy, x, blocks, dtype)
+    from growprune.storage import triton_blocks
+
+    dy, x = dy.contiguous(), x.contiguous()
+
+    def sparse(tile: Any) -> Tensor:
+        return triton_blocks.values_gradient(dy, x, blocks.table, blocks.sizes, dtype, tile)
+
+    return _by_the_faster("values", blocks, x, sparse, dense)
+
+
+def _by_the_faster(
+    product: str, blocks: LiveBlocks, x: Tensor, sparse: Callable[[Any], Tensor], dense: Dense
+) -> Tensor:
+    """A product, by the way that was chosen for it; chosen now if it is the first of its kind."""
+    wants_same_bits = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    key = (product, (x.shape[0] - 1).bit_length(), x.dtype, x.get_device(), wants_same_bits, *blocks.kind)
+    if key in CHOSEN:
+        tile = CHOSEN[key]
+    elif _way == "measure" and not wants_same_bits and not torch.cuda.is_current_stream_capturing():
+        tile = CHOSEN[key] = _measured(key, _tiles(product, blocks), sparse, dense)
+    else:
+        tile = _by_rule(product, blocks)
+    return dense() if tile is None else sparse(tile)
+
+
+def _by_rule(product: str, blocks: LiveBlocks) -> Any:
+    side = min(blocks.sizes[3:])
+    most = max((density for size, density in PAYS_BELOW.items() if size <= side), default=0.0)
+    return _tiles(product, blocks)[0] if _way == "sparse" or blocks.density <= most else None
+
+
+def _tiles(product: str, blocks: LiveBlocks) -> Sequence[Any]:
+    from growprune.storage import triton_blocks
+
+    return triton_blocks.tiles(product, *blocks.sizes[3:])
+
+
+def _measured(key: tuple[Any, ...], tiles: Sequence[Any], sparse: Callable[[Any], Tensor], dense: Dense) -> Any:
+    """The tile that is fastest; None if the dense way is faster than all."""
+    found: dict[Any, float] = {None: _milliseconds(dense)}
+    for tile in tiles:
+        try:
+            found[tile] = _milliseconds(lambda tile=tile: sparse(tile))  # type: ignore[misc]
+        except _failures() as error:
+            SKIPPED[(*key, tile)] = str(error)
+            log.warning("%s of blocks: %s cannot run here and is left out: %s", key[0], tile, str(error)[:200])
+    MILLISECONDS[key] = found
+    return min(found, key=lambda tile: found[tile])
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What Triton raises for a tile that does not compile or fit."""
+    from triton.errors import TritonError
+
+    return TritonError, RuntimeError
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    """How long the GPU takes: the first run, which may compile, is not counted."""
+    run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(REPEATS):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / REPEATS
+
+
+def _dense_weight(
+    values: Tensor, dtype: torch.dtype, bits: Tensor, offsets: Tensor, sizes: Sequence[int], group: int
+) -> Tensor:
+    shape = sizes[0] * sizes[3], sizes[1] * sizes[4]
+    return kernels._expand(values, bits, offsets, shape[0] * shape[1], dtype, group).view(shape)
+
+
+def _block_output(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    table: Tensor,
+    bits: Tensor,
+    offsets: Tensor,
+    sizes: Sequence[int],
+    group: int,
+) -> Tensor:
+    def dense() -> Tensor:
+        return F.linear(x, _dense_weight(values, x.dtype, bits, offsets, sizes, group), bias)
+
+    return _output(x, values, bias, LiveBlocks(table, tuple(sizes)), dense)  # type: ignore[arg-type]
+
+
+def _block_input(
+    dy: Tensor, values: Tensor, table: Tensor, bits: Tensor, offsets: Tensor, sizes: Sequence[int], group: int
+) -> Tensor:
+    def dense() -> Tensor:
+        return dy @ _dense_weight(values, dy.dtype, bits, offsets, sizes, group)
+
+    return _input(dy, values, LiveBlocks(table, tuple(sizes)), dense)  # type: ignore[arg-type]
+
+
+def _block_values(
+    dy: Tensor,
+    x: Tensor,
+    table: Tensor,
+    bits: Tensor,
+    offsets: Tensor,
+    sizes: Sequence[int],
+    group: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    def dense() -> Tensor:
+        num_alive = sizes[2] * sizes[3] * sizes[4]
+        return kernels._compress((dy.t() @ x).view(-1), bits, offsets, num_alive, dtype, group)
+
+    return _values(dy, x, dtype, LiveBlocks(table, tuple(sizes)), dense)  # type: ignore[arg-type]
+
+
+_BITS = "Tensor table, Tensor bits, Tensor offsets, SymInt[] sizes, SymInt group"
+kernels._register(
+    f"block_output(Tensor x, Tensor values, Tensor? bias, {_BITS}) -> Tensor",
+    _block_output,
+    lambda x, values, bias, table, bits, offsets, sizes, group: x.new_empty(x.shape[0], sizes[0] * sizes[3]),
+)
+kernels._register(
+    f"block_input(Tensor dy, Tensor values, {_BITS}) -> Tensor",
+    _block_input,
+    lambda dy, values, table, bits, offsets, sizes, group: dy.new_empty(dy.shape[0], sizes[1] * sizes[4]),
+)
+kernels._register(
+    f"block_values(Tensor dy, Tensor x, {_BITS}, ScalarType dtype) -> Tensor",
+    _block_values,
+    lambda dy, x, table, bits, offsets, sizes, group, dtype: x.new_empty(sizes[2] * sizes[3] * sizes[4], dtype=dtype),
+)

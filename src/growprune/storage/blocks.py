@@ -1,0 +1,140 @@
+"""Where the live blocks of a weight are, if it lives in large blocks, and its products in torch operations.
+
+For `Linear` layers whose pattern has blocks of a x b, both multiples of 32, that fit without a rest. The live values of
+compact storage lie in row-major order: a row of the weight has the rows of its live blocks one after another, here
+called pieces, of b values each. Where the live blocks are is one flat int32 tensor, made anew after each edit. With R
+block rows, C block columns and n live blocks, numbered row by row:
+
+    R + 1   for each block row, its first live block, and at last n
+    C + 1   for each block column, its first in the order column by column, and at last n
+    n       row by row: block columns
+    n       row by row: block rows
+    n       column by column: block rows
+    n       column by column: the piece that is a block's first row
+    n       column by column: how many pieces further its next row is
+    1       nothing, so that who looks up the next block may do so after the last
+
+The products here are those of `triton_blocks`, in plain torch and any dtype, to compare with. They are no faster than
+to make the weight dense.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from growprune.patterns import Block, Pattern
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class LiveBlocks:
+    """Where the live blocks of a matrix are."""
+
+    table: Tensor
+    sizes: tuple[int, int, int, int, int]
+    """Block rows, block columns, live blocks, and height and width of a block."""
+
+    def __post_init__(self) -> None:
+        block_rows, block_columns, num_blocks, height, width = self.sizes
+        self.density = num_blocks / (block_rows * block_columns)
+        self.kind = (block_rows, block_columns, height, width, round(100 * self.density))
+        """What the time that products take depends on, beside the number of tokens."""
+
+    def to(self, device: torch.device) -> LiveBlocks:
+        return LiveBlocks(self.table.to(device), self.sizes)
+
+    def clone(self) -> LiveBlocks:
+        return LiveBlocks(self.table.clone(), self.sizes)
+
+
+def block_of(pattern: Pattern, name: str, shape: torch.Size) -> tuple[int, int] | None:
+    """Height and width of the blocks there are products for, if the weight of this name and shape has such."""
+    height, width = pattern.height, pattern.width
+    if not isinstance(pattern, Block) or len(shape) != 2 or height % 32 or width % 32:
+        return None
+    if shape[0] % height == 0 and shape[1] % width == 0:
+        return height, width
+    fitting = [f"{side}x{side}" for side in (128, 64, 32) if shape[0] % side == 0 and shape[1] % side == 0]
+    log.warning(
+        "%s is %dx%d, which blocks of %s do not fill: its products stay dense; %s",
+        *(name, *shape, pattern.name),
+        f"{' and '.join(fitting)} would fit" if fitting else "no large blocks would fit",
+    )
+    return None
+
+
+def live_blocks(mask: Tensor, height: int, width: int) -> LiveBlocks | None:
+    """Where the live blocks of a mask are; None if it splits a block.
+
+    >>> live_blocks(torch.eye(2, dtype=torch.bool).repeat_interleave(32, 0).repeat_interleave(32, 1), 32, 32).sizes
+    (2, 2, 2, 32, 32)
+    """
+    block_rows, block_columns = mask.shape[0] // height, mask.shape[1] // width
+    counts = mask.view(block_rows, height, block_columns, width).sum((1, 3))
+    alive = counts > 0
+    if not torch.equal(counts, alive * (height * width)):
+        return None
+    rows, columns = alive.nonzero(as_tuple=True)
+    columns_down, rows_down = alive.t().nonzero(as_tuple=True)
+    in_row, rank = alive.sum(1), alive.cumsum(1) - 1  # live blocks of each row, and those before each block
+    row_starts, column_starts = _starts(in_row), _starts(alive.sum(0))
+    firsts = row_starts[rows_down] * height + rank[rows_down, columns_down]
+    nothing = row_starts.new_zeros(1)
+    parts = (row_starts, column_starts, columns, rows, rows_down, firsts, in_row[rows_down], nothing)
+    sizes = (block_rows, block_columns, rows.numel(), height, width)
+    return LiveBlocks(torch.cat(parts).to(torch.int32), sizes)
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return F.pad(counts.cumsum(0), (1, 0))
+
+
+def output(x: Tensor, values: Tensor, bias: Tensor | None, blocks: LiveBlocks) -> Tensor:
+    """y = x W^T + bias, for x of (N, inputs)."""
+    block_rows, block_columns, _, height, width = blocks.sizes
+    rows, columns, pieces = _placed(blocks)
+    weights = values.view(-1, width)[pieces]  # (n, height, width)
+    products = x.reshape(-1, block_columns, width)[:, columns].transpose(0, 1) @ weights.transpose(
+        1, 2
+    )  # (n, N, height)
+    y = products.new_zeros(block_rows, x.shape[0], height).index_add_(0, rows, products)
+    y = y.transpose(0, 1).reshape(x.shape[0], -1)
+    return y if bias is None else y + bias
+
+
+def input_gradient(dy: Tensor, values: Tensor, blocks: LiveBlocks) -> Tensor:
+    """dx = dy W."""
+    block_rows, block_columns, _, height, width = blocks.sizes
+    rows, columns, pieces = _placed(blocks)
+    weights = values.view(-1, width)[pieces]
+    products = dy.reshape(-1, block_rows, height)[:, rows].transpose(0, 1) @ weights  # (n, N, width)
+    dx = products.new_zeros(block_columns, dy.shape[0], width).index_add_(0, columns, products)
+    return dx.transpose(0, 1).reshape(dy.shape[0], -1)
+
+
+def values_gradient(dy: Tensor, x: Tensor, blocks: LiveBlocks, dtype: torch.dtype) -> Tensor:
+    """The live values of dW = dy^T x."""
+    block_rows, block_columns, num_blocks, height, width = blocks.sizes
+    rows, columns, pieces = _placed(blocks)
+    left = dy.reshape(-1, block_rows, height)[:, rows].permute(1, 2, 0)  # (n, height, N)
+    right = x.reshape(-1, block_columns, width)[:, columns].transpose(0, 1)  # (n, N, width)
+    gradient = torch.empty(num_blocks * height, width, dtype=dtype, device=x.device)
+    gradient[pieces] = (left @ right).to(dtype)
+    return gradient.view(-1)
+
+
+def _placed(blocks: LiveBlocks) -> tuple[Tensor, Tensor, Tensor]:
+    """Row by row: block rows, block columns, and which pieces are the block's rows (n, height)."""
+    block_rows, block_columns, num_blocks, height, _ = blocks.sizes
+    starts = blocks.table[: block_rows + 1].long()
+    after = block_rows + block_columns + 2
+    columns, rows = blocks.table[after : after + 2 * num_blocks].long().view(2, -1)
+    rank = torch.arange(num_blocks, device=rows.device) - starts[rows]
+    down = torch.arange(height, device=rows.device) * starts.diff()[rows, None]
+    return rows, columns, (starts[rows] * height + rank)[:, None] + down
