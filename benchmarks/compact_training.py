@@ -2,6 +2,7 @@
 
     python benchmarks/compact_training.py blocks   # 8 Transformer blocks, d=4096: 1.6 B weights
     python benchmarks/compact_training.py blocks --graph   # the same, each step as a CUDA graph
+    python benchmarks/compact_training.py blocks --alternate   # all three at once, a step of each in turn: times only
     python benchmarks/compact_training.py resnet50   # batch 256, bf16
     python benchmarks/compact_training.py large --billions 40 --text input.txt   # 40 B weights on one card
 
@@ -11,11 +12,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +69,21 @@ def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def median_seconds(step: Callable[[], object], times: int) -> float:
-    for _ in range(3):
+    return statistics.median(seconds_in_turn({"": step}, times)[""])
+
+
+def seconds_in_turn(steps: dict[str, Callable[[], object]], times: int) -> dict[str, list[float]]:
+    """What steps take, one of each in turn, so that a host that slows down slows all of them."""
+    for step in [*steps.values()] * 3:
         step()
-    seconds = []
-    for _ in range(times):
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for name in [*steps] * times:
         wait()
         start = time.perf_counter()
-        step()
+        steps[name]()
         wait()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+        seconds[name].append(time.perf_counter() - start)
+    return seconds
 
 
 def captured(step: Callable[[], object]) -> Callable[[], object]:
@@ -108,21 +116,26 @@ def sparse_with_one_part_grown(storage: str, build: Callable[[], nn.Module], kap
     return sparse, parts
 
 
-def measure(
-    storage: str,
-    build: Callable[[], nn.Module],
-    optimizer: Callable[..., Any],
-    steps: Any,
-    *,
-    is_compiled: bool,
-    is_captured: bool,
-    repeats: int,
-    **settings: Any,
-) -> dict[str, float]:
-    """Peak memory and step time of one storage, for each kind of step."""
-    gc.collect()
-    peak_gib(reset=True)
+@dataclass
+class Trained:
+    """A model, what trains it, and, if it is sparse, its masks and parts."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    sparse: Any = None
+    parts: Any = None
+
+    def step(self, loss: Callable[[nn.Module], Tensor]) -> None:
+        loss(self.model).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def prepare(
+    storage: str, build: Callable[[], nn.Module], optimizer: Callable[..., Any], *, is_compiled: bool, **settings: Any
+) -> Trained:
     torch.manual_seed(0)
+    sparse = parts = None
     if storage == "dense":
         with device():
             model = build()
@@ -131,25 +144,61 @@ def measure(
         model = sparse.model
     for block in model.blocks if is_compiled else ():
         block.compile(dynamic=False)
-    running = optimizer(model.parameters())
-    if storage != "dense":
-        sparse.attach(running)
+    trained = Trained(model, optimizer(model.parameters()), sparse, parts)
+    if sparse is not None:
+        sparse.attach(trained.optimizer)
+    return trained
+
+
+def measure(
+    storage: str,
+    build: Callable[[], nn.Module],
+    optimizer: Callable[..., Any],
+    steps: Any,
+    *,
+    is_captured: bool,
+    repeats: int,
+    **settings: Any,
+) -> dict[str, float]:
+    """Peak memory and step time of one storage, for each kind of step."""
+    gc.collect()
+    peak_gib(reset=True)
+    trained = prepare(storage, build, optimizer, **settings)
     found: dict[str, float] = {}
     peak_gib(reset=True)
     for name, loss in steps.items():
-
-        def step(loss: Callable[[nn.Module], Tensor] = loss) -> None:
-            loss(model).backward()
-            running.step()
-            running.zero_grad(set_to_none=True)
-
+        step = functools.partial(trained.step, loss)
         found[f"{name} ms"] = 1000 * median_seconds(captured(step) if is_captured else step, repeats)
         found[f"{name} GiB"] = peak_gib(reset=True)
     if storage != "dense":
-        sparse.prune(parts[0])
-        sparse.grow(parts[1])
+        trained.sparse.prune(trained.parts[0])
+        trained.sparse.grow(trained.parts[1])
         wait()
         found["edits GiB"] = peak_gib(reset=True)
+    return found
+
+
+def in_turn(
+    build: Callable[[], nn.Module],
+    optimizer: Any,
+    steps: Any,
+    *,
+    storages: list[str],
+    is_captured: bool,
+    repeats: int,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Step times of all storages, which are in memory at once."""
+    trained = {storage: prepare(storage, build, optimizer, **settings) for storage in storages}
+    found: dict[str, Any] = {storage: {} for storage in storages}
+    for name, loss in steps.items():
+        each = {storage: functools.partial(one.step, loss) for storage, one in trained.items()}
+        each = {storage: captured(step) if is_captured else step for storage, step in each.items()}
+        for storage, seconds in seconds_in_turn(each, repeats).items():
+            found[storage][f"{name} ms"] = 1000 * statistics.median(seconds)
+            found[storage][f"{name} all ms"] = [round(1000 * one, 3) for one in seconds]
+        ratios = {storage: found[storage][f"{name} ms"] / found[storages[0]][f"{name} ms"] for storage in storages}
+        print(name, {s: f"{found[s][f'{name} ms']:.2f} ms ({ratios[s]:.3f}x)" for s in storages}, flush=True)
     return found
 
 
@@ -183,7 +232,7 @@ def blocks(args: argparse.Namespace) -> dict[str, Any]:
         return lambda model: next_token_loss(model, tokens)
 
     steps = {f"{length} tokens": loss_on(length) for length in lengths}
-    return side_by_side(
+    return (in_turn if args.alternate else side_by_side)(
         build,
         lambda p: torch.optim.AdamW(p, 1e-4, **fused(), capturable=device().type == "cuda"),
         steps,
@@ -294,6 +343,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--compile", action="store_true", help="blocks: torch.compile each block")
     parser.add_argument("--graph", action="store_true", help="blocks: run each step as a CUDA graph")
+    parser.add_argument("--alternate", action="store_true", help="blocks: a step of each storage in turn")
     parser.add_argument("--storages", nargs="+", default=["dense", "masked", "compact"], help="dense first")
     parser.add_argument("--billions", type=float, default=40, help="large: how many weights, in blocks of 0.8 billion")
     parser.add_argument("--changes", type=int, default=2, help="large: changes of the dense block")
