@@ -32,7 +32,7 @@ from growprune.storage.blocks import LiveBlocks
 
 WAYS = ("measure", "sparse", "dense")
 VARIABLE = "GROWPRUNE_BLOCK_PRODUCTS"
-PAYS_BELOW = {32: 0.1, 64: 0.25, 128: 0.35}
+PAYS_BELOW = {32: 0.2, 64: 0.3}
 """Up to which density the rule takes live blocks only, by the smaller side of a block."""
 REPEATS = 5
 HAS_TRITON = importlib.util.find_spec("triton") is not None
