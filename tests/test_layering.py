@@ -51,6 +51,7 @@ MAY_IMPORT = {
     ),
     "rules": "plan layers selection patterns scores storage methods running sparse",
     "cursor": "plan snapshot optimizers rules sparse",
+    "sharding": "plan layers selection patterns scores allocation snapshot storage gradients edits sparse",
     "init": "plan layers selection scores allocation sparse",
     # what reads sparse models
     "atomic": "",
@@ -81,7 +82,7 @@ MAY_IMPORT = {
     "__main__": "cli",
     "__init__": f"{CORE} rules init methods flops file pretrained summary inference tasks engine",
 }
-WHEN_CALLED = {"sparse": "summary cursor"}
+WHEN_CALLED = {"sparse": "summary cursor sharding"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""
 
 STANDARD_LIBRARY_ONLY = ("errors", "warn", "plan", "settings", "layers", "unpruned", "partition", "folding", "methods")

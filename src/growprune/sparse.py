@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,14 +31,17 @@ from growprune.patterns import Pattern, in_one_go, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, check_sparsity, prune
 from growprune.running import RunningRule
 from growprune.settings import as_float, as_names, as_seed
-from growprune.snapshot import Snapshot, check_packed, pack, unpack
+from growprune.snapshot import Snapshot, check_packed, like, pack, unpack, whole
 from growprune.storage import SparseParameter, parse_storage
 from growprune.unpruned import unpruned
 from growprune.warn import warn
 from growprune.zeros import check_sparse, masks_of_zeros
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from growprune.cursor import Cursor
+    from growprune.sharding.ranks import Ranks
     from growprune.summary import Summary
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -94,6 +98,8 @@ class SparseModel:
         for weight in self.weights:
             self.pattern.check(weight, sparsity)
         self._parameters = self._store()
+        self.ranks: Ranks | None = None
+        """The processes that share the weights, if the model is sharded."""
         self._optimizers = Optimizers(self._parameters, storage)
         self.gradients = Gradients(self._parameters)
         self.editor = self._make_editor()
@@ -193,6 +199,7 @@ class SparseModel:
 
     def apply(self, *edits: Edit) -> None:
         """Apply edits in order; optimizer state of attached optimizers follows."""
+        self._notice_shards()
         self.check(*(edit.part for edit in edits))
         self.enforce()  # someone may have written into dead weights, and what grows must start from zero
         for edit in edits:
@@ -208,6 +215,7 @@ class SparseModel:
             losses: functions that compute a loss each; GraSP calls them twice.
         """
         self.check_by(by)
+        self._notice_shards()
         for parameter in self._parameters.values():  # there may be no optimizer yet
             parameter.hook_gradients()
         self.gradients.observe(by, self.model, losses)
@@ -220,6 +228,7 @@ class SparseModel:
     @contextmanager
     def pruned(self) -> Iterator[None]:
         """While it lasts, the model is what it would be if it were pruned now. Optimizers must not step meanwhile."""
+        self._notice_shards()
         undo = self.editor.preview(prune(self._all(), to=self.sparsity))
         try:
             yield
@@ -271,6 +280,30 @@ class SparseModel:
 
     # Training
 
+    def shard(self, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any) -> nn.Module:
+        """Shard the model over the ranks of a mesh with torch's FSDP2; with compact storage. Make optimizers after it.
+
+        Every rank then holds a share of the live values, and sends live values only. `fully_shard` calls of your own,
+        inner modules first, do the same. Returns the model.
+
+        Args:
+            units: names or globs of the modules that are gathered one at a time; if not given, the blocks in the
+                model's lists (ModuleList, Sequential). What is in none of them is gathered with the model.
+            settings: further arguments of `torch.distributed.fsdp.fully_shard`, such as mp_policy.
+        """
+        from growprune.sharding import shard  # it changes a SparseModel, so it lies above this file
+
+        self._check_not_released()
+        shard(self, mesh, units=units, **settings)
+        return self.model
+
+    def _notice_shards(self) -> None:
+        """Find what was sharded since; all ranks come here together. Nothing can be before FSDP2 is loaded."""
+        if "torch.distributed.fsdp" in sys.modules:
+            from growprune.sharding import adopt
+
+            adopt(self)
+
     def attach(self, optimizer: Optimizer) -> Optimizer:
         """Keep what is pruned exactly zero under this optimizer: gradients, weights, and its state.
 
@@ -278,6 +311,7 @@ class SparseModel:
         Returns the optimizer, so that it can be made and attached in one line.
         """
         self._check_not_released()
+        self._notice_shards()
         inner = unwrapped(optimizer)
         is_new = inner not in self._optimizers.attached
         self._optimizers.attach(inner, own={id(parameter) for parameter in self.model.parameters()})
@@ -313,6 +347,10 @@ class SparseModel:
         were attached; a new SparseModel can be made of the model. Returns the model.
         """
         self._check_not_released()
+        if self.ranks is not None:
+            raise GrowpruneError(
+                "the model is sharded, and no rank may have all of it dense: save it, and load it into a fresh model"
+            )
         for name, parameter in list(self._parameters.items()):
             mask = parameter.mask()
             parameter.release()
@@ -362,6 +400,7 @@ class SparseModel:
             device: where the copy goes; each tensor's own device if not given.
         """
         names = None if part is None else set(part.tensors)
+        self._notice_shards()
         return {
             name: self._copied(name, tensor, tensor.device if device is None else device)
             for name, tensor in _tensors(self.model).items()
@@ -370,18 +409,19 @@ class SparseModel:
 
     def _copied(self, name: str, tensor: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
         if name not in self._parameters:
-            return tensor.detach().to(device, copy=True), None
+            return whole(tensor.detach()).to(device, copy=True), None
         parameter = self._parameters[name]
         return parameter.to_live(tensor.detach()).to(device, copy=True), pack(parameter.mask()).to(device)
 
     def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
         """Put copied tensors and masks back, whatever storage they were copied from."""
         self._check_not_released()
+        self._notice_shards()
         tensors = _tensors(self.model)
         for name, (values, mask) in snapshot.items():
             if mask is None:
                 with torch.no_grad():
-                    tensors[name].copy_(values)
+                    tensors[name].copy_(like(tensors[name], values))
             else:
                 parameter = self._parameters[name]
                 check_packed(mask, parameter.shape)
@@ -412,6 +452,7 @@ class SparseModel:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state back. Load the model's own state before, or, if the model is sparse already, after."""
         self._check_not_released()
+        self._notice_shards()
         if missing := {"masks", "num_edits", "gradients", "cursor"} - state.keys():
             raise GrowpruneError(
                 f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"
@@ -438,6 +479,11 @@ class SparseModel:
         self._optimizers.load_live_state(optimizer, state)
 
     # Live weights
+
+    @property
+    def stored(self) -> dict[str, SparseParameter]:
+        """How the prunable parameters are stored, by name."""
+        return self._parameters
 
     def mask(self, name: str) -> Tensor:
         """Which weights of a parameter live, as a bool tensor that is yours."""
