@@ -44,19 +44,20 @@ MAY_IMPORT = {
     "gradients": "plan storage",
     "edits": "plan layers selection patterns scores allocation storage optimizers gradients",
     "running": "",
+    "wrapped": "",
     "copies": "storage",
     "sparse": (
         "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits "
-        "running copies zeros"
+        "running copies zeros wrapped"
     ),
     "rules": "plan layers selection patterns scores storage methods running sparse",
     "cursor": "plan snapshot optimizers rules sparse",
-    "sharding": "plan layers selection patterns scores allocation snapshot storage gradients edits sparse",
+    "sharding": "atomic plan layers selection patterns scores allocation snapshot storage gradients edits sparse",
     "init": "plan layers selection scores allocation sparse",
     # what reads sparse models
     "atomic": "",
     "flops": "layers sparse",
-    "file": "atomic plan layers selection patterns snapshot sparse",
+    "file": "atomic plan layers selection patterns snapshot sparse sharding",
     "pretrained": "atomic sparse file",
     "summary": "layers sparse flops file",
     "importers": "layers patterns snapshot zeros sparse file",
@@ -82,7 +83,7 @@ MAY_IMPORT = {
     "__main__": "cli",
     "__init__": f"{CORE} rules init methods flops file pretrained summary inference tasks engine",
 }
-WHEN_CALLED = {"sparse": "summary cursor sharding"}
+WHEN_CALLED = {"sparse": "summary cursor sharding", "init": "sharding"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""
 
 STANDARD_LIBRARY_ONLY = ("errors", "warn", "plan", "settings", "layers", "unpruned", "partition", "folding", "methods")

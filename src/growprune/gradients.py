@@ -155,10 +155,23 @@ class Gradients:
         """Forget everything; edits that needed it are done."""
         self._sums, self._averages, self._is_over, self._is_hessian = {}, {}, False, False
 
+    def flags(self) -> dict[str, bool]:
+        """What the sums are of."""
+        return {"is_over": self._is_over, "is_hessian": self._is_hessian}
+
+    def all_shares(self) -> dict[str, Tensor]:
+        """What this process keeps of all gradients, flat, by parameter."""
+        sums = {name: total.to_dense() if total.is_sparse else total for name, total in self._sums.items()}
+        return {name: total.reshape(-1) for name, total in sums.items()}
+
+    def take_shares(self, parts: Mapping[str, Tensor]) -> None:
+        """Take back what `all_shares` gave, of as many processes as there are now."""
+        shapes = {name: (-1,) if self.shares is not None else self._parameters[name].shape for name in parts}
+        self._sums = {name: part.view(shapes[name]) for name, part in parts.items()}
+
     def state_dict(self) -> dict[str, Any]:
         sums = {name: self._whole(name, total) for name, total in self._sums.items()}
-        flags = {"is_over": self._is_over, "is_hessian": self._is_hessian}
-        return {"sums": sums, "averages": dict(self._averages), **flags}
+        return {"sums": sums, "averages": dict(self._averages), **self.flags()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for mine, stored in ((self._sums, state["sums"]), (self._averages, state["averages"])):

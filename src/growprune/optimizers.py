@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.errors import GrowpruneError
 from growprune.storage import SparseParameter, parse_storage
+from growprune.storage.compact import is_sharded
 from growprune.warn import warn
 
 REPLACED: Any = WeakTensorKeyDictionary()
@@ -177,7 +178,8 @@ class Optimizers:
                 self._enforce(tuple(self.attached), [(self._name_of(sparse_parameter), sparse_parameter)])
             return
         REPLACED[old] = self._storage
-        self._replaced.append(weakref.ref(old))
+        if not is_sharded(new):  # FSDP2 is told of it; DistributedDataParallel would hold the old one
+            self._replaced.append(weakref.ref(old))
         for optimizer in self.attached:
             for group in optimizer.param_groups:
                 group["params"] = [new if p is old else p for p in group["params"]]

@@ -35,6 +35,7 @@ from growprune.snapshot import Snapshot, check_packed, like, pack, unpack, whole
 from growprune.storage import SparseParameter, parse_storage
 from growprune.unpruned import unpruned
 from growprune.warn import warn
+from growprune.wrapped import check_not_wrapped, check_optimizer, check_parameter
 from growprune.zeros import check_sparse, masks_of_zeros
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class SparseModel:
 
     def apply(self, *edits: Edit) -> None:
         """Apply edits in order; optimizer state of attached optimizers follows."""
-        self._notice_shards()
+        self.notice_shards()
         self.check(*(edit.part for edit in edits))
         self.enforce()  # someone may have written into dead weights, and what grows must start from zero
         for edit in edits:
@@ -215,7 +216,7 @@ class SparseModel:
             losses: functions that compute a loss each; GraSP calls them twice.
         """
         self.check_by(by)
-        self._notice_shards()
+        self.notice_shards()
         for parameter in self._parameters.values():  # there may be no optimizer yet
             parameter.hook_gradients()
         self.gradients.observe(by, self.model, losses)
@@ -228,7 +229,7 @@ class SparseModel:
     @contextmanager
     def pruned(self) -> Iterator[None]:
         """While it lasts, the model is what it would be if it were pruned now. Optimizers must not step meanwhile."""
-        self._notice_shards()
+        self.notice_shards()
         undo = self.editor.preview(prune(self._all(), to=self.sparsity))
         try:
             yield
@@ -297,8 +298,10 @@ class SparseModel:
         shard(self, mesh, units=units, **settings)
         return self.model
 
-    def _notice_shards(self) -> None:
+    def notice_shards(self) -> None:
         """Find what was sharded since; all ranks come here together. Nothing can be before FSDP2 is loaded."""
+        for name, parameter in self._parameters.items():
+            check_parameter(name, parameter.module._parameters.get(name.rpartition(".")[2]))
         if "torch.distributed.fsdp" in sys.modules:
             from growprune.sharding import adopt
 
@@ -311,8 +314,9 @@ class SparseModel:
         Returns the optimizer, so that it can be made and attached in one line.
         """
         self._check_not_released()
-        self._notice_shards()
+        self.notice_shards()
         inner = unwrapped(optimizer)
+        check_optimizer(inner)
         is_new = inner not in self._optimizers.attached
         self._optimizers.attach(inner, own={id(parameter) for parameter in self.model.parameters()})
         if is_new:
@@ -377,7 +381,7 @@ class SparseModel:
         """
         from growprune.cursor import Cursor  # it changes a SparseModel, so it lies above this file
 
-        place = self._place if self._cursor is None else self._cursor.state_dict()
+        place = self.place
         cursor = Cursor(self, plan)
         if place is not None and not (place["is_over"] and not cursor.is_place(place)):
             cursor.load_state_dict(place)
@@ -388,6 +392,11 @@ class SparseModel:
     def cursor(self) -> Cursor | None:
         """Where the model stands in the plan that is being followed; None if none is."""
         return self._cursor
+
+    @property
+    def place(self) -> Mapping[str, Any] | None:
+        """The state of the cursor of the plan that is being followed, or is to be gone on with."""
+        return self._place if self._cursor is None else self._cursor.state_dict()
 
     def leave_plan(self) -> None:
         """Forget the plan that is being followed, wherever it stands, so that another can begin."""
@@ -400,7 +409,7 @@ class SparseModel:
             device: where the copy goes; each tensor's own device if not given.
         """
         names = None if part is None else set(part.tensors)
-        self._notice_shards()
+        self.notice_shards()
         return {
             name: self._copied(name, tensor, tensor.device if device is None else device)
             for name, tensor in _tensors(self.model).items()
@@ -416,7 +425,13 @@ class SparseModel:
     def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
         """Put copied tensors and masks back, whatever storage they were copied from."""
         self._check_not_released()
-        self._notice_shards()
+        self.notice_shards()
+        self.fill(snapshot)
+        if self._optimizers.attached or self._parameters.keys() - snapshot.keys():
+            self.enforce()  # what was loaded is zero off its mask, and the state of optimizers may not be
+
+    def fill(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
+        """`restore`, for a model that is being built."""
         tensors = _tensors(self.model)
         for name, (values, mask) in snapshot.items():
             if mask is None:
@@ -427,8 +442,6 @@ class SparseModel:
                 check_packed(mask, parameter.shape)
                 with self._optimizers.following(parameter):
                     parameter.load(values, mask)
-        if self._optimizers.attached or self._parameters.keys() - snapshot.keys():
-            self.enforce()  # what was loaded is zero off its mask, and the state of optimizers may not be
 
     def clone(self) -> SparseModel:
         """An independent copy of the model and its masks, attached to no optimizer, in no plan."""
@@ -446,13 +459,13 @@ class SparseModel:
             "masks": {name: pack(parameter.mask()) for name, parameter in self._parameters.items()},
             "num_edits": self.editor.num_edits,
             "gradients": self.gradients.state_dict(),
-            "cursor": self._place if self._cursor is None else self._cursor.state_dict(),
+            "cursor": self.place,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state back. Load the model's own state before, or, if the model is sparse already, after."""
         self._check_not_released()
-        self._notice_shards()
+        self.notice_shards()
         if missing := {"masks", "num_edits", "gradients", "cursor"} - state.keys():
             raise GrowpruneError(
                 f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"
@@ -532,6 +545,7 @@ class SparseModel:
 
 def _check_model(model: nn.Module) -> None:
     """Refuse what cannot be made sparse, or already is."""
+    check_not_wrapped(model.modules(), dict(model.named_parameters()))
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise GrowpruneError(f"{name} has no shape yet: run a batch through the model first")

@@ -4,6 +4,7 @@
 edits without gathering, `units.py` how a model becomes sharded, `state.py` checkpoints.
 """
 
-from growprune.sharding.units import adopt, shard, units_of
+from growprune.sharding.state import load_state, newest_state, save_state
+from growprune.sharding.units import UnitByUnit, adopt, shard, units_of
 
-__all__ = ["adopt", "shard", "units_of"]
+__all__ = ["UnitByUnit", "adopt", "load_state", "newest_state", "save_state", "shard", "units_of"]

@@ -69,11 +69,15 @@ class Handle:
 
     def cut(self, whole: Tensor) -> Tensor:
         """The inverse: a tensor of its own, sharded like the parameter."""
+        return self._sharded(self.ranks.cut(whole).clone().to(self.parameter.device), whole.shape, whole.stride())
+
+    def as_sharded(self, part: Tensor, length: int) -> Tensor:
+        """What this rank has of a flat tensor, sharded like the parameter."""
+        return self._sharded(part, torch.Size([length]), (1,))
+
+    def _sharded(self, local: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
         spec = self.held._sharding_spec
-        local = self.ranks.cut(whole).clone().to(self.parameter.device)
-        return DTensor.from_local(
-            local, spec.mesh, spec.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
 
     def put(self, values: Tensor) -> None:
         """Let the parameter be these values, of whatever size, of which each rank keeps its own."""

@@ -26,6 +26,19 @@ class Ranks:
         self.group, self.replicas, self.device = group, replicas, device
         self.size, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes what all have together."""
+        is_first_replica = self.replicas is None or distributed.get_rank(self.replicas) == 0
+        return self.rank == 0 and is_first_replica
+
+    def any(self, flags: Tensor) -> Tensor:
+        """Which flags any rank or replica has set."""
+        counts = flags.to(self.device, torch.int64)
+        for group in filter(None, (self.group, self.replicas)):
+            distributed.all_reduce(counts, group=group)
+        return counts > 0
+
     def span(self, length: int, rank: int | None = None) -> tuple[int, int]:
         """From where to where a rank (this one if not given) has a tensor of some length, as `torch.chunk` cuts it."""
         step = -(-length // self.size)

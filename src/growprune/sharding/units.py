@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from growprune.errors import GrowpruneError
 from growprune.sharding.choosing import Choosing
@@ -27,14 +27,51 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Modules whose children are what a model is made of, block by block."""
 
 
-def shard(sparse: SparseModel, mesh: DeviceMesh, *, units: Sequence[str] | None, **settings: Any) -> None:
+def shard(sparse: SparseModel, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any) -> None:
     """Apply `fully_shard` to the units of a model, inner ones first, then to the model."""
-    check_mesh(mesh)
-    check_shardable(sparse)
-    check_masks(sparse, Ranks(distributed.group.WORLD, device_of(mesh)))  # type: ignore[arg-type]
+    sharding = UnitByUnit(sparse, mesh, units=units, **settings)
+    check_masks(sparse, sharding.ranks)
     for module in units_of(sparse.model, units):
-        fully_shard(module, mesh=mesh, **settings)
+        sharding.done(module)
     adopt(sparse)
+
+
+class UnitByUnit:
+    """Shards the units of a model as soon as each is filled, so that no rank has the whole of it.
+
+    Args:
+        settings: further arguments of `fully_shard`.
+    """
+
+    def __init__(
+        self, sparse: SparseModel, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any
+    ) -> None:
+        check_mesh(mesh)
+        check_shardable(sparse)
+        if any(isinstance(module, FSDPModule) for module in sparse.model.modules()):
+            raise GrowpruneError("the model is sharded already: shard it once, with one mesh")
+        self._left = {id(module) for module in units_of(sparse.model, units)}
+        self._mesh, self._settings = mesh, settings
+        shards, replicas = mesh.get_group(mesh.ndim - 1), mesh.get_group(0) if mesh.ndim > 1 else None
+        self.ranks = Ranks(shards, device_of(mesh), replicas)
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
+    def done(self, module: nn.Module) -> None:
+        """Told of each module whose parameters are all there, inner ones first."""
+        if id(module) in self._left:
+            fully_shard(module, mesh=self._mesh, **self._settings)
+
+    def check_random_state(self) -> None:
+        """Raise on all ranks if they would draw other random numbers."""
+        mine = torch.tensor([_digest(torch.get_rng_state().numpy().tobytes() + str(torch.initial_seed()).encode())])
+        if differing := _first_to_differ(mine, self.ranks):
+            raise GrowpruneError(
+                f"rank {differing[0]} would draw other random numbers than rank 0: call torch.manual_seed with one "
+                f"seed on all ranks before the model is built"
+            )
 
 
 def units_of(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
@@ -118,14 +155,22 @@ def check_shardable(sparse: SparseModel) -> None:
 def check_masks(sparse: SparseModel, ranks: Ranks) -> None:
     """Raise on all ranks if one of them has other masks: their shards would be of different weights."""
     mine = torch.tensor([_digest(pack(p.mask()).cpu().numpy().tobytes()) for p in sparse.stored.values()])
-    all_of_them = ranks.each(mine.to(ranks.device)).tolist()
-    for rank, theirs in enumerate(all_of_them):
-        for name, own, other in zip(sparse.stored, all_of_them[0], theirs, strict=True):
-            if own != other:
-                raise GrowpruneError(
-                    f"rank {rank} has another mask of {name} than rank 0: make the model on all ranks with the same "
-                    f"seed and edits before it is sharded"
-                )
+    if differing := _first_to_differ(mine, ranks):
+        raise GrowpruneError(
+            f"rank {differing[0]} has another mask of {list(sparse.stored)[differing[1]]} than rank 0: make the model "
+            f"on all ranks with the same seed and edits before it is sharded"
+        )
+
+
+def _first_to_differ(mine: Tensor, ranks: Ranks) -> tuple[int, int] | None:
+    """The first rank that has not the numbers of the first, and which of them; None if all have."""
+    for group in filter(None, (ranks.group, ranks.replicas)):
+        rows = Ranks(group, ranks.device).each(mine.to(ranks.device)).tolist()
+        for rank, row in zip(distributed.get_process_group_ranks(group), rows, strict=True):
+            for place, (own, first) in enumerate(zip(row, rows[0], strict=True)):
+                if own != first:
+                    return rank, place
+    return None
 
 
 def _digest(octets: bytes) -> int:

@@ -371,6 +371,11 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
             f"{name} of a {type(module).__name__} cannot become another parameter, as torchao's quantize_ wants: call "
             f"sparse.to_dense_() first, which makes the model a plain one; or assign a tensor"
         )
+    if name in layouts_of(module) and values is None and is_dense:
+        raise GrowpruneError(
+            f"{name} of a {type(module).__name__} cannot become a view of another tensor, as FSDP1 "
+            f"(FullyShardedDataParallel) wants: shard the model with sparse.shard(mesh), which is FSDP2"
+        )
     if layout is not None and values is not None and is_dense and value.shape == layout.shape:
         values.data.copy_(layout.compress(value.detach()))
     else:
