@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +64,8 @@ def save_state(
         "optimizer": None if optimizer is None else _optimizer_index(sparse, optimizer),
     }
     text = json.dumps(index)
-    state_dict_saver.save(tensors, checkpoint_id=folder, no_dist=not _is_distributed())
+    with _quiet():
+        state_dict_saver.save(tensors, checkpoint_id=folder, no_dist=not _is_distributed())
     if not _is_distributed() or distributed.get_rank() == 0:
         with replacing(folder / INDEX) as file:
             file.write(text.encode())
@@ -148,7 +151,16 @@ def _is_distributed() -> bool:
 def _read(folder: Path, tensors: dict[str, Any]) -> None:
     """Fill tensors in place."""
     if tensors:
-        state_dict_loader.load(tensors, checkpoint_id=folder, no_dist=not _is_distributed())
+        with _quiet():
+            state_dict_loader.load(tensors, checkpoint_id=folder, no_dist=not _is_distributed())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns of a single process, which is as good as several."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _model(sparse: SparseModel) -> dict[str, Any]:
