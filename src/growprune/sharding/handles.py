@@ -79,12 +79,12 @@ class Handle:
         spec = self.held._sharding_spec
         return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
 
-    def put(self, values: Tensor) -> None:
+    def put(self, values: Tensor, *, requires_grad: bool) -> None:
         """Let the parameter be these values, of whatever size, of which each rank keeps its own."""
         old = self.held
         policy = CPUOffloadPolicy(pin_memory=old.pin_memory) if old.offload_to_cpu else OffloadPolicy()
         settings = (old.mesh_info, old.post_forward_mesh_info, old.device, None, old.mp_policy, policy)
-        parameter = nn.Parameter(values.to(old.device).contiguous(), requires_grad=self.parameter.requires_grad)
+        parameter = nn.Parameter(values.to(old.device).contiguous(), requires_grad=requires_grad)
         self.put_back(FSDPParam(parameter, old._module_info, *settings))
 
     def put_back(self, held: Any) -> None:

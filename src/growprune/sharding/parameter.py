@@ -23,6 +23,8 @@ class ShardedCompact(Compact):
     def __init__(self, compact: Compact, handle: Handle) -> None:
         self.__dict__.update(compact.__dict__)
         self.handle = handle
+        self._is_trained = handle.parameter.requires_grad
+        self._ask_for_gradients()
         self._hooked: weakref.ref[nn.Parameter] | None = None
         if self._record is not None:
             self._listen()
@@ -51,10 +53,15 @@ class ShardedCompact(Compact):
 
     def _keep(self, values: Tensor, layout: Layout | None) -> None:
         set_layout(self.module, self._local, layout)
-        self.handle.put(values)
+        self.handle.put(values, requires_grad=self._is_trained)
+        self._ask_for_gradients()
         let_compile_again()
         if self._record is not None:
             self._listen()
+
+    def _ask_for_gradients(self) -> None:
+        """Where nothing lives there is no gradient: FSDP2 cannot send an empty one."""
+        self.parameter.requires_grad_(self._is_trained and self.parameter.numel() > 0)
 
     def preview(self, mask: Tensor) -> Callable[[], None]:
         held, layout = self.handle.held, self._layout
