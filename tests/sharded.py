@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -65,13 +66,25 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def mine(tokens: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """The examples of this rank; all of them, without a mesh."""
-    return tokens if mesh is None else tokens[mesh.get_rank() :: mesh.size()]
+    return tokens if mesh is None else tokens[dist.get_rank() :: dist.get_world_size()]
 
 
 def make(*, is_checkpointed: bool = False, **settings: Any) -> gp.SparseModel:
     torch.manual_seed(0)
     model = Transformer(is_checkpointed=is_checkpointed)
     return gp.SparseModel(model, **{"sparsity": 0.8, "storage": "compact", "seed": 3, **settings})
+
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def sent(tensors: dict[str, Tensor]) -> Arrays:
+    """Tensors as what goes from one process to another."""
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def received(arrays: Arrays) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def weights_of(sparse: gp.SparseModel) -> dict[str, Tensor]:

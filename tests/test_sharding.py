@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +19,21 @@ import growprune as gp
 from growprune import By, Partition, methods
 from growprune.sharding import units_of
 from growprune.sharding.ranks import Ranks
-from sharded import Block, Run, Transformer, assert_same, batches, loss_of, make, mine, ranks, weights_of
+from sharded import (
+    Arrays,
+    Block,
+    Run,
+    Transformer,
+    assert_same,
+    batches,
+    loss_of,
+    make,
+    mine,
+    ranks,
+    received,
+    sent,
+    weights_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +73,27 @@ def trained(mesh: DeviceMesh | None, how: str) -> gp.SparseModel:
     return sparse
 
 
-HOW = ["adamw", "sgd", "accumulated", "checkpointed", "units", "by hand"]
-
-
-def compare_training(mesh: DeviceMesh, how: str) -> None:
+def sharded_training(mesh: DeviceMesh, how: str) -> Arrays:
     sparse = trained(mesh, how)
     own = dict(sparse.model.named_parameters())
     assert all(isinstance(parameter, DTensor) for parameter in own.values())
     assert own["blocks.0.up.weight"].dim() == 1
-    found = weights_of(sparse)
-    if mesh.get_rank() == 0:
-        assert_same(found, weights_of(trained(None, how)))
+    return sent(weights_of(sparse))
+
+
+@functools.cache
+def trained_alone(how: str) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    return weights_of(trained(None, how))
+
+
+HOW = ["adamw", "sgd", "accumulated", "checkpointed", "units", "by hand"]
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_two_ranks_train_as_one_process_does(on_two: Run, how: str) -> None:
-    on_two(compare_training, how)
+    for found in on_two(sharded_training, how):
+        assert_same(received(found), trained_alone(how))
 
 
 def mixed(mesh: DeviceMesh) -> None:
@@ -101,59 +121,105 @@ def test_what_is_gathered_in_bfloat16_is_trained_in_float32(on_two: Run) -> None
 # Edits
 
 
-def planned(mesh: DeviceMesh | None, method: str) -> tuple[list[dict[str, Tensor]], gp.SparseModel]:
+def plan_of(sparse: gp.SparseModel, method: str) -> Any:
+    parts = Partition.balanced(sparse.model, 2)
+    if method == "rigl":
+        return methods.rigl(Partition.per_layer(sparse.model), sparsity=0.8, iterations=10, every=3)
+    if method == "gradual_gap":
+        return methods.gradual_gap(parts, sparsity=0.8, iterations=10, every=2)
+    if method == "parallel_gap":
+        return methods.parallel_gap(parts, sparsity=0.8, steps=2, epochs=1, finetune=1)
+    return methods.cyclic_gap(parts, sparsity=0.8, steps=4, epochs=1, finetune=1)
+
+
+def planned(mesh: DeviceMesh | None, method: str, how: str = "") -> tuple[list[dict[str, Tensor]], gp.SparseModel]:
     """Masks after each iteration, and the model at the end."""
     sparse = make(allocation={"rigl": "erk", "gradual_gap": "global"}.get(method, "uniform"))
+    if how == "frozen":
+        sparse.model.blocks[0].requires_grad_(False)
     if mesh is not None:
-        sparse.shard(mesh)
-    parts = Partition.balanced(sparse.model, 3)
-    plan = {
-        "cyclic_gap": lambda: methods.cyclic_gap(parts, sparsity=0.8, steps=4, epochs=1, finetune=1),
-        "gradual_gap": lambda: methods.gradual_gap(parts, sparsity=0.8, iterations=10, every=2),
-        "rigl": lambda: methods.rigl(Partition.per_layer(sparse.model), sparsity=0.8, iterations=10, every=3),
-    }[method]()
-    cursor = gp.Cursor(sparse, plan, iterations_per_epoch=2, accumulate=1 if method == "rigl" else None)
+        sparse.shard(mesh, **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}))
+    if how == "compiled":
+        sparse.model.blocks[0].compile(backend="aot_eager")
+    accumulate = 1 if method == "rigl" and not how else None
+    cursor = gp.Cursor(sparse, plan_of(sparse, method), iterations_per_epoch=2, accumulate=accumulate)
     # Adam's first steps are all about as long as its learning rate: what has just grown would be near ties
     sgd = torch.optim.SGD(sparse.model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = cursor.attach(sgd if method == "cyclic_gap" else torch.optim.AdamW(sparse.model.parameters(), lr=1e-3))
+    adam = torch.optim.AdamW(sparse.model.parameters(), lr=1e-3)
+    optimizer = cursor.attach(adam if method in ("gradual_gap", "rigl") and not how else sgd)
     masks = [sparse.masks]
     for tokens in batches(10):
         optimizer.zero_grad()
-        loss_of(sparse.model, mine(tokens, mesh)).backward()
+        parts = mine(tokens, mesh).chunk(2 if how == "sent once" else 1)
+        for number, part in enumerate(parts):
+            if mesh is not None:
+                sparse.model.set_requires_gradient_sync(number + 1 == len(parts))
+            (loss_of(sparse.model, part) / len(parts)).backward()
         optimizer.step()
         masks.append(sparse.masks)
     assert cursor.is_over
     return masks, sparse
 
 
-def compare_plans(mesh: DeviceMesh, method: str) -> int:
-    masks, sparse = planned(mesh, method)
-    found = weights_of(sparse)
-    if mesh.get_rank() == 0:
-        expected, alone = planned(None, method)
+def sharded_plan(mesh: DeviceMesh, method: str, how: str = "") -> tuple[list[Arrays], Arrays]:
+    masks, sparse = planned(mesh, method, how)
+    return [sent(some) for some in masks], sent(weights_of(sparse))
+
+
+@functools.cache
+def planned_alone(method: str, how: str = "") -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    masks, sparse = planned(None, method, how)
+    return masks, weights_of(sparse)
+
+
+def check_plan(found: list[tuple[list[Arrays], Arrays]], method: str, how: str = "") -> None:
+    expected, weights = planned_alone(method, how)
+    for masks, last in found:
         for own, known in zip(masks, expected, strict=True):
-            assert_same(own, known)
-        assert_same(found, weights_of(alone))
-    return sum(any(not torch.equal(a[n], b[n]) for n in a) for a, b in itertools.pairwise(masks))
+            assert_same(received(own), known)
+        assert_same(received(last), weights)
 
 
-PLANS = {"cyclic_gap": 4, "gradual_gap": 4, "rigl": 2}
-"""How many times the masks change."""
+PLANS = {"cyclic_gap": 4, "gradual_gap": 4, "rigl": 2, "parallel_gap": 4}
+"""How many times the masks change after the first iteration."""
 
 
 @pytest.mark.parametrize("method", PLANS)
 def test_masks_of_a_plan_are_those_of_one_process_at_every_edit(on_two: Run, method: str) -> None:
-    assert on_two(compare_plans, method) == [PLANS[method]] * 2
+    check_plan(on_two(sharded_plan, method), method)
+    masks, _ = planned_alone(method)
+    assert sum(any(not torch.equal(a[n], b[n]) for n in a) for a, b in itertools.pairwise(masks)) == PLANS[method]
+
+
+@pytest.mark.parametrize("how", ["frozen", "offloaded", "sent once"])
+def test_growth_by_gradient_sees_what_one_process_sees(on_two: Run, how: str) -> None:
+    check_plan(on_two(sharded_plan, "rigl", how), "rigl", how)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile looks there itself
+def test_compiled_blocks_can_be_sharded(on_two: Run) -> None:
+    check_plan(on_two(sharded_plan, "cyclic_gap", "compiled"), "cyclic_gap", "compiled")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 def test_any_number_of_ranks_makes_the_same_masks(world: int) -> None:
     with ranks(world) as run:
-        for method in PLANS:
-            run(compare_plans, method)
-        run(compare_training, "adamw")
+        for method in ("cyclic_gap", "gradual_gap", "rigl"):
+            check_plan(run(sharded_plan, method), method)
+        for found in run(sharded_training, "adamw"):
+            assert_same(received(found), trained_alone("adamw"))
         run(tie)
+        if world == 4:
+            check_plan(run(replicas_of_shards, "rigl"), "rigl")
+
+
+def replicas_of_shards(mesh: DeviceMesh, method: str) -> tuple[list[Arrays], Arrays]:
+    """HSDP: two replicas of two shards each."""
+    del mesh
+    return sharded_plan(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")), method)
 
 
 def tie(mesh: DeviceMesh) -> None:
@@ -193,6 +259,33 @@ def patterned(mesh: DeviceMesh, pattern: str) -> None:
         sparse.grow(Partition.contiguous(sparse.model, 3)[0], to=0.5)
         found.append(weights_of(sparse))
     assert_same(found[1], found[0], tolerance=0)
+
+
+def scored(mesh: DeviceMesh | None) -> gp.SparseModel:
+    """A model in which some layers have no live weight at all, pruned by what gradients say before any training."""
+    sparse = make(sparsity=0.99, allocation="global")
+    if mesh is not None:
+        sparse.shard(mesh)
+    sparse.score(By.SNIP, [lambda: loss_of(sparse.model, mine(batches(1)[0], mesh))])
+    sparse.prune(by=By.SNIP)
+    optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    for is_grown in (False, True):
+        loss_of(sparse.model, mine(batches(1)[0], mesh)).backward()
+        optimizer.step()
+        if not is_grown:
+            sparse.grow(Partition.contiguous(sparse.model, 2)[0], to=0.5)
+    return sparse
+
+
+def sharded_scores(mesh: DeviceMesh) -> Arrays:
+    return sent(weights_of(scored(mesh)))
+
+
+def test_layers_may_die_and_grow_again(on_two: Run) -> None:
+    with pytest.warns(UserWarning, match="no weight lives in"):
+        alone = weights_of(scored(None))
+    for found in on_two(sharded_scores):
+        assert_same(received(found), alone)
 
 
 def edited(mesh: DeviceMesh) -> list[int]:
