@@ -81,7 +81,7 @@ MAY_IMPORT = {
         "report doctor"
     ),
     "__main__": "cli",
-    "__init__": f"{CORE} rules init methods flops file pretrained summary inference tasks engine",
+    "__init__": f"{CORE} rules sharding init methods flops file pretrained summary inference tasks engine",
 }
 WHEN_CALLED = {"sparse": "summary cursor sharding", "init": "sharding"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""

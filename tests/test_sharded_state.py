@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import time
@@ -18,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import growprune as gp
 from growprune import By, Partition, methods
-from growprune.sharding import load_state, newest_state, save_state
 from sharded import Run, Transformer, assert_same, batches, loss_of, make, mine, ranks, weights_of
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +125,12 @@ def first_half(mesh: DeviceMesh | None, folder: str) -> None:
     go_on(cursor, optimizer, mesh, to=6)
     assert cursor.sparse.gradients.are_seen(By.GRADIENT)
     cursor.skip_to(cursor.iteration + 1 - cursor.start)
-    save_state(folder, cursor.sparse, optimizer, cursor=cursor)
+    gp.save_state(folder, cursor.sparse, optimizer, cursor=cursor)
 
 
 def second_half(mesh: DeviceMesh | None, folder: str) -> dict[str, Tensor]:
     cursor, optimizer = started(mesh)
-    load_state(folder, cursor.sparse, optimizer, cursor=cursor)
+    gp.load_state(folder, cursor.sparse, optimizer, cursor=cursor)
     assert cursor.iteration == 6
     assert optimizer.param_groups[0]["lr"] == 2e-3
     go_on(cursor, optimizer, mesh, to=12)
@@ -166,13 +168,13 @@ def going_on_with_two(mesh: DeviceMesh, folder: str) -> None:
 def cut_short(mesh: DeviceMesh, folder: str) -> list[str]:
     cursor, optimizer = started(mesh)
     cursor.advance(0)
-    save_state(f"{folder}/1", cursor.sparse, optimizer, cursor=cursor)
+    gp.save_state(f"{folder}/1", cursor.sparse, optimizer, cursor=cursor)
     found = []
     for body in (
-        lambda: save_state(f"{folder}/1", cursor.sparse),
-        lambda: load_state(f"{folder}/2", cursor.sparse),
-        lambda: load_state(f"{folder}/none", cursor.sparse),
-        lambda: load_state(f"{folder}/1", cursor.sparse, torch.optim.SGD(cursor.sparse.model.parameters(), lr=0.1)),
+        lambda: gp.save_state(f"{folder}/1", cursor.sparse),
+        lambda: gp.load_state(f"{folder}/2", cursor.sparse),
+        lambda: gp.load_state(f"{folder}/none", cursor.sparse),
+        lambda: gp.load_state(f"{folder}/1", cursor.sparse, torch.optim.SGD(cursor.sparse.model.parameters(), lr=0.1)),
     ):
         with pytest.raises(gp.GrowpruneError) as caught:
             body()
@@ -185,15 +187,41 @@ def test_a_checkpoint_without_its_index_is_refused(on_two: Run, tmp_path: Path) 
     for lines in on_two(cut_short, str(tmp_path)):
         assert lines == [
             "DIR/1 has a checkpoint already: give a new folder, such as state-{iteration}",
-            "DIR/2 has no growprune.json, so its checkpoint was cut short: resume from one that has it (newest_state "
+            "DIR/2 has no growprune.json, so its checkpoint was cut short: resume from one that has it (gp.newest_state "
             "finds it)",
-            "DIR/none has no growprune.json, as there is no such folder: resume from one that has it (newest_state "
+            "DIR/none has no growprune.json, as there is no such folder: resume from one that has it (gp.newest_state "
             "finds it)",
             "DIR/1 has the state of AdamW, not of SGD",
         ]
-    assert newest_state(tmp_path) == tmp_path / "1"
+    assert gp.newest_state(tmp_path) == tmp_path / "1"
     shutil.rmtree(tmp_path / "1")
-    assert newest_state(tmp_path) is None
+    assert gp.newest_state(tmp_path) is None
+
+
+# The page
+
+
+def page(mesh: DeviceMesh, folder: str) -> list[Any]:
+    del mesh
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sharding.md").read_text(), re.S)
+    os.chdir(folder)
+    names: dict[str, Any] = {}
+    begin = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda: None  # there is one
+    try:
+        exec(code, names)
+    finally:
+        torch.distributed.init_process_group = begin
+    return [names["sparse"].num_alive, names["cursor"].iteration, names["newest"] is not None]
+
+
+def test_the_code_of_the_page_runs_and_goes_on_where_it_was(on_two: Run, tmp_path: Path) -> None:
+    alive = 2 * (round(0.1 * 64 * 64) * 4 + round(0.1 * 64 * 256) * 2)
+    assert on_two(page, str(tmp_path)) == [[alive, 6, False]] * 2
+    for last in ("5", "6"):
+        shutil.rmtree(tmp_path / "states" / last)
+    assert on_two(page, str(tmp_path)) == [[alive, 6, True]] * 2
+    assert gp.manifest(tmp_path / "model.safetensors")["totals"]["prunable_nnz"] == alive
 
 
 # Killed
@@ -205,15 +233,15 @@ def member(rank: int, world: int, meeting: str, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     cursor, optimizer = started(mesh)
-    if (newest := newest_state(folder)) is not None:
-        load_state(newest, cursor.sparse, optimizer, cursor=cursor)
+    if (newest := gp.newest_state(folder)) is not None:
+        gp.load_state(newest, cursor.sparse, optimizer, cursor=cursor)
     cursor.advance(cursor.iteration)
     for tokens in batches(12)[cursor.iteration :]:
         optimizer.zero_grad()
         loss_of(cursor.sparse.model, mine(tokens, mesh)).backward()
         optimizer.step()
         cursor.advance(cursor.iteration + 1)
-        save_state(f"{folder}/{cursor.iteration}", cursor.sparse, optimizer, cursor=cursor)
+        gp.save_state(f"{folder}/{cursor.iteration}", cursor.sparse, optimizer, cursor=cursor)
         if world > 1 and cursor.iteration == 5:
             time.sleep(600)  # until one of them is killed
     gp.save(cursor.sparse, f"{folder}/model.safetensors")

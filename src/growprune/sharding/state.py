@@ -123,7 +123,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise GrowpruneError(
             f"{folder} has no {INDEX}, "
             + ("so its checkpoint was cut short" if is_cut_short else "as there is no such folder")
-            + ": resume from one that has it (newest_state finds it)"
+            + ": resume from one that has it (gp.newest_state finds it)"
         )
     index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if index.get("format") != "growprune-state" or index.get("version") != VERSION:
