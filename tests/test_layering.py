@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "snapshot": "",
     "storage": "layers selection patterns snapshot",
     "zeros": "layers patterns",
-    "optimizers": "storage",
+    "optimizers": "snapshot storage",
     "adapters": "layers storage",
     "gradients": "plan storage",
     "edits": "plan layers selection patterns scores allocation storage optimizers gradients",
@@ -83,7 +83,7 @@ MAY_IMPORT = {
     "__main__": "cli",
     "__init__": f"{CORE} rules sharding init methods flops file pretrained summary inference tasks engine",
 }
-WHEN_CALLED = {"sparse": "summary cursor sharding", "init": "sharding"}
+WHEN_CALLED = {"sparse": "summary cursor sharding", "sharding": "cursor", "init": "sharding"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""
 
 STANDARD_LIBRARY_ONLY = ("errors", "warn", "plan", "settings", "layers", "unpruned", "partition", "folding", "methods")

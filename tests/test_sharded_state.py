@@ -187,10 +187,10 @@ def test_a_checkpoint_without_its_index_is_refused(on_two: Run, tmp_path: Path) 
     for lines in on_two(cut_short, str(tmp_path)):
         assert lines == [
             "DIR/1 has a checkpoint already: give a new folder, such as state-{iteration}",
-            "DIR/2 has no growprune.json, so its checkpoint was cut short: resume from one that has it (gp.newest_state "
-            "finds it)",
-            "DIR/none has no growprune.json, as there is no such folder: resume from one that has it (gp.newest_state "
-            "finds it)",
+            "DIR/2 has no growprune.json, so its checkpoint was cut short: resume from one that has it "
+            "(gp.newest_state finds it)",
+            "DIR/none has no growprune.json, as there is no such folder: resume from one that has it "
+            "(gp.newest_state finds it)",
             "DIR/1 has the state of AdamW, not of SGD",
         ]
     assert gp.newest_state(tmp_path) == tmp_path / "1"

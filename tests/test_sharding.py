@@ -317,6 +317,28 @@ def test_an_edit_puts_together_one_layer_at_a_time(on_two: Run) -> None:
         assert largest <= layer < model / 3
 
 
+def carried_over(mesh: DeviceMesh) -> None:
+    """What one process knows of its optimizer, a sharded model can take, and gives back."""
+    alone, sharded = make(), make()
+    for sparse in (alone, sharded):
+        sparse.prune(by=By.RANDOM)
+    one = alone.attach(torch.optim.AdamW(alone.model.parameters(), lr=0.01))
+    loss_of(alone.model, batches(1)[0]).backward()
+    one.step()
+    sharded.shard(mesh)
+    sharded.restore(alone.snapshot())
+    two = sharded.attach(torch.optim.AdamW(sharded.model.parameters(), lr=0.01))
+    sharded.load_optimizer_state(two, alone.optimizer_state(one))
+    found = sharded.optimizer_state(two)["state"]
+    for index, entries in alone.optimizer_state(one)["state"].items():
+        assert_same(found[index], entries, tolerance=0)
+    assert_same(weights_of(sharded), weights_of(alone), tolerance=0)
+
+
+def test_a_sharded_model_takes_the_state_of_one_process_and_gives_it_back(on_two: Run) -> None:
+    on_two(carried_over)
+
+
 def evaluated(mesh: DeviceMesh) -> None:
     sparse = make()
     sparse.shard(mesh)

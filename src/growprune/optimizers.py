@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.errors import GrowpruneError
+from growprune.snapshot import like, whole
 from growprune.storage import SparseParameter, parse_storage
 from growprune.storage.compact import is_sharded
 from growprune.warn import warn
@@ -220,6 +222,7 @@ class Optimizers:
             optimizer,
             optimizer.state_dict(),
             lambda sparse_parameter: (sparse_parameter.parameter.shape, sparse_parameter.to_live),
+            lambda parameter, entry: whole(entry),
         )
 
     def load_live_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -232,6 +235,7 @@ class Optimizers:
                     (int(torch.count_nonzero(sparse_parameter.mask())),),
                     sparse_parameter.from_live,
                 ),
+                like,
             )
         )
 
@@ -240,6 +244,7 @@ class Optimizers:
         optimizer: Optimizer,
         state: dict[str, Any],
         how: Callable[[SparseParameter], tuple[Sequence[int], Callable[[Tensor], Tensor]]],
+        other: Callable[[Tensor, Tensor], Tensor],
     ) -> dict[str, Any]:
         """State whose tensors of a certain shape are converted, parameter by parameter."""
         stored_of = {
@@ -249,7 +254,10 @@ class Optimizers:
         converted = {}
         for index, entries in state["state"].items():
             sparse_parameter = stored_of.get(id(parameters[index]))
-            converted[index] = entries if sparse_parameter is None else _reshaped(entries, *how(sparse_parameter))
+            if sparse_parameter is not None:
+                converted[index] = _reshaped(entries, *how(sparse_parameter))
+            else:
+                converted[index] = _reshaped(entries, parameters[index].shape, partial(other, parameters[index]))
         return {**state, "state": converted}
 
 

@@ -32,8 +32,8 @@ def check_wrapper(module: Any) -> None:
 
 
 def check_parameter(name: str, parameter: Any) -> None:
-    """Raise if the parameter of a sparse model was taken out of its module, or flattened, since."""
-    if parameter is None or getattr(parameter, "_fsdp_flattened", False):
+    """Raise if the parameter of a sparse model belongs to somebody else since."""
+    if getattr(parameter, "_fsdp_flattened", False):
         raise GrowpruneError(f"{name} was flattened by FSDP1 (FullyShardedDataParallel): {INSTEAD}")
     if hasattr(parameter, "ds_id"):
         raise GrowpruneError(f"{name} belongs to DeepSpeed's ZeRO, which cannot train a sparse model: {INSTEAD}")
