@@ -39,23 +39,25 @@ MAY_IMPORT = {
     "snapshot": "",
     "storage": "layers selection patterns snapshot",
     "zeros": "layers patterns",
-    "optimizers": "storage",
+    "optimizers": "snapshot storage",
     "adapters": "layers storage",
     "gradients": "plan storage",
     "edits": "plan layers selection patterns scores allocation storage optimizers gradients",
     "running": "",
+    "wrapped": "",
     "copies": "storage",
     "sparse": (
         "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits "
-        "running copies zeros"
+        "running copies zeros wrapped"
     ),
     "rules": "plan layers selection patterns scores storage methods running sparse",
     "cursor": "plan snapshot optimizers rules sparse",
+    "sharding": "atomic plan layers selection patterns scores allocation snapshot storage gradients edits sparse",
     "init": "plan layers selection scores allocation sparse",
     # what reads sparse models
     "atomic": "",
     "flops": "layers sparse",
-    "file": "atomic plan layers selection patterns snapshot sparse",
+    "file": "atomic plan layers selection patterns snapshot sparse sharding",
     "pretrained": "atomic sparse file",
     "summary": "layers sparse flops file",
     "importers": "layers patterns snapshot zeros sparse file",
@@ -79,9 +81,9 @@ MAY_IMPORT = {
         "report doctor"
     ),
     "__main__": "cli",
-    "__init__": f"{CORE} rules init methods flops file pretrained summary inference tasks engine",
+    "__init__": f"{CORE} rules sharding init methods flops file pretrained summary inference tasks engine",
 }
-WHEN_CALLED = {"sparse": "summary cursor"}
+WHEN_CALLED = {"sparse": "summary cursor sharding", "sharding": "cursor", "init": "sharding"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""
 
 STANDARD_LIBRARY_ONLY = ("errors", "warn", "plan", "settings", "layers", "unpruned", "partition", "folding", "methods")

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+import growprune
+
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif("GROWPRUNE_NETNS" not in os.environ, reason="makes network namespaces: make netns")
 NUM_HOSTS = 3
@@ -60,14 +62,14 @@ class Hosts:
     def unplug(self, host: int) -> None:
         run("ip", "-n", f"{self.name}-sw", "link", "set", f"port{host}", "down")
 
-    def torchrun(self, *arguments: str) -> None:
+    def torchrun(self, *arguments: str, program: tuple[str, ...] = ("-m", "growprune")) -> None:
         """Start one process on each host, as one would by hand."""
         for host in range(NUM_HOSTS):
             shape = ("--nnodes", str(NUM_HOSTS), "--nproc-per-node", "1", "--local-addr", address(host))
             meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(0)}:{PORT}", "--rdzv-id", self.name)
             # all have the hostname of this machine, by which torchrun would know whether the endpoint is here
             hosting = ("--rdzv-conf", f"is_host={host == 0},read_timeout=5,close_timeout=5")
-            command = (sys.executable, "-m", "torch.distributed.run", *shape, *meeting, *hosting, "-m", "growprune")
+            command = (sys.executable, "-m", "torch.distributed.run", *shape, *meeting, *hosting, *program)
             with self.output(host).open("wb") as output:
                 self.processes.append(
                     subprocess.Popen(
@@ -76,6 +78,7 @@ class Hosts:
                         stderr=subprocess.STDOUT,
                         env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "eth0"},
                         start_new_session=True,
+                        cwd=self.folder,
                     )
                 )
 
@@ -169,3 +172,14 @@ def test_when_a_host_is_unplugged_mid_round_all_end_and_say_where(
         assert re.search(gave_up, text) or (rank > 0 and "RendezvousConnectionError" in text), text
     assert missed in said[0]
     assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_a_model_sharded_over_three_hosts_is_trained_saved_and_resumed(hosts: Hosts, tmp_path: Path) -> None:
+    page = (HERE.parent / "docs" / "sharding.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    (tmp_path / "train.py").write_text(code)
+    for runs in (1, 2):
+        hosts.torchrun(program=("train.py",))
+        assert hosts.exit_codes(90) == [0] * (runs * NUM_HOSTS), hosts.outputs()
+        assert growprune.manifest(tmp_path / "model.safetensors")["totals"]["prunable_nnz"] == 9832
+        shutil.rmtree(tmp_path / "states" / "6")

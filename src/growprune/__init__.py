@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from growprune.partition import Partition
     from growprune.plan import Branch, By, Fork, Part, Phase, Plan, Spread, grow, method, prune
     from growprune.pretrained import from_pretrained, save_pretrained
+    from growprune.sharding.state import load_state, newest_state, save_state
     from growprune.sparse import SparseModel
 
 _HOMES = {
@@ -45,6 +46,7 @@ _HOMES = {
     "growprune.partition": ("Partition",),
     "growprune.plan": ("Branch", "By", "Fork", "Part", "Phase", "Plan", "Spread", "grow", "method", "prune"),
     "growprune.pretrained": ("from_pretrained", "save_pretrained"),
+    "growprune.sharding.state": ("load_state", "newest_state", "save_state"),
     "growprune.sparse": ("SparseModel",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -73,10 +75,12 @@ __all__ = [
     "grow",
     "load",
     "load_deployed",
+    "load_state",
     "manifest",
     "method",
     "methods",
     "named",
+    "newest_state",
     "per_layer",
     "prune",
     "read",
@@ -84,6 +88,7 @@ __all__ = [
     "resume",
     "save",
     "save_pretrained",
+    "save_state",
     "sparse_init",
     "tasks",
     "train",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,16 @@ Values = Callable[[Weight], Tensor]
 
 SetMask = Callable[[str, Tensor], None]
 """Takes the name of a parameter, and its new mask."""
+
+Chosen = Iterator[tuple[Weight, Iterator[Tensor]]]
+"""For each weight of a pool, in order, a walk over which of its groups live."""
+
+
+class Together(Protocol):
+    """Chooses for several processes, of which each has a share of the values only."""
+
+    def can_choose(self, weights: Sequence[Weight], edit: Edit) -> bool: ...
+    def chosen(self, pool: Pool, edit: Edit, mask: Values) -> Chosen: ...
 
 
 class Editor:
@@ -59,6 +69,8 @@ class Editor:
         self._seed = seed
         self.num_edits = 0
         """How many edits there were, which makes each random one draw its own numbers."""
+        self.together: Together | None = None
+        """If the weights are sharded: what chooses without gathering them."""
 
     def weights_of(self, part: Part) -> tuple[Weight, ...]:
         names = set(part.tensors)
@@ -147,11 +159,14 @@ class Editor:
         weights = [weight for pool in pools for weight in pool.weights]
         if self._can_choose_at_once(weights, edit):
             left = self._choose_at_once(pools)
+        elif self.together is not None and self.together.can_choose(weights, edit):
+            self._choose(pools, edit, alive, self.together.chosen, self.set_mask)
+            left = self.num_alive(weights)
         else:
             values = _OneByOne(self._values(edit))
             for weight in weights if edit.by is not By.RANDOM else ():
                 check_finite(values(weight), weight)
-            self._choose(pools, edit, alive, values, self.set_mask)
+            self._choose(pools, edit, alive, self._by_values(values), self.set_mask)
             left = self.num_alive(weights)
         if dead := [weight for weight in weights if not left[weight.name]]:
             warn(f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense")
@@ -179,28 +194,38 @@ class Editor:
         return dict(zip((weight.name for weight, _ in weights), count_alive(own), strict=True))
 
     def _choose(
-        self, pools: Sequence[Pool], edit: Edit, alive: Mapping[str, int], values: Values, set_mask: SetMask
+        self,
+        pools: Sequence[Pool],
+        edit: Edit,
+        alive: Mapping[str, int],
+        choose_of: Callable[[Pool, Edit, Values], Chosen],
+        set_mask: SetMask,
     ) -> None:
         """Set the masks with which the best groups of each pool live; that of one parameter once."""
         written = _Written(self._pattern, lambda name: self._parameters[name].mask().clone(), set_mask)
         mask = _OneByOne(lambda name: self._parameters[name].mask())
         for pool in pools:
             if pool.kept != _total(pool, alive):
-                for weight, chosen in self._chosen(pool, edit, values, mask):
+                for weight, chosen in choose_of(pool, edit, mask):
                     written.write(weight, chosen)
         written.close()
+
+    def _by_values(self, values: Values) -> Callable[[Pool, Edit, Values], Chosen]:
+        return lambda pool, edit, mask: self._chosen(pool, edit, values, mask)
 
     def preview(self, edit: Edit) -> list[Callable[[], None]]:
         """Prune, but leave optimizers alone; returns what undoes it, to be called in reverse."""
         alive, values = self.num_alive(self.weights), _OneByOne(self._values(edit))
         undo: list[Callable[[], None]] = []
+
+        def set_mask(name: str, mask: Tensor) -> None:
+            undo.append(self._parameters[name].preview(mask))
+
         pools = _within_one(self.pools(edit, alive), alive, edit.action)
-        self._choose(pools, edit, alive, values, lambda name, mask: undo.append(self._parameters[name].preview(mask)))
+        self._choose(pools, edit, alive, self._by_values(values), set_mask)
         return undo
 
-    def _chosen(
-        self, pool: Pool, edit: Edit, values: Values, mask: Values
-    ) -> Iterator[tuple[Weight, Iterator[Tensor]]]:
+    def _chosen(self, pool: Pool, edit: Edit, values: Values, mask: Values) -> Chosen:
         """The best `pool.kept` groups of a pool: for each weight, in order, a walk over which of its groups live."""
         dtypes = {self._parameters[w.parameter].parameter.dtype for w in pool.weights}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,14 @@ DECAY = 0.9
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """Gives the number of the backward pass that is going on."""
+
+
+class Shares(Protocol):
+    """The processes among which a sharded model is shared out: each keeps a part of what is watched."""
+
+    def cut(self, flat: Tensor) -> Tensor: ...
+    def join(self, part: Tensor, *, total: int) -> Tensor: ...
+
 
 Keep = Callable[[str, Tensor], Tensor]
 """Given a parameter's name and its dense gradient, which of its weights an edit may look at, as a bool tensor."""
@@ -51,6 +59,8 @@ class Gradients:
         self._keep: Keep | None = None
         self.add_up: Callable[[Tensor], Tensor] | None = None
         """Adds up a tensor over the replicas of the model, if there are several."""
+        self.shares: Shares | None = None
+        """If the model is sharded. Gradients are the same on all of them then, and each keeps its part, flat."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_watched": None, "_keep": None}  # a copy watches nothing
@@ -80,8 +90,12 @@ class Gradients:
             before = None  # gradients were emptied without a step, as after one that a GradScaler has skipped
         self._passes[name] = now
         gradient = gradient.detach().float() if gradient.dtype != torch.float64 else gradient.detach()
+        which = self._keep(name, gradient) if self._keep is not None and before is None else None
+        if self.shares is not None:
+            gradient = self.shares.cut(gradient.reshape(-1))
+            which = None if which is None else self.shares.cut(which.reshape(-1))
         if before is None:
-            self._sums[name] = gradient.clone() if self._keep is None else _only(self._keep(name, gradient), gradient)
+            self._sums[name] = gradient.clone() if which is None else _only(which, gradient)
         elif self._keep is not None:
             raise GrowpruneError(
                 f"{name} has a second gradient in one iteration, but one was expected: give Cursor accumulate=2 or more"
@@ -120,17 +134,44 @@ class Gradients:
             )
         if name not in found:  # it took no part in the loss
             return torch.zeros(parameter.shape, device=parameter.parameter.device)
-        seen = (found[name].to_dense() if found[name].is_sparse else found[name]).view(parameter.shape)
+        seen = self._whole(name, found[name]).view(parameter.shape)
         return seen * parameter.weight() if by in (By.SNIP, By.GRASP) else seen
+
+    def share(self, name: str) -> Tensor:
+        """What this process keeps of the gradient of a parameter, flat. Of a sharded model only."""
+        assert self.shares is not None
+        parameter = self._parameters[name]
+        if name not in self._sums:
+            self.scores(By.GRADIENT, name)  # which says so if none were seen
+            nothing = torch.zeros(1, device=parameter.parameter.device)
+            return self.shares.cut(nothing.expand(parameter.shape.numel()))
+        return self._sums[name].to_dense() if self._sums[name].is_sparse else self._sums[name]
+
+    def _whole(self, name: str, total: Tensor) -> Tensor:
+        total = total.to_dense() if total.is_sparse else total
+        return total if self.shares is None else self.shares.join(total, total=self._parameters[name].shape.numel())
 
     def clear(self) -> None:
         """Forget everything; edits that needed it are done."""
         self._sums, self._averages, self._is_over, self._is_hessian = {}, {}, False, False
 
-    def state_dict(self) -> dict[str, Any]:
+    def flags(self) -> dict[str, bool]:
+        """What the sums are of."""
+        return {"is_over": self._is_over, "is_hessian": self._is_hessian}
+
+    def all_shares(self) -> dict[str, Tensor]:
+        """What this process keeps of all gradients, flat, by parameter."""
         sums = {name: total.to_dense() if total.is_sparse else total for name, total in self._sums.items()}
-        flags = {"is_over": self._is_over, "is_hessian": self._is_hessian}
-        return {"sums": sums, "averages": dict(self._averages), **flags}
+        return {name: total.reshape(-1) for name, total in sums.items()}
+
+    def take_shares(self, parts: Mapping[str, Tensor]) -> None:
+        """Take back what `all_shares` gave, of as many processes as there are now."""
+        shapes = {name: (-1,) if self.shares is not None else self._parameters[name].shape for name in parts}
+        self._sums = {name: part.view(shapes[name]) for name, part in parts.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        sums = {name: self._whole(name, total) for name, total in self._sums.items()}
+        return {"sums": sums, "averages": dict(self._averages), **self.flags()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for mine, stored in ((self._sums, state["sums"]), (self._averages, state["averages"])):

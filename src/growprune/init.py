@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,11 @@ from growprune.plan import By, Edit, Part, prune
 from growprune.scores import edit_keys, salt_of
 from growprune.selection import KeyChunks, choose
 from growprune.sparse import SparseModel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from growprune.sharding import UnitByUnit
 
 
 def reset(module: nn.Module) -> None:
@@ -36,6 +41,8 @@ def sparse_init(
     sparsity: float,
     device: torch.device | str = "cpu",
     initialise: Callable[[nn.Module], None] = reset,
+    mesh: DeviceMesh | None = None,
+    sharding: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> SparseModel:
     """Build a randomly masked model in compact storage, layer by layer: no more than one layer is ever dense.
@@ -47,6 +54,9 @@ def sparse_init(
     Args:
         build: makes the model; called on the meta device, where it takes no memory.
         initialise: fills one module's own parameters and buffers, all of them.
+        mesh: shard the model over its ranks, as `SparseModel.shard` does: each unit as soon as it is filled. `device`
+            is then that of the mesh. Have the same torch.manual_seed on all ranks.
+        sharding: further arguments of `SparseModel.shard`, such as {"mp_policy": ...}.
         settings: further arguments of `SparseModel`.
 
     Examples:
@@ -56,19 +66,34 @@ def sparse_init(
     with torch.device("meta"):
         model = build()
     sparse = SparseModel(model, sparsity=sparsity, storage="compact", **settings)
+    shards = _shards(sparse, mesh, sharding)
+    device = torch.device(device) if shards is None else shards.device
     edit = prune(Part("all", tuple(w.parameter for w in sparse.weights)), to=sparse.sparsity, by=By.RANDOM)
     pools: dict[str, list[Pool]] = {}
     for shared in sparse.editor.pools(edit) if sparse.sparsity > 0 else ():
-        for pool in _one_each(shared, sparse, edit, torch.device(device)):
+        for pool in _one_each(shared, sparse, edit, device):
             pools.setdefault(pool.weights[0].parameter.rpartition(".")[0], []).append(pool)
     made = _Tied(model)
     for path, module in _children_first(model):
-        if new := _materialise(module, torch.device(device), made):
+        if new := _materialise(module, device, made):
             initialise(module)
             _check_filled(module, path, new)
         sparse.editor.select(pools.get(path, []), edit)
+        if shards is not None:
+            shards.done(module)
     sparse.editor.num_edits += 1
+    sparse.notice_shards()
     return sparse
+
+
+def _shards(sparse: SparseModel, mesh: DeviceMesh | None, sharding: Mapping[str, Any] | None) -> UnitByUnit | None:
+    if mesh is None:
+        return None
+    from growprune.sharding import UnitByUnit  # FSDP2 takes a second to load
+
+    shards = UnitByUnit(sparse, mesh, **(sharding or {}))
+    shards.check_random_state()
+    return shards
 
 
 def dense_init(

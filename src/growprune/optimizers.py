@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.errors import GrowpruneError
+from growprune.snapshot import like, whole
 from growprune.storage import SparseParameter, parse_storage
+from growprune.storage.compact import is_sharded
 from growprune.warn import warn
 
 REPLACED: Any = WeakTensorKeyDictionary()
@@ -177,7 +180,8 @@ class Optimizers:
                 self._enforce(tuple(self.attached), [(self._name_of(sparse_parameter), sparse_parameter)])
             return
         REPLACED[old] = self._storage
-        self._replaced.append(weakref.ref(old))
+        if not is_sharded(new):  # FSDP2 is told of it; DistributedDataParallel would hold the old one
+            self._replaced.append(weakref.ref(old))
         for optimizer in self.attached:
             for group in optimizer.param_groups:
                 group["params"] = [new if p is old else p for p in group["params"]]
@@ -218,6 +222,7 @@ class Optimizers:
             optimizer,
             optimizer.state_dict(),
             lambda sparse_parameter: (sparse_parameter.parameter.shape, sparse_parameter.to_live),
+            lambda parameter, entry: whole(entry),
         )
 
     def load_live_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -230,6 +235,7 @@ class Optimizers:
                     (int(torch.count_nonzero(sparse_parameter.mask())),),
                     sparse_parameter.from_live,
                 ),
+                like,
             )
         )
 
@@ -238,6 +244,7 @@ class Optimizers:
         optimizer: Optimizer,
         state: dict[str, Any],
         how: Callable[[SparseParameter], tuple[Sequence[int], Callable[[Tensor], Tensor]]],
+        other: Callable[[Tensor, Tensor], Tensor],
     ) -> dict[str, Any]:
         """State whose tensors of a certain shape are converted, parameter by parameter."""
         stored_of = {
@@ -247,7 +254,10 @@ class Optimizers:
         converted = {}
         for index, entries in state["state"].items():
             sparse_parameter = stored_of.get(id(parameters[index]))
-            converted[index] = entries if sparse_parameter is None else _reshaped(entries, *how(sparse_parameter))
+            if sparse_parameter is not None:
+                converted[index] = _reshaped(entries, *how(sparse_parameter))
+            else:
+                converted[index] = _reshaped(entries, parameters[index].shape, partial(other, parameters[index]))
         return {**state, "state": converted}
 
 

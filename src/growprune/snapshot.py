@@ -28,6 +28,22 @@ def pack(mask: Tensor) -> Tensor:
     return (flat << torch.arange(8, device=mask.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor itself, or, if it is sharded, all of it; then all ranks have to ask."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
+
+
+def like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Values that all ranks have, sharded as a tensor is; themselves, if it is not."""
+    if not hasattr(tensor, "device_mesh"):
+        return values
+    from torch.distributed.tensor import distribute_tensor
+
+    here = values.to(tensor.device)
+    return distribute_tensor(here, tensor.device_mesh, tensor.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
 def check_packed(packed: Tensor, shape: Sequence[int]) -> None:
     """Raise unless a packed mask is one of this shape, as far as its size tells."""
     if packed.numel() != -(-math.prod(shape) // 8):

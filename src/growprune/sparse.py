@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,14 +31,18 @@ from growprune.patterns import Pattern, in_one_go, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, check_sparsity, prune
 from growprune.running import RunningRule
 from growprune.settings import as_float, as_names, as_seed
-from growprune.snapshot import Snapshot, check_packed, pack, unpack
+from growprune.snapshot import Snapshot, check_packed, like, pack, unpack, whole
 from growprune.storage import SparseParameter, parse_storage
 from growprune.unpruned import unpruned
 from growprune.warn import warn
+from growprune.wrapped import check_not_wrapped, check_optimizer, check_parameter
 from growprune.zeros import check_sparse, masks_of_zeros
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from growprune.cursor import Cursor
+    from growprune.sharding.ranks import Ranks
     from growprune.summary import Summary
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -94,6 +99,8 @@ class SparseModel:
         for weight in self.weights:
             self.pattern.check(weight, sparsity)
         self._parameters = self._store()
+        self.ranks: Ranks | None = None
+        """The processes that share the weights, if the model is sharded."""
         self._optimizers = Optimizers(self._parameters, storage)
         self.gradients = Gradients(self._parameters)
         self.editor = self._make_editor()
@@ -193,6 +200,7 @@ class SparseModel:
 
     def apply(self, *edits: Edit) -> None:
         """Apply edits in order; optimizer state of attached optimizers follows."""
+        self.notice_shards()
         self.check(*(edit.part for edit in edits))
         self.enforce()  # someone may have written into dead weights, and what grows must start from zero
         for edit in edits:
@@ -208,6 +216,7 @@ class SparseModel:
             losses: functions that compute a loss each; GraSP calls them twice.
         """
         self.check_by(by)
+        self.notice_shards()
         for parameter in self._parameters.values():  # there may be no optimizer yet
             parameter.hook_gradients()
         self.gradients.observe(by, self.model, losses)
@@ -220,6 +229,7 @@ class SparseModel:
     @contextmanager
     def pruned(self) -> Iterator[None]:
         """While it lasts, the model is what it would be if it were pruned now. Optimizers must not step meanwhile."""
+        self.notice_shards()
         undo = self.editor.preview(prune(self._all(), to=self.sparsity))
         try:
             yield
@@ -271,6 +281,32 @@ class SparseModel:
 
     # Training
 
+    def shard(self, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any) -> nn.Module:
+        """Shard the model over the ranks of a mesh with torch's FSDP2; with compact storage. Make optimizers after it.
+
+        Every rank then holds a share of the live values, and sends live values only. `fully_shard` calls of your own,
+        inner modules first, do the same. Returns the model.
+
+        Args:
+            units: names or globs of the modules that are gathered one at a time; if not given, the blocks in the
+                model's lists (ModuleList, Sequential). What is in none of them is gathered with the model.
+            settings: further arguments of `torch.distributed.fsdp.fully_shard`, such as mp_policy.
+        """
+        from growprune.sharding import shard  # it changes a SparseModel, so it lies above this file
+
+        self._check_not_released()
+        shard(self, mesh, units=units, **settings)
+        return self.model
+
+    def notice_shards(self) -> None:
+        """Find what was sharded since; all ranks come here together. Nothing can be before FSDP2 is loaded."""
+        for name, parameter in self._parameters.items():
+            check_parameter(name, parameter.module._parameters.get(name.rpartition(".")[2]))
+        if "torch.distributed.fsdp" in sys.modules:
+            from growprune.sharding import adopt
+
+            adopt(self)
+
     def attach(self, optimizer: Optimizer) -> Optimizer:
         """Keep what is pruned exactly zero under this optimizer: gradients, weights, and its state.
 
@@ -278,7 +314,9 @@ class SparseModel:
         Returns the optimizer, so that it can be made and attached in one line.
         """
         self._check_not_released()
+        self.notice_shards()
         inner = unwrapped(optimizer)
+        check_optimizer(inner)
         is_new = inner not in self._optimizers.attached
         self._optimizers.attach(inner, own={id(parameter) for parameter in self.model.parameters()})
         if is_new:
@@ -313,6 +351,10 @@ class SparseModel:
         were attached; a new SparseModel can be made of the model. Returns the model.
         """
         self._check_not_released()
+        if self.ranks is not None:
+            raise GrowpruneError(
+                "the model is sharded, and no rank may have all of it dense: save it, and load it into a fresh model"
+            )
         for name, parameter in list(self._parameters.items()):
             mask = parameter.mask()
             parameter.release()
@@ -339,7 +381,7 @@ class SparseModel:
         """
         from growprune.cursor import Cursor  # it changes a SparseModel, so it lies above this file
 
-        place = self._place if self._cursor is None else self._cursor.state_dict()
+        place = self.place
         cursor = Cursor(self, plan)
         if place is not None and not (place["is_over"] and not cursor.is_place(place)):
             cursor.load_state_dict(place)
@@ -350,6 +392,11 @@ class SparseModel:
     def cursor(self) -> Cursor | None:
         """Where the model stands in the plan that is being followed; None if none is."""
         return self._cursor
+
+    @property
+    def place(self) -> Mapping[str, Any] | None:
+        """The state of the cursor of the plan that is being followed, or is to be gone on with."""
+        return self._place if self._cursor is None else self._cursor.state_dict()
 
     def leave_plan(self) -> None:
         """Forget the plan that is being followed, wherever it stands, so that another can begin."""
@@ -362,6 +409,7 @@ class SparseModel:
             device: where the copy goes; each tensor's own device if not given.
         """
         names = None if part is None else set(part.tensors)
+        self.notice_shards()
         return {
             name: self._copied(name, tensor, tensor.device if device is None else device)
             for name, tensor in _tensors(self.model).items()
@@ -370,25 +418,30 @@ class SparseModel:
 
     def _copied(self, name: str, tensor: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
         if name not in self._parameters:
-            return tensor.detach().to(device, copy=True), None
+            return whole(tensor.detach()).to(device, copy=True), None
         parameter = self._parameters[name]
         return parameter.to_live(tensor.detach()).to(device, copy=True), pack(parameter.mask()).to(device)
 
     def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
         """Put copied tensors and masks back, whatever storage they were copied from."""
         self._check_not_released()
+        self.notice_shards()
+        self.fill(snapshot)
+        if self._optimizers.attached or self._parameters.keys() - snapshot.keys():
+            self.enforce()  # what was loaded is zero off its mask, and the state of optimizers may not be
+
+    def fill(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
+        """`restore`, for a model that is being built."""
         tensors = _tensors(self.model)
         for name, (values, mask) in snapshot.items():
             if mask is None:
                 with torch.no_grad():
-                    tensors[name].copy_(values)
+                    tensors[name].copy_(like(tensors[name], values))
             else:
                 parameter = self._parameters[name]
                 check_packed(mask, parameter.shape)
                 with self._optimizers.following(parameter):
                     parameter.load(values, mask)
-        if self._optimizers.attached or self._parameters.keys() - snapshot.keys():
-            self.enforce()  # what was loaded is zero off its mask, and the state of optimizers may not be
 
     def clone(self) -> SparseModel:
         """An independent copy of the model and its masks, attached to no optimizer, in no plan."""
@@ -406,12 +459,13 @@ class SparseModel:
             "masks": {name: pack(parameter.mask()) for name, parameter in self._parameters.items()},
             "num_edits": self.editor.num_edits,
             "gradients": self.gradients.state_dict(),
-            "cursor": self._place if self._cursor is None else self._cursor.state_dict(),
+            "cursor": self.place,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state back. Load the model's own state before, or, if the model is sparse already, after."""
         self._check_not_released()
+        self.notice_shards()
         if missing := {"masks", "num_edits", "gradients", "cursor"} - state.keys():
             raise GrowpruneError(
                 f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"
@@ -438,6 +492,11 @@ class SparseModel:
         self._optimizers.load_live_state(optimizer, state)
 
     # Live weights
+
+    @property
+    def stored(self) -> dict[str, SparseParameter]:
+        """How the prunable parameters are stored, by name."""
+        return self._parameters
 
     def mask(self, name: str) -> Tensor:
         """Which weights of a parameter live, as a bool tensor that is yours."""
@@ -486,6 +545,7 @@ class SparseModel:
 
 def _check_model(model: nn.Module) -> None:
     """Refuse what cannot be made sparse, or already is."""
+    check_not_wrapped(model.modules(), dict(model.named_parameters()))
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise GrowpruneError(f"{name} has no shape yet: run a batch through the model first")

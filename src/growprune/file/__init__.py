@@ -67,8 +67,9 @@ longer written. A reader refuses a version that it does not know.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -76,30 +77,42 @@ from growprune.atomic import replacing
 from growprune.file.entries import MAX_EXPANSION
 from growprune.file.memory import give_memory
 from growprune.file.reader import match_model, open_sparse
+from growprune.file.sharded import check_written, restore_sharded, save_sharded
 from growprune.file.versions import FORMAT, write_metadata
 from growprune.file.writer import describe, stored, warn_of_unsaved, write_safetensors
 from growprune.sparse import SparseModel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     """Write a sparse model to a file, all at once: if that fails, an old file of that name is as it was.
 
-    What was written is read back, checked and counted before it takes the name.
+    What was written is read back, checked and counted before it takes the name. If the model is sharded, all ranks call
+    it; the first writes, and has no more than one tensor of the model at a time.
     """
     path = Path(path)
     warn_of_unsaved(sparse.model)
+    sparse.notice_shards()
+    if sparse.ranks is not None:
+        save_sharded(sparse, path, sparse.ranks)
+        return
     entries, tensors = stored(sparse)
     metadata = write_metadata(describe(sparse, entries))
     with replacing(path) as file:
         write_safetensors(file, tensors, metadata)
-        file.flush()
-        with open_sparse(Path(file.name)) as written:
-            written.everything()  # refuses what is not as it was saved, and counts what lives
-            alive = {entry.name: entry.nnz for entry in written.prunable}
-        assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, f"{path} was written wrongly"
+        check_written(file, entries)
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, *, storage: str = "masked") -> SparseModel:
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    storage: str = "masked",
+    mesh: DeviceMesh | None = None,
+    sharding: Mapping[str, Any] | None = None,
+) -> SparseModel:
     """Fill a model from a sparse file, and return it as the SparseModel that was saved, ready to train on.
 
     The file is checked in full before the model is touched. What of the model lies on the meta device comes to lie on
@@ -107,6 +120,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, storage: str = "mask
 
     Args:
         storage: how sparse weights are stored, see SparseModel; whatever it was when the file was saved.
+        mesh: shard the model over its ranks, each unit as soon as it is filled; needs storage="compact".
+        sharding: further arguments of `SparseModel.shard`.
     """
     with open_sparse(path) as file:
         match_model(file, model)
@@ -115,7 +130,10 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, storage: str = "mask
             give_memory(model)
         sparse = file.make_sparse(model, storage)
         give_memory(model, but={entry.name for entry in file.prunable})
-        sparse.restore(tensors)
+        if mesh is None:
+            sparse.restore(tensors)
+        else:
+            restore_sharded(sparse, tensors, mesh, sharding or {})
         sparse.editor.num_edits = file.num_edits
     return sparse
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -17,28 +18,35 @@ from growprune.layers import prunable_weights
 from growprune.patterns import Pattern
 from growprune.plan import Part, prune
 from growprune.selection import num_kept
+from growprune.snapshot import whole
 from growprune.sparse import SparseModel
 from growprune.warn import warn
 
 
 def stored(sparse: SparseModel) -> tuple[list[Entry], dict[str, Tensor]]:
     """What a model's file says and holds. Tensors that are not prunable are not copied."""
+    entries: list[Entry] = []
+    stored: dict[str, Tensor] = {}
+    for entry, parts in each_stored(sparse):
+        entries.append(entry)
+        stored |= parts
+    return entries, stored
+
+
+def each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
+    """One tensor of the model after the other: its entry, and what of it the file holds. All ranks go together."""
     sparse.check()
     check_blocks(sparse.pattern)
     _check_nothing_was_added(sparse)
     aims = targets(sparse)
-    entries: list[Entry] = []
-    stored: dict[str, Tensor] = {}
     for name, tensor in tensors_of(sparse.model)[0].items():
         if tensor.dtype not in DTYPES:
             raise GrowpruneError(f"{name} is {tensor.dtype}, which a file cannot hold: convert it to another dtype")
         if any(weight.parameter == name for weight in sparse.weights):
-            entry, parts = _stored_parameter(sparse, name, tensor, aims)
+            yield _stored_parameter(sparse, name, tensor, aims)
         else:
-            entry, parts = Entry(name, tuple(tensor.shape), tensor.dtype, sha256=digest(tensor)), {name: tensor}
-        entries.append(entry)
-        stored |= parts
-    return entries, stored
+            tensor = whole(tensor)
+            yield Entry(name, tuple(tensor.shape), tensor.dtype, sha256=digest(tensor)), {name: tensor}
 
 
 def _stored_parameter(
@@ -148,6 +156,8 @@ def warn_of_unsaved(model: nn.Module) -> None:
 def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:
     """The live values, in row-major order, whatever the storage; its parameter must hold nothing else."""
     values, _ = sparse.snapshot(Part(name, (name,)))[name]
+    if sparse.ranks is not None:
+        return values  # compact, and so nothing else is there
     if torch.count_nonzero(values) != torch.count_nonzero(parameter):
         raise GrowpruneError(f"{name} is not zero everywhere its mask says it is pruned: call enforce() before saving")
     return values
@@ -155,15 +165,23 @@ def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:
 
 def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """The safetensors format. Its own `save_file` does not tell why it failed, nor lets us sync what it wrote."""
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that all are aligned
+    starts = write_header(file, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata)
+    for name in starts:
+        file.write(bytes_of(tensors[name]))
+
+
+def write_header(
+    file: BinaryIO, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> dict[str, int]:
+    """Write all but the tensors; by name, in order, where in the file each of them begins."""
+    ordered = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)  # so that all are aligned
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     dtypes = DTYPES | GAP_DTYPES
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": dtypes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    starts, end = {}, 0
+    for name, (dtype, shape) in ordered:
+        starts[name], end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": dtypes[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
-    for _, tensor in ordered:
-        file.write(bytes_of(tensor))
+    return {name: 8 + len(text) + start for name, start in starts.items()}

@@ -286,12 +286,12 @@ class Compact:
             layout.blocks = live_blocks(layout.mask(), *self._block)
         self.module._parameters[self._local] = nn.Parameter(values, requires_grad=old.requires_grad)
         set_layout(self.module, self._local, layout)
-        _let_compile_again()
+        let_compile_again()
         if self._record is not None:
             self._listen()
 
 
-def _let_compile_again() -> None:
+def let_compile_again() -> None:
     """Let torch.compile keep a graph for each part that may be dense.
 
     It compiles once for each of them, and finds its graphs again when the parts' turn comes again. But from the ninth
@@ -319,7 +319,9 @@ def set_layout(module: nn.Module, local: str, layout: Layout | None) -> None:
     }
     plain: type[nn.Module] = getattr(type(module), "_plain_class", type(module))
     # mypy takes a class for one of its instances here, and finds no __hash__
-    module.__class__ = compact_class(plain, tuple(sorted(layouts)))  # type: ignore[arg-type]
+    compact = compact_class(plain, tuple(sorted(layouts)))  # type: ignore[arg-type]
+    if not isinstance(module, compact):  # FSDP2 derives a class of its own from it
+        module.__class__ = compact
     _hook_state_dict(module)
 
 
@@ -351,13 +353,18 @@ def compact_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
     return type(f"Compact{plain.__name__}", (plain,), members)
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which this process has a shard: as FSDP2 leaves parameters between passes."""
+    return hasattr(tensor, "device_mesh")
+
+
 def _dense_attribute(name: str) -> property:
     """Reading the attribute gives the dense weight, through which gradients reach the live values."""
 
     def dense(module: nn.Module) -> Tensor:
         layout, values = layouts_of(module)[name], module._parameters[name]
         assert values is not None
-        if layout is None:
+        if layout is None or is_sharded(values):
             return values
         return Expand.apply(values, layout)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -372,6 +379,11 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
         raise GrowpruneError(
             f"{name} of a {type(module).__name__} cannot become another parameter, as torchao's quantize_ wants: call "
             f"sparse.to_dense_() first, which makes the model a plain one; or assign a tensor"
+        )
+    if name in layouts_of(module) and values is None and is_dense:
+        raise GrowpruneError(
+            f"{name} of a {type(module).__name__} cannot become a view of another tensor, as FSDP1 "
+            f"(FullyShardedDataParallel) wants: shard the model with sparse.shard(mesh), which is FSDP2"
         )
     if layout is not None and values is not None and is_dense and value.shape == layout.shape:
         values.data.copy_(layout.compress(value.detach()))
@@ -435,10 +447,10 @@ def _hook_state_dict(module: nn.Module) -> None:
 
 
 def _give_dense(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Whoever asks for the state gets plain dense tensors."""
+    """Whoever asks for the state gets plain dense tensors; of a sharded model, shards of the live values."""
     del metadata
     for name, layout in layouts_of(module).items():
-        if layout is not None and prefix + name in state:
+        if layout is not None and prefix + name in state and not is_sharded(state[prefix + name]):
             state[prefix + name] = layout.expand(state[prefix + name].detach())
 
 

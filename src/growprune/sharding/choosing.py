@@ -1,0 +1,161 @@
+"""Choosing which weights live where each rank has a shard of the values only.
+
+It is `growprune.selection`, spread over the ranks: each counts the digits of its own keys, the counts are added up, and
+all know the threshold. Ties go to the earlier positions: each rank is told how many lie before its own. Only what was
+chosen, a byte for each candidate, is sent to all, one weight at a time. So masks are the same, bit for bit, on any
+number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from growprune.allocation import Pool
+from growprune.edits import Chosen, Values
+from growprune.errors import GrowpruneError
+from growprune.gradients import Gradients
+from growprune.layers import Weight
+from growprune.patterns import Pattern, row_chunks
+from growprune.plan import Action, By, Edit
+from growprune.scores import key_bits_of
+from growprune.selection import KeyChunks, Ties, chunk_elements, kth_largest, magnitude_keys
+from growprune.sharding.parameter import ShardedCompact
+from growprune.sharding.ranks import Ranks
+from growprune.storage import SparseParameter
+
+
+class Candidates(NamedTuple):
+    """What an edit may choose of one weight, in the order of its elements."""
+
+    scores: Tensor
+    """Those of this rank."""
+    alive: Tensor | None
+    """Which of them live, where that counts."""
+    lengths: list[int]
+    """How many each rank has."""
+
+
+class Choosing:
+    """Prunes by magnitude and grows by gradient, weights that live or die by themselves; others are gathered.
+
+    Args:
+        ranks: those that share the weights.
+        parameters: how they are stored, by name.
+        gradients: what growth goes by.
+    """
+
+    def __init__(
+        self, ranks: Ranks, parameters: Mapping[str, SparseParameter], gradients: Gradients, pattern: Pattern
+    ) -> None:
+        self._ranks, self._parameters, self._gradients, self._pattern = ranks, parameters, gradients, pattern
+
+    def can_choose(self, weights: Sequence[Weight], edit: Edit) -> bool:
+        """Whether nobody needs more than a shard of the values."""
+        is_known = (edit.action, edit.by) in ((Action.PRUNE, By.MAGNITUDE), (Action.GROW, By.GRADIENT))
+        stored = [self._parameters[weight.parameter] for weight in weights]
+        return is_known and self._pattern.is_single and all(isinstance(s, ShardedCompact) for s in stored)
+
+    def chosen(self, pool: Pool, edit: Edit, mask: Values) -> Chosen:
+        """Which groups of a pool live: the same on all ranks."""
+        dtypes = {self._parameters[w.parameter].parameter.dtype for w in pool.weights}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        bits = key_bits_of(edit, dtype)
+        self._check_finite(pool.weights, edit, mask)
+        sources = [self._keys(weight, edit, mask, dtype, bits) for weight in pool.weights]
+        key, left = None, [0] * len(sources)
+        if pool.kept:
+            key, kept, _ = kth_largest(sources, pool.kept, bits=bits, add_up=self._ranks.add_up)
+            left = self._ties_left(sources, key, kept)
+        for weight, source, own in zip(pool.weights, sources, left, strict=True):
+            yield weight, self._walk(weight, edit, mask, source, key, own)
+
+    def _walk(
+        self, weight: Weight, edit: Edit, mask: Values, source: KeyChunks, key: int | None, left: int
+    ) -> Iterator[Tensor]:
+        """Which of a weight's elements live, a few rows at a time, from what each rank has chosen."""
+        ties = Ties(left)
+        own = [torch.zeros_like(keys, dtype=torch.bool) if key is None else ties.take(keys, key) for keys in source()]
+        part = torch.cat(own) if own else torch.zeros(0, dtype=torch.bool, device=mask(weight).device)
+        chosen = self._ranks.join(part.to(torch.uint8), self._candidates(weight, edit, mask).lengths).bool()
+        if edit.action is Action.PRUNE:
+            flat = mask(weight).reshape(-1).clone()
+            flat[flat.clone()] = chosen
+            chosen = flat
+        start = 0
+        for rows in row_chunks(self._pattern, mask(weight), weight):
+            yield chosen[start : start + rows.numel()]
+            start += rows.numel()
+
+    def _candidates(self, weight: Weight, edit: Edit, mask: Values) -> Candidates:
+        """What this rank has of them: of live values its shard, of gradients its part."""
+        parameter = self._parameters[weight.parameter]
+        assert isinstance(parameter, ShardedCompact)
+        first = (weight.rows[0] if weight.rows else 0) * parameter.shape[1:].numel()
+        if edit.action is Action.GROW:
+            spans = [self._ranks.span(parameter.shape.numel(), rank) for rank in range(self._ranks.size)]
+            cuts = [_overlap(span, (first, first + weight.numel)) for span in spans]
+            start, stop = cuts[self._ranks.rank]
+            at = spans[self._ranks.rank][0]
+            alive = mask(weight).reshape(-1)[start - first : stop - first]
+            scores = self._gradients.share(weight.parameter)[start - at : stop - at]
+            return Candidates(scores, alive, [b - a for a, b in cuts])
+        values = parameter.parameter.detach()
+        rest = values.shape[1:].numel()
+        before, own = self._live_before(parameter, first), int(torch.count_nonzero(mask(weight)))
+        spans = [self._ranks.span(values.shape[0], rank) for rank in range(self._ranks.size)]
+        cuts = [_overlap((a * rest, b * rest), (before, before + own)) for a, b in spans]
+        start, stop = cuts[self._ranks.rank]
+        at = spans[self._ranks.rank][0] * rest
+        local = values.to_local().reshape(-1)  # type: ignore[attr-defined]
+        return Candidates(local[start - at : stop - at], None, [b - a for a, b in cuts])
+
+    def _live_before(self, parameter: ShardedCompact, position: int) -> int:
+        """How many live values a parameter has before a position of the dense one."""
+        if parameter.is_known_full or position == 0:
+            return position
+        return int(torch.count_nonzero(parameter.mask().reshape(-1)[:position]))
+
+    def _keys(self, weight: Weight, edit: Edit, mask: Values, dtype: torch.dtype, bits: int) -> KeyChunks:
+        always = (1 << bits) - 1  # live weights stay
+
+        def chunks() -> Iterator[Tensor]:
+            scores, alive, _ = self._candidates(weight, edit, mask)
+            step = chunk_elements(scores.device)
+            for start in range(0, scores.numel(), step):
+                some = scores[start : start + step]
+                keys = magnitude_keys(some.double() if dtype == torch.float64 else some)
+                yield keys if alive is None else torch.where(alive[start : start + step], always, keys)
+                del keys
+
+        return chunks
+
+    def _ties_left(self, sources: Sequence[KeyChunks], key: int, kept: int) -> list[int]:
+        """How many of its keys that equal the threshold this rank may choose, of each source."""
+        mine = [sum(int(torch.count_nonzero(keys == key)) for keys in source()) for source in sources]
+        ties = self._ranks.each(torch.tensor(mine, device=self._ranks.device)).tolist()
+        left = []
+        for number, own in enumerate(mine):
+            before = sum(sum(row[:number]) for row in ties) + sum(row[number] for row in ties[: self._ranks.rank])
+            left.append(max(0, min(own, kept - before)))
+        return left
+
+    def _check_finite(self, weights: Sequence[Weight], edit: Edit, mask: Values) -> None:
+        """Raise on all ranks if one has a NaN or infinity."""
+        flags = []
+        for weight in weights:
+            scores = self._candidates(weight, edit, mask).scores
+            flags.append(torch.isfinite(scores).all().logical_not().to(self._ranks.device, torch.int64))
+        for weight, count in zip(weights, self._ranks.add_up(torch.stack(flags)).tolist(), strict=True):
+            if count:
+                raise GrowpruneError(
+                    f"{weight.name} holds NaN or infinity, so its weights cannot be ranked: training diverged"
+                )
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    start = max(one[0], min(one[1], other[0]))
+    return start, max(start, min(one[1], other[1]))

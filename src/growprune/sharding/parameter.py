@@ -1,0 +1,121 @@
+"""A compact parameter whose live values are sharded: each rank has a chunk of them, and the bits of all."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from growprune.sharding.handles import Handle
+from growprune.storage.compact import Compact, Layout, let_compile_again, set_layout
+from growprune.storage.compact_layers import RECORDERS, hand_over
+
+
+class ShardedCompact(Compact):
+    """As `Compact`, for all ranks together: whatever is asked of one, the others must be asked too.
+
+    Values and optimizer state are gathered for one parameter at a time, and only while a mask changes.
+    """
+
+    def __init__(self, compact: Compact, handle: Handle) -> None:
+        self.__dict__.update(compact.__dict__)
+        self.handle = handle
+        self._is_trained = handle.parameter.requires_grad
+        self._ask_for_gradients()
+        self._hooked: weakref.ref[nn.Parameter] | None = None
+        if self._record is not None:
+            self._listen()
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.handle.parameter
+
+    @property
+    def layout(self) -> Layout | None:
+        """Where the live values belong; None while everything lives."""
+        return self._layout
+
+    def to_dense(self, tensor: Tensor) -> Tensor:
+        return super().to_dense(self.handle.whole(tensor))
+
+    def from_dense(self, dense: Tensor) -> Tensor:
+        return self.handle.cut(super().from_dense(dense))
+
+    def to_live(self, tensor: Tensor) -> Tensor:
+        return super().to_live(self.handle.whole(tensor))
+
+    def from_live(self, live: Tensor) -> Tensor:
+        found = super().from_live(live)
+        return found if isinstance(found, DTensor) else self.handle.cut(found)
+
+    def _keep(self, values: Tensor, layout: Layout | None) -> None:
+        set_layout(self.module, self._local, layout)
+        self.handle.put(values, requires_grad=self._is_trained)
+        self._ask_for_gradients()
+        let_compile_again()
+        if self._record is not None:
+            self._listen()
+
+    def _ask_for_gradients(self) -> None:
+        """Where nothing lives there is no gradient: FSDP2 cannot send an empty one."""
+        self.parameter.requires_grad_(self._is_trained and self.parameter.numel() > 0)
+
+    def preview(self, mask: Tensor) -> Callable[[], None]:
+        held, layout = self.handle.held, self._layout
+        self.set_mask(mask)
+
+        def undo() -> None:
+            set_layout(self.module, self._local, layout)
+            self.handle.put_back(held)
+
+        return undo
+
+    # Gradients
+
+    @property
+    def is_first_gradient(self) -> bool:
+        return not self.handle.has_gradient
+
+    @property
+    def adds_up_gradients(self) -> bool:
+        return False  # each backward pass is seen by itself
+
+    @property
+    def record(self) -> Callable[[Tensor], None] | None:
+        return None if self._record is None else self._record_mean
+
+    @record.setter
+    def record(self, record: Callable[[Tensor], None] | None) -> None:
+        self._record = record
+        if record is not None:
+            self._listen()
+
+    def _record_mean(self, gradient: Tensor) -> None:
+        """Each rank has seen other examples: an edit looks at the mean, which is the same on all."""
+        assert self._record is not None
+        self._record(self.handle.ranks.mean(gradient.detach()))
+
+    def _listen(self) -> None:
+        if self._layout is not None:
+            RECORDERS[self._layout] = weakref.ref(self)
+        elif self.handle.gathered is not None:
+            self._hook(self.handle.gathered)
+        else:  # there will be one when the unit is gathered for the first time
+            me = weakref.ref(self)
+
+            def hook_now(*_: Any) -> None:
+                handle.remove()
+                if (own := me()) is not None and own._record is not None:
+                    own._listen()
+
+            handle = self.handle.unit.register_forward_pre_hook(hook_now)
+
+    def _hook(self, gathered: nn.Parameter) -> None:
+        """See what each backward pass brings, before it is added to what was there."""
+        if self._hooked is None or self._hooked() is not gathered:
+            me = weakref.ref(self)
+            gathered.register_hook(lambda gradient: hand_over(me(), gradient))  # type: ignore[no-untyped-call]
+            self._hooked = weakref.ref(gathered)

@@ -1,0 +1,89 @@
+"""The processes that share the weights of one model, and what they send each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, distributed
+
+
+class Ranks:
+    """Those along which weights are sharded, in order: each has the n-th chunk of every tensor.
+
+    Args:
+        group: the process group of a shard dimension.
+        replicas: that of the dimension along which shards are the same (HSDP), if there is one.
+        device: where tensors have to lie to be sent.
+    """
+
+    def __init__(
+        self,
+        group: distributed.ProcessGroup,
+        device: torch.device,
+        replicas: distributed.ProcessGroup | None = None,
+    ) -> None:
+        self.group, self.replicas, self.device = group, replicas, device
+        self.size, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes what all have together."""
+        is_first_replica = self.replicas is None or distributed.get_rank(self.replicas) == 0
+        return self.rank == 0 and is_first_replica
+
+    def any(self, flags: Tensor) -> Tensor:
+        """Which flags any rank or replica has set."""
+        counts = flags.to(self.device, torch.int64)
+        for group in filter(None, (self.group, self.replicas)):
+            distributed.all_reduce(counts, group=group)
+        return counts > 0
+
+    def span(self, length: int, rank: int | None = None) -> tuple[int, int]:
+        """From where to where a rank (this one if not given) has a tensor of some length, as `torch.chunk` cuts it."""
+        step = -(-length // self.size)
+        start = min(length, step * (self.rank if rank is None else rank))
+        return start, min(length, start + step)
+
+    def cut(self, flat: Tensor) -> Tensor:
+        """What this rank keeps of a tensor: a view."""
+        start, stop = self.span(flat.shape[0])
+        return flat[start:stop]
+
+    def join(self, part: Tensor, lengths: Sequence[int] | None = None, *, total: int = 0) -> Tensor:
+        """A flat tensor from the parts of all ranks.
+
+        Args:
+            lengths: of the parts; if not given, they are those of a tensor of `total` elements.
+        """
+        if lengths is None:
+            spans = [self.span(total, rank) for rank in range(self.size)]
+            lengths = [stop - start for start, stop in spans]
+        if self.size == 1:
+            return part.clone()
+        most = max(lengths)
+        padded = torch.zeros(most, dtype=part.dtype, device=self.device)
+        padded[: part.numel()] = part
+        parts = [torch.empty_like(padded) for _ in lengths]
+        distributed.all_gather(parts, padded, group=self.group)
+        return torch.cat([own[:length] for own, length in zip(parts, lengths, strict=True)]).to(part.device)
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, of which each has other weights."""
+        total = tensor.to(self.device, copy=True)
+        distributed.all_reduce(total, group=self.group)
+        return total.to(tensor.device)
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean over all ranks and replicas, of which each has seen other examples."""
+        total, count = tensor.to(self.device, copy=True), self.size
+        distributed.all_reduce(total, group=self.group)
+        if self.replicas is not None:
+            distributed.all_reduce(total, group=self.replicas)
+            count *= distributed.get_world_size(self.replicas)
+        return total.div_(count).to(tensor.device)
+
+    def each(self, numbers: Tensor) -> Tensor:
+        """A row of numbers from each rank."""
+        found = self.join(numbers, [numbers.numel()] * self.size)
+        return found.view(self.size, numbers.numel())

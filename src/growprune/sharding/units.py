@@ -1,0 +1,177 @@
+"""Sharding a sparse model with torch's FSDP2: which modules are units of it, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from growprune.errors import GrowpruneError
+from growprune.sharding.choosing import Choosing
+from growprune.sharding.handles import device_of, groups_of, handles_of, reshard
+from growprune.sharding.parameter import ShardedCompact
+from growprune.sharding.ranks import Ranks
+from growprune.snapshot import pack
+from growprune.storage import Compact
+
+if TYPE_CHECKING:
+    from growprune.sparse import SparseModel
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""Modules whose children are what a model is made of, block by block."""
+
+
+def shard(sparse: SparseModel, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any) -> None:
+    """Apply `fully_shard` to the units of a model, inner ones first, then to the model."""
+    sharding = UnitByUnit(sparse, mesh, units=units, **settings)
+    check_masks(sparse, sharding.ranks)
+    for module in units_of(sparse.model, units):
+        sharding.done(module)
+    adopt(sparse)
+
+
+class UnitByUnit:
+    """Shards the units of a model as soon as each is filled, so that no rank has the whole of it.
+
+    Args:
+        settings: further arguments of `fully_shard`.
+    """
+
+    def __init__(
+        self, sparse: SparseModel, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any
+    ) -> None:
+        check_mesh(mesh)
+        check_shardable(sparse)
+        if any(isinstance(module, FSDPModule) for module in sparse.model.modules()):
+            raise GrowpruneError("the model is sharded already: shard it once, with one mesh")
+        self._left = {id(module) for module in units_of(sparse.model, units)}
+        self._mesh, self._settings = mesh, settings
+        shards, replicas = mesh.get_group(mesh.ndim - 1), mesh.get_group(0) if mesh.ndim > 1 else None
+        self.ranks = Ranks(shards, device_of(mesh), replicas)
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
+    def done(self, module: nn.Module) -> None:
+        """Told of each module whose parameters are all there, inner ones first."""
+        if id(module) in self._left:
+            fully_shard(module, mesh=self._mesh, **self._settings)
+
+    def check_random_state(self) -> None:
+        """Raise on all ranks if they would draw other random numbers."""
+        mine = torch.tensor([_digest(torch.get_rng_state().numpy().tobytes() + str(torch.initial_seed()).encode())])
+        if differing := _first_to_differ(mine, self.ranks):
+            raise GrowpruneError(
+                f"rank {differing[0]} would draw other random numbers than rank 0: call torch.manual_seed with one "
+                f"seed on all ranks before the model is built"
+            )
+
+
+def units_of(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
+    """The modules to shard, inner ones first, the model last.
+
+    Args:
+        names: names or globs of modules; if not given, the blocks of the model's outermost lists.
+    """
+    if names is None:
+        return [*_blocks(model), model]
+    named = [(name, module) for name, module in model.named_modules() if name]
+    for glob in names:
+        if not any(fnmatchcase(name, glob) for name, _ in named):
+            raise GrowpruneError(
+                f"units has {glob!r}, but the model has no such module: give names like {named[0][0]!r}"
+            )
+    inner_first = reversed([m for name, m in named if any(fnmatchcase(name, glob) for glob in names)])
+    return [*(module for module in inner_first if _has_parameters(module)), model]
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS):
+            if _has_parameters(child):
+                yield child
+        else:
+            yield from _blocks(child)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def adopt(sparse: SparseModel) -> None:
+    """See to it that a SparseModel knows what FSDP2 has sharded, by `shard` or by calls of one's own."""
+    if sparse.ranks is not None:
+        for group in groups_of(sparse.model):
+            reshard(group)
+        return
+    handles = handles_of(sparse.model)
+    if not handles:
+        return
+    check_shardable(sparse)
+    ranks = next(iter(handles.values())).ranks
+    check_masks(sparse, ranks)
+    for name, parameter in sparse.stored.items():
+        if name in handles:
+            assert isinstance(parameter, Compact)
+            if handles[name].ranks.group is not ranks.group:
+                raise GrowpruneError(f"{name} is sharded over another mesh than other weights: use one mesh for all")
+            sparse.stored[name] = ShardedCompact(parameter, handles[name])
+    sparse.ranks = sparse.gradients.shares = ranks
+    sparse.editor.together = Choosing(ranks, sparse.stored, sparse.gradients, sparse.pattern)
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuse a mesh that is none of these processes."""
+    if not isinstance(mesh, DeviceMesh):
+        raise GrowpruneError(
+            f"mesh is {type(mesh).__name__}, but must be a DeviceMesh: make it with "
+            f"torch.distributed.device_mesh.init_device_mesh after init_process_group"
+        )
+    if mesh.get_coordinate() is None:
+        raise GrowpruneError(
+            f"the mesh has ranks {mesh.mesh.flatten().tolist()}, but this is rank {distributed.get_rank()} of "
+            f"{distributed.get_world_size()}: make a mesh that has every process"
+        )
+    if mesh.ndim > 2:
+        raise GrowpruneError(f"the mesh has {mesh.ndim} dimensions: give one (FSDP), or two (replicas of shards, HSDP)")
+
+
+def check_shardable(sparse: SparseModel) -> None:
+    """Refuse models that cannot be sharded."""
+    if sparse.storage != "compact":
+        raise GrowpruneError(
+            "masked storage cannot be sharded, as each rank would hold and send dense weights: make the SparseModel "
+            "with storage='compact'"
+        )
+
+
+def check_masks(sparse: SparseModel, ranks: Ranks) -> None:
+    """Raise on all ranks if one of them has other masks: their shards would be of different weights."""
+    mine = torch.tensor([_digest(pack(p.mask()).cpu().numpy().tobytes()) for p in sparse.stored.values()])
+    if differing := _first_to_differ(mine, ranks):
+        raise GrowpruneError(
+            f"rank {differing[0]} has another mask of {list(sparse.stored)[differing[1]]} than rank 0: make the model "
+            f"on all ranks with the same seed and edits before it is sharded"
+        )
+
+
+def _first_to_differ(mine: Tensor, ranks: Ranks) -> tuple[int, int] | None:
+    """The first rank that has not the numbers of the first, and which of them; None if all have."""
+    for group in filter(None, (ranks.group, ranks.replicas)):
+        rows = Ranks(group, ranks.device).each(mine.to(ranks.device)).tolist()
+        for rank, row in zip(distributed.get_process_group_ranks(group), rows, strict=True):
+            for place, (own, first) in enumerate(zip(row, rows[0], strict=True)):
+                if own != first:
+                    return rank, place
+    return None
+
+
+def _digest(octets: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(octets).digest()[:8], "little", signed=True)
