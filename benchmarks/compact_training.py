@@ -6,6 +6,7 @@
     python benchmarks/compact_training.py resnet50   # batch 256, bf16
     python benchmarks/compact_training.py large --billions 40 --text input.txt   # 40 B weights on one card
 
+"sharded" among `--storages`, and `large --shard`, is compact storage under FSDP2 on one rank.
 `--small` runs the same on a CPU in seconds, to see that it works. `--json FILE` keeps the figures.
 """
 
@@ -102,10 +103,21 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
+@functools.cache
+def one_rank() -> Any:
+    """A mesh of this process alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(
+        "nccl" if device().type == "cuda" else "gloo", store=store, rank=0, world_size=1
+    )
+    return torch.distributed.device_mesh.init_device_mesh(device().type, (1,))
+
+
 def sparse_with_one_part_grown(storage: str, build: Callable[[], nn.Module], kappa: int, **settings: Any) -> Any:
     """A model as it is in the middle of C-GaP: one of kappa parts dense, the others sparse."""
-    if storage == "compact":
-        sparse = gp.sparse_init(build, sparsity=0.9, device=device(), **settings)
+    if storage in ("compact", "sharded"):
+        where = {"mesh": one_rank()} if storage == "sharded" else {"device": device()}
+        sparse = gp.sparse_init(build, sparsity=0.9, **where, **settings)
     else:
         with device():
             model = build()
@@ -300,8 +312,9 @@ def large(args: argparse.Namespace) -> dict[str, Any]:
     num_blocks, d, length = (round(args.billions / 0.8), 8192, 1024) if not args.small else (6, 64, 32)
     start = time.perf_counter()
     torch.manual_seed(0)
+    where = {"mesh": one_rank()} if args.shard else {"device": device()}
     sparse = gp.sparse_init(
-        lambda: LanguageModel(num_blocks, d, d // 128 or 1), sparsity=0.9, device=device(), keep_dense=["head"]
+        lambda: LanguageModel(num_blocks, d, d // 128 or 1), sparsity=0.9, keep_dense=["head"], **where
     )
     wait()
     built, built_peak = time.perf_counter() - start, peak_gib(reset=True)
@@ -345,6 +358,7 @@ def main() -> None:
     parser.add_argument("--graph", action="store_true", help="blocks: run each step as a CUDA graph")
     parser.add_argument("--alternate", action="store_true", help="blocks: a step of each storage in turn")
     parser.add_argument("--storages", nargs="+", default=["dense", "masked", "compact"], help="dense first")
+    parser.add_argument("--shard", action="store_true", help="large: under FSDP2, on one rank")
     parser.add_argument("--billions", type=float, default=40, help="large: how many weights, in blocks of 0.8 billion")
     parser.add_argument("--changes", type=int, default=2, help="large: changes of the dense block")
     parser.add_argument("--steps", type=int, default=12, help="large: steps between two changes")
