@@ -43,6 +43,7 @@ bytes. The manifest has
                     shape        of the dense tensor
                     dtype        as safetensors writes it: F32, BF16, ...
                     sha256       of the bytes of <name>, or of <name>.values if it is sparse
+                    crc32        of the same bytes, as zlib has it, a number; left out in older files
                 Those that are prunable have as well
                     matrices     [[start, stop], ...] in order
                     transposed   whether the matrices are stored (in, out, ...)
@@ -50,12 +51,14 @@ bytes. The manifest has
                     target       the sparsity aimed at; null where layers are ranked together
                     nnz          how many weights live (one that lives may be 0, as grown weights are at first)
                     mask_sha256  of the bytes of <name>.mask (which a dense one would have), or of <name>.gaps
+                    mask_crc32   of the same bytes; left out in older files
                     gaps         [dtype, length] of <name>.gaps: "U8" or "U16"; left out if there are none
 
 **Digests.** A SHA-256 is written as 64 lowercase hexadecimal digits. They tell damage, not forgery: a reader refuses a
 file whose manifest, values or masks are not those that were saved, or whose tensors were exchanged. What they leave
 open is the order of the tensors' bytes, and the spaces in the header. `manifest` checks the manifest only; `load` and
-`read` check everything.
+`read` check everything: by CRC-32 where it is there, as it takes half the time, and by SHA-256 elsewhere. `growprune
+inspect` and `save`, which reads back what it wrote, check both.
 
 **Version 2** is the same, without gaps, and is written where there are none: those who read version 2 only can read it.
 
@@ -93,13 +96,15 @@ def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     with replacing(path) as file:
         write_safetensors(file, tensors, metadata)
         file.flush()
-        with open_sparse(Path(file.name)) as written:
+        with open_sparse(Path(file.name), thorough=True) as written:
             written.everything()  # refuses what is not as it was saved, and counts what lives
             alive = {entry.name: entry.nnz for entry in written.prunable}
         assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, f"{path} was written wrongly"
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, *, storage: str = "masked") -> SparseModel:
+def load(
+    path: str | os.PathLike[str], model: nn.Module, *, storage: str = "masked", mapped: bool = False
+) -> SparseModel:
     """Fill a model from a sparse file, and return it as the SparseModel that was saved, ready to train on.
 
     The file is checked in full before the model is touched. What of the model lies on the meta device comes to lie on
@@ -107,15 +112,18 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, storage: str = "mask
 
     Args:
         storage: how sparse weights are stored, see SparseModel; whatever it was when the file was saved.
+        mapped: with compact storage, leave what lives in the file, which is quicker, and let training copy what it
+            writes to. Nobody may write into the file meanwhile; `save` does not, it puts a new one in its place.
     """
     with open_sparse(path) as file:
         match_model(file, model)
-        tensors = file.everything()
+        is_compact = storage == "compact"
+        tensors = file.everything(copied=is_compact and not mapped)
         if storage == "masked":
             give_memory(model)
         sparse = file.make_sparse(model, storage)
         give_memory(model, but={entry.name for entry in file.prunable})
-        sparse.restore(tensors)
+        sparse.restore(tensors, keep=is_compact)
         sparse.editor.num_edits = file.num_edits
     return sparse
 
