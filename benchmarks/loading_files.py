@@ -61,7 +61,7 @@ def cases(dense: Path, ours: Path, millions: int, model: nn.Module) -> dict[str,
 
     def read_all(empty: nn.Module) -> object:
         empty.load_state_dict(load_file(dense), assign=True)
-        return sum(float(parameter.sum()) for parameter in empty.parameters())
+        return sum(float(parameter.detach().sum()) for parameter in empty.parameters())
 
     return {
         DENSE: lambda: lambda: load_model(model, dense),

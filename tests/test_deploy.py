@@ -360,6 +360,44 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, text: str, message: str) ->
         gp.load_deployed(tmp_path, Small())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda about: about["rows"][0].update(choice=[]), "is damaged .ValueError: a choice is"),
+        (lambda about: about["rows"][0].update(layer=7), "is damaged .TypeError: 7 is no text"),
+        (lambda about: about["rows"][0].update(dense_ms="1"), "is damaged .ValueError: 1 is no time"),
+        (
+            lambda about: about["rows"][0]["tile"].update(threads=4096),
+            "is damaged .ValueError: a layer has more",
+        ),
+        (lambda about: about["rows"][0]["tile"].update(lanes=3), "does not suit"),
+        (lambda about: about.pop("runs"), "is damaged .KeyError: 'runs'"),
+        (
+            lambda about: example_of(about).update(shape=[1 << 20] * 2),
+            "is damaged .ValueError: a tensor of",
+        ),
+        (lambda about: example_of(about).update(dtype="load"), "is damaged .TypeError: a tensor is 4-dimensional"),
+        (
+            lambda about: example_of(about).update(shape=[1, 5, 8, 8]),
+            "cannot be run with the example of",
+        ),
+    ],
+)
+def test_what_a_folder_says_is_not_trusted(tmp_path: Path, change: Any, message: str) -> None:
+    gp.deploy(sparse_of(Small()), torch.randn(1, 4, 8, 8), seconds=0).save(tmp_path)
+    about = json.loads((tmp_path / "deployed.json").read_text())
+    change(about)
+    (tmp_path / "deployed.json").write_text(json.dumps(about))
+    with pytest.raises(gp.GrowpruneError, match=message) as raised:
+        gp.load_deployed(tmp_path, Small())
+    assert "\n" not in str(raised.value)
+
+
+def example_of(about: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = about["example"][0]["tuple"][0]["tensor"]
+    return found
+
+
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(gp.GrowpruneError, match="holds no deployed model"):
         gp.load_deployed(tmp_path, Small())
