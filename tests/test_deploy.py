@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -630,3 +633,21 @@ def test_buffers_that_are_needed_at_once_never_overlap(buffers: list[tuple[int, 
             meets = spans[i][0] <= spans[j][1] and spans[j][0] <= spans[i][1]
             apart = offsets[i] + sizes[i] <= offsets[j] or offsets[j] + sizes[j] <= offsets[i]
             assert apart or not meets
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps, lambda d: torch.save(d, io.BytesIO())])
+def test_a_deployed_model_says_that_it_cannot_be_copied(make: Any, whole: bool) -> None:
+    deployed = gp.deploy(sparse_of(nn.Sequential(nn.Linear(16, 16))), torch.randn(2, 16), seconds=0, whole=whole)
+    with pytest.raises(gp.GrowpruneError, match=r"is deployed, and can be neither copied nor pickled: call save"):
+        make(deployed)
+    if whole or make is not copy.copy:  # a shallow copy of the model has the same layers
+        with pytest.raises(gp.GrowpruneError, match="neither copied nor pickled"):
+            make(deployed.module)
+
+
+def test_a_layer_in_the_place_of_another_has_its_attributes() -> None:
+    deployed = gp.deploy(sparse_of(nn.Sequential(nn.Linear(16, 8))), torch.randn(2, 16), seconds=0, whole=False)
+    layer = deployed.module[0]  # type: ignore[index]
+    assert (layer.in_features, layer.out_features) == (16, 8)
+    assert not hasattr(layer, "nothing")
