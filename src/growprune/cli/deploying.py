@@ -24,6 +24,9 @@ ModelSource = Annotated[
 ExampleShape = Annotated[
     str, typer.Option("--example-shape", metavar="N,N,...", help="The input's shape; a run knows its own.")
 ]
+ByLayer = Annotated[
+    bool, typer.Option("--by-layer", help="Swap single layers only: for models that decode, such as translators.")
+]
 Seconds = Annotated[float, typer.Option(min=0, help="How long layers may be timed; 0 measures nothing.")]
 
 
@@ -34,6 +37,7 @@ def deploy(
     model: ModelSource = "",
     example_shape: ExampleShape = "",
     seconds: Seconds = 10.0,
+    by_layer: ByLayer = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a trained sparse model run on sparse kernels: each layer sparse or dense, whichever is faster here."""
@@ -45,7 +49,7 @@ def deploy(
         raise GrowpruneError(f"{out} exists and is not an empty folder: give another --out")
     origin = _origin(path, model, example_shape)
     built, example = _built(origin)
-    deployed = deploy_model(_weights(path), example, into=built, seconds=seconds)
+    deployed = deploy_model(_weights(path), example, into=built, seconds=seconds, whole=not by_layer)
     save(deployed, out, origin)
     if as_json:
         console.print_json(deployed.table.to_dict())

@@ -28,7 +28,7 @@ MOST_PLANS = 8
 
 
 def refuse_to_copy(module: nn.Module, protocol: object) -> Any:
-    """What copy, deepcopy, pickle and torch.save ask for: there is no copy of kernels that are bound to their memory."""
+    """What copy, deepcopy, pickle and torch.save ask for: kernels are bound to memory that no copy would have."""
     del protocol
     raise GrowpruneError(
         f"{type(module).__name__} is deployed, and can be neither copied nor pickled: call save(folder) of what deploy "
