@@ -367,10 +367,11 @@ class Run:
         self.checkpoints.put_off()
 
     def _state(self) -> dict[str, Any]:
+        device = "cpu" if self.mesh.leads_group else "meta"  # who only takes part keeps nothing of it
         return {
             "tensors": tensors_of(self.sparse),
-            "model": self.sparse.snapshot(device="cpu"),
-            "training": self.training.state_dict(),
+            "model": self.sparse.snapshot(device=device),
+            "training": self.training.state_dict(device if self._is_sharded else None),
             "accounting": self.accounting.state_dict(),
             "rng": rng_state(),
             "seconds": self._seconds,
