@@ -68,8 +68,9 @@ class Mesh:
 
         One does; of a sharded model all that have a share of it.
         """
-        is_of_group = is_sharded or self.leads_group
-        return is_of_group and (is_branch or self.group == 0)
+        if is_branch:
+            return is_sharded or self.leads_group
+        return self.is_first or (is_sharded and self.group == 0)
 
     @property
     def data_group(self) -> Any:
