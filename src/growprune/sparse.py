@@ -487,9 +487,15 @@ class SparseModel:
         self._cursor, self._place = None, state["cursor"]
         self.enforce()
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only that of live weights."""
-        return self._optimizers.live_state(optimizer)
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, *, device: torch.device | str | None = None
+    ) -> dict[str, Any]:
+        """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only that of live weights.
+
+        Args:
+            device: where the state goes; each tensor's own device if not given.
+        """
+        return self._optimizers.live_state(optimizer, device)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Take back what `optimizer_state` gave, whatever storage it was taken from."""

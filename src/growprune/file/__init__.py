@@ -77,6 +77,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from growprune.atomic import replacing
+from growprune.errors import GrowpruneError
 from growprune.file.entries import MAX_EXPANSION
 from growprune.file.memory import give_memory
 from growprune.file.reader import match_model, open_sparse
@@ -129,6 +130,8 @@ def load(
         mesh: shard the model over its ranks, each unit as soon as it is filled; needs storage="compact".
         sharding: further arguments of `SparseModel.shard`.
     """
+    if mesh is None and sharding:
+        raise GrowpruneError(f"sharding is {dict(sharding)}, but there is no mesh to shard over: give mesh too")
     with open_sparse(path) as file:
         match_model(file, model)
         is_compact = storage == "compact"
