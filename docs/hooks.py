@@ -8,14 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+from plotly.offline import get_plotlyjs
+
+from growprune.report import find_runs
+from growprune.report.page import render
 
 ROOT = Path(__file__).parent.parent
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Pictures of experiments lie beside their scripts."""
+    """Pictures of experiments lie beside their scripts, and the page of the comparison is made of its results."""
     for picture in (ROOT / "experiments").rglob("*.svg"):
         files.append(File.generated(config, str(picture.relative_to(ROOT)), abs_src_path=str(picture)))
+    page = render(find_runs([ROOT / "experiments" / "compare" / "cifar10-width32"]), get_plotlyjs())
+    files.append(File.generated(config, "comparison.html", content=page))
     return files
 
 

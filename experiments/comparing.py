@@ -34,8 +34,8 @@ def table(study: str) -> str:
     if not (RESULTS / study).is_dir():
         return "*Not measured yet.*\n"
     base = study.removesuffix("-patterns")
-    shared = [RESULTS / base / row for row in OF_ALL_PATTERNS] if base != study else []
-    return of_runs([RESULTS / study, *shared], ["pattern"] if shared else []).to_markdown()
+    shared = [RESULTS / base / row for row in OF_ALL_PATTERNS if (RESULTS / base / row).is_dir() and base != study]
+    return of_runs([RESULTS / study, *shared], ["pattern"] if base != study else []).to_markdown()
 
 
 def page(text: str) -> str:
