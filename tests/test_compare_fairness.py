@@ -15,6 +15,7 @@ from growprune import GrowpruneError, engine, methods
 from growprune.compare import Request, of_runs
 from growprune.compare.statistics import best_rival
 from growprune.engine.recipe import Recipe
+from growprune.metric import Metric
 from toy import cyclic
 
 ROOT = Path(__file__).parent.parent
@@ -234,4 +235,4 @@ def test_validation_and_not_test_chooses_the_best_rival(write: Callable[..., lis
         "c": "a",
     }
     assert summaries["c"]["minus_rival"]["mean"] == 40.0
-    assert best_rival(0, [{0: 1.0}, {1: 5.0}], [0, 1]) is None
+    assert best_rival(0, [{0: 1.0}, {1: 5.0}], [0, 1], Metric("accuracy")) is None
