@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from growprune import GrowpruneError, engine
 from growprune.compare import of_runs
+from growprune.engine import building
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.recipes import find
@@ -150,6 +151,14 @@ def test_masked_and_compact_storage_end_with_the_same_bits(pattern: str, tmp_pat
         engine.train(tiny("cyclic-80-uniform", data, **changes), tmp_path / storage)
     for name in ("model.safetensors", "best.safetensors"):
         assert (tmp_path / "masked" / name).read_bytes() == (tmp_path / "compact" / name).read_bytes()
+
+
+def test_a_compact_model_begins_sparse(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    recipe = tiny("cyclic-80-uniform", language(tmp_path / "data"), storage="compact")
+    sparse, _, is_begun = building.build(recipe, CPU, 1)
+    assert is_begun
+    assert sparse.num_alive == 3 * (4 * 51 + 2 * 205)  # a fifth of 256 and of 1,024, in three layers
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "1x8", "8x1", "32x32", "64x64"])
