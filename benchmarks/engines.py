@@ -10,14 +10,18 @@ answers with the mean seconds of a call.
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 Products = dict[str, Callable[[], object]]
+WORKER = Path(__file__).parents[1] / "src" / "growprune" / "inference" / "bench_worker.py"
+"""By its path, as growprune need not be installed where OpenVINO is."""
 BLOCK_SECONDS, PAUSE_SECONDS = 0.005, 0.01
 
 
@@ -64,20 +68,13 @@ def onnxruntime(rows: int, columns: int, n: int, variants: list[Any], threads: i
 
 
 def openvino(rows: int, columns: int, n: int, variants: list[Any], threads: int) -> Products:
-    """For latency, in float32, and without pinning threads to cores that others use too."""
+    """With the settings of `growprune bench`."""
     import openvino as ov
 
     del variants
-    settings = {
-        "INFERENCE_NUM_THREADS": threads,
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_PRECISION_HINT": "f32",
-        "ENABLE_CPU_PINNING": False,
-    }
-    core = ov.Core()
-    request = core.compile_model(
-        core.read_model(onnx_product(rows, columns, n)), "CPU", settings
-    ).create_infer_request()
+    core, settings = ov.Core(), runpy.run_path(str(WORKER))["openvino_settings"](threads)
+    compiled = core.compile_model(core.read_model(onnx_product(rows, columns, n)), "CPU", settings)
+    request = compiled.create_infer_request()
     request.set_input_tensor(ov.Tensor(random(n, columns)))
     return {"openvino": request.infer}
 

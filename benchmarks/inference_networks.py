@@ -1,11 +1,14 @@
 """How fast do whole sparse networks run on a CPU? Against torch, torch.compile, onnxruntime and OpenVINO.
 
     python benchmarks/inference_networks.py [--threads 2] [--rounds 15] [--only resnet50,encoder] [--python FILE]
-                                            [--engines NAME,...] [--json FILE] [--seconds 20] [--small]
+                                            [--engines NAME,...] [--json FILE] [--seconds 20] [--small] [--run FOLDER]
 
-Masks are random, as speed does not depend on what was trained, but for how the live weights are spread over the layers.
-Each engine is a process, and they take turns, about 60 ms each: see growprune/inference/bench.py. `--python` is the
-interpreter for onnxruntime and OpenVINO, where they live in an environment of their own.
+Masks are random; with `--run`, which can be given several times, they are those of finished runs instead, which spread
+the live weights over the layers as training did. A translator is timed end to end: a sentence of 24 tokens in, its
+greedy translation out, 32 tokens at most, one call of the decoder each; its error is 0 if all tokens are the same. The
+column "error" is that of the deployed model, as a share of torch's largest output. Each engine is a process, and they
+take turns, about 60 ms each: see growprune/inference/bench.py. `--python` is the interpreter for onnxruntime and
+OpenVINO, where they live in an environment of their own.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ import dataclasses
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 VARIANTS = [("unstructured", 0.8), ("unstructured", 0.9), ("unstructured", 0.95), ("8x1", 0.9)]
+FEW = [("unstructured", 0.9), ("8x1", 0.9)]
+"""For networks that are no gate."""
 MUST = {
     "resnet50": dict(zip(VARIANTS, (1.4, 2.0, 2.5, 2.4), strict=True)),
     "encoder": dict(zip(VARIANTS, (2.2, 2.7, 3.5, 3.2), strict=True)),
@@ -41,20 +47,91 @@ def load(
         warnings.simplefilter("ignore")
         sparse = gp.SparseModel(model.eval(), sparsity=sparsity, pattern=pattern, keep_dense=keep_dense)
         sparse.prune(by=gp.By.RANDOM)
+    if example is None:
+        plain = sparse.to_dense_()
+        return (*translating(plain), lambda: deployed_translator(plain, seconds))
     return sparse, example, lambda: gp.deploy(sparse, example, seconds=seconds)
 
 
-def resnet50(small: bool) -> tuple[Any, Any, list[str]]:
-    """At batch 1; the stem stays dense."""
+def load_run(folder: str, seconds: float) -> tuple[Any, Any, Callable[[], Any]]:
+    """The same of a finished run; of a translator, what translates a sentence."""
+    import torch
+
+    import growprune as gp
+    from growprune.cli.deploying import open_model
+    from growprune.tasks.translation.transformer import Transformer
+
+    torch.manual_seed(0)
+    model, example, _ = open_model(folder, "", "")
+    if not isinstance(model, Transformer):
+        return model, example, lambda: gp.deploy(model, example, seconds=seconds)
+    return (*translating(model), lambda: deployed_translator(model, seconds))
+
+
+def translating(model: Any) -> tuple[Any, Any]:
+    """What takes sentences and gives their greedy translations, and a sentence."""
+    import torch
+    from torch import nn
+
+    from growprune.tasks.translation.search import beam_search
+    from growprune.tasks.translation.transformer import EOS
+
+    num_pieces = model.embedding.num_embeddings
+
+    class Translator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, source: Any) -> Any:
+            options: dict[str, Any] = {"beam": 1, "length_penalty": 1.0, "max_length": 32, "num_pieces": num_pieces}
+            return beam_search(self.model, source, **options)
+
+    sentence = torch.cat([torch.randint(EOS + 2, num_pieces, (1, 24)), torch.full((1, 1), EOS)], 1)
+    return Translator().eval(), sentence
+
+
+def deployed_translator(model: Any, seconds: float) -> Any:
+    import torch
+
+    import growprune as gp
+    from growprune.tasks.translation.transformer import EOS
+
+    example = torch.full((1, 24), EOS), torch.full((1, 1), EOS)
+    return translating(gp.deploy(model, example, seconds=seconds, whole=False).module)[0]
+
+
+def resnet50(small: bool, batch: int = 1) -> tuple[Any, Any, list[str]]:
+    """The stem stays dense."""
     import torch
 
     from growprune.tasks.classification.resnet import ResNet
 
     size = 32 if small else 224
-    return ResNet("resnet50", width=8 if small else 64), torch.randn(1, 3, size, size), ["conv1"]
+    return ResNet("resnet50", width=8 if small else 64), torch.randn(batch, 3, size, size), ["conv1"]
 
 
-def encoder(small: bool) -> tuple[Any, Any, list[str]]:
+def resnet18(small: bool) -> tuple[Any, Any, list[str]]:
+    """That for CIFAR-10."""
+    import torch
+
+    from growprune.tasks.classification.resnet import ResNet
+
+    model = ResNet("resnet18", stem="cifar", width=8 if small else 64, num_classes=10)
+    return model, torch.randn(1, 3, 32, 32), ["conv1"]
+
+
+def translator(small: bool) -> tuple[Any, Any, list[str]]:
+    """That for Multi30k."""
+    from dataclasses import replace
+
+    from growprune.recipes.translation import SMALL
+
+    task = replace(SMALL, vocab_size=64, d_model=32, ffn=64) if small else SMALL
+    return task.build_model(), None, []
+
+
+def encoder(small: bool, batch: int = 1) -> tuple[Any, Any, list[str]]:
     """6 layers, 512/2048, 64 tokens."""
     import torch
     from torch import nn
@@ -62,20 +139,45 @@ def encoder(small: bool) -> tuple[Any, Any, list[str]]:
     sizes = (32, 4, 64) if small else (512, 8, 2048)
     layer = nn.TransformerEncoderLayer(*sizes, dropout=0.0, batch_first=True)
     depth = 2 if small else 6
-    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False), torch.randn(1, 64, sizes[0]), []
+    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False), torch.randn(batch, 64, sizes[0]), []
 
 
-NETWORKS: dict[str, Callable[[bool], tuple[Any, Any, list[str]]]] = {"resnet50": resnet50, "encoder": encoder}
+NETWORKS: dict[str, Callable[[bool], tuple[Any, Any, list[str]]]] = {
+    "resnet50": resnet50,
+    "encoder": encoder,
+    "resnet50-batch-8": partial(resnet50, batch=8),
+    "encoder-batch-8": partial(encoder, batch=8),
+    "cifar-resnet18": resnet18,
+    "translator-end-to-end": translator,
+}
 
 
-def measure(network: str, variant: tuple[str, float], arguments: argparse.Namespace) -> dict[str, Any]:
+def rows_of(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What is measured, one row after another."""
+    for folder in arguments.run:
+        settings = {"folder": str(folder.resolve()), "seconds": arguments.seconds}
+        yield measure("load_run", settings, {"network": f"run {folder.name}", "mask": "trained"}, None, arguments)
+    names = [] if arguments.run and arguments.only is None else (arguments.only or "resnet50,encoder").split(",")
+    for network in NETWORKS if names == ["all"] else names:
+        for pattern, sparsity in (VARIANTS if network in MUST else FEW)[: 1 if arguments.small else None]:
+            must = None if arguments.small else MUST.get(network, {}).get((pattern, sparsity))
+            settings = {"network": network, "pattern": pattern, "sparsity": sparsity, "small": arguments.small}
+            about = {"network": network, "mask": f"{pattern} {100 * sparsity:g}"}
+            yield measure("load", {**settings, "seconds": arguments.seconds}, about, must, arguments)
+
+
+def measure(
+    loader: str,
+    settings: dict[str, Any],
+    about: dict[str, Any],
+    must: float | None,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
     from growprune.inference.bench import bench
 
-    pattern, sparsity = variant
-    about = {"network": network, "pattern": pattern, "sparsity": sparsity}
     found = bench(
-        f"{Path(__file__).resolve()}:load",
-        {**about, "seconds": arguments.seconds, "small": arguments.small},
+        f"{Path(__file__).resolve()}:{loader}",
+        settings,
         threads=arguments.threads,
         rounds=arguments.rounds,
         python=arguments.python,
@@ -85,7 +187,6 @@ def measure(network: str, variant: tuple[str, float], arguments: argparse.Namesp
     dense = {name: ms for name, ms in times.items() if name != "deployed"}
     best = min(dense, key=lambda name: dense[name]) if dense else None
     ratio = dense[best] / times["deployed"] if best is not None and "deployed" in times else None
-    must = None if arguments.small else MUST[network][variant]
     return {**about, "best": best, "ratio": ratio, "must": must, "engines": [dataclasses.asdict(t) for t in found]}
 
 
@@ -96,8 +197,9 @@ def print_row(row: dict[str, Any]) -> None:
         ms, spread = timing["ms"], timing["spread"]
         cells.append("-" if ms is None else f"{ms:.2f} ({spread:.0%})")
     ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
-    head = f"{row['network']} | {row['pattern']} {100 * row['sparsity']:g}"
-    print(f"| {head} | {' | '.join(cells)} | {row['best']} | {ratio} | {row['must'] or '-'} |", flush=True)
+    error = by_name.get("deployed", {}).get("error")
+    tail = [str(row["best"]), ratio, str(row["must"] or "-"), "-" if error is None else f"{error:.1e}"]
+    print(f"| {' | '.join([row['network'], row['mask'], *cells, *tail])} |", flush=True)
 
 
 def main() -> None:
@@ -105,7 +207,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=20.0, help="for tuning")
-    parser.add_argument("--only", default=",".join(NETWORKS))
+    parser.add_argument("--only", help=f"all, or some of {', '.join(NETWORKS)}; resnet50,encoder by default")
+    parser.add_argument("--run", type=Path, action="append", default=[], metavar="FOLDER", help="a finished run")
     parser.add_argument("--engines", default="deployed,torch,compile,onnxruntime,openvino")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--json", type=Path)
@@ -113,13 +216,12 @@ def main() -> None:
     arguments = parser.parse_args()
     names = arguments.engines.split(",")
     print(f"{arguments.threads} threads, float32, ms (spread):\n")
-    print(f"| network | mask | {' | '.join(names)} | best dense | times as fast | prototype |")
-    print("|---|---|" + "---|" * (len(names) + 3))
+    print(f"| network | mask | {' | '.join(names)} | best dense | times as fast | prototype | error |")
+    print("|---|---|" + "---|" * (len(names) + 4))
     rows = []
-    for network in arguments.only.split(","):
-        for variant in VARIANTS[:1] if arguments.small else VARIANTS:
-            rows.append(measure(network, variant, arguments))
-            print_row(rows[-1])
+    for row in rows_of(arguments):
+        rows.append(row)
+        print_row(row)
     missing = {timing["engine"]: timing["why"] for row in rows for timing in row["engines"] if timing["ms"] is None}
     for name, why in missing.items():
         print(f"\n{name} was not measured: {why}")

@@ -2,8 +2,9 @@
 
 Linear layers of 100 M weights in all, new weights pruned by magnitude. Files are in the page cache, and are loaded in
 turn; the fastest of all rounds is shown, as ratios to loading the dense file into memory that is there already, and
-into memory that is made while it is loaded, as "new" says. `assign` copies nothing and reads nothing yet. A cold file
-is one that the kernel was asked to forget, which some disks do not notice.
+into memory that is made while it is loaded, as "new" says. `assign` copies nothing and reads nothing yet; "and read"
+then adds all of it up once. A cold file is one that the kernel was asked to forget, which some disks do not notice.
+With --fresh each load is the only one of a process, which is what a program that starts sees: memory is new then.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,14 +59,21 @@ def cases(dense: Path, ours: Path, millions: int, model: nn.Module) -> dict[str,
     def fill_new(empty: nn.Module) -> object:
         return load_model(empty.to_empty(device="cpu"), dense)
 
+    def read_all(empty: nn.Module) -> object:
+        empty.load_state_dict(load_file(dense), assign=True)
+        return sum(float(parameter.detach().sum()) for parameter in empty.parameters())
+
     return {
         DENSE: lambda: lambda: load_model(model, dense),
         "dense: load_file, load_state_dict": lambda: lambda: model.load_state_dict(load_file(dense)),
         DENSE_NEW: into_new(fill_new),
         "dense: load_file, assign": into_new(lambda empty: empty.load_state_dict(load_file(dense), assign=True)),
+        "dense: load_file, assign, and read": into_new(read_all),
         "sparse: values and bits, checked": lambda: check,
         "sparse: live_tensor of one layer": lambda: lambda: live_tensor(ours, "0.weight"),
         "sparse: load, compact, new": into_new(lambda empty: gp.load(ours, empty, storage="compact")),
+        "sparse: load, compact, mapped, new": into_new(lambda e: gp.load(ours, e, storage="compact", mapped=True)),
+        "sparse: deploy, new": into_new(lambda empty: gp.deploy(ours, torch.zeros(1, 1024), into=empty, seconds=0)),
         "sparse: load, masked": lambda: lambda: gp.load(ours, model),
         "sparse: load, masked, new": into_new(lambda empty: gp.load(ours, empty)),
         "sparse: read, dense, new": lambda: lambda: gp.read(ours),
@@ -82,11 +93,18 @@ def seconds(case: Case, *, forget: list[Path]) -> float:
     return elapsed
 
 
-def show(all_cases: dict[str, Case], rounds: int, forget: list[Path]) -> None:
-    times: dict[str, list[float]] = {name: [] for name in all_cases}
+def fresh_seconds(name: str, dense: Path, ours: Path, arguments: argparse.Namespace) -> float:
+    """The same in a process of its own."""
+    options = ["--millions", str(arguments.millions), "--threads", str(arguments.threads)]
+    command = [sys.executable, __file__, *options, "--one", name, str(dense), str(ours)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def show(measures: dict[str, Callable[[], float]], rounds: int) -> None:
+    times: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(rounds):
-        for name, case in all_cases.items():
-            times[name].append(seconds(case, forget=forget))
+        for name, measure in measures.items():
+            times[name].append(measure())
     best = {name: min(taken) for name, taken in times.items()}
     for name, taken in times.items():
         ratios = f"{best[name] / best[DENSE]:7.2f}x {best[name] / best[DENSE_NEW]:7.2f}x"
@@ -98,9 +116,16 @@ def main() -> None:
     parser.add_argument("--millions", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cold", action="store_true", help="also with files that are not in the page cache")
+    parser.add_argument("--fresh", action="store_true", help="also each load in a process of its own")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--one", nargs=3, metavar=("CASE", "DENSE", "OURS"), help="of --fresh: what one process does")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.one:
+        name, dense, ours = arguments.one
+        model = build(arguments.millions) if "new" not in name else build_empty(arguments.millions)
+        print(seconds(cases(Path(dense), Path(ours), arguments.millions, model)[name], forget=[]))
+        return
     with tempfile.TemporaryDirectory() as folder:
         dense, ours = Path(folder) / "dense.safetensors", Path(folder) / "sparse.safetensors"
         for sparsity, pattern in FORMS:
@@ -115,10 +140,14 @@ def main() -> None:
             weights = f"{about['totals']['elements'] / 1e6:.0f} M weights, version {about['version']}"
             print(f"{sparsity:.0%}, {pattern}: {size:.4f} of the dense bytes, {weights}; ratios to dense, dense new")
             all_cases = cases(dense, ours, arguments.millions, model)
-            show(all_cases, arguments.rounds, [])
+            few = max(1, arguments.rounds // 3)
+            show({name: partial(seconds, case, forget=[]) for name, case in all_cases.items()}, arguments.rounds)
             if arguments.cold:
                 print("  not in the page cache:")
-                show(all_cases, max(1, arguments.rounds // 3), [dense, ours])
+                show({name: partial(seconds, case, forget=[dense, ours]) for name, case in all_cases.items()}, few)
+            if arguments.fresh:
+                print("  in a process of its own:")
+                show({name: partial(fresh_seconds, name, dense, ours, arguments) for name in all_cases}, few)
 
 
 if __name__ == "__main__":

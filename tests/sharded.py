@@ -69,9 +69,9 @@ def mine(tokens: Tensor, mesh: DeviceMesh | None) -> Tensor:
     return tokens if mesh is None else tokens[dist.get_rank() :: dist.get_world_size()]
 
 
-def make(*, is_checkpointed: bool = False, **settings: Any) -> gp.SparseModel:
+def make(*, is_checkpointed: bool = False, dtype: torch.dtype = torch.float32, **settings: Any) -> gp.SparseModel:
     torch.manual_seed(0)
-    model = Transformer(is_checkpointed=is_checkpointed)
+    model = Transformer(is_checkpointed=is_checkpointed).to(dtype)
     return gp.SparseModel(model, **{"sparsity": 0.8, "storage": "compact", "seed": 3, **settings})
 
 

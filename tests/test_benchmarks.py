@@ -18,6 +18,7 @@ SMALLEST = {
     "compact_training resnet50": ["resnet50", "--small", "--repeats", "1", "--storages", "dense", "compact"],
     "decode": ["all", "--small"],
     "file_sizes": ["--width", "4"],
+    "fuzz_files": ["--cases", "250"],
     "host": ["--layers", "2", "--repeats", "1"],
     "inference layers": ["layers", "--shapes", "16x24x3", "--rounds", "1"],
     "inference_networks": [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -360,6 +363,44 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, text: str, message: str) ->
         gp.load_deployed(tmp_path, Small())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda about: about["rows"][0].update(choice=[]), "is damaged .ValueError: a choice is"),
+        (lambda about: about["rows"][0].update(layer=7), "is damaged .TypeError: 7 is no text"),
+        (lambda about: about["rows"][0].update(dense_ms="1"), "is damaged .ValueError: 1 is no time"),
+        (
+            lambda about: about["rows"][0]["tile"].update(threads=4096),
+            "is damaged .ValueError: a layer has more",
+        ),
+        (lambda about: about["rows"][0]["tile"].update(lanes=3), "does not suit"),
+        (lambda about: about.pop("runs"), "is damaged .KeyError: 'runs'"),
+        (
+            lambda about: example_of(about).update(shape=[1 << 20] * 2),
+            "is damaged .ValueError: a tensor of",
+        ),
+        (lambda about: example_of(about).update(dtype="load"), "is damaged .TypeError: a tensor is 4-dimensional"),
+        (
+            lambda about: example_of(about).update(shape=[1, 5, 8, 8]),
+            "cannot be run with the example of",
+        ),
+    ],
+)
+def test_what_a_folder_says_is_not_trusted(tmp_path: Path, change: Any, message: str) -> None:
+    gp.deploy(sparse_of(Small()), torch.randn(1, 4, 8, 8), seconds=0).save(tmp_path)
+    about = json.loads((tmp_path / "deployed.json").read_text())
+    change(about)
+    (tmp_path / "deployed.json").write_text(json.dumps(about))
+    with pytest.raises(gp.GrowpruneError, match=message) as raised:
+        gp.load_deployed(tmp_path, Small())
+    assert "\n" not in str(raised.value)
+
+
+def example_of(about: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = about["example"][0]["tuple"][0]["tensor"]
+    return found
+
+
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(gp.GrowpruneError, match="holds no deployed model"):
         gp.load_deployed(tmp_path, Small())
@@ -592,3 +633,21 @@ def test_buffers_that_are_needed_at_once_never_overlap(buffers: list[tuple[int, 
             meets = spans[i][0] <= spans[j][1] and spans[j][0] <= spans[i][1]
             apart = offsets[i] + sizes[i] <= offsets[j] or offsets[j] + sizes[j] <= offsets[i]
             assert apart or not meets
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps, lambda d: torch.save(d, io.BytesIO())])
+def test_a_deployed_model_says_that_it_cannot_be_copied(make: Any, whole: bool) -> None:
+    deployed = gp.deploy(sparse_of(nn.Sequential(nn.Linear(16, 16))), torch.randn(2, 16), seconds=0, whole=whole)
+    with pytest.raises(gp.GrowpruneError, match=r"is deployed, and can be neither copied nor pickled: call save"):
+        make(deployed)
+    if whole or make is not copy.copy:  # a shallow copy of the model has the same layers
+        with pytest.raises(gp.GrowpruneError, match="neither copied nor pickled"):
+            make(deployed.module)
+
+
+def test_a_layer_in_the_place_of_another_has_its_attributes() -> None:
+    deployed = gp.deploy(sparse_of(nn.Sequential(nn.Linear(16, 8))), torch.randn(2, 16), seconds=0, whole=False)
+    layer = deployed.module[0]  # type: ignore[index]
+    assert (layer.in_features, layer.out_features) == (16, 8)
+    assert not hasattr(layer, "nothing")

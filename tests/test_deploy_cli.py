@@ -81,6 +81,14 @@ def test_a_file_is_deployed_with_its_code_and_shape(file: Path, tmp_path: Path) 
     assert (table["deployed_ms"], table["torch_ms"]) == (None, None)  # nothing was measured, nothing is claimed
 
 
+def test_a_model_can_be_deployed_by_its_layers(file: Path, tmp_path: Path) -> None:
+    model = ["--model", f"{tmp_path / 'net.py'}:build", "--example-shape", "4,16"]
+    out = ["--out", str(tmp_path / "out"), "--seconds", "0", "--by-layer"]
+    done = CliRunner().invoke(app, ["deploy", str(file), *model, *out])
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "out" / "deployed.json").read_text())["is_whole"] is False
+
+
 @pytest.mark.slow
 def test_engines_are_timed_in_processes_and_what_is_missing_is_named(file: Path, tmp_path: Path) -> None:
     model = ["--model", f"{tmp_path / 'net.py'}:build", "--example-shape", "4,16"]

@@ -20,6 +20,7 @@ from growprune.inference.cuda.choosing import Choice, Timed, make
 from growprune.inference.cuda.deploying import GpuRow, checked_device, deploy_linears
 from growprune.inference.cuda.products import BitmaskTile, LaneTile
 from growprune.inference.deployed import Deployed, Example, deploy_on_gpu
+from growprune.inference.parsing import read_table
 
 CPU = torch.device("cpu")
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -196,7 +197,8 @@ def test_rows_come_back_from_json() -> None:
     for kind, tile in (("offsets", LaneTile(8, 16)), ("bitmask", BitmaskTile(16))):
         row = GpuRow("fc", "8x8 x 1", 0.9, 1.0, 0.5, "sparse", None, kind, {1: tile})
         content = saving.json.loads(saving.json.dumps(row.to_dict()))
-        assert GpuRow.of_dict(content) == row
+        table = {"rows": [content], "deployed_ms": None, "torch_ms": None, "in_torch": []}
+        assert read_table(table, is_gpu=True).rows == (row,)
 
 
 @pytest.fixture

@@ -8,11 +8,13 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -373,3 +375,47 @@ def test_a_machine_that_is_lost_for_good_is_not_waited_for(tmp_path: Path) -> No
                 os.killpg(machine.pid, signal.SIGKILL)
             machine.wait()
     assert model_bytes(folder) == model_bytes(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_groups_of_shards_take_the_branches_of_a_fork(tmp_path: Path) -> None:
+    recipe = replace(parallel(), task=Toy(is_plain=True), partition=contiguous(2), storage="compact")
+    engine.train(recipe, tmp_path / "one")
+    assert run_on(4, replace(recipe, shard="fsdp", replicas=2), tmp_path / "four") == []
+    one, four = (gp.read(tmp_path / name / "model.safetensors") for name in ("one", "four"))
+    for name in one:
+        torch.testing.assert_close(four[name], one[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [plain, parallel], ids=["cyclic", "parallel"])
+def test_a_sharded_recipe_equals_one_process_and_goes_on_on_another_number(
+    make: Callable[[], Recipe], tmp_path: Path
+) -> None:
+    recipe = replace(make(), task=Toy(is_plain=True), partition=contiguous(2), storage="compact")
+    recipe = replace(recipe, accumulate=2, clip=1.0)
+    alone = engine.train(recipe, tmp_path / "one")
+    sharded = replace(recipe, shard="fsdp", replicas=2, checkpoint_seconds=0)
+    assert run_on(2, sharded, tmp_path / "two") == []
+    one, two = (gp.read(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-6)
+        assert torch.equal(two[name] == 0, one[name] == 0)
+    logs = [json.loads((tmp_path / "two" / log).read_text().splitlines()[0]) for log in ("log.jsonl", "log-1.jsonl")]
+    assert [(line["event"], line.get("ranks")) for line in logs] == [("sharded", 2)] * 2
+    values = sum(tensor.numel() for tensor in one.values())  # all live when a model is built
+    assert abs(logs[0]["own_values"] - values / 2) < 0.1 * values
+    result = json.loads((tmp_path / "two" / "result.json").read_text())
+    assert result["test"]["accuracy"] == alone["test"]["accuracy"]
+    (tmp_path / "two" / "result.json").unlink()
+    shutil.rmtree(max((tmp_path / "two" / "checkpoints").glob("0*")))
+    engine.resume(recipe, tmp_path / "two")  # in this process, not sharded
+    for name, tensor in gp.read(tmp_path / "two" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, one[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_recipe_that_cannot_be_sharded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(gp.GrowpruneError, match="storage is 'masked', but must be 'compact' with shard='fsdp'"):
+        replace(plain(), shard="fsdp")
+    recipe = replace(plain(), task=Toy(is_normed=True), partition=contiguous(2), storage="compact", shard="fsdp")
+    expected = "shard is 'fsdp', but 1 is a BatchNorm, which recipes cannot shard: use replicas instead"
+    assert sorted(run_on(2, recipe, tmp_path / "run")) == [f"rank {rank}: {expected}" for rank in range(2)]

@@ -574,3 +574,24 @@ def test_a_safetensors_file_whose_length_begins_like_a_pickle_is_read_as_what_it
     )
     assert path.read_bytes()[:1] == b"\x80"
     assert importers.read(path).format == "growprune"
+
+
+@pytest.mark.parametrize("about", [{}, {"format": "pt"}, {"format": "growprunf", "manifest": "{}"}])
+def test_a_sparse_file_of_ours_that_lost_its_metadata_is_not_taken_for_a_dense_one(
+    about: dict[str, str], tmp_path: Path
+) -> None:
+    sparse = gp.SparseModel(nn.Linear(16, 8), sparsity=0.5)
+    sparse.prune()
+    gp.save(sparse, tmp_path / "model.safetensors")
+    save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "lost.safetensors", about)
+    with pytest.raises(gp.GrowpruneError, match=r"has weight\.values and its mask.* not the metadata of one"):
+        importers.read(tmp_path / "lost.safetensors")
+
+
+@pytest.mark.parametrize("name", ["cut.pt", "cut.safetensors"])
+def test_what_is_left_of_a_checkpoint_is_refused_whatever_it_is_called(name: str, tmp_path: Path) -> None:
+    content = saved({"weight": torch.ones(64, 64)})
+    for size in (5, 70, 700, len(content) - 20):
+        (tmp_path / name).write_bytes(content[:size])
+        with pytest.raises(gp.GrowpruneError, match=r"is not a whole checkpoint|would run code, or damaged|is neither"):
+            importers.read(tmp_path / name)

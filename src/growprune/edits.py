@@ -157,11 +157,11 @@ class Editor:
             self._check(pool, edit, _total(pool, alive))
         pools = [pool for pool in pools if pool.kept != _total(pool, alive)]
         weights = [weight for pool in pools for weight in pool.weights]
-        if self._can_choose_at_once(weights, edit):
-            left = self._choose_at_once(pools)
-        elif self.together is not None and self.together.can_choose(weights, edit):
+        if self.together is not None and self.together.can_choose(weights, edit):
             self._choose(pools, edit, alive, self.together.chosen, self.set_mask)
             left = self.num_alive(weights)
+        elif self._can_choose_at_once(weights, edit):
+            left = self._choose_at_once(pools)
         else:
             values = _OneByOne(self._values(edit))
             for weight in weights if edit.by is not By.RANDOM else ():

@@ -87,6 +87,8 @@ def sparse_init(
 
 
 def _shards(sparse: SparseModel, mesh: DeviceMesh | None, sharding: Mapping[str, Any] | None) -> UnitByUnit | None:
+    if mesh is None and sharding:
+        raise GrowpruneError(f"sharding is {dict(sharding)}, but there is no mesh to shard over: give mesh too")
     if mesh is None:
         return None
     from growprune.sharding import UnitByUnit  # FSDP2 takes a second to load

@@ -216,13 +216,21 @@ class Optimizers:
         if old & set(wrapped) and not new <= set(wrapped):
             raise GrowpruneError("edits changed weights that DistributedDataParallel holds: wrap the model in it again")
 
-    def live_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only that of live weights."""
+    def live_state(self, optimizer: Optimizer, device: torch.device | str | None) -> dict[str, Any]:
+        """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only that of live weights.
+
+        Args:
+            device: where what is shaped like a parameter goes, one after the other; where it is, if not given.
+        """
+
+        def put(tensor: Tensor) -> Tensor:
+            return tensor if device is None else tensor.to(device)
+
         return self._converted(
             optimizer,
             optimizer.state_dict(),
-            lambda sparse_parameter: (sparse_parameter.parameter.shape, sparse_parameter.to_live),
-            lambda parameter, entry: whole(entry),
+            lambda stored: (stored.parameter.shape, lambda entry: put(stored.to_live(entry))),
+            lambda parameter, entry: put(whole(entry)),
         )
 
     def load_live_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -422,15 +422,19 @@ class SparseModel:
         parameter = self._parameters[name]
         return parameter.to_live(tensor.detach()).to(device, copy=True), pack(parameter.mask()).to(device)
 
-    def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
-        """Put copied tensors and masks back, whatever storage they were copied from."""
+    def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
+        """Put copied tensors and masks back, whatever storage they were copied from.
+
+        Args:
+            keep: whether compact storage may keep those of sparse weights, instead of copying them once more.
+        """
         self._check_not_released()
         self.notice_shards()
-        self.fill(snapshot)
+        self.fill(snapshot, keep=keep)
         if self._optimizers.attached or self._parameters.keys() - snapshot.keys():
             self.enforce()  # what was loaded is zero off its mask, and the state of optimizers may not be
 
-    def fill(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
+    def fill(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
         """`restore`, for a model that is being built."""
         tensors = _tensors(self.model)
         for name, (values, mask) in snapshot.items():
@@ -441,7 +445,7 @@ class SparseModel:
                 parameter = self._parameters[name]
                 check_packed(mask, parameter.shape)
                 with self._optimizers.following(parameter):
-                    parameter.load(values, mask)
+                    parameter.load(values, mask, keep=keep)
 
     def clone(self) -> SparseModel:
         """An independent copy of the model and its masks, attached to no optimizer, in no plan."""
@@ -483,9 +487,15 @@ class SparseModel:
         self._cursor, self._place = None, state["cursor"]
         self.enforce()
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only that of live weights."""
-        return self._optimizers.live_state(optimizer)
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, *, device: torch.device | str | None = None
+    ) -> dict[str, Any]:
+        """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only that of live weights.
+
+        Args:
+            device: where the state goes; each tensor's own device if not given.
+        """
+        return self._optimizers.live_state(optimizer, device)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Take back what `optimizer_state` gave, whatever storage it was taken from."""

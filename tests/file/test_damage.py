@@ -112,7 +112,7 @@ def test_two_tensors_swapped_in_the_header_are_refused(kind: str, mixed: Path) -
     swapped = with_header(mixed, header)
     what = "a mask" if kind == "weight.mask" else "values"
     for reader in (loaded, file.read):
-        with pytest.raises(GrowpruneError, match=rf"has {what} of first\..* whose SHA-256 is not the one"):
+        with pytest.raises(GrowpruneError, match=rf"has {what} of first\..* whose CRC-32 is not the one"):
             reader(swapped)
     with pytest.raises(ValueError, match=r"of first\..* damaged$"):
         as_example_reads(swapped)

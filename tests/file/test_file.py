@@ -7,6 +7,7 @@ import json
 import runpy
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -218,11 +219,13 @@ def test_a_tiny_file_is_as_specified(tmp_path: Path) -> None:
                 "shape": [3, 4],
                 "dtype": "F32",
                 "sha256": hashlib.sha256(np.array([9, -8, 7], "<f4").tobytes()).hexdigest(),
+                "crc32": zlib.crc32(np.array([9, -8, 7], "<f4").tobytes()),
                 "matrices": [[0, 3]],
                 "transposed": False,
                 "target": 0.75,
                 "nnz": 3,
                 "mask_sha256": hashlib.sha256(bytes([33, 8])).hexdigest(),
+                "mask_crc32": zlib.crc32(bytes([33, 8])),
             }
         },
     }
@@ -312,7 +315,8 @@ def test_the_manifest_lists_targets_counts_and_totals(tmp_path: Path) -> None:
     file.save(sparse, tmp_path / "model.safetensors")
     manifest = file.manifest(tmp_path / "model.safetensors")
     digest = hashlib.sha256(model[0].bias.detach().numpy().tobytes()).hexdigest()
-    assert manifest["tensors"]["0.bias"] == {"shape": [10], "dtype": "F32", "sha256": digest}
+    crc32 = zlib.crc32(model[0].bias.detach().numpy().tobytes())
+    assert manifest["tensors"]["0.bias"] == {"shape": [10], "dtype": "F32", "sha256": digest, "crc32": crc32}
     alive = [manifest["tensors"][name]["nnz"] for name in ("0.weight", "1.weight")]
     assert alive == [sparse.alive_in(weight) for weight in sparse.weights]
     assert manifest["totals"] == {

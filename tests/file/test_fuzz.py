@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,9 @@ def with_forged_tensors(draw: random.Random, content: bytes) -> bytes:
     for place in draw.choices(range(start, end), k=draw.choice([1, 2, 16])):
         forged[place] = draw.choice([0, 1, 254, 255])
     manifest = json.loads(header["__metadata__"]["manifest"])
-    key = "sha256" if name.endswith(".values") else "mask_sha256"
-    manifest["tensors"][name.rpartition(".")[0]][key] = hashlib.sha256(forged[start:end]).hexdigest()
+    before = "" if name.endswith(".values") else "mask_"
+    sums = {"sha256": hashlib.sha256(forged[start:end]).hexdigest(), "crc32": zlib.crc32(forged[start:end])}
+    manifest["tensors"][name.rpartition(".")[0]] |= {f"{before}{key}": value for key, value in sums.items()}
     return join(with_manifest(header, manifest), bytes(forged))
 
 
@@ -108,6 +110,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "read": file.read,
     "load": lambda path: file.load(path, Net()).model.state_dict(),
     "compact": lambda path: file.load(path, Net(), storage="compact").model.state_dict(),
+    "mapped": lambda path: file.load(path, Net(), storage="compact", mapped=True).model.state_dict(),
     "manifest": file.manifest,
     "contents": contents,
     "live": lambda path: live_tensor(path, "linear.weight"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import runpy
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from growprune import file
 from growprune.errors import GrowpruneError
 from growprune.file.contents import contents, live_tensor
-from growprune.file.entries import Entry
+from growprune.file.entries import Entry, bytes_of
 from growprune.file.masks import from_gaps, to_bits, to_bools, to_gaps
 from growprune.layers import Weight
 from growprune.patterns import parse_pattern
@@ -194,7 +195,10 @@ def with_gaps(gaps: list[int], dtype: torch.dtype = torch.uint8, **about_weight:
         tensors["weight.gaps"] = torch.tensor(gaps, dtype=dtype)
         digest = hashlib.sha256(tensors["weight.gaps"].numpy().tobytes()).hexdigest()
         length = {"gaps": [{1: "U8", 2: "U16"}[dtype.itemsize], len(gaps)]}
-        manifest["tensors"]["weight"].update({"mask_sha256": digest, **length, **about_weight})
+        manifest["tensors"]["weight"].update(
+            {"mask_sha256": digest, "mask_crc32": zlib.crc32(bytes_of(tensors["weight.gaps"]))}
+        )
+        manifest["tensors"]["weight"].update({**length, **about_weight})
 
     return change
 
@@ -214,7 +218,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "no gaps": (with_gaps([]), "a mask of weight with 0 alive, but 6 values"),
     "other bytes": (
         lambda tensors, about, manifest: tensors["weight.gaps"].copy_(torch.tensor([1, *GAPS[1:]])),
-        "a mask of weight whose SHA-256 is not the one in the manifest",
+        "a mask of weight whose CRC-32 is not the one in the manifest",
     ),
     "another length": (
         lambda tensors, about, manifest: manifest["tensors"]["weight"].update(gaps=["U8", 10]),

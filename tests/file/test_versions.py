@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from file_cases import EXAMPLE
+from file_cases import EXAMPLE, tampered
 from torch import Tensor, nn
 
 from growprune import file
 from growprune.allocation import Scope
+from growprune.errors import GrowpruneError
+from growprune.file.contents import contents
+from growprune.sparse import SparseModel
 
 DATA = Path(__file__).parent / "data"
 FREE, BLOCKS = DATA / "version-1-free.safetensors", DATA / "version-1-blocks.safetensors"
@@ -125,3 +129,36 @@ def test_a_model_of_version_1_is_saved_with_digests(tmp_path: Path) -> None:
     file.save(sparse, tmp_path / "new.safetensors")
     assert file.manifest(tmp_path / "new.safetensors")["version"] == "2"
     assert_tensors(file.read(tmp_path / "new.safetensors"), PLAIN_TENSORS)
+
+
+@pytest.mark.parametrize("tensor", ["weight.values", "weight.mask", "bias"])
+def test_files_from_before_crc_32_are_checked_by_sha_256(tmp_path: Path, tensor: str) -> None:
+    sparse = SparseModel(nn.Linear(16, 8), sparsity=0.5)
+    sparse.prune()
+    file.save(sparse, tmp_path / "model.safetensors")
+
+    def without(tensors: dict[str, Tensor], about: dict[str, str], manifest: dict[str, Any]) -> None:
+        for entry in manifest["tensors"].values():
+            entry.pop("crc32")
+            entry.pop("mask_crc32", None)
+
+    def damaged(tensors: dict[str, Tensor], about: dict[str, str], manifest: dict[str, Any]) -> None:
+        tensors[tensor] = tensors[tensor].flip(0)
+
+    older = tampered(tmp_path / "model.safetensors", without)
+    assert torch.equal(file.read(older)["weight"], sparse.model.get_parameter("weight"))
+    with pytest.raises(GrowpruneError, match="whose SHA-256 is not the one in the manifest"):
+        file.load(tampered(older, damaged), nn.Linear(16, 8), storage="compact")
+
+
+def test_looking_at_a_file_checks_its_sha_256_too(tmp_path: Path) -> None:
+    sparse = SparseModel(nn.Linear(16, 8), sparsity=0.5)
+    sparse.prune()
+    file.save(sparse, tmp_path / "model.safetensors")
+
+    def other_digest(tensors: dict[str, Tensor], about: dict[str, str], manifest: dict[str, Any]) -> None:
+        manifest["tensors"]["weight"]["sha256"] = "0" * 64
+
+    other = tampered(tmp_path / "model.safetensors", other_digest)
+    assert [tensor.state for tensor in contents(other)] == ["damaged", "ok"]
+    file.load(other, nn.Linear(16, 8))

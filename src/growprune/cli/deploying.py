@@ -24,6 +24,9 @@ ModelSource = Annotated[
 ExampleShape = Annotated[
     str, typer.Option("--example-shape", metavar="N,N,...", help="The input's shape; a run knows its own.")
 ]
+ByLayer = Annotated[
+    bool, typer.Option("--by-layer", help="Swap single layers only: for models that decode, such as translators.")
+]
 Seconds = Annotated[float, typer.Option(min=0, help="How long layers may be timed; 0 measures nothing.")]
 
 
@@ -35,6 +38,7 @@ def deploy(
     example_shape: ExampleShape = "",
     seconds: Seconds = 10.0,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where it is to run; timed there, too.")] = "cpu",
+    by_layer: ByLayer = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a trained sparse model run on sparse kernels: each layer sparse or dense, whichever is faster here."""
@@ -48,7 +52,8 @@ def deploy(
     where = checked_device(device)
     origin = _origin(path, model, example_shape)
     built, example = _built(origin)
-    deployed = deploy_model(_weights(path), example, into=built, seconds=seconds, device=where)
+    options: Any = {"whole": not by_layer, "device": where}
+    deployed = deploy_model(_weights(path), example, into=built, seconds=seconds, **options)
     save(deployed, out, origin)
     if as_json:
         console.print_json(deployed.table.to_dict())

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from growprune.console.screen import new_table, out, short
+from growprune.console.screen import new_table, out, short, size
 from growprune.engine.cost import Cost, Estimate
 from growprune.folding import Row, fold
 
@@ -57,6 +57,8 @@ def plan_content(estimate: Estimate, name: str, claim: str = "") -> dict[str, An
             "training_flops": estimate.training_flops,
             "dense_forward_flops": estimate.dense_flops,
             "final_forward_flops": estimate.costs[-1].forward_flops,
+            "bytes": estimate.memory.per_rank(),
+            "bytes_per_rank": {str(ranks): estimate.memory.per_rank(ranks) for ranks in _ranks(estimate)},
         },
     }
 
@@ -79,6 +81,17 @@ def show_plan(estimate: Estimate, claim: str = "") -> None:
         f"{estimate.epochs:g} epochs in all{share}; at most {estimate.peak_density:.3f} of the weights live; "
         f"inference at {about}{inference:.3f} of the dense FLOPs."
     )
+    each = ", ".join(f"{size(estimate.memory.per_rank(r))} on each of {r} ranks" for r in _ranks(estimate))
+    out.print(
+        f"Training holds {about}{size(estimate.memory.per_rank())} at most, beside activations: values, gradients, "
+        f"optimizer state, masks" + (f"; with shard=fsdp, {each}." if each else "."),
+        highlight=False,
+    )
+
+
+def _ranks(estimate: Estimate) -> tuple[int, ...]:
+    """For how many ranks to say what each would hold."""
+    return (2, 8, 64) if estimate.can_be_sharded else ()
 
 
 def _cells(row: Row, costs: list[Cost], about: str) -> Iterator[str]:

@@ -85,7 +85,7 @@ class Backward:
 
     def _forward(self) -> nn.Module:
         """The model, or what keeps the gradients of its replicas the same: wrapped anew if it has other parameters."""
-        if self.mesh.data_group is None:
+        if self.mesh.data_group is None or self.sparse.ranks is not None:
             return self.sparse.model
         parameters = [id(parameter) for parameter in self.sparse.model.parameters()]
         if self._wrapped is None or parameters != self._parameters:

@@ -25,6 +25,7 @@ MAY_CHANGE = {
     "claim",
     "log",
     "replicas",
+    "shard",
     "timeout_seconds",
 }
 """Fields of a recipe that may be other when a run is resumed: they have no influence on results, or, as where data and
@@ -89,6 +90,15 @@ def flat(content: Any, prefix: str = "") -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     return shorten(repr(value), 200)
+
+
+def check_shardable(model: torch.nn.Module) -> None:
+    """Raise if a model has statistics that the replicas of a sharded recipe would not share."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            raise GrowpruneError(
+                f"shard is 'fsdp', but {name} is a BatchNorm, which recipes cannot shard: use replicas instead"
+            )
 
 
 def tensors_of(sparse: SparseModel) -> dict[str, str]:

@@ -30,12 +30,28 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What training holds at its peak, in bytes, beside activations and, with compact storage, one dense layer."""
+
+    shared: int
+    """Values, gradients and optimizer state in float32: what sharding shares out."""
+    masks: int
+    """What every rank has."""
+
+    def per_rank(self, ranks: int = 1) -> int:
+        return -(-self.shared // ranks) + self.masks
+
+
+@dataclass(frozen=True)
 class Estimate:
     costs: list[Cost]
     dense_flops: int
     plan: Plan
     is_exact: bool
     """False for a global ranking, and for growth by momentum that layers share: how they will is not known before."""
+    memory: Memory
+    can_be_sharded: bool
+    """Whether the recipe's storage can be."""
 
     @property
     def training_flops(self) -> int:
@@ -57,7 +73,8 @@ def estimate(recipe: Recipe) -> Estimate:
         per_epoch = math.ceil(recipe.task.num_batches() / recipe.accumulate)
     with torch.device("meta"):
         model, example = recipe.task.build_model(), recipe.task.example()
-    sparse, plan = recipe.sparse_model(model), recipe.plan(model, per_epoch)
+    # masked, whatever it will be: only shapes are looked at, and compact layers compute on no meta device
+    sparse, plan = SparseModel(model, **recipe.sparse_settings()), recipe.plan(model, per_epoch)
     flops = count_flops(model, example)
     now = before_fork = after_fork = dict.fromkeys((w.name for w in sparse.weights), 1.0)
     costs = []
@@ -75,7 +92,16 @@ def estimate(recipe: Recipe) -> Estimate:
     is_exact = recipe.allocation != "global" and not any(
         _is_open(edit) for cost in costs for edit in cost.scheduled.phase.edits
     )
-    return Estimate(costs, flops.dense, plan, is_exact)
+    memory = _memory(recipe, sparse, max(cost.density for cost in costs))
+    return Estimate(costs, flops.dense, plan, is_exact, memory, recipe.storage == "compact")
+
+
+def _memory(recipe: Recipe, sparse: SparseModel, peak_density: float) -> Memory:
+    is_compact, prunable = recipe.storage == "compact", sparse.num_prunable
+    others = sum(parameter.numel() for parameter in sparse.model.parameters()) - prunable
+    values = others + round(peak_density * prunable if is_compact else prunable)
+    bits = -(-prunable // 8) + -(-prunable // 128)  # and how many live before each 1,024th
+    return Memory(4 * (2 + recipe.optimizer.num_states) * values, bits if is_compact else prunable)
 
 
 def _is_open(edit: Edit) -> bool:

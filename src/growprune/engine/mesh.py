@@ -63,6 +63,15 @@ class Mesh:
         """Whether this process writes what its group alone knows."""
         return self.replica == 0
 
+    def takes_part(self, *, is_sharded: bool, is_branch: bool = False) -> bool:
+        """Whether this process does what it takes to write what all share, or, of a branch, what its group knows.
+
+        One does; of a sharded model all that have a share of it.
+        """
+        if is_branch:
+            return is_sharded or self.leads_group
+        return self.is_first or (is_sharded and self.group == 0)
+
     @property
     def data_group(self) -> Any:
         """The process group of this branch's replicas; None if there is one only."""

@@ -54,6 +54,11 @@ class OptimizerConfig:
         require(all(0 <= beta < 1 for beta in self.betas or ()), "betas", self.betas, "from 0 to below 1, both")
         require(self.eps is None or 0 < self.eps < math.inf, "eps", self.eps, "above 0")
 
+    @property
+    def num_states(self) -> int:
+        """How many numbers it keeps of each weight."""
+        return {"adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1}.get(self.kind, 0) + bool(self.momentum)
+
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of a model's parameters, those that decay in a group of their own."""
         parameters = [p for p in model.parameters() if p.requires_grad]

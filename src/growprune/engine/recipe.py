@@ -65,6 +65,9 @@ class Recipe:
     """"auto" for a GPU if there is one, or as torch names it: "cpu", "cuda", "cuda:1"."""
     replicas: int = 0
     """Under torchrun: how many processes share each batch. 0: one for each branch of a fork; all without forks."""
+    shard: Literal["none", "fsdp"] = "none"
+    """Under torchrun: "fsdp" shards the model over the processes that share each batch, by torch's FSDP2, so that each
+    holds its share of the live weights and of the optimizer's state. Needs storage="compact"."""
     sync_batchnorm: bool = True
     """Whether BatchNorm sees the examples of all replicas, as in one process, or only its own, which is faster."""
     timeout_seconds: float = 600.0
@@ -88,6 +91,8 @@ class Recipe:
         check_counts(0, replicas=self.replicas)
         require(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or None for no clipping")
         check_names(self.log)
+        is_stored = self.shard == "none" or self.storage == "compact"
+        require(is_stored, "storage", self.storage, "'compact' with shard='fsdp': of masked weights nothing is saved")
         self._check_options()
 
     def _check_options(self) -> None:

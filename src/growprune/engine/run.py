@@ -32,7 +32,7 @@ from growprune.engine import checkpoint
 from growprune.engine.accounting import Accounting
 from growprune.engine.best import Best
 from growprune.engine.building import build
-from growprune.engine.compatibility import check_same_tensors, tensors_of
+from growprune.engine.compatibility import check_same_tensors, check_shardable, tensors_of
 from growprune.engine.data_order import fingerprint
 from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
 from growprune.engine.events import Events, Listener
@@ -84,11 +84,12 @@ class Run:
         self.sparse, self.plan, is_begun = build(recipe, self.device, per_epoch)
         self.accounting = Accounting(self.sparse, move(self.task.example(), self.device))
         self.mesh = Mesh(self.plan, recipe.replicas, recipe.timeout_seconds)
+        self._shard()
         self.cursor = Cursor(
             self.sparse,
             self.plan,
             iterations_per_epoch=per_epoch,
-            accumulate=recipe.accumulate if self.mesh.replicas == 1 else None,
+            accumulate=recipe.accumulate if self.mesh.replicas == 1 or self._is_sharded else None,
             is_begun=is_begun,
             is_local=self.mesh.is_local,
             combine=self._combine,
@@ -104,15 +105,32 @@ class Run:
         self.events = Events(folder.append, [*listeners, logs], self.last)
         self.checkpoints = Checkpoints(folder, self.events, recipe.checkpoint_seconds)
         metric = Metric(self.task.metric, self.task.lower_is_better)
-        self.best = Best(folder.best, metric, is_writer=self.mesh.is_first)
+        self.best = Best(folder.best, metric, is_writer=self._takes_part())
         self.exploration = Exploration(self.sparse, folder, is_on=recipe.exploration, is_writer=self.mesh.leads_group)
         self.history: list[dict[str, Any]] = []
         self._branch_rows: list[dict[str, Any]] = []
         self._seconds, self._since = 0.0, time.monotonic()
         heads = range(self.mesh.replicas, self.mesh.world, self.mesh.replicas) if self.mesh.is_first else ()
         self._others = OtherLogs(folder, heads)
-        if self.mesh.data_group is not None:
+        if self.mesh.data_group is not None and not self._is_sharded:
             self.sparse.gradients.add_up = self.mesh.sum_over_replicas
+
+    def _shard(self) -> None:
+        """Shard the model over the replicas of this process' group, if the recipe says so and there are several."""
+        if self.recipe.shard == "none" or self.mesh.data_group is None:
+            return
+        check_shardable(self.sparse.model)
+        from torch.distributed.device_mesh import DeviceMesh  # FSDP2 takes a second to load
+
+        with self.mesh.waiting("sharding the model"):
+            self.sparse.shard(DeviceMesh.from_group(self.mesh.data_group, self.device.type))
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.sparse.ranks is not None
+
+    def _takes_part(self, *, is_branch: bool = False) -> bool:
+        return self.mesh.takes_part(is_sharded=self._is_sharded, is_branch=is_branch)
 
     def _find_last_trained(self) -> int:
         """The number of the last phase that is trained, after which others may only edit."""
@@ -122,6 +140,9 @@ class Run:
     def execute(self) -> dict[str, Any]:
         """Carry the plan out, from where the run stands to its end, and return the result."""
         reset_peak(self.device)
+        if self._is_sharded:
+            shares = [parameter.to_local().numel() for parameter in self.sparse.model.parameters()]  # type: ignore[attr-defined]
+            self.events.log_event("sharded", ranks=self.mesh.replicas, own_values=sum(shares))
         try:
             with self._own_stream():
                 self.cursor.advance(self.cursor.iteration)
@@ -217,13 +238,17 @@ class Run:
             self._save(scheduled)
             self.events.log_event("interrupted", scheduled)
             raise Interrupted
-        if self.checkpoints.is_due():
+        if self._is_checkpoint_due():
             self._save(scheduled)
         if self.events.is_show_due():
             done = {"iteration": self._done, "iterations": self.cursor.length, **self._progress(scheduled)}
             self.events.show("iteration", scheduled, **done, lr=self.training.lr, loss=self.training.shown_loss())
         if self.events.is_look_due():
             self._show_others()
+
+    def _is_checkpoint_due(self) -> bool:
+        is_due = self.checkpoints.is_due()  # by the clock of this process, and all that share a model save together
+        return self.mesh.any(is_due, self.cursor.iteration) if self._is_sharded else is_due
 
     def _after_epoch(self, scheduled: ScheduledPhase, epoch: int) -> None:
         self.training.check_finite(scheduled, self._done)
@@ -329,22 +354,26 @@ class Run:
         """Write a checkpoint: of the run by the first process, of a branch by the first of those that train it."""
         self.training.check_finite(scheduled, self._done)  # what diverged must not replace a good checkpoint
         self._clock()
-        if scheduled.branch is None and self.mesh.is_first:
+        if scheduled.branch is None and self._takes_part():
             state = self._state() | {"sparse": self.sparse.state_dict(), "cursor": self.cursor.state_dict()}
             state |= {"history": self.history, "best": self.best.state_dict()}
             state |= {"exploration": self.exploration.state_dict()}
             is_end = self._is_search_end(scheduled) and self.cursor.left == 0
-            self.checkpoints.save(scheduled, state, is_search_end=is_end)
-        elif scheduled.branch is not None and self.mesh.leads_group:
+            if self.mesh.is_first:
+                self.checkpoints.save(scheduled, state, is_search_end=is_end)
+        elif scheduled.branch is not None and self._takes_part(is_branch=True):
             rule = {} if self.sparse.rule is None else self.sparse.rule.state_dict()
-            self.checkpoints.save_branch(scheduled, self._state() | {"branch_rows": self._branch_rows, "rule": rule})
+            state = self._state() | {"branch_rows": self._branch_rows, "rule": rule}
+            if self.mesh.leads_group:
+                self.checkpoints.save_branch(scheduled, state)
         self.checkpoints.put_off()
 
     def _state(self) -> dict[str, Any]:
+        device = "cpu" if self.mesh.leads_group else "meta"  # who only takes part keeps nothing of it
         return {
             "tensors": tensors_of(self.sparse),
-            "model": self.sparse.snapshot(device="cpu"),
-            "training": self.training.state_dict(),
+            "model": self.sparse.snapshot(device=device),
+            "training": self.training.state_dict(device if self._is_sharded else None),
             "accounting": self.accounting.state_dict(),
             "rng": rng_state(),
             "seconds": self._seconds,
@@ -374,7 +403,7 @@ class Run:
     def _finish(self) -> dict[str, Any]:
         self._clock()
         self.training.backward.unwrap()
-        if not self.mesh.is_first:
+        if not self._takes_part():
             return self._wait_for_result()
         file.save(self.sparse, self.folder.model)
         result = {
@@ -397,6 +426,8 @@ class Run:
             **self.accounting.figures(),
         }
         result["best"] = self._best_tested()  # last, because the model becomes the best one
+        if not self.mesh.is_first:
+            return self._wait_for_result()
         checkpoint.write_json(self.folder.result, result)
         self.events.log_event("finished", test=result["test"], seconds=self._seconds)
         return result

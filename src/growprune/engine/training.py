@@ -145,9 +145,11 @@ class Training:
                 f"lower optimizer.lr, lengthen lr_schedule.warmup_epochs, or set clip"
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, device: str | None = None) -> dict[str, Any]:
+        """Its state, of which tensors go to a device."""
+        optimizer = self.optimizer
         return {
-            "optimizer": None if self.optimizer is None else self.sparse.optimizer_state(self.optimizer),
+            "optimizer": None if optimizer is None else self.sparse.optimizer_state(optimizer, device=device),
             "was_branch": self._was_branch,
             "loss_sum": float(self._loss_sum),
             "num_losses": self._num_losses,

@@ -43,6 +43,7 @@ bytes. The manifest has
                     shape        of the dense tensor
                     dtype        as safetensors writes it: F32, BF16, ...
                     sha256       of the bytes of <name>, or of <name>.values if it is sparse
+                    crc32        of the same bytes, as zlib has it, a number; left out in older files
                 Those that are prunable have as well
                     matrices     [[start, stop], ...] in order
                     transposed   whether the matrices are stored (in, out, ...)
@@ -50,12 +51,14 @@ bytes. The manifest has
                     target       the sparsity aimed at; null where layers are ranked together
                     nnz          how many weights live (one that lives may be 0, as grown weights are at first)
                     mask_sha256  of the bytes of <name>.mask (which a dense one would have), or of <name>.gaps
+                    mask_crc32   of the same bytes; left out in older files
                     gaps         [dtype, length] of <name>.gaps: "U8" or "U16"; left out if there are none
 
 **Digests.** A SHA-256 is written as 64 lowercase hexadecimal digits. They tell damage, not forgery: a reader refuses a
 file whose manifest, values or masks are not those that were saved, or whose tensors were exchanged. What they leave
 open is the order of the tensors' bytes, and the spaces in the header. `manifest` checks the manifest only; `load` and
-`read` check everything.
+`read` check everything: by CRC-32 where it is there, as it takes half the time, and by SHA-256 elsewhere. `growprune
+inspect` and `save`, which reads back what it wrote, check both.
 
 **Version 2** is the same, without gaps, and is written where there are none: those who read version 2 only can read it.
 
@@ -74,6 +77,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from growprune.atomic import replacing
+from growprune.errors import GrowpruneError
 from growprune.file.entries import MAX_EXPANSION
 from growprune.file.memory import give_memory
 from growprune.file.reader import match_model, open_sparse
@@ -110,6 +114,7 @@ def load(
     model: nn.Module,
     *,
     storage: str = "masked",
+    mapped: bool = False,
     mesh: DeviceMesh | None = None,
     sharding: Mapping[str, Any] | None = None,
 ) -> SparseModel:
@@ -120,18 +125,23 @@ def load(
 
     Args:
         storage: how sparse weights are stored, see SparseModel; whatever it was when the file was saved.
+        mapped: with compact storage, leave what lives in the file, which is quicker, and let training copy what it
+            writes to. Nobody may write into the file meanwhile; `save` does not, it puts a new one in its place.
         mesh: shard the model over its ranks, each unit as soon as it is filled; needs storage="compact".
         sharding: further arguments of `SparseModel.shard`.
     """
+    if mesh is None and sharding:
+        raise GrowpruneError(f"sharding is {dict(sharding)}, but there is no mesh to shard over: give mesh too")
     with open_sparse(path) as file:
         match_model(file, model)
-        tensors = file.everything()
+        is_compact = storage == "compact"
+        tensors = file.everything(copied=is_compact and not mapped and mesh is None)
         if storage == "masked":
             give_memory(model)
         sparse = file.make_sparse(model, storage)
         give_memory(model, but={entry.name for entry in file.prunable})
         if mesh is None:
-            sparse.restore(tensors)
+            sparse.restore(tensors, keep=is_compact)
         else:
             restore_sharded(sparse, tensors, mesh, sharding or {})
         sparse.editor.num_edits = file.num_edits

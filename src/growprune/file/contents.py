@@ -39,7 +39,7 @@ class StoredTensor:
 
 def contents(path: str | os.PathLike[str]) -> list[StoredTensor]:
     """The tensors of a sparse file, in its order. Reads and checks all of it; what is damaged is told, not raised."""
-    with open_sparse(path) as file:
+    with open_sparse(path, thorough=True) as file:
         return [_stored(file, entry) for entry in file.entries.values()]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,6 +67,9 @@ class Entry:
     mask_sha256: str = ""
     gaps: Gaps | None = None
     """How its mask is stored, if not as bits."""
+    crc32: int | None = None
+    """Of the bytes that `sha256` is of; None in files from before it was written."""
+    mask_crc32: int | None = None
 
     @property
     def numel(self) -> int:
@@ -85,12 +90,14 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         about: dict[str, Any] = {"shape": list(self.shape), "dtype": DTYPES[self.dtype], "sha256": self.sha256}
+        about |= {} if self.crc32 is None else {"crc32": self.crc32}
         if self.weights:
             about["matrices"] = [list(weight.rows or (0, self.shape[0])) for weight in self.weights]
             about["transposed"] = self.weights[0].transposed
             if len(self.weights[0].shape) < len(self.shape):
                 about["stacked"] = True
             about |= {"target": self.target, "nnz": self.nnz, "mask_sha256": self.mask_sha256}
+            about |= {} if self.mask_crc32 is None else {"mask_crc32": self.mask_crc32}
             if self.gaps is not None:
                 about["gaps"] = [GAP_DTYPES[self.gaps.dtype], self.gaps.length]
         return about
@@ -104,11 +111,13 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
     shape = tuple(whole(length) for length in about["shape"])
     whole(math.prod(shape))
     dtype, sha256 = dtypes[about["dtype"]], about["sha256"]
+    crc32, mask_crc32 = (whole(about[key]) if key in about else None for key in ("crc32", "mask_crc32"))
     if "matrices" not in about:
-        return Entry(name, shape, dtype, sha256=sha256)
+        return Entry(name, shape, dtype, sha256=sha256, crc32=crc32)
     weights, nnz = _parse_matrices(name, shape, about), whole(about["nnz"])
     gaps = _parse_gaps(*about["gaps"]) if "gaps" in about else None
-    entry = Entry(name, shape, dtype, weights, nnz=nnz, sha256=sha256, mask_sha256=about["mask_sha256"], gaps=gaps)
+    checks = {"sha256": sha256, "mask_sha256": about["mask_sha256"], "crc32": crc32, "mask_crc32": mask_crc32}
+    entry = Entry(name, shape, dtype, weights, nnz=nnz, gaps=gaps, **checks)
     if not entry.num_outside <= nnz <= entry.numel:
         raise GrowpruneError(f"{name} has {nnz} alive of {entry.numel}")
     if gaps is not None:
@@ -161,6 +170,16 @@ def check_blocks(pattern: Pattern) -> None:
 def digest(tensor: Tensor) -> str:
     """The SHA-256 of a tensor's bytes, in hexadecimal."""
     return hashlib.sha256(bytes_of(tensor)).hexdigest()
+
+
+def crc32(tensor: Tensor) -> int:
+    """The CRC-32 of a tensor's bytes: it tells damage as SHA-256 does, and takes less than half the time."""
+    return zlib.crc32(bytes_of(tensor))
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A flat copy; by numpy, in one thread, as torch would wake all of its own for each tensor."""
+    return torch.from_numpy(np.array(bytes_of(tensor))).view(tensor.dtype)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

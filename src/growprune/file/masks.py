@@ -172,8 +172,12 @@ def scatter(values: Tensor, bits: Tensor, count: int) -> Tensor:
 
 
 def count_bits(bits: Tensor) -> int:
-    counts = np.bitwise_count(bits.numpy()) if hasattr(np, "bitwise_count") else _ONES[bits.numpy()]
-    return int(counts.sum(dtype=np.int64))
+    octets = bits.numpy()
+    if not hasattr(np, "bitwise_count"):
+        return int(_ONES[octets].sum(dtype=np.int64))
+    end = octets.size // 8 * 8  # eight bytes at a time, and what is left
+    parts = np.ascontiguousarray(octets[:end]).view(np.uint64), octets[end:]
+    return sum(int(np.bitwise_count(part).sum(dtype=np.int64)) for part in parts)
 
 
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.file.entries import DTYPES, GAP_DTYPES, Entry, check_blocks, digest, parse_entry, whole
+from growprune.file.entries import DTYPES, GAP_DTYPES, Entry, check_blocks, copy_of, crc32, digest, parse_entry, whole
 from growprune.file.masks import count_bits, from_gaps, num_bits, num_mask_bytes, row_major, scatter, to_bits, to_bools
 from growprune.file.versions import FORMAT, VERSIONS
 from growprune.file.writer import tensors_of
@@ -38,6 +38,9 @@ SETTINGS: dict[str, type | tuple[type, ...]] = {
 MAX_NAME = 1000
 """How long a name or glob in keep_dense or include may be: matching a longer one could take hours."""
 
+LARGE = 1 << 18
+"""From how many bytes on, dense, a tensor is worth handing to a thread."""
+
 MAX_MESSAGE = 400
 """How many characters of an error may come from a file, which can be anyone's."""
 
@@ -45,8 +48,8 @@ MAX_MESSAGE = 400
 class SparseFile:
     """An open sparse file. Its header has been checked: whatever it says agrees with the tensors it holds."""
 
-    def __init__(self, path: Path, handle: Any) -> None:
-        self.path = path
+    def __init__(self, path: Path, handle: Any, *, thorough: bool = False) -> None:
+        self.path, self._thorough = path, thorough
         self.num_bytes = path.stat().st_size
         self._handle = handle
         metadata = handle.metadata() or {}
@@ -88,8 +91,7 @@ class SparseFile:
         assert isinstance(stored, Tensor)
         if entry.gaps is None and count % 8 and int(stored[-1]) >> count % 8:
             self.refuse(f"has a mask of {entry.name} with bits set behind its end")
-        if digest(stored) != entry.mask_sha256:
-            self.refuse(f"has a mask of {entry.name} whose SHA-256 is not the one in the manifest")
+        self._check_sum(stored, entry.mask_sha256, entry.mask_crc32, f"a mask of {entry.name}")
         try:
             return stored if entry.gaps is None else from_gaps(stored, count)
         except GrowpruneError as error:
@@ -101,19 +103,27 @@ class SparseFile:
             raise GrowpruneError(f"{self.path} has no prunable tensor {name!r}: give a name of its manifest")
         return self.values(self.entries[name]), self.bits(self.entries[name])
 
-    def everything(self) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Every tensor as `SparseModel.restore` takes it, all of it checked."""
+    def everything(self, *, copied: bool = False) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Every tensor as `SparseModel.restore` takes it, all of it checked.
+
+        Args:
+            copied: of prunable tensors, copies that nobody else has; otherwise views of the file where possible.
+        """
 
         def checked(entry: Entry) -> tuple[Tensor, Tensor | None]:
-            bits = self.bits(entry) if entry.weights else None
-            return self.values(entry), bits
+            if not entry.weights:
+                return self.values(entry), None
+            bits, values = self.bits(entry), self.values(entry)
+            return (copy_of(values), copy_of(bits)) if copied else (values, bits)
 
         return self.each(checked)
 
     def each(self, read: Callable[[Entry], T]) -> dict[str, T]:
-        """What a function makes of every tensor, by name: called by as many threads as torch uses."""
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # hashing, and what numpy does, lets others run
-            return dict(zip(self.entries, threads.map(read, self.entries.values()), strict=True))
+        """What a function makes of every tensor, by name: of large ones by as many threads as torch uses."""
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # checksums, and what numpy does, let others run
+            large = {e.name: threads.submit(read, e) for e in self.entries.values() if e.num_bytes >= LARGE}
+            small = {e.name: read(e) for e in self.entries.values() if e.name not in large}
+            return {name: large[name].result() if name in large else small[name] for name in self.entries}
 
     def values(self, entry: Entry) -> Tensor:
         """The tensor; of a prunable parameter, the live values in row-major order. It is a view of the file.
@@ -122,9 +132,16 @@ class SparseFile:
         """
         tensor = self._handle.get_tensor(f"{entry.name}.values" if entry.is_sparse else entry.name)
         assert isinstance(tensor, Tensor)
-        if entry.sha256 is not None and digest(tensor) != entry.sha256:
-            self.refuse(f"has values of {entry.name} whose SHA-256 is not the one in the manifest")
+        if entry.sha256 is not None:
+            self._check_sum(tensor, entry.sha256, entry.crc32, f"values of {entry.name}")
         return tensor.view(-1) if entry.weights else tensor
+
+    def _check_sum(self, tensor: Tensor, sha256: str, crc: int | None, what: str) -> None:
+        """Refuse bytes that are not those that were saved: by CRC-32 where there is one, as it is quicker."""
+        if crc is not None and crc32(tensor) != crc:
+            self.refuse(f"has {what} whose CRC-32 is not the one in the manifest")
+        if (crc is None or self._thorough) and digest(tensor) != sha256:
+            self.refuse(f"has {what} whose SHA-256 is not the one in the manifest")
 
     def dense(self, entry: Entry) -> Tensor:
         if not entry.is_sparse:
@@ -210,7 +227,12 @@ def mask_name(entry: Entry) -> str:
 
 
 @contextlib.contextmanager
-def open_sparse(path: str | os.PathLike[str]) -> Iterator[SparseFile]:
+def open_sparse(path: str | os.PathLike[str], *, thorough: bool = False) -> Iterator[SparseFile]:
+    """Open a sparse file.
+
+    Args:
+        thorough: check every SHA-256 of what is read, also where there is a CRC-32.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file: give the path of a file that growprune saved")
@@ -222,7 +244,7 @@ def open_sparse(path: str | os.PathLike[str]) -> Iterator[SparseFile]:
             f"{path} is not a safetensors file, or not all of it ({reason}): fetch or save it again"
         ) from None
     with handle:
-        yield SparseFile(path, handle)
+        yield SparseFile(path, handle, thorough=thorough)
 
 
 def _one_line(text: str) -> str:

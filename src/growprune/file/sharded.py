@@ -59,7 +59,7 @@ def _write(sparse: SparseModel, path: Path, entries: list[Entry], shapes: Any, w
 def check_written(file: BinaryIO, entries: list[Entry]) -> None:
     """Read a file back before it takes its name."""
     file.flush()
-    with open_sparse(Path(file.name)) as written:
+    with open_sparse(Path(file.name), thorough=True) as written:
         written.everything()  # refuses what is not as it was saved, and counts what lives
         alive = {entry.name: entry.nnz for entry in written.prunable}
     assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, f"{file.name} was written wrongly"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.file.entries import DTYPES, GAP_DTYPES, Entry, Gaps, bytes_of, check_blocks, digest
+from growprune.file.entries import DTYPES, GAP_DTYPES, Entry, Gaps, bytes_of, check_blocks, crc32, digest
 from growprune.file.masks import num_mask_bytes, pack_mask, to_gaps
 from growprune.layers import prunable_weights
 from growprune.patterns import Pattern
@@ -46,7 +46,8 @@ def each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]]
             yield _stored_parameter(sparse, name, tensor, aims)
         else:
             tensor = whole(tensor)
-            yield Entry(name, tuple(tensor.shape), tensor.dtype, sha256=digest(tensor)), {name: tensor}
+            entry = Entry(name, tuple(tensor.shape), tensor.dtype, sha256=digest(tensor), crc32=crc32(tensor))
+            yield entry, {name: tensor}
 
 
 def _stored_parameter(
@@ -59,13 +60,18 @@ def _stored_parameter(
     aim = [aims[weight.name] for weight in weights]
     target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
     shape, nnz = tuple(mask.shape), values.numel()
-    entry = Entry(name, shape, parameter.dtype, weights, target, nnz, digest(values), digest(packed))
+    entry = Entry(name, shape, parameter.dtype, weights, target, nnz, digest(values), crc32=crc32(values))
+    entry = _with_mask(entry, packed)
     if not entry.is_sparse:
         return entry, {name: values.view(shape)}
     if (gaps := to_gaps(packed, entry, sparse.pattern)) is None:
         return entry, {f"{name}.values": values, f"{name}.mask": packed}
-    entry = replace(entry, mask_sha256=digest(gaps), gaps=Gaps(gaps.dtype, gaps.numel()))
+    entry = replace(_with_mask(entry, gaps), gaps=Gaps(gaps.dtype, gaps.numel()))
     return entry, {f"{name}.values": values, f"{name}.gaps": gaps}
+
+
+def _with_mask(entry: Entry, mask: Tensor) -> Entry:
+    return replace(entry, mask_sha256=digest(mask), mask_crc32=crc32(mask))
 
 
 def _check_nothing_was_added(sparse: SparseModel) -> None:

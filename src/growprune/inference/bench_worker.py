@@ -74,6 +74,8 @@ def prepare(question: dict[str, Any], threads: int) -> Call:
         args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
         try:
             torch.onnx.export(model, args, folder / "model.onnx", kwargs=kwargs, dynamo=True, verbose=False)
+        except ImportError as error:
+            (folder / "why").write_text(f"torch.onnx.export lacks {error.name}: pip install 'growprune[onnx]'")
         except Exception as error:
             reason = f"torch.onnx.export failed, {type(error).__name__}: {error}".splitlines()[0]
             (folder / "why").write_text(reason)
@@ -116,10 +118,14 @@ def with_arrays(call: Call) -> Call:
     return call
 
 
+class NotExported(Exception):
+    """There is no graph of the model, and the text says why."""
+
+
 def exported(question: dict[str, Any]) -> tuple[str, list[Any]]:
     folder = Path(question["folder"])
     if not (folder / "model.onnx").is_file():
-        raise RuntimeError((folder / "why").read_text())
+        raise NotExported((folder / "why").read_text())
     with np.load(folder / "inputs.npz") as inputs:
         return str(folder / "model.onnx"), [inputs[name] for name in inputs.files]
 
@@ -135,19 +141,22 @@ def onnxruntime(question: dict[str, Any], threads: int) -> Call:
     return lambda: session.run(None, feed)
 
 
-def openvino(question: dict[str, Any], threads: int) -> Call:
+def openvino_settings(threads: int) -> dict[str, Any]:
     """For latency, in float32, and without pinning threads to cores that others use too."""
-    import openvino as ov
-
-    path, inputs = exported(question)
-    settings = {
+    return {
         "INFERENCE_NUM_THREADS": threads,
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "f32",
         "ENABLE_CPU_PINNING": False,
     }
+
+
+def openvino(question: dict[str, Any], threads: int) -> Call:
+    import openvino as ov
+
+    path, inputs = exported(question)
     core = ov.Core()
-    request = core.compile_model(core.read_model(path), "CPU", settings).create_infer_request()
+    request = core.compile_model(core.read_model(path), "CPU", openvino_settings(threads)).create_infer_request()
 
     def call() -> Any:
         return [request.infer(dict(enumerate(inputs)))[0]]
@@ -190,6 +199,26 @@ def block(call: Call, repeats: list[int]) -> float:
     return 1e3 * (time.perf_counter() - start) / repeats[0]
 
 
+def why(name: str, error: Exception) -> str:
+    """One line of why an engine cannot run a model."""
+    if isinstance(error, NotExported):
+        return str(error)
+    kinds = {type(cause).__name__ for cause in causes(error)}
+    if name == "compile" and kinds & {"InvalidCxxCompiler", "CppCompileError"}:
+        return "torch.compile needs a C++ compiler that works: install g++ or clang, or set CXX"
+    lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    return lines[0][:300]
+
+
+def causes(error: BaseException | None) -> list[BaseException]:
+    """An error, and what it came of."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return found
+
+
 def main() -> None:
     name, threads = sys.argv[1], int(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w")
@@ -205,10 +234,10 @@ def main() -> None:
             try:
                 call = ENGINES[name](question, threads)
                 answer = {} if name == "prepare" else {"error": error_of(call, question["folder"])}
-            except ImportError as error:
-                answer = {"why": f"it is not installed ({error})"}
+            except ModuleNotFoundError as error:
+                answer = {"why": f"{error.name} is not installed for {sys.executable}: pip install {error.name}"}
             except Exception as error:
-                answer = {"why": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+                answer = {"why": why(name, error)}
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -18,7 +18,7 @@ from growprune.errors import GrowpruneError
 from growprune.inference.apart import Found, deploy_parts, rows_in_torch
 from growprune.inference.cuda.deploying import GpuRow, checked_device, deploy_linears
 from growprune.inference.measure import Chosen
-from growprune.inference.parts import Part
+from growprune.inference.parts import Part, refuse_to_copy
 from growprune.inference.skeleton import Skeleton, empty, fill_in, skeleton_of
 from growprune.inference.table import Table
 from growprune.inference.trace import NotTraceable
@@ -83,6 +83,8 @@ class Deployed(nn.Module):
         if found is None:
             fill_in(skeleton)
         self.module: nn.Module = skeleton.module if found is None else found.module
+
+    __reduce_ex__ = refuse_to_copy
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -79,14 +80,17 @@ def from_live(
         inputs_last: whether the values are ordered (out, ..., in), as compact storage has blocks of a convolution.
     """
     mask = mask.detach().cpu()
+    alive = int(np.count_nonzero(mask.numpy()))  # far faster than torch's
     mask = mask.transpose(0, 1) if transposed else mask
-    if mask.dim() < 2 or values.numel() != int(torch.count_nonzero(mask)):
+    if mask.dim() < 2 or values.numel() != alive:
         raise GrowpruneError(
             f"{values.numel()} values do not fit a mask of shape {tuple(mask.shape)} with "
-            f"{int(torch.count_nonzero(mask))} alive: give a mask (out, in, ...), and as many values as live"
+            f"{alive} alive: give a mask (out, in, ...), and as many values as live"
         )
     height, width = block_of(pattern)
     live = _in_order(values.detach().cpu().to(torch.float32), mask, transposed=transposed)
+    if (found := whole_blocks(live, mask, height, width, inputs_last=inputs_last)) is not None:
+        return found
     walk = _by_rows(live, mask, height, inputs_last=inputs_last)
     pieces = [_blocks(weights, rows, height, width) for weights, rows in walk]
     counts, places, blocks = (torch.cat(parts) for parts in zip(*pieces, strict=True))
@@ -135,3 +139,46 @@ def _blocks(weights: Tensor, mask: Tensor, height: int, width: int) -> tuple[Ten
     alive = mask.view(down, height, across, width).any(3).any(1)
     blocks = weights.view(down, height, across, width).permute(0, 2, 1, 3)[alive]
     return alive.sum(1), alive.nonzero()[:, 1].to(torch.int32), blocks.reshape(-1)
+
+
+def whole_blocks(live: Tensor, mask: Tensor, height: int, width: int, *, inputs_last: bool) -> SparseMatrix | None:
+    """The same matrix in a tenth of the time, by numpy, if no block hangs over and each lives or dies as a whole."""
+    folded = mask.movedim(1, -1).flatten(1).numpy()  # (rows, columns)
+    rows, columns = folded.shape
+    if rows % height or columns % width:
+        return None
+    blocks = folded.reshape(rows // height, height, columns // width, width)
+    alive = np.ascontiguousarray(blocks[:, 0, :, 0])
+    if height * width > 1 and not (blocks == alive[:, None, :, None]).all():
+        return None
+    values = live.numpy() if inputs_last else _folded_values(live.numpy(), mask)
+    starts = np.zeros(len(alive) + 1, np.int64)
+    np.count_nonzero(alive, axis=1).cumsum(out=starts[1:])
+    places = (np.flatnonzero(alive) - np.repeat(np.arange(len(alive)) * alive.shape[1], np.diff(starts))).astype("i4")
+    values = _by_columns(values, starts, height) if height > 1 else values
+    mine = torch.from_numpy(np.array(values))  # and not the module's memory
+    tensors = (torch.from_numpy(starts), torch.from_numpy(places), mine)
+    return SparseMatrix(rows, columns, height, width, *tensors, live.numel())
+
+
+def _folded_values(live: np.ndarray, mask: Tensor) -> np.ndarray:
+    """Live values (out, in, ...) in the order (out, ..., in)."""
+    if mask.dim() == 2 or mask[0, 0].numel() == 1:
+        return live
+    found, taken = np.empty_like(live), 0
+    step = max(1, CHUNK // max(1, mask[:1].numel()))  # ranks of all at once would be larger than the weight
+    for start in range(0, mask.shape[0], step):
+        some = mask[start : start + step]
+        ranks = some.contiguous().numpy().cumsum(dtype=np.int64).reshape(some.shape)
+        order = np.moveaxis(ranks, 1, -1)[some.movedim(1, -1).numpy()] - 1
+        found[taken : taken + order.size] = live[taken + order]
+        taken += order.size
+    return found
+
+
+def _by_columns(values: np.ndarray, starts: np.ndarray, height: int) -> np.ndarray:
+    """Live values, row by row, as blocks of one column: those of each row of blocks are turned on their side."""
+    counts = np.diff(starts)
+    row, first = np.repeat(counts, counts), np.repeat(starts[:-1], counts)
+    place = (height - 1) * first + np.arange(starts[-1])  # of the first value of each block
+    return values[place[:, None] + row[:, None] * np.arange(height)].reshape(-1)

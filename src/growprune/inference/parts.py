@@ -27,8 +27,19 @@ MOST_PLANS = 8
 """How many shapes a part keeps the plans of; the one that was used longest ago goes first."""
 
 
+def refuse_to_copy(module: nn.Module, protocol: object) -> Any:
+    """What copy, deepcopy, pickle and torch.save ask for: kernels are bound to memory that no copy would have."""
+    del protocol
+    raise GrowpruneError(
+        f"{type(module).__name__} is deployed, and can be neither copied nor pickled: call save(folder) of what deploy "
+        f"returned, then growprune.load_deployed(folder, model); or deploy the model once more"
+    )
+
+
 class Part(nn.Module):
     """A module that runs as programs."""
+
+    __reduce_ex__ = refuse_to_copy
 
     def __init__(self, module: nn.Module, skeleton: Skeleton, *, seconds: float, chosen: Mapping[str, Chosen]) -> None:
         super().__init__()
@@ -40,7 +51,7 @@ class Part(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """What else its owner may ask of the module."""
         try:
-            return super().__getattr__(name)
+            return nn.Module.__getattr__(self, name)  # not super(): LinearPart has this method too
         except AttributeError:
             return getattr(self.__dict__["_module"], name)
 
@@ -114,7 +125,7 @@ class LinearPart(nn.Module):
         self._seconds, self._known = seconds, known
         self.row: Row | None = None
 
-    __getattr__ = Part.__getattr__
+    __getattr__, __reduce_ex__ = Part.__getattr__, refuse_to_copy
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:

@@ -9,11 +9,12 @@ measured again on any other.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,9 @@ from growprune.errors import GrowpruneError
 from growprune.inference import build
 from growprune.inference.cuda import deploying as gpu
 from growprune.inference.deployed import SECONDS, Deployed, Example, Made, deploy_model, deploy_on_gpu, load_sparse
-from growprune.inference.library import Tile
-from growprune.inference.measure import Chosen, Row
+from growprune.inference.measure import Chosen
+from growprune.inference.parsing import UNREADABLE, read_example, read_table
 from growprune.inference.skeleton import Skeleton, fill_in
-from growprune.inference.table import Table
 from growprune.sparse import SparseModel
 
 WEIGHTS, ABOUT = "model.safetensors", "deployed.json"
@@ -83,25 +83,39 @@ def load_deployed(
     device = gpu.checked_device(about.get("device", "cpu"))
     sparse = load_sparse(folder / WEIGHTS, model)
     try:
-        args, kwargs = (_decode(part) for part in about["example"])
-        rows = tuple(_row(row) if device.type == "cpu" else gpu.GpuRow.of_dict(row) for row in about["rows"])
-        is_same, is_whole = about["machine"] == machine(device) and example is None, bool(about["is_whole"])
-        table = Table(rows, about["deployed_ms"], about["torch_ms"], tuple(about["in_torch"]))
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise GrowpruneError(f"{folder / ABOUT} is damaged ({error!r}): deploy the model again") from None
-    given = Example(tuple(args), kwargs) if example is None else Example.of(example)
+        table = read_table(about, is_gpu=device.type == "cuda")
+        given = read_example(about["example"]) if example is None else Example.of(example)
+        is_same, in_torch = about["machine"] == machine(device) and example is None, about["runs"] == "torch"
+        whole = bool(about["is_whole"])
+        if is_same and any(row.tile is not None and row.tile.threads > torch.get_num_threads() for row in table):
+            raise ValueError("a layer has more threads than the machine it was measured on")
+    except UNREADABLE as error:
+        raise GrowpruneError(f"{folder / ABOUT} is damaged ({_one_line(error)}): deploy the model again") from None
     left = 0 if is_same else seconds
-    if device.type == "cuda":
-        known = {row.layer: row for row in rows if isinstance(row, gpu.GpuRow)} if is_same else {}
-        deployed = deploy_on_gpu(sparse, given, device=device, seconds=left, chosen=known)
-    else:
-        chosen = {row.layer: Chosen(row.choice == "sparse", row.tile) for row in rows} if is_same else {}
-        deployed = deploy_model(sparse, given, seconds=left, whole=is_whole, chosen=chosen)
+    with contextlib.nullcontext() if example is not None else _blaming(folder / ABOUT):
+        if device.type == "cuda":
+            known = {row.layer: row for row in table if isinstance(row, gpu.GpuRow)} if is_same else {}
+            deployed = deploy_on_gpu(sparse, given, device=device, seconds=left, chosen=known)
+        else:
+            chosen = {row.layer: Chosen(row.choice == "sparse", row.tile) for row in table} if is_same else {}
+            deployed = deploy_model(sparse, given, seconds=left, whole=whole, chosen=chosen)
     if is_same:
         deployed.table = table
-        if about["runs"] == "torch":
+        if in_torch:
             deployed.stay_in_torch()
     return deployed
+
+
+@contextlib.contextmanager
+def _blaming(path: Path) -> Iterator[None]:
+    """What a model says of an example that it cannot take, with where that came from."""
+    try:
+        yield
+    except (*UNREADABLE, RuntimeError) as error:
+        raise GrowpruneError(
+            f"the model cannot be run with the example of {path} ({_one_line(error)}): give another example, or deploy "
+            f"it again"
+        ) from error
 
 
 def read_about(folder: Path) -> dict[str, Any]:
@@ -118,11 +132,6 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise GrowpruneError(f"{path} has format {known!r}, this growprune reads {FORMAT}: update growprune")
     assert isinstance(about, dict)
     return about
-
-
-def _row(row: dict[str, Any]) -> Row:
-    tile = None if row["tile"] is None else Tile(**{name: int(value) for name, value in row["tile"].items()})
-    return Row(**{**row, "tile": tile})
 
 
 def _save_weights(made: Made, path: Path) -> None:
@@ -149,13 +158,6 @@ def _encode(value: Any) -> Any:
     raise GrowpruneError(f"the example has a {type(value).__name__}, which cannot be saved: give tensors")
 
 
-def _decode(content: Any) -> Any:
-    ((kind, value),) = content.items()
-    if kind == "tensor":
-        dtype = getattr(torch, value["dtype"])
-        is_float = dtype.is_floating_point
-        return torch.rand(value["shape"], dtype=dtype) if is_float else torch.zeros(value["shape"], dtype=dtype)
-    if kind in ("tuple", "list"):
-        items = [_decode(item) for item in value]
-        return tuple(items) if kind == "tuple" else items
-    return {key: _decode(item) for key, item in value.items()} if kind == "dict" else value
+def _one_line(error: BaseException) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return "".join(character if character.isprintable() else " " for character in text[:200])

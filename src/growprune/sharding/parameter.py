@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -96,7 +97,8 @@ class ShardedCompact(Compact):
     def _record_mean(self, gradient: Tensor) -> None:
         """Each rank has seen other examples: an edit looks at the mean, which is the same on all."""
         assert self._record is not None
-        self._record(self.handle.ranks.mean(gradient.detach()))
+        wide = gradient.detach() if gradient.dtype == torch.float64 else gradient.detach().float()
+        self._record(self.handle.ranks.mean(wide))
 
     def _listen(self) -> None:
         if self._layout is not None:

@@ -62,11 +62,12 @@ class SparseParameter(Protocol):
     def preview(self, mask: Tensor) -> Callable[[], None]:
         """Let only these of the live weights live, until what is returned is called: then all is as it was."""
 
-    def load(self, live: Tensor, packed: Tensor) -> None:
+    def load(self, live: Tensor, packed: Tensor, *, keep: bool = False) -> None:
         """Let exactly these live, with these values in row-major order.
 
         Args:
             packed: the mask, as `growprune.snapshot.pack` has it.
+            keep: whether both may be kept, and written to, where they fit as they are; otherwise they are copied.
         """
 
     def to_dense(self, tensor: Tensor) -> Tensor:

@@ -60,8 +60,12 @@ class Layout:
         return cls(mask.shape, bits, offsets, num_groups * group, group, is_folded)
 
     @classmethod
-    def of_packed(cls, packed: Tensor, shape: torch.Size, group: int) -> Layout | None:
-        """That of a mask that `snapshot.pack` made, without unpacking it; None where values must change their order."""
+    def of_packed(cls, packed: Tensor, shape: torch.Size, group: int, *, keep: bool = False) -> Layout | None:
+        """That of a mask that `snapshot.pack` made, without unpacking it; None where values must change their order.
+
+        Args:
+            keep: whether the mask may be kept as it is, if that is possible.
+        """
         is_folded = group > 1 and len(shape) > 2
         if (is_folded and shape[2:].numel() > 1) or (group > 1 and group % 8):
             return None
@@ -70,7 +74,8 @@ class Layout:
             if not ((octets == octets[:, :1]).all() and ((octets[:, 0] == 0) | (octets[:, 0] == 0xFF)).all()):
                 return None
             packed = torch.from_numpy(np.packbits(octets[:, 0] == 0xFF, bitorder="little")).to(packed.device)
-        bits = kernels.padded_copy(packed, to=kernels.BLOCK // 8)
+        is_padded = packed.numel() % (kernels.BLOCK // 8) == 0
+        bits = packed if keep and is_padded else kernels.padded_copy(packed, to=kernels.BLOCK // 8)
         offsets, num_groups = kernels.block_offsets(bits)
         return cls(shape, bits, offsets, num_groups * group, group, is_folded)
 
@@ -193,13 +198,14 @@ class Compact:
     def set_mask(self, mask: Tensor) -> None:
         self._put(self.weight(), mask)
 
-    def load(self, live: Tensor, packed: Tensor) -> None:
+    def load(self, live: Tensor, packed: Tensor, *, keep: bool = False) -> None:
         here = live.device if self.parameter.is_meta else self.parameter.device
         live = live.to(here, self.parameter.dtype)
+        kept = (lambda tensor: tensor) if keep else kernels.padded_copy  # a copy is no view of somebody's file
         if live.numel() == self._shape.numel():
-            self._keep(kernels.padded_copy(live.view(-1)).view(self._shape), None)  # not a view of somebody's file
-        elif (layout := Layout.of_packed(packed.to(here), self._shape, self._group)) is not None:
-            self._keep(kernels.padded_copy(live), layout)
+            self._keep(kept(live.view(-1)).view(self._shape), None)
+        elif (layout := Layout.of_packed(packed.to(here), self._shape, self._group, keep=keep)) is not None:
+            self._keep(kept(live), layout)
         else:
             mask = unpack(packed, self._shape, here)
             dense = torch.zeros(self._shape, dtype=live.dtype, device=here)
@@ -488,8 +494,8 @@ def _check_can_be_compact(model: nn.Module, name: str) -> None:
         raise GrowpruneError(
             f"compact storage cannot hold {name}, which is {parameter.dtype}: use storage='masked', or keep_dense"
         )
-    places = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
-    if len(places) > 1:
+    if sum(p is parameter for _, m in model.named_modules(remove_duplicate=False) for p in m._parameters.values()) > 1:
+        places = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
         raise GrowpruneError(
             f"compact storage cannot hold {name}, which is tied to {', '.join(places[1:])}: "
             f"use storage='masked', or keep_dense"

@@ -122,7 +122,8 @@ class Masked:
 
         return undo
 
-    def load(self, live: Tensor, packed: Tensor) -> None:
+    def load(self, live: Tensor, packed: Tensor, *, keep: bool = False) -> None:
+        del keep  # a dense weight is another thing
         self._follow()
         is_full, weight = live.numel() == self._shape.numel(), self.weight()
         can_fill = all(tensor.device.type == "cpu" for tensor in (weight, live, packed)) and weight.dtype == live.dtype

@@ -18,7 +18,7 @@ from growprune.inference.cuda.choosing import Choice, choose, make, usual_kind
 from growprune.inference.cuda.entries import Entries
 from growprune.inference.cuda.layers import SparseSource, Waiting, sparse_layers, waiting_copy
 from growprune.inference.cuda.linear import DenseLinear, is_two_of_four
-from growprune.inference.cuda.products import BitmaskTile, LaneTile, Tile
+from growprune.inference.cuda.products import Tile
 from growprune.inference.measure import Row
 from growprune.sparse import SparseModel
 from growprune.warn import warn
@@ -32,13 +32,6 @@ class GpuRow(Row):
     """"offsets", "columns", "bitmask", "2:4" or "dense"."""
     tiles: Mapping[int, Tile] = field(default_factory=dict)
     """How programs go about batches of up to so many samples."""
-
-    @classmethod
-    def of_dict(cls, content: Mapping[str, Any]) -> GpuRow:
-        """Of what `to_dict` gave, and JSON made of it."""
-        kind = BitmaskTile if content["format"] == "bitmask" else LaneTile
-        tiles = {int(batch): kind(**tile) for batch, tile in content["tiles"].items()}
-        return cls(**{**content, "tiles": tiles})
 
 
 @dataclass(frozen=True)
