@@ -168,7 +168,7 @@ def test_every_pattern_has_a_price_at_full_size(pattern: str, tmp_path: Path) ->
     recipe = replace(recipe, task=replace(recipe.task, data=str(tmp_path / "text.txt")))
     found = estimate(recipe)
     assert recipe.task.num_batches() == 61
-    assert found.epochs == pytest.approx(80)
+    assert found.epochs == pytest.approx(30)
     # of 2,592 blocks of 64 x 64, 259 are nearest to a tenth
     assert found.costs[-1].density == pytest.approx(259 / 2592 if pattern == "64x64" else 0.1, abs=1e-4)
 

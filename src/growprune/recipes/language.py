@@ -24,21 +24,23 @@ def cut(*lengths: int) -> Parts:
 
 
 def shakespeare() -> Study:
-    """10.6 M prunable weights; the settings of nanoGPT's model of characters. Every method trains for 80 epochs.
+    """10.6 M prunable weights, in matrices that large blocks fill. Every method trains for 30 epochs.
 
-    Of 1.1 MB of text an epoch has 61 iterations, so these are 4,880. Sizes are multiples of 128, and blocks fill them.
+    The settings are those of nanoGPT's model of characters, but for the length. It trains for 5,000 iterations, has its
+    lowest validation loss after about 1,750 (1.47), and then overfits (1.71 at the end). Its 1.1 MB of text make 61
+    iterations an epoch, so these are 1,830.
     """
     dense = Recipe(
         task=Language(),
         method=methods.dense,
-        options={"epochs": 80},
+        options={"epochs": 30},
         optimizer=OptimizerConfig("adamw", lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1),
-        lr_schedule=LRSchedule("cosine", warmup_iterations=100),
+        lr_schedule=LRSchedule("cosine", warmup_iterations=50),
         clip=1.0,
         precision="bf16",
-        evaluate_every=4,
+        evaluate_every=2,
     )
-    return Study(dense, cut(2, 2, 2), steps=6, rounds=2, epochs=6, finetune=44, pretrain=36, budget=80)
+    return Study(dense, cut(2, 2, 2), steps=3, rounds=1, epochs=4, finetune=18, pretrain=12, budget=30)
 
 
 def tiny() -> Study:
@@ -47,7 +49,7 @@ def tiny() -> Study:
     schedule = LRSchedule("cosine", warmup_iterations=2)
     dense = replace(shakespeare().dense, task=task, options={"epochs": 2}, lr_schedule=schedule)
     dense = replace(dense, precision="fp32", device="cpu", evaluate_every=1)
-    return replace(shakespeare(), dense=dense, parts=cut(1, 1, 1), steps=3, epochs=1, finetune=1, budget=2, every=1)
+    return replace(shakespeare(), dense=dense, parts=cut(1, 1, 1), epochs=1, finetune=1, budget=2, every=1)
 
 
 ROWS: dict[str, Row] = {
@@ -55,7 +57,7 @@ ROWS: dict[str, Row] = {
     "cyclic-80-uniform": ("C-GaP 80 %, which the paper does not have", lambda s: s.cyclic(0.8)),
     "cyclic-90-uniform": ("C-GaP 90 %, which the paper does not have", lambda s: s.cyclic(0.9)),
 }
-ROWS |= rows_of([Rival("gmp", methods.gmp, "global", epochs=80)], table="", metric="bits_per_byte")
+ROWS |= rows_of([Rival("gmp", methods.gmp, "global", epochs=30)], table="", metric="bits_per_byte")
 
 
 def measured(row: str, claim: str) -> str:
