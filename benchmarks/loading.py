@@ -27,6 +27,7 @@ DATA = {
     "translation-multi30k/dense": "multi30k",
     "segmentation-subset/dense": "shapenet_part_subset.zip",
     "detection-bccd/dense": "bccd",
+    "language-shakespeare/dense": "tinyshakespeare/input.txt",
 }
 
 

@@ -81,9 +81,21 @@ def translation(path: Path) -> Path:
     return path
 
 
+def language(path: Path) -> Path:
+    """Sentences of a few words."""
+    words = ["the", "cat", "saw", "a", "dog", "and", "ran", "to", "its", "house"]
+    draws = np.random.default_rng(0).integers(0, len(words), (40, 5))
+    (path / "text.txt").write_text("".join(" ".join(words[i] for i in line) + ".\n" for line in draws))
+    return path / "text.txt"
+
+
 MAKERS = {
     "classification": classification,
     "detection": detection,
     "segmentation": segmentation,
     "translation": translation,
 }
+"""Of the tasks of the paper, whose studies have every row of its tables."""
+
+EVERY_MAKER = {**MAKERS, "language": language}
+"""With the task that the paper does not have."""

@@ -15,6 +15,7 @@ from growprune import GrowpruneError, engine, methods
 from growprune.compare import Request, of_runs
 from growprune.compare.statistics import best_rival
 from growprune.engine.recipe import Recipe
+from growprune.metric import Metric
 from toy import cyclic
 
 ROOT = Path(__file__).parent.parent
@@ -216,9 +217,13 @@ def test_a_folder_of_another_comparison_is_refused(tmp_path: Path) -> None:
     assert request("rigl", tmp_path).jobs()
 
 
-def test_validation_and_not_test_chooses_the_best_rival(write: Callable[..., list[Path]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_lower_better", [False, True])
+def test_validation_and_not_test_chooses_the_best_rival(
+    is_lower_better: bool, write: Callable[..., list[Path]], tmp_path: Path
+) -> None:
     paths = write()
     base = json.loads(paths[2].read_text())
+    base["lower_is_better"] = is_lower_better
     figures = {"a": (90.0, 10.0), "b": (80.0, 99.0), "c": (70.0, 50.0)}
     made = []
     for method, (validation, test) in figures.items():
@@ -227,11 +232,12 @@ def test_validation_and_not_test_chooses_the_best_rival(write: Callable[..., lis
         made.append(tmp_path / method / "result.json")
         made[-1].parent.mkdir()
         made[-1].write_text(json.dumps(base))
-    summaries = {row.method: row.summary for row in of_runs(made).rows}
-    assert {name: summary["rival"].split(":")[0] for name, summary in summaries.items()} == {
-        "a": "b",
-        "b": "a",
-        "c": "a",
-    }
-    assert summaries["c"]["minus_rival"]["mean"] == 40.0
-    assert best_rival(0, [{0: 1.0}, {1: 5.0}], [0, 1]) is None
+    comparison = of_runs(made)
+    summaries = {row.method: row.summary for row in comparison.rows}
+    rivals = {name: summary["rival"].split(":")[0] for name, summary in summaries.items()}
+    assert rivals == ({"a": "c", "b": "c", "c": "b"} if is_lower_better else {"a": "b", "b": "a", "c": "a"})
+    # a plain difference, whatever is better
+    assert summaries["c"]["minus_rival"]["mean"] == (-49.0 if is_lower_better else 40.0)
+    assert comparison.to_dict()["lower_is_better"] == is_lower_better
+    assert ("- a lower accuracy is better\n" in comparison.to_markdown()) == is_lower_better
+    assert best_rival(0, [{0: 1.0}, {1: 5.0}], [0, 1], Metric("accuracy")) is None

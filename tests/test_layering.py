@@ -65,16 +65,17 @@ MAY_IMPORT = {
     "convert": "layers snapshot sparse file importers exporters",
     "inference": f"atomic {CORE} flops file",
     # what trains them
+    "metric": "",
     "tasks": "",
     "logs": "atomic",
-    "engine": f"atomic {CORE} init folding rules methods flops file summary logs tasks.task",
+    "engine": f"atomic {CORE} init folding rules methods flops file summary logs metric tasks.task",
     "recipes": "plan partition methods tasks engine",
-    "compare": "atomic lengths plan partition methods tasks engine recipes",
+    "compare": "atomic lengths metric plan partition methods tasks engine recipes",
     # who runs it
     "doctor": "storage",
     "console": "folding plan engine file summary logs doctor convert inference",
     "integrations": f"{CORE} lengths methods engine.checkpoint engine.rng",
-    "report": "atomic methods engine",
+    "report": "atomic methods metric engine",
     "console_compare": "compare console",
     "cli": (
         f"{CORE} methods flops file summary convert inference tasks engine recipes compare console console_compare "

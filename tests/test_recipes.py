@@ -18,7 +18,7 @@ from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.recipes import RECIPES, find
 from growprune.tasks.segmentation.shapenet import NAME
-from small_data import MAKERS
+from small_data import EVERY_MAKER, MAKERS
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 PAPER = [name for name in RECIPES if re.match(r"\w+-(imagenet|coco|shapenet|wmt14)/", name)]
@@ -44,7 +44,7 @@ def one_of_each_kind(names: list[str]) -> list[str]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield {task: str(make(tmp_path_factory.mktemp(task))) for task, make in MAKERS.items()}
+        yield {task: str(make(tmp_path_factory.mktemp(task))) for task, make in EVERY_MAKER.items()}
 
 
 def with_data(name: str, data: dict[str, str]) -> Recipe:
@@ -197,7 +197,7 @@ def test_small_and_tiny_have_every_row_of_the_paper() -> None:
         assert len({frozenset(of_one) for of_one in rows[task].values()}) == 1
 
 
-@pytest.mark.parametrize("task", MAKERS)
+@pytest.mark.parametrize("task", EVERY_MAKER)
 def test_a_tiny_recipe_of_every_row_has_edits_and_a_price(task: str, data: dict[str, str]) -> None:
     for name in (name for name in TINY if name.startswith(f"{task}-") and not name.endswith("/dense")):
         found = estimate(with_data(name, data))
@@ -220,7 +220,7 @@ def test_a_tiny_recipe_runs_resumes_exactly_and_ends_at_its_sparsity(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("task", MAKERS)
+@pytest.mark.parametrize("task", EVERY_MAKER)
 def test_a_task_resumes_exactly_on_a_gpu_too(task: str, data: dict[str, str], tmp_path: Path) -> None:
     recipe = with_data(f"{task}-tiny/cyclic-80-uniform", data)
     run_whole_and_cut(replace(recipe, device="cuda", precision="bf16"), tmp_path)
@@ -251,7 +251,7 @@ def test_data_may_have_moved_when_a_run_is_resumed(data: dict[str, str], tmp_pat
     assert result["sparsity"]["totals"]["alive"] > 0
 
 
-@pytest.mark.parametrize("task", MAKERS)
+@pytest.mark.parametrize("task", EVERY_MAKER)
 @pytest.mark.parametrize("place, says", [("", "say where the data is with --data"), ("nowhere", "there is no nowhere")])
 def test_data_that_is_not_there_is_said_before_a_run_has_a_folder(
     task: str, place: str, says: str, tmp_path: Path

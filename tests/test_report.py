@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from growprune import engine, methods
 from growprune.cli import app
 from growprune.errors import GrowpruneError
+from growprune.metric import Metric
 from growprune.report import find_runs, notes, write_page
 from growprune.report.chart import styles_for
 from growprune.report.frontier import average_live, frontier_charts, peak_live
@@ -130,7 +131,7 @@ def test_a_bare_result_knows_the_command_that_made_it(tmp_path: Path) -> None:
     assert str(tmp_path) not in kept.read_text()
     (record,) = find_runs([kept])
     assert command(record) == "growprune train mine.py:make --set seed=1 --out kept"
-    assert record.metric == "accuracy"
+    assert record.metric == Metric("accuracy")
 
 
 # What it reads

@@ -16,6 +16,7 @@ from growprune.engine.folder import RunFolder
 from growprune.engine.json_file import NUMBER
 from growprune.engine.recipe import describe
 from growprune.errors import GrowpruneError
+from growprune.metric import Metric
 from growprune.tasks import TASKS
 
 _NAMES: json_file.Names = {
@@ -25,6 +26,7 @@ _NAMES: json_file.Names = {
     "recipe.options": dict,
     "seed": int,
     "metric?": str,
+    "lower_is_better?": bool,
     "data?.num_batches": int,
     "training_iterations?": int,
     "environment?": dict,
@@ -170,16 +172,18 @@ def read_result(path: Path) -> dict[str, Any]:
     return json_file.read(path, _NAMES, "remove it and resume the run, which makes it again, or leave it out")
 
 
-def metric_of(results: Sequence[Mapping[str, Any]]) -> str:
-    """The number that a better model has more of."""
+def metric_of(results: Sequence[Mapping[str, Any]]) -> Metric:
+    """The number that says how good a model is."""
     for result in results:
         task = result["recipe"]["task"]["name"]
         known = next((kind.metric for kind in TASKS.values() if kind.__name__ == task), "")
-        name = result.get("metric") or known or next(iter(result["test"]), "")
-        if not all(name in one[split] for one in results for split in ("validation", "test")):
-            raise GrowpruneError(f"the metric is {name!r}, but not all results have it: they are of different tasks")
-        return str(name)
-    return ""
+        metric = Metric.of(result, otherwise=known or next(iter(result["test"]), ""))
+        if not all(metric.name in one[split] for one in results for split in ("validation", "test")):
+            raise GrowpruneError(
+                f"the metric is {metric.name!r}, but not all results have it: they are of different tasks"
+            )
+        return metric
+    return Metric("")
 
 
 def _num_epochs(result: Mapping[str, Any]) -> int:

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from growprune.metric import Metric
+
 BySeed = Mapping[int, float]
 
 
@@ -33,10 +35,10 @@ def paired(ours: BySeed, theirs: BySeed) -> dict[str, Any] | None:
     return {"mean": statistics.fmean(gaps), "standard_error": error, "count": len(gaps)}
 
 
-def best_rival(row: int, validation: Sequence[BySeed], rivals: Sequence[int]) -> int | None:
+def best_rival(row: int, validation: Sequence[BySeed], rivals: Sequence[int], metric: Metric) -> int | None:
     """The rival with the best mean validation metric over the seeds it has in common with a row; of equals, the first.
 
-    >>> best_rival(0, [{0: 9.0}, {0: 1.0, 1: 99.0}, {0: 2.0}], [1, 2])
+    >>> best_rival(0, [{0: 9.0}, {0: 1.0, 1: 99.0}, {0: 2.0}], [1, 2], Metric("accuracy"))
     2
     """
     means = {}
@@ -44,4 +46,4 @@ def best_rival(row: int, validation: Sequence[BySeed], rivals: Sequence[int]) ->
         common = [validation[other][seed] for seed in validation[row] if seed in validation[other]]
         if common and other != row:
             means[other] = statistics.fmean(common)
-    return max(means, key=lambda other: means[other], default=None)
+    return metric.best(means)

@@ -17,6 +17,7 @@ from growprune.atomic import replacing
 from growprune.compare.outcomes import Outcome, metric_of
 from growprune.compare.statistics import best_rival, paired, spread
 from growprune.engine.checkpoint import write_json
+from growprune.metric import Metric, decimals
 
 FORMAT = 1
 """Of comparison.json."""
@@ -49,6 +50,8 @@ class Comparison:
     budget: Mapping[str, Any]
     """kind, epochs and max_epochs; empty for runs that were there already."""
     metric: str
+    lower_is_better: bool
+    """Whether a better row has less of the metric; differences are plain ones, whatever is better."""
     notes: list[str]
     """What the reader must know: what differs, and what was capped."""
     rows: list[TableRow]
@@ -110,12 +113,14 @@ def build(
     rows = []
     for (name, sparsity), group in groups.items():
         epochs = next((o.epochs for o in group if o.epochs is not None), (planned or {}).get((name, sparsity)))
-        runs = [_figures(outcome, metric, reference) for outcome in group]
+        runs = [_figures(outcome, metric.name, reference) for outcome in group]
         recipe = group[0].recipe
         options, allocation = recipe.get("options") or {}, str(recipe.get("allocation", ""))
         rows.append(TableRow(name, str(recipe.get("method", "")), allocation, options, sparsity, epochs, runs))
-    _sum_up(rows)
-    return Comparison(base, budget or {}, metric, [*notes, *_notes(outcomes, rows)], rows)
+    _sum_up(rows, metric)
+    lower = [f"a lower {metric.name} is better"] if metric.lower_is_better else []
+    said = [*lower, *notes, *_notes(outcomes, rows)]
+    return Comparison(base, budget or {}, metric.name, metric.lower_is_better, said, rows)
 
 
 def _figures(outcome: Outcome, metric: str, reference: float | None) -> dict[str, Any]:
@@ -146,12 +151,12 @@ def _share(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-def _sum_up(rows: Sequence[TableRow]) -> None:
+def _sum_up(rows: Sequence[TableRow], metric: Metric) -> None:
     validation = [row.values("validation") for row in rows]
     dense = next((row for row in rows if row.method == "dense"), None)
     for index, row in enumerate(rows):
         others = [i for i, other in enumerate(rows) if other.sparsity == row.sparsity and other.method != "dense"]
-        rival = best_rival(index, validation, others) if row.method != "dense" else None
+        rival = best_rival(index, validation, others, metric) if row.method != "dense" else None
         test = row.values("test")
         row.summary = {"test": spread(list(test.values())), "validation": spread(list(validation[index].values()))}
         row.summary["reached"] = _mean(row, "reached")
@@ -204,7 +209,8 @@ def quality_cells(row: TableRow) -> dict[str, str]:
     """How good a row is, by column, as text."""
     sparsity = f"{row.sparsity:g}" + (f" (reached {_reached(row)})" if is_off(row) else "")
     epochs = "-" if row.epochs is None else f"{row.epochs:g}"
-    rest = [_mean_and(row.summary["test"], "deviation"), _gap(row, "minus_rival"), _gap(row, "minus_dense"), _runs(row)]
+    test = _mean_and(row.summary["test"], "deviation", _places(row))
+    rest = [test, _gap(row, "minus_rival"), _gap(row, "minus_dense"), _runs(row)]
     return dict(zip(QUALITY, [row.name, sparsity, epochs, *rest], strict=True))
 
 
@@ -222,13 +228,18 @@ def _reached(row: TableRow) -> str:
 
 def _gap(row: TableRow, name: str) -> str:
     gap = row.summary[name]
-    return "" if gap is None else _mean_and(gap, "standard_error", "+")
+    return "" if gap is None else _mean_and(gap, "standard_error", _places(row), "+")
 
 
-def _mean_and(numbers: Mapping[str, Any], spread: str, sign: str = "") -> str:
+def _places(row: TableRow) -> int:
+    return decimals(row.summary["test"]["mean"])
+
+
+def _mean_and(numbers: Mapping[str, Any], spread: str, places: int, sign: str = "") -> str:
     if numbers["mean"] is None:
         return "-"
-    return f"{numbers['mean']:{sign}.2f}" + ("" if numbers[spread] is None else f" ± {numbers[spread]:.2f}")
+    more = "" if numbers[spread] is None else f" ± {numbers[spread]:.{places}f}"
+    return f"{numbers['mean']:{sign}.{places}f}" + more
 
 
 def _runs(row: TableRow) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from growprune import file
+from growprune.metric import Metric
 from growprune.snapshot import Snapshot
 from growprune.sparse import SparseModel
 
@@ -16,19 +17,20 @@ class Best:
 
     Args:
         path: the file it is kept in.
-        metric: the name of the number that a better model has more of.
+        metric: the number that says which is better.
         is_writer: whether this process keeps it; the others only know how good it was.
     """
 
-    def __init__(self, path: Path, metric: str, *, is_writer: bool) -> None:
+    def __init__(self, path: Path, metric: Metric, *, is_writer: bool) -> None:
         self._path, self._metric, self._is_writer = path, metric, is_writer
         self.found: dict[str, Any] = {}
         self._model: Snapshot = {}
 
     def consider(self, sparse: SparseModel, metrics: dict[str, float], **where: Any) -> None:
         """Keep a model if none before was better; of equals, the one trained longer."""
-        best = self.found["validation"][self._metric] if self.found else -math.inf
-        if metrics[self._metric] >= best or math.isnan(best):
+        name = self._metric.name
+        best = self.found["validation"][name] if self.found else math.nan
+        if self._metric.is_as_good(metrics[name], than=best):
             self.found = {"validation": metrics, **where}
             if self._is_writer:
                 self._model = sparse.snapshot(device="cpu")

@@ -47,6 +47,7 @@ from growprune.engine.training import Training, TrainingDiverged
 from growprune.errors import GrowpruneError
 from growprune.file.weights import digest_of, weights_file
 from growprune.logs import Logs
+from growprune.metric import Metric
 from growprune.plan import By, ScheduledPhase, check_counts
 from growprune.snapshot import Snapshot, pack
 from growprune.summary import summarise
@@ -103,7 +104,8 @@ class Run:
         logs = Logs(recipe.log if self.mesh.is_first else (), folder.path)
         self.events = Events(folder.append, [*listeners, logs], self.last)
         self.checkpoints = Checkpoints(folder, self.events, recipe.checkpoint_seconds)
-        self.best = Best(folder.best, self.task.metric, is_writer=self._takes_part())
+        metric = Metric(self.task.metric, self.task.lower_is_better)
+        self.best = Best(folder.best, metric, is_writer=self._takes_part())
         self.exploration = Exploration(self.sparse, folder, is_on=recipe.exploration, is_writer=self.mesh.leads_group)
         self.history: list[dict[str, Any]] = []
         self._branch_rows: list[dict[str, Any]] = []
@@ -264,7 +266,7 @@ class Run:
         (self.history if scheduled.branch is None else self._branch_rows).append(row)
         told = {name: value for name, value in row.items() if name not in ("stage", "branch")}
         told |= {"density": self._density(row["alive"]), "layers": self.accounting.densities}
-        told["metric"] = self.task.metric
+        told |= {"metric": self.task.metric, "lower_is_better": self.task.lower_is_better}
         self.events.log_event("epoch", scheduled, done=self._done + 1, **told)
 
     def _consider(self, scheduled: ScheduledPhase, row: dict[str, Any]) -> None:
@@ -409,6 +411,7 @@ class Run:
             "origin": self.folder.portable_origin(),
             "seed": self.recipe.seed,
             "metric": self.task.metric,
+            "lower_is_better": self.task.lower_is_better,
             "data": fingerprint(self.recipe, self.num_batches),
             "weights": self.weights,
             "environment": environment(self.device),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from growprune.engine.recipe import Recipe
 from growprune.engine.source import is_source, load
 from growprune.errors import GrowpruneError
-from growprune.recipes import classification, detection, digits, segmentation, translation
+from growprune.recipes import classification, detection, digits, language, segmentation, translation
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "digits/dense": digits.dense,
@@ -27,6 +27,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     **detection.RECIPES,
     **segmentation.RECIPES,
     **translation.RECIPES,
+    **language.RECIPES,
 }
 
 

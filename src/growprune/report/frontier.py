@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from growprune.metric import Metric
 from growprune.report.chart import INK, Chart, Styles, Value, axis, layout
 from growprune.report.groups import Cell, Group
 from growprune.report.runs import Json, Record
@@ -20,6 +21,7 @@ class Cost:
     title: str
     axis: str
     caption: str
+    """{up} and {above} stand for where better scores are."""
     of: Callable[[Record], float | None]
     tickformat: str
 
@@ -54,7 +56,7 @@ COSTS = (
         "Quality against sparsity",
         "sparsity",
         "How much quality is left as more weights are removed: the dashed line is the dense model, and what is on or "
-        "above it lost nothing. Runs of one sparsity stand side by side.",
+        "{above} it lost nothing. Runs of one sparsity stand side by side.",
         lambda record: record.sparsity,
         "~%",
     ),
@@ -62,7 +64,7 @@ COSTS = (
         "training-flops",
         "Quality against training FLOPs",
         "training FLOPs",
-        "How much computing each method needed to get there; up and to the left is better.",
+        "How much computing each method needed to get there; {up} and to the left is better.",
         given("training_flops"),
         "~s",
     ),
@@ -70,8 +72,8 @@ COSTS = (
         "inference-flops",
         "Quality against inference FLOPs",
         "FLOPs of one example, in theory",
-        "How much computing the finished model needs for one example, if its zeros are skipped; up and to the left is "
-        "better.",
+        "How much computing the finished model needs for one example, if its zeros are skipped; {up} and to the left "
+        "is better.",
         lambda record: record.total("flops_sparse"),
         "~s",
     ),
@@ -134,12 +136,17 @@ def _chart(cost: Cost, group: Group, styles: Styles) -> Chart | None:
     return Chart(
         f"quality-{cost.name}",
         cost.title,
-        cost.caption + (" Bars are one standard deviation over seeds." if _has_spread(shown) else ""),
+        _caption(cost, group.metric) + (" Bars are one standard deviation over seeds." if _has_spread(shown) else ""),
         data,
-        layout(_x_axis(cost, xs), axis(f"{group.metric}, test data")),
-        ["run", "sparsity", cost.axis, f"{group.metric} (mean)", "standard deviation", "seeds"],
+        layout(_x_axis(cost, xs), axis(f"{group.metric.name}, test data")),
+        ["run", "sparsity", cost.axis, f"{group.metric.name} (mean)", "standard deviation", "seeds"],
         [_row(cell, cost) for cell in [*dense, *shown]],
     )
+
+
+def _caption(cost: Cost, metric: Metric) -> str:
+    up, above = ("down", "below") if metric.lower_is_better else ("up", "above")
+    return cost.caption.format(up=up, above=above)
 
 
 def _x_axis(cost: Cost, xs: list[float]) -> Json:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from growprune.metric import Metric
 from growprune.report.runs import Record
 
 OF_NO_INFLUENCE = ("workers", "in_memory", "channels_last")
@@ -74,8 +75,8 @@ class Group:
         return [cell for cell in self.cells if cell.sparsity == 0]
 
     @property
-    def metric(self) -> str:
-        return next((cell.first.metric for cell in self.cells if cell.first.metric), "metric")
+    def metric(self) -> Metric:
+        return next((cell.first.metric for cell in self.cells if cell.first.metric.name), Metric("metric"))
 
 
 def group_runs(records: Sequence[Record]) -> list[Group]:

@@ -31,14 +31,15 @@ class Quantity:
 
 def quantities(group: Group) -> list[Quantity]:
     """The charts over time, in the order of the page."""
-    metric = group.metric
+    metric, better = group.metric.name, "lower" if group.metric.lower_is_better else "higher"
+    after = "lines jump where weights are taken away" if group.metric.lower_is_better else "dips follow edits"
     return [
         Quantity(
             "quality",
             f"{metric} over time",
             f"{metric} on validation data",
-            f"The higher a line, the better the model is on data it was not trained on ({metric}); dips follow edits.",
-            lambda record, row: (row.get("validation") or {}).get(record.metric),
+            f"The {better} a line, the better the model is on data it was not trained on ({metric}); {after}.",
+            lambda record, row: (row.get("validation") or {}).get(record.metric.name),
             statistics.mean,
         ),
         Quantity(

@@ -115,7 +115,8 @@ def _group(number: int, group: Group, styles: Styles, charts: list[Chart]) -> st
     compared = [*frontier_charts(group, styles), time_chart(group, styles)] if len(group.cells) > 1 else []
     sections = [f"<section id='group-{number}'><h2>{_escape(named)}</h2>"]
     if rows := tables.means(group):
-        head = [f"{group.metric}, test" if name == "quality" else name for name in tables.MEANS_HEAD]
+        quality = f"{group.metric.name}, test{group.metric.direction}"
+        head = [quality if name == "quality" else name for name in tables.MEANS_HEAD]
         sections.append(f"<h3>Results</h3>{_table(head, rows)}")
     sections.append(_figures("How it was trained", [chart for chart in shown if chart is not None], charts))
     sections.append(_figures("What was gained, and at what cost", [c for c in compared if c is not None], charts))

@@ -14,6 +14,7 @@ from typing import Any
 from growprune.engine import json_file
 from growprune.engine.folder import RunFolder
 from growprune.errors import GrowpruneError
+from growprune.metric import Metric
 
 Json = dict[str, Any]
 
@@ -24,7 +25,13 @@ FILES = ("result.json", "recipe.json", "plan.json", "log.jsonl")
 
 _RESULT: json_file.Names = {
     **{"recipe.task": dict, "recipe.method": str, "recipe.sparsity": json_file.NUMBER, "recipe.seed?": int},
-    **{"seconds": json_file.NUMBER, "metric?": str, "environment?": dict, "sparsity.rows?": list},
+    **{
+        "seconds": json_file.NUMBER,
+        "metric?": str,
+        "lower_is_better?": bool,
+        "environment?": dict,
+        "sparsity.rows?": list,
+    },
     **{
         f"sparsity.rows?.*.{name}": kind
         for name, kind in (("name", str), ("size", int), ("sparsity", json_file.NUMBER))
@@ -85,18 +92,18 @@ class Record:
         return dict(self.recipe.get("task") or {})
 
     @cached_property
-    def metric(self) -> str:
-        """The name of the number that a better model has more of; of old results, the first that the task gives."""
-        if self.result is not None and self.result.get("metric"):
-            return str(self.result["metric"])
+    def metric(self) -> Metric:
+        """The number that says how good a model is; of old results, the first that the task gives."""
         given = [row["validation"] for row in self.history if row.get("validation")]
         given += [self.result["test"]] if self.result is not None else []
-        return next((str(name) for metrics in given for name in metrics), "")
+        first = next((str(name) for metrics in given for name in metrics), "")
+        says = self.result if self.result is not None else next(iter(self.history), {})  # rows of a log say it too
+        return Metric.of(says, otherwise=first)
 
     @property
     def quality(self) -> float | None:
         """Of the last model, on test data."""
-        return None if self.result is None else self.result["test"].get(self.metric)
+        return None if self.result is None else self.result["test"].get(self.metric.name)
 
     @property
     def epochs(self) -> int:

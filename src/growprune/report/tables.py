@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from growprune.metric import decimals
 from growprune.report.chart import Value, scaled
 from growprune.report.frontier import average_live, given, peak_live, quality
 from growprune.report.groups import Cell, Group
@@ -31,7 +32,7 @@ def means(group: Group) -> list[list[str]]:
 def _cells(cell: Cell, dense: float | None) -> Iterator[str]:
     yield from (cell.label, str(len(cell.values(quality))), str(cell.first.epochs), spread(cell, quality))
     gap = (cell.mean(quality) or 0.0) - (dense or 0.0)
-    yield "" if dense is None or cell.sparsity == 0 else f"{gap:+.2f}"
+    yield "" if dense is None or cell.sparsity == 0 else f"{gap:+.{decimals(dense)}f}"
     yield _reached(cell)
     yield _say(cell.mean(given("training_flops")), scaled)
     yield _say(cell.mean(lambda record: record.total("flops_sparse")), scaled)
@@ -59,7 +60,8 @@ def spread(cell: Cell, of: Callable[[Record], float | None]) -> str:
     mean, deviation = cell.mean(of), cell.spread(of)
     if mean is None:
         return UNKNOWN
-    return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"
+    shown = (f"{number:.{decimals(mean)}f}" for number in (mean, deviation) if number is not None)
+    return " ± ".join(shown)
 
 
 def duration(seconds: float) -> str:
@@ -80,8 +82,8 @@ def all_runs(records: Sequence[Record]) -> list[list[Value]]:
         status = f"{record.status}: {record.why}" if record.why else record.status
         rows.append(
             [
-                *(record.name, status, record.method, record.sparsity, record.seed, record.epochs, record.metric),
-                *(record.quality, (best.get("test") or {}).get(record.metric), record.total("alive")),
+                *(record.name, status, record.method, record.sparsity, record.seed, record.epochs, record.metric.name),
+                *(record.quality, (best.get("test") or {}).get(record.metric.name), record.total("alive")),
                 *(given(name)(record) for name in ("file_bytes", "peak_bytes", "seconds")),
             ]
         )

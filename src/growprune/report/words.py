@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from growprune.methods import METHODS
+from growprune.metric import decimals
 from growprune.report.frontier import quality
 from growprune.report.groups import Cell, Group, what_differs
 from growprune.report.runs import Record
@@ -57,24 +58,25 @@ def _trained(group: Group) -> str:
 
 
 def _how_good(group: Group, finished: Sequence[Cell]) -> list[str]:
-    sentences = []
+    sentences, what = [], group.metric.name + group.metric.direction
     dense = next((cell for cell in finished if cell.sparsity == 0), None)
     if dense is not None:
-        sentences.append(f"Without removing anything, {group.metric} on test data is {spread(dense, quality)}.")
+        sentences.append(f"Without removing anything, {what} on test data is {spread(dense, quality)}.")
     for sparsity in sorted({cell.sparsity for cell in finished if cell.sparsity > 0}):
         cells = [cell for cell in finished if cell.sparsity == sparsity]
-        best = max(cells, key=lambda cell: cell.mean(quality) or 0.0)
+        best = cells[group.metric.best({n: cell.mean(quality) or 0.0 for n, cell in enumerate(cells)}) or 0]
         who = f"{best.series} is the best of {len(cells)} and" if len(cells) > 1 else best.series
-        text = f"At sparsity {sparsity:.4g}, {who} reaches {group.metric} {spread(best, quality)} on test data"
+        text = f"At sparsity {sparsity:.4g}, {who} reaches {group.metric.name} {spread(best, quality)} on test data"
         sentences.append(text + (f", {_gap(best, dense)}." if dense is not None else "."))
     return sentences
 
 
 def _gap(cell: Cell, dense: Cell) -> str:
     gap = (cell.mean(quality) or 0.0) - (dense.mean(quality) or 0.0)
-    if abs(gap) < 0.005:
+    places = decimals(dense.mean(quality))
+    if abs(gap) < 0.5 * 10**-places:
         return "as good as dense"
-    return f"{abs(gap):.2f} {'above' if gap > 0 else 'below'} dense"
+    return f"{abs(gap):.{places}f} {'above' if gap > 0 else 'below'} dense"
 
 
 def _how_long(cells: Sequence[Cell]) -> str:

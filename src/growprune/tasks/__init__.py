@@ -6,6 +6,7 @@ A task knows nothing of sparsity, methods or the engine.
 from growprune.tasks.classification import Classification
 from growprune.tasks.detection import Detection
 from growprune.tasks.digits import Digits
+from growprune.tasks.language import Language
 from growprune.tasks.segmentation import PartSegmentation
 from growprune.tasks.task import Split, Task
 from growprune.tasks.translation import Translation
@@ -16,6 +17,17 @@ TASKS: dict[str, type[Task]] = {
     "detection": Detection,
     "segmentation": PartSegmentation,
     "translation": Translation,
+    "language": Language,
 }
 
-__all__ = ["TASKS", "Classification", "Detection", "Digits", "PartSegmentation", "Split", "Task", "Translation"]
+__all__ = [
+    "TASKS",
+    "Classification",
+    "Detection",
+    "Digits",
+    "Language",
+    "PartSegmentation",
+    "Split",
+    "Task",
+    "Translation",
+]

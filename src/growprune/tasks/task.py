@@ -23,7 +23,10 @@ class Task(ABC):
     """
 
     metric: str
-    """The name of the number, among those `evaluate` returns, that a better model has more of."""
+    """The name of the number, among those `evaluate` returns, that says how good a model is."""
+
+    lower_is_better: bool = False
+    """Whether a better model has less of it, as of a loss, or more, as of an accuracy."""
 
     @abstractmethod
     def build_model(self) -> nn.Module:

@@ -1,0 +1,57 @@
+"""Which of two scores is the better one: decided here, for the best model of a run, for comparisons and for reports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The number that says how good a model is."""
+
+    name: str
+    lower_is_better: bool = False
+    """Of an accuracy a better model has more, of a loss less."""
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any], otherwise: str = "") -> Metric:
+        """As a result or an event of a log says it; of results from before it was said, more is better."""
+        return cls(str(result.get("metric") or otherwise), bool(result.get("lower_is_better", False)))
+
+    def is_as_good(self, score: float, than: float) -> bool:
+        """Whether a score is as good as another, or better; any is better than what is no number, which is never.
+
+        >>> Metric("accuracy").is_as_good(2.0, than=1.0), Metric("loss", True).is_as_good(2.0, than=1.0)
+        (True, False)
+        """
+        if math.isnan(score) or math.isnan(than):
+            return not math.isnan(score)
+        return score <= than if self.lower_is_better else score >= than
+
+    def best(self, scores: Mapping[Key, float]) -> Key | None:
+        """Whose score is the best; of equals, the first.
+
+        >>> Metric("accuracy").best({"a": 1.0, "b": 2.0}), Metric("loss", True).best({"a": 1.0, "b": 2.0})
+        ('b', 'a')
+        """
+        choose = min if self.lower_is_better else max
+        return choose(scores, key=lambda key: scores[key], default=None)
+
+    @property
+    def direction(self) -> str:
+        """In words, where a reader would not expect it."""
+        return " (lower is better)" if self.lower_is_better else ""
+
+
+def decimals(score: float | None) -> int:
+    """How many decimals of scores of this size to show: bits per byte are told apart by the third.
+
+    >>> decimals(39.3), decimals(1.47)
+    (2, 3)
+    """
+    return 2 if score is None or abs(score) >= 10 else 3

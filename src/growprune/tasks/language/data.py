@@ -1,0 +1,96 @@
+"""A text file as bytes, cut by position into 90 % to train on, 5 % to validate and 5 % to test, and batches of it.
+
+An epoch goes once over the training text: the text is cut into pieces of one length that do not overlap, from an offset
+that is drawn for each epoch, and the pieces come in random order. So a byte is at another place of its piece in each
+epoch. What does not fill a piece or a batch is left out: all batches have one shape.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from growprune.errors import GrowpruneError
+from growprune.tasks.bad_records import find
+
+LAYOUT = "a file of text, of which each byte is a character"
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """The bytes (uint8) of each split."""
+
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+
+
+@functools.cache
+def load(data: str) -> Text:
+    """Read a file and cut it."""
+    path = find(data, "", layout=LAYOUT)
+    if not path.is_file():
+        raise GrowpruneError(f"{path} is a folder; expected is {LAYOUT}: give the file itself with --data")
+    return cut(path.read_bytes(), path)
+
+
+def cut(content: bytes, source: Path | str = "the text") -> Text:
+    """The first 90 % of a text, the next 5 %, and the rest.
+
+    >>> [len(part) for part in vars(cut(bytes(60))).values()]
+    [54, 3, 3]
+    """
+    size = len(content)
+    ends = (size * 90 // 100, size * 95 // 100)
+    parts = (content[: ends[0]], content[ends[0] : ends[1]], content[ends[1] :])
+    if any(len(part) < 2 for part in parts):  # a byte to look at, and one to predict
+        raise GrowpruneError(f"{source} has {size} bytes, but 40 or more are needed to train, validate and test on")
+    return Text(*(torch.from_numpy(np.frombuffer(part, np.uint8).copy()) for part in parts))
+
+
+@functools.cache
+def on_device(data: str, split: str, device: torch.device) -> Tensor:
+    """The bytes of a split on a device, copied once."""
+    tokens: Tensor = getattr(load(data), split)
+    return tokens.to(device)
+
+
+def num_batches(size: int, context: int, batch_size: int) -> int:
+    """How many batches of pieces a text of so many bytes fills, whatever the offset.
+
+    >>> num_batches(41, context=4, batch_size=3), num_batches(39, context=4, batch_size=3)
+    (3, 2)
+    """
+    return (size - context) // context // batch_size
+
+
+def shuffled(text: Tensor, context: int, batch_size: int, *, seed: int, start: int) -> Iterator[Tensor]:
+    """The batches of an epoch from number `start` on: pieces (batch_size, context + 1), each with the byte after it."""
+    generator = np.random.default_rng(seed)
+    offset = int(generator.integers(context))
+    num_pieces = (len(text) - 1 - offset) // context
+    order = torch.from_numpy(generator.permutation(num_pieces)).to(text.device)  # once: the host need not wait again
+    places = torch.arange(context + 1, device=text.device)
+    for number in range(start, num_batches(len(text), context, batch_size)):
+        pieces = order[number * batch_size : (number + 1) * batch_size]
+        yield text[offset + context * pieces[:, None] + places].long()
+
+
+def in_order(text: Tensor, context: int, batch_size: int) -> Iterator[Tensor]:
+    """All of a text in pieces as above, one after the other; the last of them is shorter and comes alone.
+
+    So each byte but the first is predicted once.
+    """
+    num_pieces = (len(text) - 1) // context
+    places = torch.arange(context + 1, device=text.device)
+    for start in range(0, num_pieces, batch_size):
+        pieces = torch.arange(start, min(start + batch_size, num_pieces), device=text.device)
+        yield text[context * pieces[:, None] + places].long()
+    if len(rest := text[context * num_pieces :]) > 1:
+        yield rest[None].long()

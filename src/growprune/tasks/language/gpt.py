@@ -1,0 +1,112 @@
+"""A small GPT (Radford et al., 2019): pre-norm, learned positions, and one matrix for the embedding and the output.
+
+Every product with a weight is a layer of its own (q, k, v and out are apart) without a bias, so that each can become
+sparse; the shared matrix is an embedding and stays dense. First weights are those of GPT-2.
+
+Shapes: B pieces of T bytes, C channels in H heads of D, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+STD = 0.02
+"""Of the first weights."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes and the dropout rate of a GPT."""
+
+    vocab_size: int
+    context: int
+    d_model: int
+    ffn: int
+    heads: int
+    layers: int
+    dropout: float = 0.0
+
+
+class GPT(nn.Module):
+    """What comes next, after each byte."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = Embedding(shape.vocab_size, shape.d_model)
+        self.positions = Embedding(shape.context, shape.d_model)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.d_model)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits (B, T, V) of what follows each of the tokens (B, T)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.embedding(tokens) + self.positions(places))
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+class Layer(nn.Module):
+    """Self-attention, then feed-forward; each has its norm before it and is added to what came in."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(shape.d_model)
+        self.attention = Attention(shape)
+        self.ffn_norm = nn.LayerNorm(shape.d_model)
+        self.fc1 = Linear(shape.d_model, shape.ffn)
+        self.fc2 = Linear(shape.ffn, shape.d_model, std=last_std(shape))
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.fc2(F.gelu(self.fc1(self.ffn_norm(x)))))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Multi-head attention of each byte to itself and to those before it."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.attention_dropout = shape.heads, shape.dropout
+        self.q, self.k, self.v = (Linear(shape.d_model, shape.d_model) for _ in range(3))
+        self.out = Linear(shape.d_model, shape.d_model, std=last_std(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)"""
+        q, k, v = (self._split(layer(x)) for layer in (self.q, self.k, self.v))
+        dropout = self.attention_dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _split(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, H, T, D)"""
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+class Embedding(nn.Embedding):
+    """An embedding that starts as GPT-2's do."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=STD)
+
+
+class Linear(nn.Linear):
+    """A linear layer without a bias that starts as GPT-2's do."""
+
+    def __init__(self, inputs: int, outputs: int, *, std: float = STD) -> None:
+        self.std = std  # first, because the layer initialises itself as it is made
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+def last_std(shape: Shape) -> float:
+    """Of layers whose output is added up: less, the more of them there are."""
+    return float(STD * (2 * shape.layers) ** -0.5)
