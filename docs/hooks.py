@@ -27,6 +27,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """A picture of an experiment is in the site; any other file of the repository is named only."""
+    markdown = markdown.replace("`comparison.html`", "[comparison.html](comparison.html)")  # made above
     markdown = re.sub(r"(!\[[^]]*\]\()\.\./", r"\1", markdown)
     markdown = re.sub(r"\[([^]]*)\]\(\.\./([^)]*)\)", r"`\2`", markdown)
     return "\n".join(part_lists(markdown.splitlines()))

@@ -430,11 +430,11 @@ class SparseModel:
         """
         self._check_not_released()
         self.notice_shards()
-        self.fill(snapshot, keep=keep)
+        self.restore_some(snapshot, keep=keep)
         if self._optimizers.attached or self._parameters.keys() - snapshot.keys():
             self.enforce()  # what was loaded is zero off its mask, and the state of optimizers may not be
 
-    def fill(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
+    def restore_some(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
         """`restore`, for a model that is being built."""
         tensors = _tensors(self.model)
         for name, (values, mask) in snapshot.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import runpy
@@ -336,3 +337,17 @@ def test_the_bytes_of_a_model_are_those_its_file_takes_behind_the_header(tmp_pat
     assert file.writer.num_bytes(sparse)[1] == len(content) - 8 - int.from_bytes(content[:8], "little")
     shared = sum(sparse.model.state_dict()[name].nbytes for name in ("same.weight", "same.bias", "tied.weight"))
     assert file.writer.num_bytes(sparse)[0] == dense - shared
+
+
+@pytest.mark.filterwarnings("ignore:no weight lives in")
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_layer_in_which_nothing_lives_is_saved_and_loaded(storage: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].weight.data.fill_(1e-6)
+    sparse = SparseModel(model, sparsity=0.5, allocation="global")
+    sparse.prune()
+    assert not sparse.mask("0.weight").any()
+    file.save(sparse, tmp_path / "m.safetensors")
+    again = file.load(tmp_path / "m.safetensors", copy.deepcopy(model), storage=storage)
+    assert again.num_alive == sparse.num_alive
+    assert torch.equal(again.model(torch.ones(1, 8)), model(torch.ones(1, 8)))

@@ -78,7 +78,7 @@ def restore_sharded(
     names = {id(tensor): name for name, tensor in _named(sparse.model)}
     for module in reversed(list(sparse.model.modules())):  # inner ones first
         own = [names.pop(id(t), "") for t in (*module._parameters.values(), *module._buffers.values())]
-        sparse.fill({name: tensors[name] for name in own if name in tensors})
+        sparse.restore_some({name: tensors[name] for name in own if name in tensors})
         shards.done(module)
     sparse.notice_shards()
 

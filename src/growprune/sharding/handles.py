@@ -23,17 +23,17 @@ class Handle:
 
     def __init__(self, group: Any, index: int) -> None:
         self._group, self._index = group, index
-        info = self.held.mesh_info
+        info = self.record.mesh_info
         self.ranks = Ranks(info.shard_process_group, group.device, getattr(info, "replicate_process_group", None))
 
     @property
-    def held(self) -> Any:
+    def record(self) -> Any:
         return self._group.fsdp_params[self._index]
 
     @property
     def place(self) -> tuple[nn.Module, str]:
         """The module that has the parameter, and its name there."""
-        info = self.held._module_info
+        info = self.record._module_info
         return info.module, info.param_name
 
     @property
@@ -45,19 +45,19 @@ class Handle:
     @property
     def parameter(self) -> nn.Parameter:
         """The DTensor that optimizers see, whether the module has it or the gathered one now."""
-        parameter: nn.Parameter = self.held.sharded_param
+        parameter: nn.Parameter = self.record.sharded_param
         return parameter
 
     @property
     def gathered(self) -> nn.Parameter | None:
         """What the module computes with, from its first forward pass on."""
-        return getattr(self.held, "_unsharded_param", None)
+        return getattr(self.record, "_unsharded_param", None)
 
     @property
     def has_gradient(self) -> bool:
         """Whether earlier backward passes have left a gradient, summed over the ranks or not yet."""
         is_here = self.gathered is not None and self.gathered.grad is not None
-        return is_here or self.parameter.grad is not None or self.held.unsharded_accumulated_grad is not None
+        return is_here or self.parameter.grad is not None or self.record.unsharded_accumulated_grad is not None
 
     def whole(self, tensor: Tensor) -> Tensor:
         """A tensor sharded like the parameter, such as optimizer state, from all ranks."""
@@ -76,26 +76,26 @@ class Handle:
         return self._sharded(part, torch.Size([length]), (1,))
 
     def _sharded(self, local: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        spec = self.held._sharding_spec
+        spec = self.record._sharding_spec
         return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
 
     def put(self, values: Tensor, *, requires_grad: bool) -> None:
         """Let the parameter be these values, of whatever size, of which each rank keeps its own."""
-        old = self.held
+        old = self.record
         policy = CPUOffloadPolicy(pin_memory=old.pin_memory) if old.offload_to_cpu else OffloadPolicy()
         settings = (old.mesh_info, old.post_forward_mesh_info, old.device, None, old.mp_policy, policy)
         parameter = nn.Parameter(values.to(old.device).contiguous(), requires_grad=requires_grad)
         self.put_back(FSDPParam(parameter, old._module_info, *settings))
 
-    def put_back(self, held: Any) -> None:
+    def put_back(self, record: Any) -> None:
         """Have FSDP2 hold the parameter this way."""
         reshard(self._group)
-        old = self.held
+        old = self.record
         old._post_load_hook_handle.remove()
-        held._param_fqn = old._param_fqn
-        held.init_dtype_attrs(held.mp_policy)
-        held._setattr_on_modules(held.sharded_param)
-        self._group.fsdp_params[self._index] = held
+        record._param_fqn = old._param_fqn
+        record.init_dtype_attrs(record.mp_policy)
+        record._setattr_on_modules(record.sharded_param)
+        self._group.fsdp_params[self._index] = record
 
 
 def reshard(group: Any) -> None:

@@ -65,12 +65,12 @@ class ShardedCompact(Compact):
         self.parameter.requires_grad_(self._is_trained and self.parameter.numel() > 0)
 
     def preview(self, mask: Tensor) -> Callable[[], None]:
-        held, layout = self.handle.held, self._layout
+        record, layout = self.handle.record, self._layout
         self.set_mask(mask)
 
         def undo() -> None:
             set_layout(self.module, self._local, layout)
-            self.handle.put_back(held)
+            self.handle.put_back(record)
 
         return undo
 

@@ -222,6 +222,8 @@ def padded_copy(tensor: Tensor, *, to: int = 1) -> Tensor:
     On the CPU by numpy, in one thread: torch would wake all of them for each tensor, and wait for the slowest.
     """
     size = -(-tensor.numel() // to) * to
+    if not size:
+        return torch.empty_like(tensor)  # torch cannot view nothing as bytes
     if tensor.device.type != "cpu":
         return torch.nn.functional.pad(tensor, (0, size - tensor.numel()), mode="constant").clone()
     octets = np.empty(size * tensor.element_size(), np.uint8)
