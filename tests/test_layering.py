@@ -57,7 +57,7 @@ MAY_IMPORT = {
     # what reads sparse models
     "atomic": "",
     "flops": "layers sparse",
-    "file": "atomic plan layers selection patterns snapshot sparse sharding",
+    "file": "atomic plan layers selection patterns snapshot storage.kernels sparse sharding",
     "pretrained": "atomic sparse file",
     "summary": "layers sparse flops file",
     "importers": "layers patterns snapshot zeros sparse file",

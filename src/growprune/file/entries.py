@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -175,11 +174,6 @@ def digest(tensor: Tensor) -> str:
 def crc32(tensor: Tensor) -> int:
     """The CRC-32 of a tensor's bytes: it tells damage as SHA-256 does, and takes less than half the time."""
     return zlib.crc32(bytes_of(tensor))
-
-
-def copy_of(tensor: Tensor) -> Tensor:
-    """A flat copy; by numpy, in one thread, as torch would wake all of its own for each tensor."""
-    return torch.from_numpy(np.array(bytes_of(tensor))).view(tensor.dtype)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

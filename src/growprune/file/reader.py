@@ -14,13 +14,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.file.entries import DTYPES, GAP_DTYPES, Entry, check_blocks, copy_of, crc32, digest, parse_entry, whole
+from growprune.file.entries import DTYPES, GAP_DTYPES, Entry, check_blocks, crc32, digest, parse_entry, whole
 from growprune.file.masks import count_bits, from_gaps, num_bits, num_mask_bytes, row_major, scatter, to_bits, to_bools
 from growprune.file.versions import FORMAT, VERSIONS
 from growprune.file.writer import tensors_of
 from growprune.layers import is_compact, prunable_weights
 from growprune.patterns import parse_pattern
 from growprune.sparse import SparseModel
+from growprune.storage.kernels import padded_copy
 
 T = TypeVar("T")
 
@@ -114,7 +115,7 @@ class SparseFile:
             if not entry.weights:
                 return self.values(entry), None
             bits, values = self.bits(entry), self.values(entry)
-            return (copy_of(values), copy_of(bits)) if copied else (values, bits)
+            return (padded_copy(values), padded_copy(bits)) if copied else (values, bits)
 
         return self.each(checked)
 
