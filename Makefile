@@ -18,9 +18,9 @@ lint: .venv/dev
 types: .venv/dev
 	$(BIN)/mypy
 
-# Two at a time, each on one core; what is marked slow is part of it.
+# Three at a time on two cores, as many wait for processes they have started; what is marked slow is part of it.
 unit: .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadgroup
 
 # The site, in site/; `make test` builds it too.
 docs: .venv/dev

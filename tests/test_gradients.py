@@ -475,3 +475,41 @@ def test_a_compact_layer_that_is_used_twice_has_the_sum_of_its_gradients() -> No
     (model(torch.ones(1, 4)).sum() + model(torch.ones(1, 4)).sum()).backward()
     sparse.gradients.end_iteration()
     assert sparse.gradients.scores(By.GRADIENT, "weight").tolist() == [[2.0] * 4] * 4
+
+
+# Compiled models
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does that itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # nor does it mind that
+def test_a_compiled_compact_model_shows_the_gradients_that_edits_look_at() -> None:
+    def masks(is_compiled: bool) -> list[Tensor]:
+        model = small_net()
+        sparse = SparseModel(model, sparsity=0.75, storage="compact")
+        run = torch.compile(model, backend="aot_eager") if is_compiled else model
+        plan = gp.methods.rigl(gp.Partition.per_layer(model), sparsity=0.75, iterations=8, every=3, until=1.0)
+        cursor = Cursor(sparse, plan)
+        optimizer = cursor.attach(sgd(model.parameters()))
+        seen = []
+        for iteration in range(8):
+            train_step(run, optimizer, iteration)
+            seen.append(torch.cat([sparse.mask(w.name).flatten() for w in sparse.weights]))
+        return seen
+
+    expected, found = masks(False), masks(True)
+    assert not torch.equal(expected[0], expected[-1])  # there were swaps
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_model_is_compiled_as_one_graph_again_when_nobody_looks_at_gradients_any_more() -> None:
+    model = small_net()
+    sparse = SparseModel(model, sparsity=0.75, storage="compact")
+    sparse.prune(by=By.RANDOM)
+    plan = gp.methods.rigl(gp.Partition.per_layer(model), sparsity=0.75, iterations=4, every=1, initial_mask="as_is")
+    cursor = Cursor(sparse, plan)
+    optimizer = cursor.attach(sgd(model.parameters()))
+    for iteration in range(4):
+        train_step(model, optimizer, iteration)
+    assert cursor.is_over
+    train_step(torch.compile(model, backend="aot_eager", fullgraph=True), optimizer, 4)

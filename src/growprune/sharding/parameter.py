@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from growprune.sharding.handles import Handle
 from growprune.storage.compact import Compact, Layout, let_compile_again, set_layout
-from growprune.storage.compact_layers import RECORDERS, hand_over
+from growprune.storage.compact_layers import RECORDERS, hand_over, watch
 
 
 class ShardedCompact(Compact):
@@ -53,6 +53,7 @@ class ShardedCompact(Compact):
         return found if isinstance(found, DTensor) else self.handle.cut(found)
 
     def _keep(self, values: Tensor, layout: Layout | None) -> None:
+        self._find_blocks(layout)
         set_layout(self.module, self._local, layout)
         self.handle.put(values, requires_grad=self._is_trained)
         self._ask_for_gradients()
@@ -91,6 +92,7 @@ class ShardedCompact(Compact):
     @record.setter
     def record(self, record: Callable[[Tensor], None] | None) -> None:
         self._record = record
+        watch(self.module, is_watched=record is not None)
         if record is not None:
             self._listen()
 

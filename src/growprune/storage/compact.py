@@ -29,7 +29,15 @@ from growprune.patterns import Pattern
 from growprune.snapshot import unpack
 from growprune.storage import block_products, kernels
 from growprune.storage.blocks import LiveBlocks, block_of, live_blocks
-from growprune.storage.compact_layers import FORWARDS, RECORDERS, check_first_derivative, hand_over, record
+from growprune.storage.compact_layers import (
+    FORWARDS,
+    RECORDERS,
+    WATCHED,
+    check_first_derivative,
+    hand_over,
+    record,
+    watch,
+)
 from growprune.storage.masked import hookable
 
 MOST_GRAPHS = 64
@@ -269,6 +277,7 @@ class Compact:
     @record.setter
     def record(self, record: Callable[[Tensor], None] | None) -> None:
         self._record = record
+        watch(self.module, is_watched=record is not None)
         self._listen()
 
     def _listen(self) -> None:
@@ -288,13 +297,16 @@ class Compact:
 
     def _keep(self, values: Tensor, layout: Layout | None) -> None:
         old = self.parameter
-        if layout is not None and self._block is not None:
-            layout.blocks = live_blocks(layout.mask(), *self._block)
+        self._find_blocks(layout)
         self.module._parameters[self._local] = nn.Parameter(values, requires_grad=old.requires_grad)
         set_layout(self.module, self._local, layout)
         let_compile_again()
         if self._record is not None:
             self._listen()
+
+    def _find_blocks(self, layout: Layout | None) -> None:
+        if layout is not None and self._block is not None:
+            layout.blocks = live_blocks(layout.mask(), *self._block)
 
 
 def let_compile_again() -> None:
@@ -318,6 +330,7 @@ def set_layout(module: nn.Module, local: str, layout: Layout | None) -> None:
     """Say how a parameter of a module is stored; the module's class, and what its state_dict does, follow."""
     layouts = {**layouts_of(module), local: layout}
     module.__dict__["_compact_layouts"] = layouts
+    module.__dict__.setdefault(WATCHED, False)
     module.__dict__[DENSE_SHAPES] = {
         name: tuple(sparse_parameter.shape)
         for name, sparse_parameter in layouts.items()
@@ -341,7 +354,7 @@ def make_plain(module: nn.Module) -> None:
     module.__class__ = getattr(type(module), "_plain_class", type(module))
     for handle in vars(module).pop("_compact_hooks", ()):
         handle.remove()
-    for attribute in ("_compact_layouts", DENSE_SHAPES):
+    for attribute in ("_compact_layouts", DENSE_SHAPES, WATCHED):
         vars(module).pop(attribute, None)
 
 

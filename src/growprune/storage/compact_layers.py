@@ -20,8 +20,30 @@ RECORDERS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDic
 """By layout: the sparse parameter that may want to record dense gradients."""
 
 
+WATCHED = "_compact_is_watched"
+"""The attribute of a layer whose dense gradients somebody records. torch.compile looks at it, too."""
+
+
+def _apply(function: type[torch.autograd.Function], *operands: Any) -> Tensor:
+    return function.apply(*operands)  # type: ignore[no-any-return,no-untyped-call]
+
+
+EAGERLY = _apply
+"""The same outside of what torch.compile makes, once somebody has recorded: to say so loads the compiler."""
+
+
+def watch(module: nn.Module, *, is_watched: bool) -> None:
+    """Let a layer run eagerly, even in a compiled model, while its dense gradients are recorded."""
+    global EAGERLY
+    module.__dict__[WATCHED] = is_watched
+    if is_watched and EAGERLY is _apply:
+        EAGERLY = torch.compiler.disable(_apply)  # type: ignore[no-untyped-call]
+
+
 def record(layout: Any, gradient: Tensor) -> None:
     """Give a dense gradient to the sparse parameter that records it, if there is one."""
+    if torch.compiler.is_compiling():
+        return  # nobody does: see `watch`
     if RECORDERS and layout is not None and (recorder := RECORDERS.get(layout)) is not None:
         hand_over(recorder(), gradient)
 
@@ -33,7 +55,7 @@ def hand_over(sparse_parameter: Any, gradient: Tensor | None) -> None:
 
 def is_recorded(layout: Any) -> bool:
     """Whether somebody wants to see the dense gradient."""
-    recorder = RECORDERS.get(layout) if RECORDERS else None
+    recorder = RECORDERS.get(layout) if RECORDERS and not torch.compiler.is_compiling() else None
     sparse_parameter = None if recorder is None else recorder()
     return sparse_parameter is not None and sparse_parameter.record is not None
 
@@ -109,10 +131,12 @@ def _kept(ctx: Any) -> Any:
     return unpack(x), unpack(values)
 
 
-def _applied(function: type[torch.autograd.Function], *operands: Any) -> Tensor:
+def _applied(module: nn.Module, function: type[torch.autograd.Function], *operands: Any) -> Tensor:
     """`function.apply`, less what that does for transforms of whole functions, which takes as long as the rest."""
+    if torch.compiler.is_compiling() and module.__dict__[WATCHED]:
+        return EAGERLY(function, *operands)  # what is compiled shows nothing to anybody
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return function.apply(*operands)  # type: ignore[no-any-return,no-untyped-call]
+        return _apply(function, *operands)
     return super(torch.autograd.Function, function).apply(*operands)  # type: ignore[no-any-return,misc]
 
 
@@ -124,7 +148,7 @@ def check_first_derivative(gradient: Tensor) -> None:
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """`nn.Linear.forward`."""
-    return _applied(CompactLinear, x, *_operands(module, x))
+    return _applied(module, CompactLinear, x, *_operands(module, x))
 
 
 class CompactLinear(torch.autograd.Function):
@@ -216,7 +240,7 @@ def transposed_convolution(module: Any, x: Tensor, output_size: list[int] | None
 def _convolve(module: nn.Module, x: Tensor, shape: tuple[Any, ...]) -> Tensor:
     is_batch = x.dim() == len(shape[0]) + 2
     x = x if is_batch else x[None]
-    y = _applied(CompactConvolution, x, *_operands(module, x), shape)
+    y = _applied(module, CompactConvolution, x, *_operands(module, x), shape)
     return y if is_batch else y[0]
 
 
