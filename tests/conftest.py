@@ -1,5 +1,10 @@
 """Settings for all tests: one thread (the tensors are tiny), no time limit on a single example, one user of ports."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
@@ -17,8 +22,26 @@ WITH_PORTS = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start processes which meet at a port go to one worker: a free port is free only until it is taken."""
+    """Tests that start processes which meet at a port go to one worker: a free port is free only until it is taken.
+
+    So do those that look at the site, which is built once.
+    """
     for item in items:
         if item.path.stem in WITH_PORTS:
             item.add_marker(pytest.mark.xdist_group("ports"))
+        elif item.path.stem in ("test_docs", "test_docs_browser"):
+            item.add_marker(pytest.mark.xdist_group("site"))
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation as a site, built without a complaint."""
+    pytest.importorskip("mkdocs")
+    folder, root = tmp_path_factory.mktemp("site"), Path(__file__).parent.parent
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return folder
