@@ -7,11 +7,10 @@ Plain SVG, from the plan itself and from the results beside this file. Colours a
 
 from __future__ import annotations
 
-import json
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+from growprune.compare import of_runs
 from growprune.methods import gradual_gap
 from growprune.partition import Partition
 from growprune.plan import Action, Part, Phase
@@ -19,20 +18,21 @@ from growprune.plan import Action, Part, Phase
 HERE = Path(__file__).parent
 IMAGES = HERE.parent / "docs" / "images"
 GREY = "#808890"
-STUDY = "classification-cifar10-width32"
+STUDY = HERE / "compare" / "cifar10-width32"
 POINTS = {
-    "dense": "dense",
-    "plan-cyclic4-0.5-linear": "gradual_gap",
-    "plan-cyclic4-0.5": "gradual_gap power=3",
-    "plan-never-0.375": "never growing",
-    "plan-never-0.5": "never growing",
-    "acdc-90-global": "AC/DC",
-    "gmp-90-global": "GMP",
-    "rigl-90-erk": "RigL",
-    "static-90-erk": "static",
-    "cyclic-90-uniform": "C-GaP (paper)",
+    "dense": ("dense", "right"),
+    "dpf:global every=16": ("DPF", "right"),
+    "gmp:global every=100": ("GMP", "right"),
+    "acdc:global": ("AC/DC", "right"),
+    "gradual_gap:global": ("gradual_gap", "right"),
+    "gradual_gap:global control=peak": ("never growing", "right"),
+    "gradual_gap:global control=start": ("never growing", "left"),
+    "granet:erk every=100": ("GraNet", "right"),
+    "cyclic_gap:uniform steps=8 epochs=3 finetune=36": ("C-GaP (paper)", "left"),
+    "rigl:erk every=100": ("RigL", "right"),
+    "static_random:erk": ("static", "right"),
 }
-"""Rows of the study, and what they are called; `plan-cyclic4-0.5-linear` is gradual_gap with start=0.5."""
+"""Rows of the comparison at 90 %, what they are called, and on which side of the point there is room to say so."""
 
 
 def svg(width: int, height: int, body: list[str], title: str) -> str:
@@ -75,30 +75,28 @@ def schedule() -> str:
 
 def frontier() -> str:
     """Test accuracy against the largest share of the weights that ever lived."""
-    body, left, bottom, low, high = [], 56.0, 316.0, 87.0, 90.2
+    body, left, bottom, low, high = [], 56.0, 316.0, 86.5, 90.2
 
     def at(peak: float, top1: float) -> tuple[float, float]:
         return left + 460 * peak, bottom - (top1 - low) / (high - low) * 300
 
     for value in range(87, 91):
         _, y = at(0, value)
-        body.append(f'<line x1="{left}" x2="{left + 490}" y1="{y:g}" y2="{y:g}" stroke="{GREY}" stroke-opacity="0.3"/>')
+        body.append(f'<line x1="{left}" x2="{left + 570}" y1="{y:g}" y2="{y:g}" stroke="{GREY}" stroke-opacity="0.3"/>')
         body.append(text(left - 8, y + 5, f"{value} %", anchor="end"))
     for share in (0.1, 0.25, 0.5, 0.75, 1.0):
         body.append(text(at(share, low)[0], bottom + 20, f"{100 * share:.0f} %", anchor="middle"))
-    for row, name in POINTS.items():
-        results = [json.loads(path.read_text()) for path in sorted((HERE / STUDY / row).glob("seed*/result.json"))]
-        top1 = statistics.fmean(result["test"]["top1"] for result in results)
-        peaks = [max(h["alive"] for h in r["history"]) / r["sparsity"]["totals"]["prunable"] for r in results]
-        x, y = at(max(peaks), top1)
-        colour = "#d62728" if name.startswith("gradual_gap") else "#1f77b4"
+    rows = {row.name: row for row in of_runs([STUDY]).rows if row.sparsity in (0, 0.9)}
+    for row, (name, side) in POINTS.items():
+        top1, is_one = rows[row].summary["test"]["mean"], rows[row].summary["finished"] == 1
+        x, y = at(rows[row].summary["peak_alive"], top1)
+        colour = "#d62728" if name == "gradual_gap" else "#1f77b4"
         body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
-        words = f"{name}, {top1:.1f}" + ("" if len(results) > 1 else "*")
-        is_left = max(peaks) < 0.3  # where there is no room to the left of the point
-        body.append(text(x + 10 if is_left else x - 10, y + 5, words, anchor="start" if is_left else "end"))
+        words, is_right = f"{name}, {top1:.1f}" + "*" * is_one, side == "right"
+        body.append(text(x + 10 if is_right else x - 10, y + 5, words, anchor="start" if is_right else "end"))
     body.append(text(left, bottom + 46, "most weights alive at any time, as a share of dense"))
     body.append(text(left, bottom + 68, "two seeds each; * one"))
-    return svg(560, 394, body, "ResNet-18 (width 32) on CIFAR-10 at 90 % sparsity, 60 epochs: accuracy against peak")
+    return svg(640, 394, body, "ResNet-18 (width 32) on CIFAR-10 at 90 % sparsity, 60 epochs: accuracy against peak")
 
 
 PICTURES = {"schedule.svg": schedule, "frontier.svg": frontier}
