@@ -239,6 +239,20 @@ def test_a_folder_of_a_gpu_is_loaded_as_it_was_chosen(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("without_a_gpu")
+def test_a_model_whose_layers_are_all_faster_dense_is_still_saved_sparse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, {64: "dense", 96: "dense"})
+    sparse, x = sparse_mlp(), torch.randn(2, 64)
+    fast = gp.deploy(sparse, x, device="cuda", seconds=1)
+    fast.save(tmp_path / "fast")
+    assert gp.manifest(tmp_path / "fast/model.safetensors")["totals"]["prunable_nnz"] == sparse.num_alive
+    again = gp.load_deployed(tmp_path / "fast", sparse_mlp().model)
+    assert again.table == fast.table
+    assert torch.equal(again(x), fast(x))
+
+
+@pytest.mark.usefixtures("without_a_gpu")
 def test_a_folder_of_a_gpu_is_not_for_bench(tmp_path: Path) -> None:
     gp.deploy(sparse_mlp(), torch.randn(2, 64), device="cuda", seconds=0).save(tmp_path / "fast")
     done = CliRunner().invoke(app, ["bench", str(tmp_path / "fast")])

@@ -139,7 +139,7 @@ def _save_weights(made: Made, path: Path) -> None:
     memo: dict[int, Any] = {id(parameter): parameter for parameter in skeleton.module.parameters()}
     bare = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
     fill_in(bare)
-    if skeleton.matrices or (made.found is not None and made.found.replaced):
+    if skeleton.matrices or (made.found is not None and made.found.rows):  # sparse, though it may run dense
         file.save(SparseModel.from_zeros(bare.module, **made.settings), path)
     else:
         file.save(SparseModel(bare.module, sparsity=0.0), path)
