@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from page import put
 from run import keep
 
 from growprune.compare import of_runs
@@ -41,11 +42,7 @@ def table(study: str) -> str:
 def page(text: str) -> str:
     """The page with every table brought up to date."""
     for study in STUDIES:
-        begin, end = f"<!-- comparison: {study} -->\n", f"<!-- end of comparison: {study} -->"
-        if text.count(begin) != 1 or text.partition(begin)[2].count(end) != 1:
-            raise ValueError(f"{PAGE} must have the lines {begin.strip()} and {end} once each")
-        before, _, rest = text.partition(begin)
-        text = before + begin + table(study) + end + rest.partition(end)[2]
+        text = put(text, f"<!-- comparison: {study} -->\n", f"<!-- end of comparison: {study} -->", table(study))
     return text
 
 

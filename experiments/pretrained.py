@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from page import put
 from run import STOPPED, keep
 
 HERE = Path(__file__).parent
@@ -172,8 +173,7 @@ def main() -> None:
     if args.table or args.write:
         print(table(args.results))
     if args.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + table(args.results) + END + rest.partition(END)[2])
+        PAGE.write_text(put(PAGE.read_text(), BEGIN, END, table(args.results)))
 
 
 if __name__ == "__main__":

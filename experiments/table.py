@@ -12,6 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from page import put
 from run import NARROW, RECIPES_OF, VARIANTS
 
 HERE = Path(__file__).parent
@@ -91,11 +92,7 @@ def _peak(of_seeds: list[dict[str, Any]]) -> str:
 def page(text: str) -> str:
     """The page with every table brought up to date."""
     for study in METRICS:
-        begin, end = f"<!-- {study} -->\n", f"\n<!-- end of {study} -->"
-        if text.count(begin) != 1 or text.partition(begin)[2].count(end) != 1:
-            raise ValueError(f"{PAGE} must have the lines {begin.strip()} and {end.strip()} once each")
-        before, _, rest = text.partition(begin)
-        text = before + begin + table(study) + end + rest.partition(end)[2]
+        text = put(text, f"<!-- {study} -->\n", f"\n<!-- end of {study} -->", table(study))
     return text
 
 
