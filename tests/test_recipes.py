@@ -305,3 +305,17 @@ def test_the_page_of_results_shows_the_results_that_are_here(monkeypatch: pytest
         study, row = path.parts[-4:-2]
         assert f"| {table.label(study, row)} |" in text
         assert "/" not in json.loads(path.read_text())["recipe"]["task"]["data"]
+
+
+def test_the_tables_of_comparisons_and_of_trained_models_are_those_of_their_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    import comparing
+    import pretrained
+
+    text = comparing.PAGE.read_text()
+    assert text == comparing.page(text), "run python experiments/comparing.py --write"
+    assert pretrained.table(pretrained.RESULTS) in pretrained.PAGE.read_text(), (
+        "run python experiments/pretrained.py --write"
+    )
