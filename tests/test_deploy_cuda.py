@@ -262,6 +262,16 @@ def test_a_folder_of_a_gpu_is_not_for_bench(tmp_path: Path) -> None:
 # What is refused
 
 
+@pytest.mark.usefixtures("without_a_gpu")
+@pytest.mark.parametrize("device", [2**64, "tpu", None, ["cuda"], 0])
+def test_a_folder_with_another_device_is_damaged(device: object, tmp_path: Path) -> None:
+    gp.deploy(sparse_mlp(), torch.randn(2, 64), device="cuda", seconds=0).save(tmp_path / "fast")
+    about = tmp_path / "fast/deployed.json"
+    about.write_text(saving.json.dumps({**saving.json.loads(about.read_text()), "device": device}))
+    with pytest.raises(gp.GrowpruneError, match=r"deployed\.json is damaged"):
+        gp.load_deployed(tmp_path / "fast", sparse_mlp().model)
+
+
 @pytest.mark.parametrize("device", ["tpu", "mps", "", "meta"])
 def test_other_devices_are_refused(device: str) -> None:
     with pytest.raises(gp.GrowpruneError, match=f"device is '{device}', but models are deployed on 'cpu' or 'cuda'"):

@@ -97,7 +97,7 @@ def open_model(path: str, model: str, example_shape: str) -> tuple[Any, Any, Cal
 
     folder = Path(path)
     is_deployed = (folder / ABOUT).is_file()
-    if is_deployed and read_about(folder).get("device", "cpu") != "cpu":
+    if is_deployed and read_about(folder)["device"] != "cpu":
         raise GrowpruneError(f"{folder} is deployed on cuda, but bench compares engines on the CPU: deploy it there")
     origin = dict(read_about(folder)["origin"]) if is_deployed else _origin(folder, model, example_shape)
     if is_deployed and not origin and not model:

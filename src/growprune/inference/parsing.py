@@ -35,6 +35,13 @@ def read_table(about: Mapping[str, Any], *, is_gpu: bool = False) -> Table:
     return Table(rows, deployed_ms, torch_ms, tuple(map(_text, about["in_torch"])))
 
 
+def read_device(about: Mapping[str, Any]) -> str:
+    device = _text(about.get("device", "cpu"))
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"its device is {device[:20]!r}")
+    return device
+
+
 def read_example(content: Any) -> Example:
     args, kwargs = (_decode(part) for part in content)
     if not isinstance(args, tuple) or not isinstance(kwargs, dict):

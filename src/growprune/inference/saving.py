@@ -28,7 +28,7 @@ from growprune.inference import build
 from growprune.inference.cuda import deploying as gpu
 from growprune.inference.deployed import SECONDS, Deployed, Example, Made, deploy_model, deploy_on_gpu, load_sparse
 from growprune.inference.measure import Chosen
-from growprune.inference.parsing import UNREADABLE, read_example, read_table
+from growprune.inference.parsing import UNREADABLE, read_device, read_example, read_table
 from growprune.inference.skeleton import Skeleton, fill_in
 from growprune.sparse import SparseModel
 
@@ -80,7 +80,7 @@ def load_deployed(
     """
     folder = Path(folder)
     about = read_about(folder)
-    device = gpu.checked_device(about.get("device", "cpu"))
+    device = gpu.checked_device(about["device"])
     sparse = load_sparse(folder / WEIGHTS, model)
     try:
         table = read_table(about, is_gpu=device.type == "cuda")
@@ -130,8 +130,10 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise GrowpruneError(f"{path} is damaged ({error!r}): deploy the model again") from None
     if known != FORMAT:
         raise GrowpruneError(f"{path} has format {known!r}, this growprune reads {FORMAT}: update growprune")
-    assert isinstance(about, dict)
-    return about
+    try:
+        return {**about, "device": read_device(about)}
+    except UNREADABLE as error:
+        raise GrowpruneError(f"{path} is damaged ({_one_line(error)}): deploy the model again") from None
 
 
 def _save_weights(made: Made, path: Path) -> None:
