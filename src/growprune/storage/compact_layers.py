@@ -84,8 +84,8 @@ def _operands(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, Any,
     return values, parameters.get("bias"), layout, dtype, packed
 
 
-Packed = tuple[Any, Any, Callable[[Any], Tensor]] | None
-"""Input and values as activation checkpointing put them away, and how to get them back."""
+Packed = tuple[Any, Callable[[Any], Tensor]] | None
+"""The input as activation checkpointing put it away, and how to get it back."""
 
 
 def _dense(values: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
@@ -102,7 +102,8 @@ def _packed(hooks: Hooks, x: Tensor, values: Tensor, dtype: torch.dtype) -> Pack
     What a function saves is saved when its forward is over. Activation checkpointing ends a recomputation as soon as
     the last tensor it needs is saved: a layer that left that to autograd would multiply once more for nothing. So its
     hooks are called before the layer computes, and before there is a node that the end would leave half made. Those of
-    others are left to autograd, which frees what they keep.
+    others are left to autograd, which frees what they keep. Values need not be put away: they live as long as the
+    model does.
     """
     if (
         hooks is None
@@ -112,30 +113,33 @@ def _packed(hooks: Hooks, x: Tensor, values: Tensor, dtype: torch.dtype) -> Pack
         return None
     pack, unpack = hooks
     x = x.data if x.dtype is dtype else x.data.to(dtype)  # a detached one would hold on to what it is a view of
-    return pack(x), pack(values.data), unpack
+    return pack(x), unpack
 
 
 def _keep(ctx: Any, packed: Packed, x: Tensor, values: Tensor) -> None:
     ctx.packed = packed
     if packed is None:
         ctx.save_for_backward(x, values)
+    else:
+        ctx.values = values
 
 
 def _kept(ctx: Any) -> Any:
     """Input and values."""
     if ctx.packed is None:
         return ctx.saved_tensors
-    x, values, unpack = ctx.packed
+    x, unpack = ctx.packed
     if not _keeps_graph():
         ctx.packed = ()  # which, through `unpack`, would hold the input of the whole checkpoint
-    return unpack(x), unpack(values)
+    return unpack(x), ctx.values
 
 
 def _applied(module: nn.Module, function: type[torch.autograd.Function], *operands: Any) -> Tensor:
     """`function.apply`, less what that does for transforms of whole functions, which takes as long as the rest."""
-    if torch.compiler.is_compiling() and module.__dict__[WATCHED]:
-        return EAGERLY(function, *operands)  # what is compiled shows nothing to anybody
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
+        # what is compiled shows nothing to anybody
+        return EAGERLY(function, *operands) if module.__dict__[WATCHED] else _apply(function, *operands)
+    if torch._C._are_functorch_transforms_active():
         return _apply(function, *operands)
     return super(torch.autograd.Function, function).apply(*operands)  # type: ignore[no-any-return,misc]
 
