@@ -429,11 +429,24 @@ def test_on_gpus_replicas_ask_each_other_whether_to_stop_once_in_sixteen_iterati
     assert asked == [1]
 
 
-def test_compiling_is_for_gpus_and_changes_nothing_elsewhere(tmp_path: Path) -> None:
-    for name, is_compiled in (("plain", False), ("compiled", True)):
-        engine.train(replace(cyclic(), compile=is_compiled), tmp_path / name)
-    plain, compiled = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "compiled"))
-    assert plain == compiled
+def trained_file(recipe: Recipe, folder: Path) -> bytes:
+    engine.train(recipe, folder)
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_compiling_and_graphs_are_for_gpus_and_change_nothing_elsewhere(tmp_path: Path) -> None:
+    plain = trained_file(cyclic(), tmp_path / "plain")
+    assert trained_file(replace(cyclic(), compile=True), tmp_path / "compiled") == plain
+    assert trained_file(replace(cyclic(), graph=True), tmp_path / "graph") == plain
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_graphs_on_a_gpu_change_no_bit(tmp_path: Path, storage: str) -> None:
+    recipe = replace(cyclic(), device="cuda", storage=storage)
+    graph = trained_file(replace(recipe, graph=True), tmp_path / "graph")
+    assert graph == trained_file(recipe, tmp_path / "plain")
 
 
 def test_a_graph_is_kept_for_each_shape_of_batch() -> None:

@@ -31,20 +31,20 @@ class Backward:
         self.recipe, self.sparse, self.device, self.mesh = recipe, sparse, device, mesh
         self._wrapped: nn.Module | None = None
         self._parameters: list[int] = []
-        self._compiled = torch.compile(self.loss, dynamic=False) if self._is_compiled else None
+        self._compiled = torch.compile(self.loss, dynamic=False) if recipe.compile and self._is_recorded else self.loss
         self._graphs: dict[Any, Graph] = {}
         """By the shape of their batches."""
 
     @property
-    def _is_compiled(self) -> bool:
-        return self.recipe.compile and self.device.type == "cuda" and self.mesh.data_group is None
+    def _is_recorded(self) -> bool:
+        return self.recipe.is_recorded(self.device) and self.mesh.data_group is None
 
     def __call__(self, batch: Any, weight: Any) -> Tensor:
         """The loss times its weight, summed over all replicas; its gradients are added to the parameters' own."""
         # in this thread: in one of autograd's own a compact step took 44 ms instead of 32 (docs/memory.md)
         with torch.autograd.set_multithreading_enabled(self.mesh.data_group is not None):
-            if self._is_compiled and not self.sparse.gradients.is_watching:
-                return self._compiled_pass(batch, weight)
+            if self._is_recorded and not self.sparse.gradients.is_watching:
+                return self._recorded_pass(batch, weight)
             return self._eager_pass(batch, weight)
 
     def _eager_pass(self, batch: Any, weight: Any) -> Tensor:
@@ -62,12 +62,9 @@ class Backward:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
             return self.recipe.task.loss(forward, batch)
 
-    def _compiled_pass(self, batch: Any, weight: Any) -> Tensor:
-        assert self._compiled is not None
-        compiled = self._compiled
-
+    def _recorded_pass(self, batch: Any, weight: Any) -> Tensor:
         def passes(batch: Any) -> Tensor:
-            loss: Tensor = compiled(batch) * weight
+            loss: Tensor = self._compiled(batch) * weight
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from growprune.engine.checks import check_choices, require
@@ -55,6 +56,9 @@ class Recipe:
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
     """On a GPU, compile the model, and replay forward and backward passes of batches of one shape as a CUDA graph."""
+    graph: bool = False
+    """On a GPU, the same without compiling: for small models, whose kernels are done before Python has started the next,
+    and batches of more shapes than one wants to compile for."""
     evaluate_every: int = 1
     """Validate after each so many epochs, and after the last."""
     candidates: bool = True
@@ -104,6 +108,10 @@ class Recipe:
                 raise GrowpruneError(f"{self.method.__name__} has no option {name!r}; it takes {', '.join(known)}")
         if self.counts_iterations and {"epochs", "iterations"} <= self.options.keys():
             raise GrowpruneError(f"options has epochs and iterations of {self.method.__name__}: give one of the two")
+
+    def is_recorded(self, device: torch.device) -> bool:
+        """Whether forward and backward passes become CUDA graphs."""
+        return (self.compile or self.graph) and device.type == "cuda"
 
     @property
     def counts_iterations(self) -> bool:

@@ -156,8 +156,7 @@ class Run:
 
     def _own_stream(self) -> Any:
         """A CUDA graph cannot be recorded on the default stream, nor if what went before was on another one."""
-        is_recorded = self.recipe.compile and self.device.type == "cuda"
-        if not is_recorded:
+        if not self.recipe.is_recorded(self.device):
             return contextlib.nullcontext()
         return torch.cuda.stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
