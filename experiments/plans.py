@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import growprune as gp
+from growprune.methods.dpf import Dpf
 from growprune.plan import By, Edit, Parts, Phase, grow, method, prune
 from growprune.recipes.classification import cifar10 as cifar10_study
 
@@ -31,6 +32,8 @@ def rising(
     shrink: bool = False,
     swap: float = 0.0,
     swap_by: str = "random",
+    feedback: int = 0,
+    rotate: bool = False,
     seed: int = 0,
 ) -> Iterator[Phase]:
     """From a random mask at `start`, prune to a sparsity that rises by a power, and at each edit grow something.
@@ -40,12 +43,16 @@ def rising(
         depth: how far they grow: 1 to dense, 0 not at all.
         shrink: whether the depth falls to 0 with a cosine.
         swap: the share of each layer's live weights that is dropped and grown elsewhere; falls to 0 with a cosine.
+        feedback: if not 0, a part that grows is dense for the optimizer only: the model has it pruned, anew after so
+            many iterations, as in DPF. Then pruning it at last changes nothing.
+        rotate: whether parts go on growing after the sparsity is reached, to the end.
     """
     rng, grown, last = random.Random(seed), [], round(until * iterations)
+    end = iterations if rotate else last
     yield Phase(prune(S.whole, to=start, by=By.RANDOM))
-    for step, t in enumerate(range(0, last, every)):
-        falling = (1 + math.cos(math.pi * t / last)) / 2
-        s = sparsity + (start - sparsity) * (1 - t / last) ** power
+    for step, t in enumerate(range(0, end, every)):
+        falling = (1 + math.cos(math.pi * t / end)) / 2
+        s = sparsity + (start - sparsity) * max(0, 1 - t / last) ** power
         edits: list[Edit] = [prune(S.whole, to=s)]
         if swap:
             edits += [prune(S.whole, share=swap * falling), grow(S.whole, to=s, by=By(swap_by))]
@@ -55,8 +62,9 @@ def rising(
             grown = sorted(rng.sample([i for i in range(len(S)) if i not in grown], len(S) // share))
         d = depth * (falling if shrink else 1)
         edits += [grow(S[i], to=s * (1 - d)) for i in grown if d > 0]
-        yield Phase(*edits, iterations=min(every, last - t))
-    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)
+        rule = Dpf(S[grown[0]], to=s, every=feedback) if feedback and order == "cyclic" else None
+        yield Phase(*edits, iterations=min(every, end - t), rule=rule)
+    yield Phase(prune(S.whole, to=sparsity), iterations=iterations - end)
 
 
 def cifar10() -> gp.Recipe:
