@@ -19,7 +19,15 @@ from growprune.compare import of_runs
 HERE = Path(__file__).parent
 RESULTS = HERE / "compare"
 PAGE = HERE.parent / "docs" / "results.md"
-STUDIES = ("cifar10-width32", "cifar10-width32-patterns", "multi30k", "multi30k-patterns", "shapenet", "bccd")
+STUDIES = (
+    "cifar10-width32",
+    "cifar10-width32-patterns",
+    "multi30k",
+    "multi30k-patterns",
+    "shakespeare-patterns",
+    "shapenet",
+    "bccd",
+)
 OF_ALL_PATTERNS = ("dense", "gradual_gap-global")
 """Rows that a study of patterns shares with the study it is named after."""
 
