@@ -147,6 +147,16 @@ def test_the_matrix_of_a_transposed_convolution_has_its_outputs_as_rows() -> Non
     assert matrix_shape(Weight("w", "w", (5,))) == (5, 1)
 
 
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 7), (3, 5), (8, 1), (64, 64)])
+def test_a_block_is_scored_by_the_sum_of_all_its_magnitudes(height: int, width: int) -> None:
+    matrix = torch.arange(1.0, 2 * height * 2 * width + 1).view(2 * height, 2 * width)  # sums are exact
+    matrix[::2] *= -1
+    expected = matrix.abs().view(2, height, 2, width).sum((1, 3))
+    pattern = parse_pattern(f"{height}x{width}")
+    assert pattern.score(matrix).tolist() == expected.flatten().tolist()
+    assert matrix[0, 0] == -1  # the weights themselves are left as they are
+
+
 def test_block_sums_of_half_precision_are_made_in_float32() -> None:
     values = torch.tensor([[2048.0, 1.0, 2048.0, 0.0]], dtype=torch.float16)  # in float16, 2048 + 1 = 2048
     assert as_rows(kept("1x2", values.flip(1), 1)) == ["..xx"]

@@ -132,13 +132,14 @@ class Block(Folded):
     def score(self, matrix: Tensor) -> Tensor:
         magnitudes = matrix.abs() if matrix.dtype == torch.float64 else matrix.abs().float()
         cells = self._cells(magnitudes)
-        total = cells[0].clone()
-        for cell in cells[1:]:  # in a fixed order: that of a reduction, and so its rounding, depends on the device
-            total += cell
-        return total.flatten()
+        while (count := len(cells)) > 1:  # by hand: a reduction's order, and so its rounding, depends on the device
+            half = -(-count // 2)
+            cells[: count - half] += cells[half:]
+            cells = cells[:half]
+        return cells.flatten()
 
     def alive(self, mask: Tensor) -> Tensor:
-        return self._cells(mask)[0].flatten()  # the first cell of a block always exists, and speaks for all
+        return mask[:: self.height, :: self.width].flatten()  # the first cell of a block exists, and speaks for all
 
     def expand(self, groups: Tensor, rows: int, columns: int) -> Tensor:
         blocks = groups.view(-(-rows // self.height), -(-columns // self.width))
