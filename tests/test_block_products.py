@@ -23,7 +23,7 @@ from growprune.patterns import parse_pattern
 from growprune.plan import By
 from growprune.sparse import SparseModel
 from growprune.storage import block_products, blocks, kernels
-from growprune.storage.compact import layouts_of
+from growprune.storage.compact_modules import layouts_of
 from test_decode_kernels import mend_interpreter, on_the_gpu
 
 ALIVE = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 0]], dtype=torch.bool)

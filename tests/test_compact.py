@@ -24,7 +24,7 @@ from growprune.methods import cyclic_gap, parallel_gap
 from growprune.partition import Partition
 from growprune.plan import By
 from growprune.sparse import SparseModel
-from growprune.storage.compact import layouts_of
+from growprune.storage.compact_modules import layouts_of
 from toy import continuing, cyclic, parallel
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from growprune.errors import GrowpruneError
 from growprune.layers import is_adapter
 from growprune.storage import SparseParameter
-from growprune.storage.compact import layouts_of
+from growprune.storage.compact_modules import layouts_of
 
 SPARSE_PARAMETERS = "_growprune_sparse_parameters"
 """The attribute in which a module refers to how its sparse parameters are stored, by their local names."""

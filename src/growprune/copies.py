@@ -9,7 +9,8 @@ from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.storage import SparseParameter
-from growprune.storage.compact import Layout, layouts_of
+from growprune.storage.compact_modules import layouts_of
+from growprune.storage.layout import Layout
 
 
 def mask_copy(copy: nn.Module, parameters: Mapping[str, SparseParameter]) -> None:

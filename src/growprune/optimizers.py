@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from growprune.errors import GrowpruneError
 from growprune.snapshot import like, whole
 from growprune.storage import SparseParameter, parse_storage
-from growprune.storage.compact import is_sharded
+from growprune.storage.compact_modules import is_sharded
 from growprune.warn import warn
 
 REPLACED: Any = WeakTensorKeyDictionary()

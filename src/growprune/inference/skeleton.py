@@ -18,7 +18,7 @@ from growprune.inference.weights import matrix_of_module
 from growprune.layers import Weight, dense_shape, layer_weights
 from growprune.patterns import Block, Pattern, Unstructured
 from growprune.sparse import SparseModel
-from growprune.storage.compact import layouts_of, make_plain
+from growprune.storage.compact_modules import layouts_of, make_plain
 
 WORTHWHILE = 0.3
 """The sparsity below which a weight counts as dense: no kernel of ours is faster there."""

@@ -11,7 +11,7 @@ from growprune.file.reader import SparseFile
 from growprune.inference.matrix import SparseMatrix, block_of, from_dense, from_live
 from growprune.layers import Weight
 from growprune.patterns import Pattern, Unstructured
-from growprune.storage.compact import layouts_of
+from growprune.storage.compact_modules import layouts_of
 
 
 def matrix_of_file(file: SparseFile, name: str) -> SparseMatrix:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from growprune.sharding.handles import Handle
-from growprune.storage.compact import Compact, Layout, let_compile_again, set_layout
+from growprune.storage.compact import Compact
 from growprune.storage.compact_layers import RECORDERS, hand_over, watch
+from growprune.storage.compact_modules import let_compile_again, set_layout
+from growprune.storage.layout import Layout
 
 
 class ShardedCompact(Compact):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from growprune.inference.cuda.entries import Entries, from_bits, from_dense
 from growprune.inference.cuda.products import DTYPES
 from growprune.sparse import SparseModel
-from growprune.storage.compact import layouts_of, make_plain
+from growprune.storage.compact_modules import layouts_of, make_plain
 
 LEAST_SPARSITY = 0.4
 """Layers with fewer zeros than this stay as they are, untimed: no format would be faster."""

@@ -1,0 +1,124 @@
+"""Where the live values of a compact parameter belong: its mask in bits, and the way from values to dense and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from growprune.storage import kernels
+from growprune.storage.blocks import LiveBlocks
+
+
+@dataclass(eq=False)
+class Layout:
+    """Where the live values of one parameter belong."""
+
+    shape: torch.Size
+    bits: Tensor
+    offsets: Tensor
+    num_alive: int
+    group: int
+    """Consecutive elements that live and die together, and share a bit."""
+    is_folded: bool
+    """Whether elements are ordered kernel position by kernel position, as blocks of a convolution are."""
+    blocks: LiveBlocks | None = None
+    """Where its live blocks are, if it lives in blocks that products can be taken over."""
+
+    @classmethod
+    def of(cls, mask: Tensor, group: int) -> Layout:
+        is_folded = group > 1 and mask.dim() > 2
+        flat = (mask.movedim(1, -1) if is_folded else mask).reshape(-1)
+        bits = kernels.pack(flat, group=group)
+        offsets, num_groups = kernels.block_offsets(bits)
+        return cls(mask.shape, bits, offsets, num_groups * group, group, is_folded)
+
+    @classmethod
+    def of_packed(cls, packed: Tensor, shape: torch.Size, group: int, *, keep: bool = False) -> Layout | None:
+        """That of a mask that `snapshot.pack` made, without unpacking it; None where values must change their order.
+
+        Args:
+            keep: whether the mask may be kept as it is, if that is possible.
+        """
+        is_folded = group > 1 and len(shape) > 2
+        if (is_folded and shape[2:].numel() > 1) or (group > 1 and group % 8):
+            return None
+        if group > 1:
+            octets = packed.cpu().numpy().reshape(-1, group // 8)
+            if not ((octets == octets[:, :1]).all() and ((octets[:, 0] == 0) | (octets[:, 0] == 0xFF)).all()):
+                return None
+            packed = torch.from_numpy(np.packbits(octets[:, 0] == 0xFF, bitorder="little")).to(packed.device)
+        is_padded = packed.numel() % (kernels.BLOCK // 8) == 0
+        bits = packed if keep and is_padded else kernels.padded_copy(packed, to=kernels.BLOCK // 8)
+        offsets, num_groups = kernels.block_offsets(bits)
+        return cls(shape, bits, offsets, num_groups * group, group, is_folded)
+
+    def __post_init__(self) -> None:
+        self._numel = self.shape.numel()
+        self._quick: dict[tuple[Any, ...], Callable[[int], Tensor] | None] = {}
+        """Ways to expand and compress that Python is done with soon, by what for; made when first needed."""
+
+    def to(self, device: torch.device) -> Layout:
+        """Follow the values to another device."""
+        if self.bits.device != device:
+            self.bits, self.offsets = self.bits.to(device), self.offsets.to(device)
+            self.blocks = None if self.blocks is None else self.blocks.to(device)
+            self._quick = {}
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        blocks = None if self.blocks is None else self.blocks.clone()
+        copied = replace(self, bits=self.bits.clone(), offsets=self.offsets.clone(), blocks=blocks)
+        memo[id(self)] = copied
+        return copied
+
+    def mask(self) -> Tensor:
+        return self._unfold(kernels.unpack(self.bits, self.shape.numel(), group=self.group))
+
+    def expand(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The dense tensor."""
+        key = (values.dtype, dtype, values.device)
+        if (quick := self._quick.get(key)) is not None and _is_usual(values):
+            return quick(values.data_ptr())
+        here = self.to(values.device)
+        # unchecked, here and below: a layout made its own bits and offsets, and checking takes as long as a kernel
+        flat = kernels.expand_known(values, here.bits, here.offsets, self._numel, dtype or values.dtype, self.group)
+        if _is_usual(values) and key not in self._quick and not self.is_folded:
+            settings = (here.bits, here.offsets, self.shape, dtype or values.dtype, self.group)
+            self._quick[key] = kernels.expander(values, *settings)
+        return self._unfold(flat)
+
+    def compress(self, dense: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The live values of a dense tensor."""
+        key = (dense.dtype, dtype, dense.device, "compress")
+        if (quick := self._quick.get(key)) is not None and _is_usual(dense):
+            return quick(dense.data_ptr())
+        here = self.to(dense.device)
+        flat = (dense.movedim(1, -1) if self.is_folded else dense).reshape(-1)
+        settings = (here.bits, here.offsets, self.num_alive, dtype or dense.dtype, self.group)
+        if _is_usual(dense) and key not in self._quick and not self.is_folded:
+            live = kernels.compress_known(flat, *settings)
+            self._quick[key] = kernels.compressor(flat, *settings)
+            return live
+        return kernels.compress_known(flat, *settings)
+
+    def _unfold(self, flat: Tensor) -> Tensor:
+        if not self.is_folded:
+            return flat.view(self.shape)
+        folded = (self.shape[0], *self.shape[2:], self.shape[1])
+        return flat.view(folded).movedim(-1, 1).contiguous()
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    """Whether a kernel that was started before can be started again with this tensor, past all checks."""
+    return (
+        tensor.is_cuda
+        and kernels.is_plain()
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % 16 == 0
+        and tensor.get_device() == torch.cuda.current_device()
+    )
