@@ -85,18 +85,7 @@ class Run:
         self.accounting = Accounting(self.sparse, move(self.task.example(), self.device))
         self.mesh = Mesh(self.plan, recipe.replicas, recipe.timeout_seconds)
         self._shard()
-        self.cursor = Cursor(
-            self.sparse,
-            self.plan,
-            iterations_per_epoch=per_epoch,
-            accumulate=recipe.accumulate if self.mesh.replicas == 1 or self._is_sharded else None,
-            is_begun=is_begun,
-            is_local=self.mesh.is_local,
-            combine=self._combine,
-            score=self._score,
-            on_enter=self._enter,
-            on_leave=self._leave,
-        )
+        self.cursor = self._make_cursor(per_epoch, is_begun=is_begun)
         self.last = len(self.cursor.schedule) - 1
         self._last_trained = self._find_last_trained()
         self.training = Training(recipe, self.cursor.schedule, self.sparse, self.device, self.mesh, per_epoch)
@@ -114,6 +103,20 @@ class Run:
         self._others = OtherLogs(folder, heads)
         if self.mesh.data_group is not None and not self._is_sharded:
             self.sparse.gradients.add_up = self.mesh.sum_over_replicas
+
+    def _make_cursor(self, per_epoch: int, *, is_begun: bool) -> Cursor:
+        return Cursor(
+            self.sparse,
+            self.plan,
+            iterations_per_epoch=per_epoch,
+            accumulate=self.recipe.accumulate if self.mesh.replicas == 1 or self._is_sharded else None,
+            is_begun=is_begun,
+            is_local=self.mesh.is_local,
+            combine=self._combine,
+            score=self._score,
+            on_enter=self._enter,
+            on_leave=self._leave,
+        )
 
     def _shard(self) -> None:
         """Shard the model over the replicas of this process' group, if the recipe says so and there are several."""

@@ -29,59 +29,62 @@ class Quantity:
     is_share: bool = False
 
 
+OF_ANY_TASK = (
+    Quantity(
+        "loss",
+        "Loss over time",
+        "training loss",
+        "The loss on the training data falls as the model learns, and jumps where weights are taken away.",
+        lambda record, row: row.get("loss"),
+        statistics.mean,
+    ),
+    Quantity(
+        "live",
+        "Live weights over time",
+        "live weights (share of the prunable)",
+        "How much of the model exists at each time: the peak of a line is what the training has to have room for.",
+        lambda record, row: row["alive"] / record.prunable if record.prunable else None,
+        max,
+        is_step=True,
+        is_share=True,
+    ),
+    Quantity(
+        "explored",
+        "Weights ever explored",
+        "ever trained (share of the prunable)",
+        "Of all weights, the share that has been live in training so far: a method that reaches 1 has tried every "
+        "weight, and one that stays flat keeps to the mask it began with.",
+        lambda record, row: row.get("explored"),
+        max,
+        is_step=True,
+        is_share=True,
+    ),
+    Quantity(
+        "churn",
+        "Mask churn",
+        "changed at the last edit (share of the live)",
+        "How much of the mask the last edit changed: at 0 the same weights live as before, at 1 none of them.",
+        lambda record, row: row.get("churn"),
+        max,
+        is_step=True,
+        is_share=True,
+    ),
+)
+
+
 def quantities(group: Group) -> list[Quantity]:
     """The charts over time, in the order of the page."""
     metric, better = group.metric.name, "lower" if group.metric.lower_is_better else "higher"
     after = "lines jump where weights are taken away" if group.metric.lower_is_better else "dips follow edits"
-    return [
-        Quantity(
-            "quality",
-            f"{metric} over time",
-            f"{metric} on validation data",
-            f"The {better} a line, the better the model is on data it was not trained on ({metric}); {after}.",
-            lambda record, row: (row.get("validation") or {}).get(record.metric.name),
-            statistics.mean,
-        ),
-        Quantity(
-            "loss",
-            "Loss over time",
-            "training loss",
-            "The loss on the training data falls as the model learns, and jumps where weights are taken away.",
-            lambda record, row: row.get("loss"),
-            statistics.mean,
-        ),
-        Quantity(
-            "live",
-            "Live weights over time",
-            "live weights (share of the prunable)",
-            "How much of the model exists at each time: the peak of a line is what the training has to have room for.",
-            lambda record, row: row["alive"] / record.prunable if record.prunable else None,
-            max,
-            is_step=True,
-            is_share=True,
-        ),
-        Quantity(
-            "explored",
-            "Weights ever explored",
-            "ever trained (share of the prunable)",
-            "Of all weights, the share that has been live in training so far: a method that reaches 1 has tried every "
-            "weight, and one that stays flat keeps to the mask it began with.",
-            lambda record, row: row.get("explored"),
-            max,
-            is_step=True,
-            is_share=True,
-        ),
-        Quantity(
-            "churn",
-            "Mask churn",
-            "changed at the last edit (share of the live)",
-            "How much of the mask the last edit changed: at 0 the same weights live as before, at 1 none of them.",
-            lambda record, row: row.get("churn"),
-            max,
-            is_step=True,
-            is_share=True,
-        ),
-    ]
+    quality = Quantity(
+        "quality",
+        f"{metric} over time",
+        f"{metric} on validation data",
+        f"The {better} a line, the better the model is on data it was not trained on ({metric}); {after}.",
+        lambda record, row: (row.get("validation") or {}).get(record.metric.name),
+        statistics.mean,
+    )
+    return [quality, *OF_ANY_TASK]
 
 
 def charts_over_time(group: Group, styles: Styles) -> list[Chart]:

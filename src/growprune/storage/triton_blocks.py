@@ -137,9 +137,7 @@ def _output_kernel(
     begin = tl.load(table + block_row)
     count = tl.load(table + block_row + 1) - begin
     columns = table + block_rows + block_columns + 2 + begin
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    # past the last token the last one is read again, and nothing is stored
-    x_at = x + tl.minimum(token, num_tokens - 1).to(tl.int64)[:, None] * x_stride + inner[None, :]
+    token, x_at = _tokens(x, x_stride, num_tokens, inner, TOKENS)
     piece = begin.to(tl.int64) * HEIGHT + output * count
     w_at = values + piece[:, None] * WIDTH + inner[None, :]
     total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
@@ -153,8 +151,7 @@ def _output_kernel(
     place = block_row * HEIGHT + output
     if HAS_BIAS:
         total += tl.load(bias + place).to(tl.float32)[None, :]
-    y_at = y + token.to(tl.int64)[:, None] * (block_rows * HEIGHT) + place[None, :]
-    tl.store(y_at, total.to(y.dtype.element_ty), mask=(token < num_tokens)[:, None])
+    _store(y, block_rows * HEIGHT, token, num_tokens, place, total)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -182,8 +179,7 @@ def _input_kernel(
     begin = tl.load(table + block_rows + 1 + block_column)
     count = tl.load(table + block_rows + 2 + block_column) - begin
     rows = table + block_rows + block_columns + 2 + num_blocks * 2 + begin
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    dy_at = dy + tl.minimum(token, num_tokens - 1).to(tl.int64)[:, None] * dy_stride + inner[None, :]
+    token, dy_at = _tokens(dy, dy_stride, num_tokens, inner, TOKENS)
     w_at = values + input[None, :]
     total = tl.zeros((TOKENS, INPUTS), tl.float32)
     row = tl.load(rows)
@@ -199,9 +195,7 @@ def _input_kernel(
         row = tl.load(entry)
         first = tl.load(entry + num_blocks)
         stride = tl.load(entry + num_blocks * 2)
-    place = block_column * WIDTH + input
-    dx_at = dx + token.to(tl.int64)[:, None] * (block_columns * WIDTH) + place[None, :]
-    tl.store(dx_at, total.to(dx.dtype.element_ty), mask=(token < num_tokens)[:, None])
+    _store(dx, block_columns * WIDTH, token, num_tokens, block_column * WIDTH + input, total)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -232,23 +226,8 @@ def _values_kernel(
     columns = table + block_rows + block_columns + 2
     column = tl.load(columns + block)
     row = tl.load(columns + num_blocks + block)
-    token = tl.arange(0, TOKENS)
-    dy_at = dy + token[:, None] * dy_stride + (row * HEIGHT + output)[None, :]
-    x_at = x + token[:, None] * x_stride + (column * WIDTH + input)[None, :]
-    dy_step = tl.cast(dy_stride, tl.int64) * TOKENS
-    x_step = tl.cast(x_stride, tl.int64) * TOKENS
-    total = tl.zeros((OUTPUTS, INPUTS), tl.float32)
-    for start in range(0, num_tokens, TOKENS):
-        if EVEN:
-            gs = tl.load(dy_at)
-            xs = tl.load(x_at)
-        else:
-            exists = (token < num_tokens - start)[:, None]
-            gs = tl.load(dy_at, mask=exists, other=0.0)
-            xs = tl.load(x_at, mask=exists, other=0.0)
-        total = tl.dot(tl.trans(gs), xs, total)
-        dy_at += dy_step
-        x_at += x_step
+    output_at, input_at = row * HEIGHT + output, column * WIDTH + input
+    total = _sum_over_tokens(dy, x, output_at, input_at, num_tokens, dy_stride, x_stride, TOKENS, EVEN)
     begin = tl.load(table + row)
     count = tl.load(table + row + 1) - begin
     piece = begin.to(tl.int64) * HEIGHT + (block - begin) + output * count
@@ -288,12 +267,21 @@ def _neighbours_kernel(
     # past the last neighbour the last one is read again, and not stored
     column = tl.load(table + block_rows + block_columns + 2 + begin + tl.minimum(rank, count - 1))
     input = tl.max_contiguous(tl.multiple_of(column * WIDTH + across % WIDTH, WIDTH), WIDTH)
+    total = _sum_over_tokens(dy, x, row * HEIGHT + output, input, num_tokens, dy_stride, x_stride, TOKENS, EVEN)
+    piece = begin.to(tl.int64) * HEIGHT + first + output * count
+    exists = (rank < count)[None, :]
+    tl.store(gradient + piece[:, None] * WIDTH + across[None, :], total.to(gradient.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _sum_over_tokens(dy, x, output, input, num_tokens, dy_stride, x_stride, TOKENS: tl.constexpr, EVEN: tl.constexpr):
+    """dy^T x for some outputs and inputs."""
     token = tl.arange(0, TOKENS)
-    dy_at = dy + token[:, None] * dy_stride + (row * HEIGHT + output)[None, :]
+    dy_at = dy + token[:, None] * dy_stride + output[None, :]
     x_at = x + token[:, None] * x_stride + input[None, :]
     dy_step = tl.cast(dy_stride, tl.int64) * TOKENS
     x_step = tl.cast(x_stride, tl.int64) * TOKENS
-    total = tl.zeros((OUTPUTS, INPUTS), tl.float32)
+    total = tl.zeros((output.shape[0], input.shape[0]), tl.float32)
     for start in range(0, num_tokens, TOKENS):
         if EVEN:
             gs = tl.load(dy_at)
@@ -305,6 +293,17 @@ def _neighbours_kernel(
         total = tl.dot(tl.trans(gs), xs, total)
         dy_at += dy_step
         x_at += x_step
-    piece = begin.to(tl.int64) * HEIGHT + first + output * count
-    exists = (rank < count)[None, :]
-    tl.store(gradient + piece[:, None] * WIDTH + across[None, :], total.to(gradient.dtype.element_ty), mask=exists)
+    return total
+
+
+@triton.jit
+def _tokens(x, stride, num_tokens, inner, TOKENS: tl.constexpr):
+    """A program's tokens, and where they lie; past the last token the last one is read again, and nothing is stored."""
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    return token, x + tl.minimum(token, num_tokens - 1).to(tl.int64)[:, None] * stride + inner[None, :]
+
+
+@triton.jit
+def _store(y, width, token, num_tokens, place, total):
+    at = y + token.to(tl.int64)[:, None] * width + place[None, :]
+    tl.store(at, total.to(y.dtype.element_ty), mask=(token < num_tokens)[:, None])

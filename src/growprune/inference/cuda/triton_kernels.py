@@ -68,16 +68,27 @@ def _lanes_kernel(
         if PINNED:
             tl.debug_barrier()  # loads do not move past it, so all of them are on their way before the first is used
         for step in tl.static_range(STEPS):
-            base, index_words, weights = loaded[step]
-            columns = _columns(base, index_words, OFFSETS)
-            inputs = ()
-            for run in tl.static_range(8):
-                inputs = inputs + (_inputs(x, _half(columns, run), BATCH),)
-            for run in tl.static_range(8):
-                weight = _weight(weights, run, values.dtype.element_ty)
-                sums += (weight if BATCH == 1 else weight[:, :, None]) * inputs[run].to(tl.float32)
-    total = tl.sum(sums, 0).to(out.dtype.element_ty)
+            sums = _add_products(sums, x, loaded[step], values.dtype.element_ty, BATCH, OFFSETS)
     out += tl.program_id(1).to(tl.int64) * batch * num_rows + place
+    _store_lanes(out, tl.sum(sums, 0).to(out.dtype.element_ty), exists, num_rows, batch, BATCH)
+
+
+@triton.jit
+def _add_products(sums, x, unit, dtype: tl.constexpr, BATCH: tl.constexpr, OFFSETS: tl.constexpr):
+    """The products of a unit's eight values with their inputs, which are all loaded before the first is used."""
+    base, index_words, weights = unit
+    columns = _columns(base, index_words, OFFSETS)
+    inputs = ()
+    for run in tl.static_range(8):
+        inputs = inputs + (_inputs(x, _half(columns, run), BATCH),)
+    for run in tl.static_range(8):
+        weight = _weight(weights, run, dtype)
+        sums += (weight if BATCH == 1 else weight[:, :, None]) * inputs[run].to(tl.float32)
+    return sums
+
+
+@triton.jit
+def _store_lanes(out, total, exists, num_rows, batch, BATCH: tl.constexpr):
     if BATCH == 1:
         tl.store(out, total, mask=exists)
     else:
