@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -23,7 +22,7 @@ import pytest
 import torch
 
 import growprune as gp
-from forked import PRELOAD
+import forked
 from growprune import engine
 from growprune.engine.batch_split import split
 from growprune.engine.folder import OtherLogs, RunFolder
@@ -56,8 +55,7 @@ def member(rank: int, world: int, port: int, recipe: Recipe, folder: Path, error
 
 def run_on(world: int, recipe: Recipe, folder: Path, *, last: Recipe | None = None) -> list[str]:
     """Carry a recipe out on some processes, and return what they complained of; `last` is what the last one gets."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forked.context()
     errors, port = context.Queue(), free_port()
     recipes = [recipe] * (world - 1) + [last or recipe]
     processes = [
@@ -188,8 +186,7 @@ def test_replicas_may_compute_in_bfloat16(tmp_path: Path) -> None:
     ids=["replica", "branch"],
 )
 def test_a_process_that_hangs_is_given_up_and_named(recipe: Recipe, waits: str, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forked.context()
     errors, port, recipe = context.Queue(), free_port(), replace(recipe, timeout_seconds=5.0)
     arguments = [(rank, 2, port, recipe, tmp_path / "run", errors) for rank in range(2)]
     processes = [context.Process(target=member, args=each) for each in arguments]

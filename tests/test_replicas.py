@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import socket
 from dataclasses import replace
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 import growprune as gp
-from forked import PRELOAD
+import forked
 from growprune import engine, methods
 from growprune.engine.recipe import Recipe
 from toy import plain
@@ -47,8 +46,7 @@ def replica(rank: int, port: int, recipe: Recipe, folder: Path, stop_after: int)
 
 
 def train_on_two(recipe: Recipe, folder: Path, stop_after: int = 1000) -> None:
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context: Any = forked.context()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 import growprune as gp
-from forked import PRELOAD
+import forked
 from growprune import engine, methods
 from growprune.engine import checkpoint
 from growprune.engine.optim import OptimizerConfig
@@ -82,8 +81,7 @@ def test_a_run_killed_at_many_random_points_ends_with_the_undisturbed_bits(name:
     recipe = replace(RECIPES[name], checkpoint_seconds=0.0)
     engine.train(recipe, tmp_path / "undisturbed")
     # lives fork from a process that has loaded torch (and what an optimizer's first step imports), but not used it
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forked.context()
     chance = random.Random(name)
     kills, folder, undisturbed = 0, tmp_path / "killed", outcome(tmp_path / "undisturbed")
     while kills < NUM_KILLS[name]:
