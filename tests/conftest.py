@@ -21,6 +21,7 @@ device._commit = functools.cache(device._commit)  # asking git twice a run takes
 
 WITH_PORTS = {
     *("test_compact_ddp", "test_distributed", "test_replicas", "test_starting", "test_benchmarks", "test_exploration"),
+    "test_examples",
     "test_transformers_ddp",
     "test_lightning_ddp",
     "test_report_browser",  # which meets its browser there

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 PRELOAD = [
     "growprune.engine",
@@ -36,45 +37,53 @@ def context() -> ForkServerContext:
 
 
 class Command:
-    """A command that runs, as if it had been started with `python` and some words; much like a Popen."""
+    """A command that runs as if it had been started with `python` and some words; much like a Popen.
 
-    def __init__(self, process: ForkServerProcess, folder: Path) -> None:
-        self._process, self._out, self._err = process, folder / "out", folder / "err"
+    The first words are the path of a script, or -m and a module. `most_bytes` is how large a file may become.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        out: Path,
+        err: Path,
+        *,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        most_bytes: int | None = None,
+    ) -> None:
+        there = dict(os.environ if environment is None else environment)
+        self.out, self.err = out, err
+        self.process = context().Process(target=_become, args=(words, cwd, there, out, err, most_bytes))
+        self.process.start()
 
     @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+    def returncode(self) -> int | None:
+        return self.process.exitcode
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        return self.process.exitcode
 
     def send_signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
     def wait(self, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-        self._process.join(timeout)
-        assert self._process.exitcode is not None, "it still runs"
-        return subprocess.CompletedProcess((), self._process.exitcode, self._out.read_text(), self._err.read_text())
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, "it still runs"
+        return subprocess.CompletedProcess((), self.process.exitcode, self.out.read_text(), self.err.read_text())
 
 
 @contextlib.contextmanager
-def started(
-    *words: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None, most_bytes: int | None = None
-) -> Iterator[Command]:
-    """`python` with these words: the path of a script or -m and a module first, then arguments.
-
-    `most_bytes` is how large a file may become. What still runs in the end is killed.
-    """
-    there = dict(os.environ if environment is None else environment)
+def started(*words: str, **settings: Any) -> Iterator[Command]:
+    """A command; if it still runs in the end, it is killed."""
     with tempfile.TemporaryDirectory() as folder:
-        process = context().Process(target=_become, args=(words, cwd, there, Path(folder), most_bytes))
-        process.start()
+        command = Command(words, Path(folder, "out"), Path(folder, "err"), **settings)
         try:
-            yield Command(process, Path(folder))
+            yield command
         finally:
-            process.kill()
-            process.join()
+            command.process.kill()
+            command.process.join()
 
 
 def python(*words: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None) -> str:
@@ -91,13 +100,13 @@ def growprune(*arguments: str, cwd: Path | None, environment: Mapping[str, str])
 
 
 def _become(
-    words: Sequence[str], cwd: Path | None, environment: dict[str, str], folder: Path, most_bytes: int | None
+    words: Sequence[str], cwd: Path | None, environment: dict[str, str], out: Path, err: Path, most_bytes: int | None
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd or Path.cwd())
-    for path, descriptor in ((os.devnull, 0), (folder / "out", 1), (folder / "err", 2)):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
+    for path, descriptor in ((os.devnull, 0), (out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
     if most_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     is_module = words[0] == "-m"

