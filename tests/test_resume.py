@@ -42,7 +42,7 @@ RECIPES = {
     "str_": replace(cyclic(), method=methods.str_, options={"iterations": 44}, optimizer=OptimizerConfig("adam", 0.01)),
     "deepr": replace(cyclic(), method=methods.deepr, options={"iterations": 44}, clip=1.0),
 }
-NUM_KILLS = {name: 7 if "steps" in recipe.options else 4 for name, recipe in RECIPES.items()}
+NUM_KILLS = {name: 4 if "steps" in recipe.options else 2 for name, recipe in RECIPES.items()}
 
 
 def carry_on(recipe: Recipe, folder: Path, extend: int = 0) -> dict[str, Any]:
