@@ -321,7 +321,7 @@ def progress_of(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes in /proc")
-def test_a_run_whose_workers_are_killed_twice_ends_with_the_undisturbed_bits(tmp_path: Path) -> None:
+def test_a_run_one_of_whose_workers_is_killed_ends_with_the_undisturbed_bits(tmp_path: Path) -> None:
     from toy import slow_parallel
 
     engine.train(slow_parallel(), tmp_path / "undisturbed")
@@ -331,14 +331,11 @@ def test_a_run_whose_workers_are_killed_twice_ends_with_the_undisturbed_bits(tmp
     )
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
     try:
-        for kill in range(2):
-            goal, deadline = progress_of(folder) + chance.randrange(1, 6), time.monotonic() + 60
-            while progress_of(folder) < goal and time.monotonic() < deadline:
-                assert process.poll() is None, f"it ended after {kill} kills"
-                time.sleep(0.005)
-            victims = workers_of(folder)
-            if victims:
-                os.kill(chance.choice(victims), signal.SIGKILL)
+        goal, deadline = chance.randrange(1, 20), time.monotonic() + 60
+        while progress_of(folder) < goal and time.monotonic() < deadline:
+            assert process.poll() is None, "it ended before it was killed"
+            time.sleep(0.005)
+        os.kill(chance.choice(workers_of(folder)), signal.SIGKILL)
         assert process.wait(120) == 0
     finally:
         process.kill()

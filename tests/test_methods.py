@@ -233,12 +233,19 @@ class Contract:
         self.iterations = sum(scheduled.phase.num_iterations(EPOCH) for scheduled in walk(self.plan))
 
     def cursor(self) -> Cursor:
+        if not self.can_begin():
+            pytest.skip("needs dense tensors")
+        return Cursor(self.sparse, self.plan, iterations_per_epoch=EPOCH, score=self.score)
+
+    def can_begin(self) -> bool:
+        """Whether the storage will do for the plan."""
         try:
-            return Cursor(self.sparse, self.plan, iterations_per_epoch=EPOCH, score=self.score)
+            Cursor(self.sparse, self.plan, iterations_per_epoch=EPOCH, score=self.score)
         except GrowpruneError as error:
             if self.sparse.storage == "compact" and "use storage='masked'" in str(error):
-                pytest.skip("needs dense tensors")
+                return False
             raise
+        return True
 
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
@@ -271,8 +278,9 @@ class Contract:
 
 
 @every_method
-@pytest.mark.parametrize("allocation", ["uniform", "erk", "global"])
-@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize(
+    ("storage", "allocation"), [("masked", "uniform"), ("compact", "erk"), ("masked", "global"), ("compact", "global")]
+)
 def test_every_method_ends_at_the_target_sparsity(name: str, allocation: str, storage: str) -> None:
     case = Contract(name, allocation=allocation, storage=storage)
     cursor = case.cursor()
@@ -354,10 +362,11 @@ def follow(case: Contract, start: tuple[int, bytes] | None = None) -> tuple[list
 
 
 @every_method
-@pytest.mark.parametrize("storage", ["masked", "compact"])
-def test_one_s_own_loop_that_follows_a_plan_goes_on_bit_for_bit_from_any_phase(name: str, storage: str) -> None:
+def test_one_s_own_loop_that_follows_a_plan_goes_on_bit_for_bit_from_any_phase(name: str) -> None:
+    storage = ("masked", "compact")[list(METHODS).index(name) % 2]  # the test above has both
     whole = Contract(name, storage=storage)
-    whole.cursor()
+    if not whole.can_begin():
+        whole = Contract(name, storage=(storage := "masked"))
     saved, end = follow(whole)
     assert [iteration for iteration, _ in saved] == list(range(whole.iterations))
     firsts = whole.first_iterations()
