@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-import growprune as gp
 import forked
+import growprune as gp
 from growprune import engine
 from growprune.engine.batch_split import split
 from growprune.engine.folder import OtherLogs, RunFolder

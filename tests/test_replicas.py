@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-import growprune as gp
 import forked
+import growprune as gp
 from growprune import engine, methods
 from growprune.engine.recipe import Recipe
 from toy import plain

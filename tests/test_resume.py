@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-import growprune as gp
 import forked
+import growprune as gp
 from growprune import engine, methods
 from growprune.engine import checkpoint
 from growprune.engine.optim import OptimizerConfig

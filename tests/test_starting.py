@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-import growprune as gp
 import forked
+import growprune as gp
 from growprune import engine
 from growprune.engine import RunFolder
 from growprune.engine.optim import OptimizerConfig
