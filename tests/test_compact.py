@@ -109,8 +109,8 @@ def test_gradients_are_right_in_float64(name: str) -> None:
     def forward(x: Tensor, *parameters: Tensor) -> Tensor:
         return sparse.model(x)  # gradcheck changes the parameters in place
 
-    # along random directions, which see any entry that is wrong
-    assert torch.autograd.gradcheck(forward, (x, *values.values()), atol=1e-6, fast_mode=True)
+    # along random directions, so exactly that one wrong entry of many shows
+    assert torch.autograd.gradcheck(forward, (x, *values.values()), atol=1e-7, rtol=1e-7, fast_mode=True)
 
 
 def train(storage: str, pattern: str, allocation: str, method: Any, is_restart: bool, optimizer: Any) -> SparseModel:
