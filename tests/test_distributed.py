@@ -340,6 +340,7 @@ def test_a_run_one_of_whose_workers_is_killed_ends_with_the_undisturbed_bits(tmp
     finally:
         process.kill()
         process.wait()
+    assert any('"resumed"' in log.read_text() for log in folder.glob("log*.jsonl"))
     assert model_bytes(folder) == model_bytes(tmp_path / "undisturbed")
 
 
