@@ -18,9 +18,10 @@ lint: .venv/dev
 types: .venv/dev
 	$(BIN)/mypy
 
-# Three at a time on two cores, as many wait for processes they have started; what is marked slow is part of it.
+# Three at a time on two cores, as many wait for processes they have started; what is marked slow is part of it. What is
+# compiled is kept, whatever the environment says: each of them, and what they start, imports all of it.
 unit: .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadgroup
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadgroup
 
 # The site, in site/; `make test` builds it too.
 docs: .venv/dev

@@ -1,5 +1,7 @@
 """Settings for all tests: one thread (the tensors are tiny), no time limit on a single example, one user of ports."""
 
+import functools
+import gc
 import os
 import subprocess
 import sys
@@ -9,16 +11,17 @@ import pytest
 import torch
 from hypothesis import settings
 
+from growprune.engine import device
+
 collect_ignore_glob = ["*/conftest.py"]  # they hold no doctests, and several modules of one name cannot be imported
 torch.set_num_threads(1)
 settings.register_profile("growprune", deadline=None, max_examples=50)
 settings.load_profile("growprune")
+device._commit = functools.cache(device._commit)  # asking git twice a run takes as long as some of the runs here
 
 WITH_PORTS = {
-    *("test_compact_ddp", "test_distributed", "test_replicas", "test_starting", "test_benchmarks", "test_exploration"),
-    "test_transformers_ddp",
-    "test_lightning_ddp",
-    "test_report_browser",  # which meets its browser there
+    *("test_distributed", "test_replicas", "test_exploration", "test_examples", "test_report_browser"),
+    *("test_transformers_ddp", "test_lightning_ddp", "test_killed"),  # the last shares a process with the two before
 }
 
 
@@ -33,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("ports"))
         elif item.path.stem in ("test_docs", "test_docs_browser"):
             item.add_marker(pytest.mark.xdist_group("site"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector of garbage, which tests call often, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

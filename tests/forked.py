@@ -1,40 +1,118 @@
-"""The command line in processes that fork from one which has loaded torch: each starts seconds sooner."""
+"""Processes that fork from one which has loaded torch: each starts seconds sooner than one of its own would."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import resource
+import runpy
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
-PRELOAD = ["growprune.engine", "toy", "torch._dynamo"]
-"""What a process has that others fork from; the last is what an optimizer's first step imports. None of it is used."""
+PRELOAD = [
+    "growprune.engine",
+    "growprune.cli",
+    "growprune.recipes",
+    "growprune.sharding",
+    "torch._dynamo",  # what an optimizer's first step imports
+    "torch.distributed.checkpoint",
+    "sklearn.datasets",
+    "pytest",  # which the modules of targets import
+]
+"""What a process has that others fork from. None of it is used."""
+
+
+def context() -> ForkServerContext:
+    """One server for all tests of a worker: what it loads is decided before its first process."""
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(PRELOAD)
+    return made
+
+
+class Command:
+    """A command that runs as if it had been started with `python` and some words; much like a Popen.
+
+    The first words are the path of a script, or -m and a module. `most_bytes` is how large a file may become.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        out: Path,
+        err: Path,
+        *,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        most_bytes: int | None = None,
+    ) -> None:
+        there = dict(os.environ if environment is None else environment)
+        self.out, self.err = out, err
+        self.process = context().Process(target=_become, args=(words, cwd, there, out, err, most_bytes))
+        self.process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, "it still runs"
+        return subprocess.CompletedProcess((), self.process.exitcode, self.out.read_text(), self.err.read_text())
+
+
+@contextlib.contextmanager
+def started(*words: str, **settings: Any) -> Iterator[Command]:
+    """A command; if it still runs in the end, it is killed."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = Command(words, Path(folder, "out"), Path(folder, "err"), **settings)
+        try:
+            yield command
+        finally:
+            command.process.kill()
+            command.process.join()
+
+
+def python(*words: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None) -> str:
+    """What `python` with these words says, if it ends well."""
+    with started(*words, cwd=cwd, environment=environment) as command:
+        done = command.wait()
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def growprune(*arguments: str, cwd: Path | None, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        process = context.Process(target=_become, args=(arguments, cwd, dict(environment), out, err))
-        process.start()
-        process.join()
-        assert process.exitcode is not None
-        return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
+    with started("-m", "growprune", *arguments, cwd=cwd, environment=environment) as command:
+        return command.wait()
 
 
-def _become(arguments: tuple[str, ...], cwd: Path | None, environment: dict[str, str], out: Path, err: Path) -> None:
+def _become(
+    words: Sequence[str], cwd: Path | None, environment: dict[str, str], out: Path, err: Path, most_bytes: int | None
+) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd or Path.cwd())
     for path, descriptor in ((os.devnull, 0), (out, 1), (err, 2)):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
-    sys.argv = ["growprune", *arguments]
-    sys.path[0] = ""  # as if started here with -m
-
-    from growprune.cli import main
-
-    main()
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
+    if most_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+    is_module = words[0] == "-m"
+    name, sys.argv = words[is_module], list(words[is_module:])
+    sys.path[0] = "" if is_module else str(Path(name).parent)
+    if is_module:
+        runpy.run_module(name, run_name="__main__")
+    else:
+        runpy.run_path(name, run_name="__main__")

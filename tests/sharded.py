@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import traceback
 import warnings
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import forked
 import growprune as gp
 
 WORDS = 11
@@ -126,8 +126,7 @@ Run = Callable[..., list[Any]]
 @contextmanager
 def ranks(world: int) -> Iterator[Run]:
     """Some processes with a mesh of all; gives what runs a function on each, and returns what it returned."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["growprune.sharding", "growprune.file", "sharded", "torch._dynamo"])
+    context = forked.context()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(world)]
         processes = [

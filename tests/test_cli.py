@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,13 +38,19 @@ def refused(*arguments: str) -> str:
     return lines[0]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A finished run."""
-    folder = tmp_path / "run"
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, to be read only."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
     done = CliRunner().invoke(app, ["train", "digits/tiny", "--out", str(folder), *TINY])
     assert done.exit_code == 0, done.output
     return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A finished run of the test's own."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 def test_help_names_the_verbs_and_imports_no_torch() -> None:
@@ -161,15 +168,14 @@ def test_a_recipe_can_be_a_function_in_a_file_and_is_found_again_from_elsewhere(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_says_how_to_resume_and_exits_with_its_code(number: int, code: int, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "growprune", "train", "digits/cyclic-90", "--out", str(out), "--set", "device=cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not (out / "log.jsonl").exists() or "epoch" not in (out / "log.jsonl").read_text():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(number)
-    _, shown = process.communicate(timeout=60)
-    assert process.returncode == code
-    assert f"go on with `growprune resume {out}`" in shown
+    with forked.started("-m", "growprune", "train", "digits/cyclic-90", "--out", str(out), *TINY) as command:
+        while not (out / "log.jsonl").exists() or "epoch" not in (out / "log.jsonl").read_text():
+            assert command.poll() is None
+            time.sleep(0.01)
+        command.send_signal(number)
+        done = command.wait(60)
+    assert done.returncode == code
+    assert f"go on with `growprune resume {out}`" in done.stderr
     newest = max((out / "checkpoints").glob("0*"))
     assert json.loads((newest / "state.json").read_text())
 
@@ -369,11 +375,8 @@ def test_an_error_meant_for_users_is_one_line_wherever_it_is_raised(tmp_path: Pa
 
 def test_a_disk_that_takes_no_more_ends_in_one_line_and_the_run_resumes_with_room(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, 15_000)); "
-    code = f"{limit}import sys; sys.argv = ['growprune', 'train', 'digits/tiny', '--out', {out!r}]; "
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}from growprune.cli import main; main()"], capture_output=True, text=True
-    )
+    with forked.started("-m", "growprune", "train", "digits/tiny", "--out", out, most_bytes=15_000) as command:
+        done = command.wait(60)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("growprune: cannot write ")

@@ -109,7 +109,8 @@ def test_gradients_are_right_in_float64(name: str) -> None:
     def forward(x: Tensor, *parameters: Tensor) -> Tensor:
         return sparse.model(x)  # gradcheck changes the parameters in place
 
-    assert torch.autograd.gradcheck(forward, (x, *values.values()), atol=1e-6)
+    # along random directions, so exactly that one wrong entry of many shows
+    assert torch.autograd.gradcheck(forward, (x, *values.values()), atol=1e-7, rtol=1e-7, fast_mode=True)
 
 
 def train(storage: str, pattern: str, allocation: str, method: Any, is_restart: bool, optimizer: Any) -> SparseModel:
@@ -129,22 +130,36 @@ def train(storage: str, pattern: str, allocation: str, method: Any, is_restart: 
     return sparse
 
 
-@pytest.mark.parametrize("is_restart", [True, False])
-@pytest.mark.parametrize("method", [cyclic_gap, parallel_gap])
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
 @pytest.mark.parametrize(
-    ("pattern", "allocation"),
-    [("unstructured", "uniform"), ("unstructured", "global"), ("1x8", "erk"), ("2x2", "global")],
+    ("pattern", "allocation", "method", "is_restart", "optimizer"),
+    [  # of all 32, eight in which any two settings meet
+        ("unstructured", "uniform", cyclic_gap, True, adamw),
+        ("unstructured", "uniform", parallel_gap, False, sgd),
+        ("unstructured", "global", cyclic_gap, True, sgd),
+        ("unstructured", "global", parallel_gap, False, adamw),
+        ("1x8", "erk", cyclic_gap, False, adamw),
+        ("1x8", "erk", parallel_gap, True, sgd),
+        ("2x2", "global", cyclic_gap, False, sgd),
+        ("2x2", "global", parallel_gap, True, adamw),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:no weight lives")
 def test_a_whole_run_gives_the_bits_of_masked_storage(
-    pattern: str, allocation: str, method: Any, is_restart: bool
+    pattern: str, allocation: str, method: Any, is_restart: bool, optimizer: Any
 ) -> None:
-    for optimizer in (lambda p: torch.optim.AdamW(p, 1e-2), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)):
-        masked, compact = (train(s, pattern, allocation, method, is_restart, optimizer) for s in ("masked", "compact"))
-        expected, found = masked.model.state_dict(), compact.model.state_dict()
-        assert list(expected) == list(found)
-        for name in expected:
-            assert torch.equal(expected[name], found[name]), name
+    masked, compact = (train(s, pattern, allocation, method, is_restart, optimizer) for s in ("masked", "compact"))
+    expected, found = masked.model.state_dict(), compact.model.state_dict()
+    assert list(expected) == list(found)
+    for name in expected:
+        assert torch.equal(expected[name], found[name]), name
 
 
 def test_only_what_lives_is_held_and_a_grown_part_is_a_plain_parameter() -> None:
@@ -287,13 +302,14 @@ def test_compile_takes_the_whole_graph() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_compiled_model_is_compiled_once_for_each_part_that_is_dense() -> None:
+def test_a_compiled_model_is_compiled_once_for_each_part_that_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 3)  # fewer than there are parts
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     sparse = SparseModel(model, sparsity=0.5, storage="compact")
     sparse.prune()
-    S = Partition.contiguous(model, 8)
+    S = Partition.contiguous(model, 4)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter)
     counts = []
@@ -306,7 +322,7 @@ def test_a_compiled_model_is_compiled_once_for_each_part_that_is_dense() -> None
             counts.append(counter.frame_count)
             assert torch.equal(y, model(torch.ones(2, 4)))
             sparse.prune(part)
-    assert counts == [2, 3, 4, 5, 6, 7, 8, 9] + [9] * 8
+    assert counts == [2, 3, 4, 5] + [5] * 4
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import forked
 from growprune.errors import GrowpruneError
 from growprune.partition import Partition
 from growprune.plan import By
@@ -58,8 +58,7 @@ def batch() -> torch.Tensor:
 
 
 def on_two_processes(option: Any, target: Any = replica) -> list[Any]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["growprune.sparse", "torch._dynamo"])
+    context = forked.context()
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (f"{folder}/meeting", option, results)

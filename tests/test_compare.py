@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import forked
 from growprune import console_compare, engine
 from growprune.cli import app
 from growprune.compare import Request, of_runs, table
@@ -169,10 +171,16 @@ def test_a_printed_command_makes_the_run_that_the_comparison_wants_and_can_be_gi
     assert CliRunner().invoke(app, ["resume", str(job.folder)]).exit_code == 0
 
 
+def fork(command: list[str], *, stdout: Any, env: Any, **_: Any) -> forked.Command:
+    """In place of Popen: a process that has torch already. The test below starts a real one, too."""
+    return forked.Command(command[1:], Path(stdout.name), Path(stdout.name), environment=env)
+
+
 @pytest.mark.slow
 def test_a_run_that_fails_is_kept_and_shown_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(subprocess, "Popen", fork)
     command = typed(tmp_path, "--allow", "optimizer.lr", "--workers", "2", methods=BROKEN, seeds="0")
     first = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert first.exit_code == 1, first.stderr
@@ -190,7 +198,11 @@ def test_a_run_that_fails_is_kept_and_shown_and_the_others_go_on(
 
 
 @pytest.mark.slow
-def test_a_comparison_that_is_stopped_saves_all_its_runs_which_then_go_on(tmp_path: Path) -> None:
+def test_a_comparison_that_is_stopped_saves_all_its_runs_which_then_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = iter((subprocess.Popen, fork))
+    monkeypatch.setattr(subprocess, "Popen", lambda *command, **settings: next(starts)(*command, **settings))
     endless = replace(request(tmp_path, "dense,rigl", "0", settings=["task.pause=0.1"]), epochs=1000)
     jobs = endless.jobs()
     logs = [job.folder / "log.jsonl" for job in jobs]

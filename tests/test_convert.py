@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,7 @@ def test_mistakes_are_said_in_one_line(
     arguments: list[str], said: str, model: Path, pruned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(model.parent)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # what Python keeps of model.py is not ours
     assert said in refused(pruned, *arguments)
     assert sorted(path.name for path in model.parent.iterdir()) == ["model.py", "pruned.pt"]
 

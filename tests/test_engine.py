@@ -27,11 +27,11 @@ from plan_cases import options_of
 from toy import Toy, continuing, cyclic, parallel
 
 
-def recipe_for(name: str) -> Recipe:
-    """The method's own example, three times as long."""
+def recipe_for(name: str, times: int = 1) -> Recipe:
+    """The method's own example, or one that is longer."""
     longer = ("iterations", "epochs", "finetune")
     options = {option: value for option, value in options_of(name).items() if option != "sparsity"}
-    options = {option: value * 3 if option in longer else value for option, value in options.items()}
+    options = {option: value * times if option in longer else value for option, value in options.items()}
     partition = per_layer() if name == "random_gap" else contiguous(2)
     return replace(cyclic(), method=METHODS[name], options=options, partition=partition)
 
@@ -51,7 +51,7 @@ def events_of(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_runs_to_its_target_and_lowers_the_loss(name: str, tmp_path: Path) -> None:
-    recipe = replace(recipe_for(name), task=Toy(num_examples=200))
+    recipe = replace(recipe_for(name, times=3), task=Toy(num_examples=200))
     sparsity = 0.0 if name == "dense" else 0.8
     result = engine.train(replace(recipe, sparsity=sparsity), tmp_path / "run")
     assert result["sparsity"]["totals"]["alive"] == round((1 - sparsity) * (6 * 16 + 16 * 16 + 16 * 3))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+import forked
 import growprune as gp
+from test_distributed import free_port
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -40,26 +42,30 @@ def test_the_loop_of_ones_own_goes_on_to_the_same_file(tmp_path: Path, monkeypat
     assert (parted / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-def launch(*arguments: str, processes: int) -> str:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), str(EXAMPLES / "torchrun.py"), *arguments]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+TORCHRUN = str(EXAMPLES / "torchrun.py")
 
 
 @pytest.mark.slow
 def test_two_processes_of_torchrun_end_with_the_bits_of_one(tmp_path: Path) -> None:
-    two = launch("--out", str(tmp_path / "two"), processes=2)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    two = forked.python(*launcher, TORCHRUN, "--out", str(tmp_path / "two"), environment=environment)
     assert re.fullmatch(r"[\d.]+ % right, 845 of 4224 weights live\n", two)  # said once; a fifth
     assert (tmp_path / "two" / "log-1.jsonl").exists()  # the other process trained too
-    assert launch("--out", str(tmp_path / "one"), processes=1) == two
+    assert forked.python(TORCHRUN, "--out", str(tmp_path / "one"), environment=environment) == two
     assert (tmp_path / "two/model.safetensors").read_bytes() == (tmp_path / "one/model.safetensors").read_bytes()
 
 
 @pytest.mark.slow
 def test_two_replicas_of_torchrun_share_each_batch(tmp_path: Path) -> None:
-    told = launch("--out", str(tmp_path / "run"), "--cyclic", processes=2)
+    with contextlib.ExitStack() as stack:  # what torchrun would start, as the test above sees
+        where = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = [{**where, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        words = (TORCHRUN, "--out", str(tmp_path / "run"), "--cyclic")
+        both = [stack.enter_context(forked.started(*words, environment=rank)) for rank in ranks]
+        done = [command.wait(120) for command in both]
+    assert [rank.returncode for rank in done] == [0, 0], done
+    told = "".join(rank.stdout for rank in done)
     accuracy, alive = re.fullmatch(r"([\d.]+) % right, (\d+) of 4224 weights live\n", told).groups()  # type: ignore[union-attr]
     assert (float(accuracy) > 85, alive) == (True, "845")
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))

@@ -326,11 +326,21 @@ def run_plan(method: Any, storage: str, *, accumulate: int | None, **settings: A
 
 
 @pytest.mark.parametrize(
-    ("pattern", "allocation"),
-    [("unstructured", "erk"), ("unstructured", "global"), ("1x4", "uniform"), ("1x4", "global")],
-)
-@pytest.mark.parametrize(
-    ("method", "accumulate"), [(granet, 1), (granet, None), (granet, 2), (dsr, 1), (snip, 1), (iterative, 1)]
+    ("method", "accumulate", "pattern", "allocation"),
+    [  # each method with each pattern, and one ranking or several
+        (granet, 1, "unstructured", "erk"),
+        (granet, 1, "1x4", "global"),
+        (granet, None, "unstructured", "global"),
+        (granet, None, "1x4", "uniform"),
+        (granet, 2, "unstructured", "global"),
+        (granet, 2, "1x4", "uniform"),
+        (dsr, 1, "unstructured", "erk"),
+        (dsr, 1, "1x4", "global"),
+        (snip, 1, "unstructured", "global"),
+        (snip, 1, "1x4", "uniform"),
+        (iterative, 1, "unstructured", "erk"),
+        (iterative, 1, "1x4", "global"),
+    ],
 )
 def test_compact_storage_gives_the_bits_of_masks(
     method: Any, accumulate: int | None, pattern: str, allocation: str

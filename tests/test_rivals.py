@@ -273,16 +273,24 @@ def run_rigl(storage: str, optimize: Optimize, *, batches: int, clip: float | No
     return seen
 
 
-@pytest.mark.parametrize("allocation", ["uniform", "erk", "global"])
-@pytest.mark.parametrize("pattern", ["unstructured", "1x4", "2:4"])
-@pytest.mark.parametrize("optimize", [sgd, adamw])
 @pytest.mark.parametrize(
-    ("accumulate", "batches", "clip"), [(1, 1, 0.01), (None, 2, 0.01)], ids=["one batch", "two batches"]
+    ("allocation", "pattern", "optimize", "batches"),
+    [  # of all 36, nine in which any two settings meet
+        ("uniform", "unstructured", sgd, 1),
+        ("uniform", "1x4", adamw, 2),
+        ("uniform", "2:4", sgd, 2),
+        ("erk", "unstructured", adamw, 2),
+        ("erk", "1x4", sgd, 1),
+        ("erk", "2:4", adamw, 1),
+        ("global", "unstructured", sgd, 2),
+        ("global", "1x4", adamw, 1),
+        ("global", "2:4", adamw, 2),
+    ],
 )
 def test_rigl_with_compact_storage_is_rigl_with_masks_bit_for_bit(
-    accumulate: int | None, batches: int, clip: float | None, optimize: Optimize, pattern: str, allocation: str
+    allocation: str, pattern: str, optimize: Optimize, batches: int
 ) -> None:
-    options = {"batches": batches, "clip": clip, "accumulate": accumulate}
+    options: dict[str, Any] = {"batches": batches, "clip": 0.01, "accumulate": 1 if batches == 1 else None}
     options |= {"pattern": pattern, "allocation": allocation}
     check_same_bits(run_rigl("compact", optimize, **options), run_rigl("masked", optimize, **options))
 

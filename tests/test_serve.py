@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import forked
 import growprune as gp
 from growprune.tasks.classification.resnet import ResNet
 
@@ -23,10 +22,7 @@ WIDTH = ["--width", "8"]
 
 
 def run(script: str, *words: object) -> str:
-    command = [sys.executable, str(SERVE / script), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return forked.python(str(SERVE / script), *map(str, words), environment=environment())
 
 
 def environment() -> dict[str, str]:
@@ -45,12 +41,9 @@ def port(folder: Path) -> Iterator[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         found = free.getsockname()[1]
-    command = [sys.executable, str(SERVE / "server.py"), str(folder), *WIDTH, "--port", str(found)]
-    with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL) as server:
-        try:
-            yield found
-        finally:
-            server.terminate()
+    words = (str(SERVE / "server.py"), str(folder), *WIDTH, "--port", str(found))
+    with forked.started(*words, environment=environment()):
+        yield found
 
 
 @pytest.mark.xdist_group("serve")

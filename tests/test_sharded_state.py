@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import forked
 import growprune as gp
 from growprune import By, Partition, methods
 from sharded import Run, Transformer, assert_same, batches, loss_of, make, mine, ranks, weights_of
@@ -249,7 +249,7 @@ def member(rank: int, world: int, meeting: str, folder: str) -> None:
 
 
 def start(world: int, meeting: Path, folder: Path) -> list[Any]:
-    context = multiprocessing.get_context("forkserver")
+    context = forked.context()
     processes = [context.Process(target=member, args=(r, world, str(meeting), str(folder))) for r in range(world)]
     for process in processes:
         process.start()

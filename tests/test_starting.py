@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+import forked
 import growprune as gp
-from forked import PRELOAD
 from growprune import engine
 from growprune.engine import RunFolder
 from growprune.engine.optim import OptimizerConfig
@@ -115,8 +114,7 @@ def start(lr: float, folder: Path, gate: Any, said: Any) -> None:
 
 @pytest.mark.slow
 def test_of_four_processes_that_start_at_once_one_trains_and_the_others_are_told(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forked.context()
     gate, said, rates = context.Barrier(4), context.Queue(), (0.01, 0.02, 0.03, 0.04)
     processes = [context.Process(target=start, args=(lr, tmp_path / "run", gate, said)) for lr in rates]
     for process in processes:

@@ -289,10 +289,20 @@ def test_rising_prunes_in_a_cubic_and_ends_at_its_target() -> None:
 # The scripts and the page
 
 
+def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batches in an epoch instead of nineteen."""
+    import digits
+
+    whole = gp.tasks.digits._load()
+    monkeypatch.setattr(gp.tasks.digits, "_load", lambda: {name: (x[:128], y[:128]) for name, (x, y) in whole.items()})
+    monkeypatch.setattr(digits, "PER_EPOCH", 2)
+
+
 @pytest.mark.parametrize("name", SMALLEST)
 def test_the_smallest_form_of_every_experiment_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    few_digits(monkeypatch)
     (tmp_path / "text").write_text("to be or not to be, that is the question. " * 500)
     script = THEORY / f"{name.split()[0]}.py"
     arguments = [str(tmp_path / "text") if a == "TEXT" else a for a in SMALLEST[name]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -13,14 +11,7 @@ pytest.importorskip("lightning.pytorch")
 
 from killed_cases import TRAINERS, run_with_kills
 
-NUM_KILLS = 4
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ProcessPoolExecutor]:
-    """A process from which those that are killed are forked."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as made:
-        yield made
+NUM_KILLS = 2
 
 
 @pytest.mark.slow

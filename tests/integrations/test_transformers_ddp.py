@@ -6,11 +6,14 @@ import itertools
 import multiprocessing
 import os
 import socket
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # which the first step of an optimizer would import
+from transformers_cases import train
 
 from growprune import GrowpruneError
 
@@ -25,8 +28,6 @@ def replica(rank: int, port: int, folder: Path, results: Any) -> None:
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in there.items()})
     torch.set_num_threads(1)
-    from transformers_cases import train
-
     args = {"ddp_backend": "gloo", "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3}
     args |= {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
     ends = {}
@@ -44,16 +45,23 @@ def replica(rank: int, port: int, folder: Path, results: Any) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.slow
-def test_two_processes_have_the_same_bits_after_edits_and_when_resumed(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+def on_two_processes(folder: Path) -> dict[int, Any]:
+    context = multiprocessing.get_context("fork")  # this runs in a process that has only loaded what it takes
     results, port = context.Queue(), free_port()
-    processes = [context.Process(target=replica, args=(rank, port, tmp_path, results)) for rank in range(2)]
+    processes = [context.Process(target=replica, args=(rank, port, folder, results)) for rank in range(2)]
     for process in processes:
         process.start()
     told = dict(results.get(timeout=100) for _ in processes)
     for process in processes:
         process.join()
+    return told
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_same_bits_after_edits_and_when_resumed(
+    tmp_path: Path, server: ProcessPoolExecutor
+) -> None:
+    told = server.submit(on_two_processes, tmp_path).result()
     for (method, _), end in [*told[0].items(), *told[1].items()]:
         whole = told[0][method, None]
         assert [name for name, array in whole.items() if array.tobytes() != end[name].tobytes()] == []

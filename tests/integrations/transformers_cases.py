@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import transformers as hf
 from torch import nn
 
 from growprune.integrations.transformers import GrowPruneCallback
-
-gc.freeze()  # each training collects garbage, which would look through all that was imported, for half a second
 
 TEXT = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 LONG = {**TEXT, "intermediate_size": 32, "max_position_embeddings": 16}
