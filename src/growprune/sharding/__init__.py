@@ -5,6 +5,6 @@ edits without gathering, `units.py` how a model becomes sharded, `state.py` chec
 """
 
 from growprune.sharding.state import load_state, newest_state, save_state
-from growprune.sharding.units import UnitByUnit, adopt, shard, units_of
+from growprune.sharding.units import UnitByUnit, adopt, shard, sharded_names, units_of
 
-__all__ = ["UnitByUnit", "adopt", "load_state", "newest_state", "save_state", "shard", "units_of"]
+__all__ = ["UnitByUnit", "adopt", "load_state", "newest_state", "save_state", "shard", "sharded_names", "units_of"]

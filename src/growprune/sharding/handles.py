@@ -49,6 +49,11 @@ class Handle:
         return parameter
 
     @property
+    def is_cut_twice(self) -> bool:
+        """Whether the parameter was a DTensor already when it was sharded."""
+        return bool(self.record.is_dtensor)
+
+    @property
     def gathered(self) -> nn.Parameter | None:
         """What the module computes with, from its first forward pass on."""
         return getattr(self.record, "_unsharded_param", None)

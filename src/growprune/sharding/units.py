@@ -47,7 +47,7 @@ class UnitByUnit:
         self, sparse: SparseModel, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any
     ) -> None:
         check_mesh(mesh)
-        check_shardable(sparse)
+        check_shardable(sparse.storage)
         if any(isinstance(module, FSDPModule) for module in sparse.model.modules()):
             raise GrowpruneError("the model is sharded already: shard it once, with one mesh")
         self._left = {id(module) for module in units_of(sparse.model, units)}
@@ -114,7 +114,7 @@ def adopt(sparse: SparseModel) -> None:
     handles = handles_of(sparse.model)
     if not handles:
         return
-    check_shardable(sparse)
+    check_shardable(sparse.storage)
     ranks = next(iter(handles.values())).ranks
     check_masks(sparse, ranks)
     for name, parameter in sparse.stored.items():
@@ -143,9 +143,22 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise GrowpruneError(f"the mesh has {mesh.ndim} dimensions: give one (FSDP), or two (replicas of shards, HSDP)")
 
 
-def check_shardable(sparse: SparseModel) -> None:
+def sharded_names(model: nn.Module, storage: str) -> set[str]:
+    """What FSDP2 has sharded of a model that is to be made sparse. All modules hold their shards afterwards."""
+    handles = handles_of(model)
+    check_shardable(storage)
+    for name, handle in handles.items():
+        if handle.is_cut_twice:
+            raise GrowpruneError(
+                f"{name} was sharded by tensor parallelism before FSDP2, which sparse weights cannot be: shard it with "
+                f"fully_shard alone"
+            )
+    return set(handles)
+
+
+def check_shardable(storage: str) -> None:
     """Refuse models that cannot be sharded."""
-    if sparse.storage != "compact":
+    if storage != "compact":
         raise GrowpruneError(
             "masked storage cannot be sharded, as each rank would hold and send dense weights: make the SparseModel "
             "with storage='compact'"
