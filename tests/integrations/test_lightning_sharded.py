@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
+from two_ranks import on_two_ranks
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -129,35 +127,14 @@ def refused(folder: Path) -> list[str]:
     return told
 
 
-def rank_of(rank: int, port: int, folder: Path, results: Any) -> None:
-    """What torchrun would start."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
-    names = {**where, "RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "none"}
-    os.environ.update({name: str(value) for name, value in names.items()})
-    results.put((rank, [body(folder) for body in (trained, refused)]))
+Told = tuple[list[list[Any]], Path]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Any]], Path]:
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What each of two processes has found, and where they wrote."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["growprune.integrations.lightning", "growprune.sharding", "torch._dynamo"])
-    results, folder = context.Queue(), tmp_path_factory.mktemp("sharded")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [context.Process(target=rank_of, args=(rank, port, folder, results)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    found = dict(results.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join()
-    return [found[0], found[1]], folder
-
-
-Told = tuple[list[list[Any]], Path]
+    folder = tmp_path_factory.mktemp("sharded")
+    return on_two_ranks((trained, refused), folder, ["growprune.integrations.lightning"]), folder
 
 
 def test_masks_and_weights_are_those_of_one_process(told: Told, tmp_path: Path) -> None:
@@ -182,5 +159,5 @@ def test_a_checkpoint_of_the_trainer_resumes_to_the_same_bits(told: Told) -> Non
 
 def test_what_cannot_be_sharded_is_told_in_one_line(told: Told) -> None:
     for _, (masked, plain) in told[0]:
-        assert masked.startswith("GrowPrune with ModelParallelStrategy needs storage='compact', but storage is 'masked'")
+        assert masked.startswith("GrowPrune with ModelParallelStrategy needs storage='compact', but storage is 'mask")
         assert plain.startswith("configure_model has not sharded the module: call fully_shard")

@@ -178,7 +178,7 @@ class GrowPrune(Callback):
         """Make the model sparse before its optimizers are made, so that what they load fits it."""
         state = checkpoint["callbacks"].get(self.state_key)
         if state and sharded.is_sharding(trainer) and trainer.state.fn == "fit":
-            sharded.set_own_random_numbers(trainer, state["rngs"])  # on_fit_start came before
+            sharded.set_own_random_numbers(trainer, state["rng"])  # on_fit_start came before
         if state is not None and self._cursor is None and trainer.state.fn == "fit":
             self._check_settings(state)
             self._lengths = (state["iterations"], state["iterations_per_epoch"])
@@ -225,7 +225,7 @@ class GrowPrune(Callback):
         if self._loaded is None:
             return
         if sharded.is_sharding(trainer):
-            sharded.set_own_random_numbers(trainer, self._loaded["rngs"])
+            sharded.set_own_random_numbers(trainer, self._loaded["rng"])
         elif trainer.world_size == 1:
             set_rng_state(self._loaded["rng"])
 
@@ -386,8 +386,8 @@ class GrowPrune(Callback):
         """Add the random numbers, which Lightning does not keep."""
         del pl_module
         if self._cursor is not None:
-            own = {"rngs": sharded.all_random_numbers(trainer)} if sharded.is_sharding(trainer) else {"rng": rng_state()}
-            checkpoint["callbacks"][self.state_key] |= {**own, "is_mid_epoch": not trainer.is_last_batch}
+            random = sharded.all_random_numbers(trainer) if sharded.is_sharding(trainer) else rng_state()
+            checkpoint["callbacks"][self.state_key] |= {"rng": random, "is_mid_epoch": not trainer.is_last_batch}
 
     # After training
 
