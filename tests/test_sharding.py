@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import growprune as gp
 from growprune import By, Partition, methods
 from growprune.sharding import units_of
 from growprune.sharding.ranks import Ranks
+from growprune.storage import block_products
 from sharded import (
     Arrays,
     Block,
@@ -122,15 +125,25 @@ def test_what_is_gathered_in_bfloat16_is_trained_in_float32(on_two: Run) -> None
 # Edits
 
 
-def plan_of(sparse: gp.SparseModel, method: str) -> Any:
+def plan_of(sparse: gp.SparseModel, method: str, sparsity: float = 0.8) -> Any:
     parts = Partition.balanced(sparse.model, 2)
     if method == "rigl":
-        return methods.rigl(Partition.per_layer(sparse.model), sparsity=0.8, iterations=6, every=2)
+        return methods.rigl(Partition.per_layer(sparse.model), sparsity=sparsity, iterations=6, every=2)
     if method == "gradual_gap":
-        return methods.gradual_gap(parts, sparsity=0.8, iterations=6, every=2)
+        return methods.gradual_gap(parts, sparsity=sparsity, iterations=6, every=2)
     if method == "parallel_gap":
-        return methods.parallel_gap(parts, sparsity=0.8, steps=1, epochs=1, finetune=1)
-    return methods.cyclic_gap(parts, sparsity=0.8, steps=2, epochs=1, finetune=1)
+        return methods.parallel_gap(parts, sparsity=sparsity, steps=1, epochs=1, finetune=1)
+    return methods.cyclic_gap(parts, sparsity=sparsity, steps=2, epochs=1, finetune=1)
+
+
+def sharded_first(mesh: DeviceMesh, allocation: str) -> gp.SparseModel:
+    """A model that was sharded, and has computed, before it is made sparse, as other people's trainers do."""
+    torch.manual_seed(0)
+    model = Transformer()
+    for module in (*(block.up for block in model.blocks), *model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    model(batches(1)[0])
+    return gp.SparseModel(model, sparsity=0.8, storage="compact", seed=3, allocation=allocation)
 
 
 def planned(mesh: DeviceMesh | None, method: str, how: str = "") -> tuple[list[dict[str, Tensor]], gp.SparseModel]:
@@ -139,10 +152,13 @@ def planned(mesh: DeviceMesh | None, method: str, how: str = "") -> tuple[list[d
     # only more digits tell apart
     with_adam = method in ("gradual_gap", "rigl") and not how
     allocation = {"rigl": "erk", "gradual_gap": "global"}.get(method, "uniform")
-    sparse = make(allocation=allocation, dtype=torch.float64 if with_adam else torch.float32)
+    if how == "sharded first" and mesh is not None:
+        sparse = sharded_first(mesh, allocation)
+    else:
+        sparse = make(allocation=allocation, dtype=torch.float64 if with_adam else torch.float32)
     if how == "frozen":
         sparse.model.blocks[0].requires_grad_(False)
-    if mesh is not None:
+    if mesh is not None and how != "sharded first":
         sparse.shard(mesh, **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}))
     if how == "compiled":
         sparse.model.blocks[0].compile(backend="aot_eager")
@@ -195,7 +211,7 @@ def test_masks_of_a_plan_are_those_of_one_process_at_every_edit(on_two: Run, met
     assert sum(any(not torch.equal(a[n], b[n]) for n in a) for a, b in itertools.pairwise(masks)) == PLANS[method]
 
 
-@pytest.mark.parametrize("how", ["frozen", "offloaded", "sent once"])
+@pytest.mark.parametrize("how", ["frozen", "offloaded", "sent once", "sharded first"])
 def test_growth_by_gradient_sees_what_one_process_sees(on_two: Run, how: str) -> None:
     check_plan(on_two(sharded_plan, "rigl", how), "rigl", how)
 
@@ -215,6 +231,8 @@ def test_any_number_of_ranks_makes_the_same_masks(world: int) -> None:
         for found in run(sharded_training, "adamw"):
             assert_same(received(found), trained_alone("adamw"))
         run(tie)
+        for method in BLOCK_PLANS:
+            check_blocks(run(sharded_blocks, method), method)
         if world == 4:
             check_plan(run(replicas_of_shards, "rigl"), "rigl")
 
@@ -262,6 +280,76 @@ def patterned(mesh: DeviceMesh, pattern: str) -> None:
         sparse.grow(Partition.contiguous(sparse.model, 3)[0], to=0.5)
         found.append(weights_of(sparse))
     assert_same(found[1], found[0], tolerance=0)
+
+
+BLOCK_PLANS = ("gradual_gap", "rigl")
+
+
+def planned_blocks(mesh: DeviceMesh | None, method: str) -> tuple[list[dict[str, Tensor]], gp.SparseModel]:
+    """A plan with blocks that products are taken over: masks after each iteration, and the model at the end."""
+    torch.manual_seed(0)
+    model = Transformer(64, 1).double()
+    sparse = gp.SparseModel(model, sparsity=0.5, storage="compact", pattern="32x32", keep_dense=["head"], seed=3)
+    if mesh is not None:
+        sparse.shard(mesh, units=["blocks.0.up", "blocks.0"])
+    cursor = gp.Cursor(sparse, plan_of(sparse, method, 0.5))
+    optimizer = cursor.attach(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    masks = [sparse.masks]
+    with counted_products() as counts:
+        for tokens in batches(6):
+            optimizer.zero_grad()
+            loss_of(model, mine(tokens, mesh)).backward()
+            optimizer.step()
+            masks.append(sparse.masks)
+    assert min(counts.values()) > 0, counts
+    return masks, sparse
+
+
+@contextmanager
+def counted_products() -> Iterator[dict[str, int]]:
+    """While it lasts, layers multiply over live blocks only, and that they do is counted."""
+    before, counts = block_products.choose_products("sparse"), {"output": 0, "input_gradient": 0, "values_gradient": 0}
+    kept = {name: getattr(block_products, name) for name in counts}
+
+    def counting(name: str, *operands: Any) -> Tensor:
+        counts[name] += 1
+        product: Tensor = kept[name](*operands)
+        return product
+
+    for name in counts:
+        setattr(block_products, name, functools.partial(counting, name))
+    try:
+        yield counts
+    finally:
+        for name, product in kept.items():
+            setattr(block_products, name, product)
+        block_products.choose_products(before)
+
+
+def sharded_blocks(mesh: DeviceMesh, method: str) -> tuple[list[Arrays], Arrays]:
+    masks, sparse = planned_blocks(mesh, method)
+    return [sent(some) for some in masks], sent(weights_of(sparse))
+
+
+@functools.cache
+def blocks_alone(method: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    masks, sparse = planned_blocks(None, method)
+    return masks, weights_of(sparse)
+
+
+def check_blocks(found: list[tuple[list[Arrays], Arrays]], method: str) -> None:
+    expected, weights = blocks_alone(method)
+    assert any(not torch.equal(a[n], b[n]) for a, b in itertools.pairwise(expected[1:]) for n in a)
+    for masks, last in found:
+        for own, known in zip(masks, expected, strict=True):
+            assert_same(received(own), known)
+        assert_same(received(last), weights)
+
+
+@pytest.mark.parametrize("method", BLOCK_PLANS)
+def test_products_over_live_blocks_are_those_of_one_process(on_two: Run, method: str) -> None:
+    check_blocks(on_two(sharded_blocks, method), method)
 
 
 def scored(mesh: DeviceMesh | None) -> gp.SparseModel:
@@ -421,7 +509,12 @@ def mistakes(mesh: DeviceMesh) -> list[str]:
     found.append(told(lambda: sparse.shard(mesh)))
     sharded = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(sharded, mesh=mesh)
-    found.append(told(lambda: gp.SparseModel(sharded, sparsity=0.8, storage="compact")))
+    found.append(told(lambda: gp.SparseModel(sharded, sparsity=0.8)))
+    twice = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shards", "tensors"))
+    cut = parallelize_module(nn.Sequential(nn.Linear(8, 8)), twice["tensors"], {"0": ColwiseParallel()})
+    found.append(told(lambda: gp.SparseModel(cut, sparsity=0.8, storage="compact")))
+    fully_shard(cut, mesh=twice["shards"])
+    found.append(told(lambda: gp.SparseModel(cut, sparsity=0.8, storage="compact")))
     other = make(seed=mesh.get_rank())
     other.prune(by=By.RANDOM)
     found.append(told(lambda: other.shard(mesh)))
@@ -443,8 +536,12 @@ def test_what_cannot_be_sharded_is_refused_in_one_line(on_two: Run) -> None:
     expected = [
         "masked storage cannot be sharded, as each rank would hold and send dense weights: make the SparseModel with "
         "storage='compact'",
+        "masked storage cannot be sharded, as each rank would hold and send dense weights: make the SparseModel with "
+        "storage='compact'",
         "0.weight is sharded already (it is a DTensor): make the SparseModel of the plain model, and shard it after "
         "that",
+        "0.weight was sharded by tensor parallelism before FSDP2, which sparse weights cannot be: shard it with "
+        "fully_shard alone",
         "rank 1 has another mask of blocks.0.attention.in_proj_weight than rank 0: make the model on all ranks with "
         "the same seed and edits before it is sharded",
         "mesh is str, but must be a DeviceMesh: make it with torch.distributed.device_mesh.init_device_mesh after "

@@ -91,7 +91,8 @@ def _dense_state(accelerator: Any, sparse: SparseModel, model: Any, *rest: Any, 
         state: dict[str, Tensor] = type(accelerator).get_state_dict(accelerator, model, *rest, **settings)
         return state
     sparse.notice_shards()
-    first, found = first_names(sparse.model), {}
+    first = first_names(sparse.model)
+    found: dict[str, Tensor] = {}
     for name, tensor in sparse.model.state_dict().items():
         if (other := first.get(name, name)) in found:
             found[name] = found[other]  # tied
