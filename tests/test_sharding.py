@@ -23,6 +23,7 @@ from growprune import By, Partition, methods
 from growprune.sharding import units_of
 from growprune.sharding.ranks import Ranks
 from growprune.storage import block_products
+from growprune.storage.compact import Layout
 from sharded import (
     Arrays,
     Block,
@@ -491,6 +492,34 @@ def test_a_step_moves_what_lives_and_a_rank_holds_its_share(on_two: Run) -> None
         assert total <= sum(reduced) < total * 1.03
         assert abs(own - total / 2) < 0.1 * total / 2
         assert moments == 2 * own
+
+
+def expansions(mesh: DeviceMesh) -> list[int]:
+    """How often a step makes a weight dense, in one process and sharded."""
+    found = []
+    for own in (None, mesh):
+        sparse = make()
+        sparse.prune(by=By.RANDOM)
+        if own is not None:
+            sparse.shard(own)
+        loss_of(sparse.model, batches(1)[0]).backward()
+        count, expand = [0], Layout.expand
+
+        def counting(self: Layout, *operands: Any, count: list[int] = count, expand: Any = expand) -> Tensor:
+            count[0] += 1
+            dense: Tensor = expand(self, *operands)
+            return dense
+
+        Layout.expand = counting  # type: ignore[method-assign]
+        loss_of(sparse.model, batches(1)[0]).backward()
+        Layout.expand = expand  # type: ignore[method-assign]
+        found += count
+    return found
+
+
+def test_gathering_a_layer_does_not_make_its_weight_dense(on_two: Run) -> None:
+    for alone, sharded in on_two(expansions):
+        assert 0 < sharded == alone
 
 
 # Mistakes
