@@ -23,7 +23,7 @@ from growprune import By, Partition, methods
 from growprune.sharding import units_of
 from growprune.sharding.ranks import Ranks
 from growprune.storage import block_products
-from growprune.storage.compact import Layout
+from growprune.storage.compact import Layout, layouts_of
 from sharded import (
     Arrays,
     Block,
@@ -151,7 +151,8 @@ def planned(mesh: DeviceMesh | None, method: str, how: str = "") -> tuple[list[d
     """Masks after each iteration, and the model at the end."""
     # Adam's first steps are all about as long as its learning rate: what has just grown is full of near ties, which
     # only more digits tell apart
-    with_adam = method in ("gradual_gap", "rigl") and not how
+    is_plain = how in ("", "masks")
+    with_adam = method in ("gradual_gap", "rigl") and is_plain
     allocation = {"rigl": "erk", "gradual_gap": "global"}.get(method, "uniform")
     if how == "sharded first" and mesh is not None:
         sparse = sharded_first(mesh, allocation)
@@ -160,10 +161,11 @@ def planned(mesh: DeviceMesh | None, method: str, how: str = "") -> tuple[list[d
     if how == "frozen":
         sparse.model.blocks[0].requires_grad_(False)
     if mesh is not None and how != "sharded first":
-        sparse.shard(mesh, **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}))
+        offloaded = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}
+        sparse.shard(mesh, masks=how == "masks", **offloaded)
     if how == "compiled":
         sparse.model.blocks[0].compile(backend="aot_eager")
-    accumulate = 1 if method == "rigl" and not how else None
+    accumulate = 1 if method == "rigl" and is_plain else None
     cursor = gp.Cursor(sparse, plan_of(sparse, method), iterations_per_epoch=2, accumulate=accumulate)
     sgd = torch.optim.SGD(sparse.model.parameters(), lr=0.1, momentum=0.9)
     optimizer = cursor.attach(torch.optim.AdamW(sparse.model.parameters(), lr=1e-3) if with_adam else sgd)
@@ -234,6 +236,7 @@ def test_any_number_of_ranks_makes_the_same_masks(world: int) -> None:
         run(tie)
         for method in BLOCK_PLANS:
             check_blocks(run(sharded_blocks, method), method)
+        check_plan(run(sharded_plan, "rigl", "masks"), "rigl")
         if world == 4:
             check_plan(run(replicas_of_shards, "rigl"), "rigl")
 
@@ -520,6 +523,40 @@ def expansions(mesh: DeviceMesh) -> list[int]:
 def test_gathering_a_layer_does_not_make_its_weight_dense(on_two: Run) -> None:
     for alone, sharded in on_two(expansions):
         assert 0 < sharded == alone
+
+
+def masks_in_parts(mesh: DeviceMesh, folder: str) -> list[int]:
+    """Bytes of masks on this rank, and of all; how often a step gathers those of a layer, and how many layers."""
+    file, settings = f"{folder}/model.safetensors", {"mesh": mesh, "sharding": {"masks": True}}
+    torch.manual_seed(5)
+    whole = gp.sparse_init(Transformer, sparsity=0.8)
+    torch.manual_seed(5)
+    sparse = gp.sparse_init(Transformer, sparsity=0.8, **settings)
+    gp.save(sparse, file)
+    for model in (sparse, gp.load(file, Transformer(), storage="compact", **settings)):
+        assert_same(weights_of(model), weights_of(whole), tolerance=0)
+    gp.save_state(f"{folder}/state", sparse)
+    gp.load_state(f"{folder}/state", whole)
+    assert_same(weights_of(sparse), weights_of(whole), tolerance=0)
+    layouts = [[lay for m in s.model.modules() for lay in layouts_of(m).values()] for s in (sparse, whole)]
+    count, join = [0], Ranks.join_alike
+
+    def counting(self: Ranks, part: Tensor) -> Tensor:
+        count[0] += 1
+        return join(self, part)
+
+    Ranks.join_alike = counting  # type: ignore[method-assign]
+    loss_of(sparse.model, batches(1)[0]).backward()
+    Ranks.join_alike = join  # type: ignore[method-assign]
+    total = sum(layout.bits.numel() + 8 * layout.offsets.numel() for layout in layouts[1])
+    return [sum(layout.num_bytes_here for layout in layouts[0]), total, count[0], len(layouts[0])]
+
+
+def test_masks_may_be_sharded_too(on_two: Run, tmp_path: Path) -> None:
+    check_plan(on_two(sharded_plan, "rigl", "masks"), "rigl")
+    for own, total, gathered, layers in on_two(masks_in_parts, str(tmp_path)):
+        assert abs(own - total / 2) < 0.01 * total
+        assert gathered < 2 * layers  # what the forward pass gathered last serves the backward pass first
 
 
 # Mistakes

@@ -102,6 +102,8 @@ class SparseModel:
         self._parameters = self._store()
         self.ranks: Ranks | None = None
         """The processes that share the weights, if the model is sharded."""
+        self.shards_masks = False
+        """Whether they share the masks too."""
         self._optimizers = Optimizers(self._parameters, storage)
         self.gradients = Gradients(self._parameters)
         self.editor = self._make_editor()
@@ -284,7 +286,9 @@ class SparseModel:
 
     # Training
 
-    def shard(self, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any) -> nn.Module:
+    def shard(
+        self, mesh: DeviceMesh, *, units: Sequence[str] | None = None, masks: bool = False, **settings: Any
+    ) -> nn.Module:
         """Shard the model over the ranks of a mesh with torch's FSDP2; with compact storage. Make optimizers after it.
 
         Every rank then holds a share of the live values, and sends live values only. `fully_shard` calls of your own,
@@ -293,12 +297,14 @@ class SparseModel:
         Args:
             units: names or globs of the modules that are gathered one at a time; if not given, the blocks in the
                 model's lists (ModuleList, Sequential). What is in none of them is gathered with the model.
+            masks: whether masks are sharded too, and those of a layer gathered whenever it computes. Whatever looks at
+                a mask (`summary`, `num_alive`) is then for all ranks to call.
             settings: further arguments of `torch.distributed.fsdp.fully_shard`, such as mp_policy.
         """
         from growprune.sharding import shard  # it changes a SparseModel, so it lies above this file
 
         self._check_not_released()
-        shard(self, mesh, units=units, **settings)
+        shard(self, mesh, units=units, masks=masks, **settings)
         return self.model
 
     def notice_shards(self) -> None:
