@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
-from two_ranks import on_two_ranks
+from two_ranks import on_two_ranks, sharded_code_of
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -110,9 +111,24 @@ def trained(folder: Path) -> dict[str, Any]:
         if case in RESUMED:
             trainer.validate(callback.sparse.model, data(), ckpt_path=folder / case / "step=6.ckpt", verbose=False)
             found[f"{case}, at the sixth step"] = callback.sparse.num_alive
+            fresh = GrowPrune(method, 0.8, 2, "compact", **METHODS[method])
+            place = {"ckpt_path": folder / case / "step=12.ckpt", "verbose": False}
+            trainer_of([fresh], 2).validate(Module(), data(), **place)
+            found[f"{case}, at the twelfth step"] = fresh.sparse.num_alive
             again, _ = fit(method, 2, folder / "again", ckpt=folder / case / "step=12.ckpt", **settings)
             found[f"{case}, resumed"] = weights_of(again)
     return found
+
+
+def documented(folder: Path) -> int:
+    """What docs/lightning.md shows, on two devices."""
+    code = sharded_code_of("lightning.md").replace("size=8", "size=2").replace("devices=8", "devices=2")
+    names: dict[str, Any] = {"pl": pl, "GrowPrune": GrowPrune, "Module": Module}
+    with contextlib.chdir(folder):
+        exec(code, names)
+        names["trainer"].fit(names["Sharded"](is_sharded=False), data(2), data())
+    assert isinstance(names["sparsify"].sparse.model.net[2].weight, DTensor)
+    return int(names["sparsify"].sparse.num_alive)
 
 
 def refused(folder: Path) -> list[str]:
@@ -134,13 +150,13 @@ Told = tuple[list[list[Any]], Path]
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What each of two processes has found, and where they wrote."""
     folder = tmp_path_factory.mktemp("sharded")
-    return on_two_ranks((trained, refused), folder, ["growprune.integrations.lightning"]), folder
+    return on_two_ranks((trained, refused, documented), folder, ["growprune.integrations.lightning"]), folder
 
 
 def test_masks_and_weights_are_those_of_one_process(told: Told, tmp_path: Path) -> None:
     for method in METHODS:
         alone, _ = fit(method, 1, tmp_path / method)
-        for found, _ in told[0]:
+        for found, *_ in told[0]:
             for name, array in weights_of(alone).items():
                 assert found[method][name].shape == array.shape
                 assert abs(found[method][name] * 1.0 - array * 1.0).max() < 1e-9, name
@@ -149,15 +165,20 @@ def test_masks_and_weights_are_those_of_one_process(told: Told, tmp_path: Path) 
 
 
 def test_a_checkpoint_of_the_trainer_resumes_to_the_same_bits(told: Told) -> None:
-    for found, _ in told[0]:
+    for found, *_ in told[0]:
         for case in RESUMED:
             whole, again = found[case], found[f"{case}, resumed"]
             assert [name for name in whole if whole[name].tobytes() != again[name].tobytes()] == []
         # masks of a checkpoint are taken for a validation too
         assert found["with dropout, at the sixth step"] > found["rigl, at the sixth step"]  # a part of it is grown
+        assert found["rigl, at the twelfth step"] == found["rigl, at the sixth step"]
+
+
+def test_the_code_of_the_page_trains_to_the_sparsity_it_asks_for(told: Told) -> None:
+    assert [alive for _, _, alive in told[0]] == [77, 77]  # a tenth of 4 x 192, and the last layer is dense
 
 
 def test_what_cannot_be_sharded_is_told_in_one_line(told: Told) -> None:
-    for _, (masked, plain) in told[0]:
+    for _, (masked, plain), _ in told[0]:
         assert masked.startswith("GrowPrune with ModelParallelStrategy needs storage='compact', but storage is 'mask")
         assert plain.startswith("configure_model has not sharded the module: call fully_shard")

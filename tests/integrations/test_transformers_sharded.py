@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 import transformers as hf
 from torch.distributed.tensor import DTensor
 from transformers_cases import LONG, make_data
-from two_ranks import on_two_ranks
+from two_ranks import on_two_ranks, sharded_code_of
 
 import growprune as gp
 from growprune.integrations.transformers import GrowPruneCallback
@@ -86,6 +88,19 @@ def trained(folder: Path) -> dict[str, Any]:
     return found
 
 
+def documented(folder: Path) -> float:
+    """What docs/transformers.md shows, on CPUs."""
+    usual = {"use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    names: dict[str, Any] = {"gp": gp, "model": make_model(), "data": make_data("llama"), "Trainer": OnCpus}
+    names |= {"GrowPruneCallback": GrowPruneCallback}
+    names |= {"TrainingArguments": functools.partial(hf.TrainingArguments, **usual)}
+    with contextlib.chdir(folder):
+        exec(sharded_code_of("transformers.md").replace("max_steps=1000", "max_steps=8"), names)
+    found = gp.load(folder / "model.safetensors", make_model())
+    assert isinstance(names["callback"].sparse.model.model.layers[0].mlp.up_proj.weight, DTensor)
+    return found.num_alive / found.num_prunable
+
+
 def refused(folder: Path) -> str:
     callback = GrowPruneCallback("rigl", storage="compact")
     with pytest.raises(gp.GrowpruneError) as caught:
@@ -100,20 +115,22 @@ Told = tuple[list[list[Any]], Path]
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What each of two processes has found, and where they wrote."""
     folder = tmp_path_factory.mktemp("sharded")
-    return on_two_ranks((trained, refused), folder, ["growprune.integrations.transformers", "accelerate"]), folder
+    return on_two_ranks(
+        (trained, refused, documented), folder, ["growprune.integrations.transformers", "accelerate"]
+    ), folder
 
 
 def test_masks_and_weights_are_those_of_one_process(told: Told, tmp_path: Path) -> None:
     for method in KINDS:
         _, alone = train(tmp_path / method, method, 1)
-        for found, _ in told[0]:
+        for found, *_ in told[0]:
             for name, array in weights_of(alone).items():
                 assert found[method][name].shape == array.shape
                 assert abs(found[method][name] * 1.0 - array * 1.0).max() < 1e-9, name
 
 
 def test_a_checkpoint_of_the_trainer_resumes_to_the_same_bits(told: Told) -> None:
-    for found, _ in told[0]:
+    for found, *_ in told[0]:
         for method in KINDS:
             whole, again = found[method], found[f"{method}, resumed"]
             assert [name for name in whole if whole[name].tobytes() != again[name].tobytes()] == []
@@ -128,8 +145,12 @@ def test_what_is_saved_is_a_sparse_file_and_a_dense_folder_that_anybody_loads(to
     assert not (told[1] / "gradual_gap-dense" / "model.safetensors").exists()  # as without growprune
 
 
+def test_the_code_of_the_page_trains_to_the_sparsity_it_asks_for(told: Told) -> None:
+    assert [density for _, _, density in told[0]] == [pytest.approx(0.1, abs=0.001)] * 2
+
+
 def test_what_would_rename_weights_is_refused_in_one_line(told: Told) -> None:
-    for _, line in told[0]:
+    for _, line, _ in told[0]:
         assert line == (
             "GrowPruneCallback does not work with activation_checkpointing in fsdp_config, which renames weights: use "
             "TrainingArguments(gradient_checkpointing=True)"

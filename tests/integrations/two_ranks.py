@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import socket
 import traceback
 import warnings
@@ -39,6 +40,13 @@ def on_two_ranks(bodies: Bodies, folder: Path, preload: Sequence[str]) -> list[l
             process.kill()
     assert all(is_well for _, is_well, _ in found), "\n".join(str(what) for _, is_well, what in found if not is_well)
     return [what for _, _, what in found]
+
+
+def sharded_code_of(page: str) -> str:
+    """The code on a page of docs/ that needs several processes."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    (code,) = re.findall(r"## Sharded\n[^#]*?```python\n(.*?)```", text, re.S)
+    return str(code)
 
 
 def _work(rank: int, port: int, bodies: Bodies, folder: Path, results: Any) -> None:

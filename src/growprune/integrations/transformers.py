@@ -137,7 +137,8 @@ class GrowPruneCallback(TrainerCallback):
         version, storage = sharded.version_asked_for(args), self.settings.storage
         sharded.check_sharding(uses_deepspeed=bool(args.deepspeed), fsdp_version=version, storage=storage)
         trainer = trainer_being_made()
-        sharded.read_first(trainer, functools.partial(self._make_fitting, trainer))
+        if sharded.is_sharding(trainer):
+            sharded.read_first(trainer, functools.partial(self._make_fitting, trainer))
 
     def _make_fitting(self, trainer: Any, folder: Path) -> None:
         """A checkpoint is about to be loaded into a sharded model and its optimizer: give them its live weights."""

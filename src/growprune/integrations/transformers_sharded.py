@@ -75,8 +75,7 @@ def read_first(trainer: Any, look: Callable[[Path], None]) -> None:
 
 
 def _load(trainer: Any, look: Callable[[Path], None], folder: Any, *rest: Any, **settings: Any) -> None:
-    if is_sharding(trainer):
-        look(Path(folder))
+    look(Path(folder))
     type(trainer)._load_from_checkpoint(trainer, folder, *rest, **settings)
 
 
