@@ -162,8 +162,8 @@ def planned(mesh: DeviceMesh | None, method: str, how: str = "") -> tuple[list[d
         sparse.model.blocks[0].requires_grad_(False)
     if mesh is not None and how != "sharded first":
         offloaded = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}
-        sparse.shard(mesh, masks=how == "masks", **offloaded)
-    if how == "compiled":
+        sparse.shard(mesh, masks=how.endswith("masks"), **offloaded)
+    if how.startswith("compiled"):
         sparse.model.blocks[0].compile(backend="aot_eager")
     accumulate = 1 if method == "rigl" and is_plain else None
     cursor = gp.Cursor(sparse, plan_of(sparse, method), iterations_per_epoch=2, accumulate=accumulate)
@@ -223,6 +223,7 @@ def test_growth_by_gradient_sees_what_one_process_sees(on_two: Run, how: str) ->
 def test_compiled_blocks_can_be_sharded() -> None:
     with ranks(2) as run:  # in which nobody watched gradients before: torch.compile would look at who did
         check_plan(run(sharded_plan, "cyclic_gap", "compiled"), "cyclic_gap")
+        check_plan(run(sharded_plan, "cyclic_gap", "compiled with masks"), "cyclic_gap")
 
 
 @pytest.mark.slow

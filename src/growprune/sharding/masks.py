@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from growprune.errors import GrowpruneError
 from growprune.sharding.ranks import Ranks
 from growprune.storage.compact import Layout, layouts_of, set_layout
 
@@ -47,6 +48,8 @@ class ShardedLayout(Layout):
         return self._gathered()[self._num_bytes : self._total].view(torch.int64)
 
     def _gathered(self) -> Tensor:
+        if torch.compiler.is_compiling():  # which then runs the layer eagerly, if it may
+            raise GrowpruneError("masks that are sharded cannot be compiled: leave torch.compile or masks=True away")
         last = ShardedLayout._last
         if last is not None and last[0]() is self and last[1].device == self._device:
             return last[1]
