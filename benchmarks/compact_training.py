@@ -6,7 +6,8 @@
     python benchmarks/compact_training.py resnet50   # batch 256, bf16
     python benchmarks/compact_training.py large --billions 40 --text input.txt   # 40 B weights on one card
 
-"sharded" among `--storages`, and `large --shard`, is compact storage under FSDP2 on one rank.
+"sharded" among `--storages`, and `large --shard`, is compact storage under FSDP2 on one rank, as `sparse.shard(mesh)`
+has it: a group for each block, float32, gathered again for the backward pass. Others are in SHARDED.
 `--small` runs the same on a CPU in seconds, to see that it works. `--json FILE` keeps the figures.
 """
 
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from models import LanguageModel
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import growprune as gp
@@ -33,6 +35,18 @@ from growprune.plan import By, Part
 from growprune.tasks.classification.resnet import ResNet
 
 GIB = 2**30
+IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SHARDED: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "sharded-bf16": {"mp_policy": IN_BF16},
+    "sharded-kept": {"mp_policy": IN_BF16, "reshard_after_forward": False},
+    "sharded-whole": {"mp_policy": IN_BF16, "reshard_after_forward": False, "units": []},
+}
+"""How models are sharded, by name: gathered in bf16; not gathered again for the backward pass; as one group.
+
+In bf16 live values are rounded before they are sent, as autocast would after it, and so are the gradients of the dense
+part. What stays gathered takes 2 bytes a live value.
+"""
 
 
 def device() -> torch.device:
@@ -115,9 +129,10 @@ def one_rank() -> Any:
 
 def sparse_with_one_part_grown(storage: str, build: Callable[[], nn.Module], kappa: int, **settings: Any) -> Any:
     """A model as it is in the middle of C-GaP: one of kappa parts dense, the others sparse."""
-    if storage in ("compact", "sharded"):
-        where = {"mesh": one_rank()} if storage == "sharded" else {"device": device()}
-        sparse = gp.sparse_init(build, sparsity=0.9, **where, **settings)
+    if storage == "compact":
+        sparse = gp.sparse_init(build, sparsity=0.9, device=device(), **settings)
+    elif storage in SHARDED:
+        sparse = gp.sparse_init(build, sparsity=0.9, mesh=one_rank(), sharding=SHARDED[storage], **settings)
     else:
         with device():
             model = build()
@@ -312,7 +327,7 @@ def large(args: argparse.Namespace) -> dict[str, Any]:
     num_blocks, d, length = (round(args.billions / 0.8), 8192, 1024) if not args.small else (6, 64, 32)
     start = time.perf_counter()
     torch.manual_seed(0)
-    where = {"mesh": one_rank()} if args.shard else {"device": device()}
+    where = {"mesh": one_rank(), "sharding": SHARDED[args.shard]} if args.shard else {"device": device()}
     sparse = gp.sparse_init(
         lambda: LanguageModel(num_blocks, d, d // 128 or 1), sparsity=0.9, keep_dense=["head"], **where
     )
@@ -357,8 +372,9 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="blocks: torch.compile each block")
     parser.add_argument("--graph", action="store_true", help="blocks: run each step as a CUDA graph")
     parser.add_argument("--alternate", action="store_true", help="blocks: a step of each storage in turn")
-    parser.add_argument("--storages", nargs="+", default=["dense", "masked", "compact"], help="dense first")
-    parser.add_argument("--shard", action="store_true", help="large: under FSDP2, on one rank")
+    storages = ["dense", "masked", "compact", *SHARDED]
+    parser.add_argument("--storages", nargs="+", default=storages[:3], choices=storages, help="dense first")
+    parser.add_argument("--shard", nargs="?", const="sharded", choices=[*SHARDED], help="large: under FSDP2")
     parser.add_argument("--billions", type=float, default=40, help="large: how many weights, in blocks of 0.8 billion")
     parser.add_argument("--changes", type=int, default=2, help="large: changes of the dense block")
     parser.add_argument("--steps", type=int, default=12, help="large: steps between two changes")

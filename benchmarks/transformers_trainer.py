@@ -2,6 +2,7 @@
 
     python benchmarks/transformers_trainer.py --text input.txt
     python benchmarks/transformers_trainer.py --text input.txt --small   # on a CPU in seconds, to see that it works
+    torchrun --nproc-per-node 1 benchmarks/transformers_trainer.py --text input.txt --storage compact --fsdp   # on GPUs
 
 The text is read as bytes, so that no tokenizer has to be fetched; the model keeps GPT-2's own vocabulary and so its
 124 M weights, of which 85 M may become sparse. Each storage trains in a process of its own, for its own peak of memory.
@@ -60,7 +61,7 @@ def pieces(text: Path, length: int) -> tuple[list[dict[str, torch.Tensor]], list
     return whole[: len(whole) * 9 // 10], whole[len(whole) * 9 // 10 :]
 
 
-def arguments(size: Size, batch: int, folder: str) -> TrainingArguments:
+def arguments(size: Size, batch: int, folder: str, *, is_sharded: bool) -> TrainingArguments:
     is_gpu = torch.cuda.is_available()
     return TrainingArguments(
         folder,
@@ -78,10 +79,11 @@ def arguments(size: Size, batch: int, folder: str) -> TrainingArguments:
         logging_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        **({"fsdp": True} if is_sharded else {}),
     )
 
 
-def train(storage: str, size: Size, batch: int, text: Path) -> dict[str, Any]:
+def train(storage: str, size: Size, batch: int, text: Path, *, is_sharded: bool = False) -> dict[str, Any]:
     """Train in this process, and say what it took."""
     torch.manual_seed(0)
     model, clock = GPT2LMHeadModel(GPT2Config(use_cache=False, **size.config)), Clock()
@@ -89,9 +91,8 @@ def train(storage: str, size: Size, batch: int, text: Path) -> dict[str, Any]:
     data, held_out = pieces(text, size.length)
     with tempfile.TemporaryDirectory() as folder:
         callbacks = [clock] if sparse is None else [sparse, clock]
-        trainer = Trainer(
-            model, arguments(size, batch, folder), train_dataset=data, eval_dataset=held_out, callbacks=callbacks
-        )
+        args = arguments(size, batch, folder, is_sharded=is_sharded)
+        trainer = Trainer(model, args, train_dataset=data, eval_dataset=held_out, callbacks=callbacks)
         trainer.train()
         peak = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else math.nan
         loss = trainer.evaluate()["eval_loss"]
@@ -119,6 +120,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 1], help="sequences a step")
     parser.add_argument("--storage", choices=["dense", "masked", "compact"], help="only this one, printed as JSON")
+    parser.add_argument("--fsdp", action="store_true", help="with --storage: sharded by FSDP2")
     parser.add_argument("--steps", type=int, help="how many, those of the warm-up included")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -126,7 +128,7 @@ def main() -> None:
     size = SMALL if args.small else GPT2
     size = replace(size, steps=args.steps or size.steps)
     if args.storage:
-        print(json.dumps(train(args.storage, size, args.batches[0], args.text)))
+        print(json.dumps(train(args.storage, size, args.batches[0], args.text, is_sharded=args.fsdp)))
         return
     rows = []
     for batch in args.batches:

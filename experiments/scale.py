@@ -97,10 +97,16 @@ def memory_gib(model: Model, setting: Setting) -> float:
 
 
 def gathered_bytes(model: Model, setting: Setting) -> float:
-    """What a rank receives in one pass: live values in bf16 for each of two passes, gradients in float32."""
+    """What a rank receives in one pass: live values in bf16 for each of two passes, gradients in float32, and bits.
+
+    Bits that are sharded are gathered wherever a layer computes: forward, again for the backward pass, and in it.
+    """
     if setting.ranks == 1:
         return 0.0
-    return (2 * 2 + 4) * setting.live * model.weights * (setting.ranks - 1) / setting.ranks
+    received = (2 * 2 + 4) * setting.live * model.weights
+    if setting.sparsity and setting.is_sharded_bits:
+        received += 3 * BITS * (1 - 1 / setting.kappa) * model.weights
+    return received * (setting.ranks - 1) / setting.ranks
 
 
 def compute_seconds(model: Model, setting: Setting) -> float:

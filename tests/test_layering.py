@@ -74,7 +74,7 @@ MAY_IMPORT = {
     # who runs it
     "doctor": "storage",
     "console": "folding plan engine file summary logs doctor convert inference",
-    "integrations": f"{CORE} lengths methods engine.checkpoint engine.rng",
+    "integrations": f"{CORE} wrapped lengths methods engine.checkpoint engine.rng",
     "report": "atomic methods metric engine",
     "console_compare": "compare console",
     "cli": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import growprune as gp
 from growprune import By, Partition, methods
 from growprune.sharding import units_of
 from growprune.sharding.ranks import Ranks
+from growprune.storage import block_products
+from growprune.storage.compact_modules import layouts_of
+from growprune.storage.layout import Layout
 from sharded import (
     Arrays,
     Block,
@@ -122,31 +127,46 @@ def test_what_is_gathered_in_bfloat16_is_trained_in_float32(on_two: Run) -> None
 # Edits
 
 
-def plan_of(sparse: gp.SparseModel, method: str) -> Any:
+def plan_of(sparse: gp.SparseModel, method: str, sparsity: float = 0.8) -> Any:
     parts = Partition.balanced(sparse.model, 2)
     if method == "rigl":
-        return methods.rigl(Partition.per_layer(sparse.model), sparsity=0.8, iterations=6, every=2)
+        return methods.rigl(Partition.per_layer(sparse.model), sparsity=sparsity, iterations=6, every=2)
     if method == "gradual_gap":
-        return methods.gradual_gap(parts, sparsity=0.8, iterations=6, every=2)
+        return methods.gradual_gap(parts, sparsity=sparsity, iterations=6, every=2)
     if method == "parallel_gap":
-        return methods.parallel_gap(parts, sparsity=0.8, steps=1, epochs=1, finetune=1)
-    return methods.cyclic_gap(parts, sparsity=0.8, steps=2, epochs=1, finetune=1)
+        return methods.parallel_gap(parts, sparsity=sparsity, steps=1, epochs=1, finetune=1)
+    return methods.cyclic_gap(parts, sparsity=sparsity, steps=2, epochs=1, finetune=1)
+
+
+def sharded_first(mesh: DeviceMesh, allocation: str) -> gp.SparseModel:
+    """A model that was sharded, and has computed, before it is made sparse, as other people's trainers do."""
+    torch.manual_seed(0)
+    model = Transformer()
+    for module in (*(block.up for block in model.blocks), *model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    model(batches(1)[0])
+    return gp.SparseModel(model, sparsity=0.8, storage="compact", seed=3, allocation=allocation)
 
 
 def planned(mesh: DeviceMesh | None, method: str, how: str = "") -> tuple[list[dict[str, Tensor]], gp.SparseModel]:
     """Masks after each iteration, and the model at the end."""
     # Adam's first steps are all about as long as its learning rate: what has just grown is full of near ties, which
     # only more digits tell apart
-    with_adam = method in ("gradual_gap", "rigl") and not how
+    is_plain = how in ("", "masks")
+    with_adam = method in ("gradual_gap", "rigl") and is_plain
     allocation = {"rigl": "erk", "gradual_gap": "global"}.get(method, "uniform")
-    sparse = make(allocation=allocation, dtype=torch.float64 if with_adam else torch.float32)
+    if how == "sharded first" and mesh is not None:
+        sparse = sharded_first(mesh, allocation)
+    else:
+        sparse = make(allocation=allocation, dtype=torch.float64 if with_adam else torch.float32)
     if how == "frozen":
         sparse.model.blocks[0].requires_grad_(False)
-    if mesh is not None:
-        sparse.shard(mesh, **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}))
-    if how == "compiled":
+    if mesh is not None and how != "sharded first":
+        offloaded = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}
+        sparse.shard(mesh, masks=how.endswith("masks"), **offloaded)
+    if how.startswith("compiled"):
         sparse.model.blocks[0].compile(backend="aot_eager")
-    accumulate = 1 if method == "rigl" and not how else None
+    accumulate = 1 if method == "rigl" and is_plain else None
     cursor = gp.Cursor(sparse, plan_of(sparse, method), iterations_per_epoch=2, accumulate=accumulate)
     sgd = torch.optim.SGD(sparse.model.parameters(), lr=0.1, momentum=0.9)
     optimizer = cursor.attach(torch.optim.AdamW(sparse.model.parameters(), lr=1e-3) if with_adam else sgd)
@@ -195,7 +215,7 @@ def test_masks_of_a_plan_are_those_of_one_process_at_every_edit(on_two: Run, met
     assert sum(any(not torch.equal(a[n], b[n]) for n in a) for a, b in itertools.pairwise(masks)) == PLANS[method]
 
 
-@pytest.mark.parametrize("how", ["frozen", "offloaded", "sent once"])
+@pytest.mark.parametrize("how", ["frozen", "offloaded", "sent once", "sharded first"])
 def test_growth_by_gradient_sees_what_one_process_sees(on_two: Run, how: str) -> None:
     check_plan(on_two(sharded_plan, "rigl", how), "rigl", how)
 
@@ -205,15 +225,20 @@ def test_compiled_blocks_can_be_sharded() -> None:
     # one in which nobody watched gradients before: torch.compile would look at who did. Two compile the same, twice
     with ranks(1) as run:
         check_plan(run(sharded_plan, "cyclic_gap", "compiled"), "cyclic_gap")
+        check_plan(run(sharded_plan, "cyclic_gap", "compiled with masks"), "cyclic_gap")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 def test_any_number_of_ranks_makes_the_same_masks(world: int) -> None:
     with ranks(world) as run:
-        check_plan(run(sharded_plan, "gradual_gap"), "gradual_gap")  # one ranking over all ranks
+        for method in ("cyclic_gap", "gradual_gap"):  # rankings over all ranks
+            check_plan(run(sharded_plan, method), method)
         check_plan(run(sharded_plan if world == 1 else replicas_of_shards, "rigl"), "rigl")  # growth by gradient
         run(tie)
+        for method in BLOCK_PLANS:
+            check_blocks(run(sharded_blocks, method), method)
+        check_plan(run(sharded_plan, "rigl", "masks"), "rigl")
 
 
 def replicas_of_shards(mesh: DeviceMesh, method: str) -> tuple[list[Arrays], Arrays]:
@@ -259,6 +284,76 @@ def patterned(mesh: DeviceMesh, pattern: str) -> None:
         sparse.grow(Partition.contiguous(sparse.model, 3)[0], to=0.5)
         found.append(weights_of(sparse))
     assert_same(found[1], found[0], tolerance=0)
+
+
+BLOCK_PLANS = ("gradual_gap", "rigl")
+
+
+def planned_blocks(mesh: DeviceMesh | None, method: str) -> tuple[list[dict[str, Tensor]], gp.SparseModel]:
+    """A plan with blocks that products are taken over: masks after each iteration, and the model at the end."""
+    torch.manual_seed(0)
+    model = Transformer(64, 1).double()
+    sparse = gp.SparseModel(model, sparsity=0.5, storage="compact", pattern="32x32", keep_dense=["head"], seed=3)
+    if mesh is not None:
+        sparse.shard(mesh, units=["blocks.0.up", "blocks.0"])
+    cursor = gp.Cursor(sparse, plan_of(sparse, method, 0.5))
+    optimizer = cursor.attach(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    masks = [sparse.masks]
+    with counted_products() as counts:
+        for tokens in batches(6):
+            optimizer.zero_grad()
+            loss_of(model, mine(tokens, mesh)).backward()
+            optimizer.step()
+            masks.append(sparse.masks)
+    assert min(counts.values()) > 0, counts
+    return masks, sparse
+
+
+@contextmanager
+def counted_products() -> Iterator[dict[str, int]]:
+    """While it lasts, layers multiply over live blocks only, and that they do is counted."""
+    before, counts = block_products.choose_products("sparse"), {"output": 0, "input_gradient": 0, "values_gradient": 0}
+    kept = {name: getattr(block_products, name) for name in counts}
+
+    def counting(name: str, *operands: Any) -> Tensor:
+        counts[name] += 1
+        product: Tensor = kept[name](*operands)
+        return product
+
+    for name in counts:
+        setattr(block_products, name, functools.partial(counting, name))
+    try:
+        yield counts
+    finally:
+        for name, product in kept.items():
+            setattr(block_products, name, product)
+        block_products.choose_products(before)
+
+
+def sharded_blocks(mesh: DeviceMesh, method: str) -> tuple[list[Arrays], Arrays]:
+    masks, sparse = planned_blocks(mesh, method)
+    return [sent(some) for some in masks], sent(weights_of(sparse))
+
+
+@functools.cache
+def blocks_alone(method: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    masks, sparse = planned_blocks(None, method)
+    return masks, weights_of(sparse)
+
+
+def check_blocks(found: list[tuple[list[Arrays], Arrays]], method: str) -> None:
+    expected, weights = blocks_alone(method)
+    assert any(not torch.equal(a[n], b[n]) for a, b in itertools.pairwise(expected[1:]) for n in a)
+    for masks, last in found:
+        for own, known in zip(masks, expected, strict=True):
+            assert_same(received(own), known)
+        assert_same(received(last), weights)
+
+
+@pytest.mark.parametrize("method", BLOCK_PLANS)
+def test_products_over_live_blocks_are_those_of_one_process(on_two: Run, method: str) -> None:
+    check_blocks(on_two(sharded_blocks, method), method)
 
 
 def scored(mesh: DeviceMesh | None) -> gp.SparseModel:
@@ -402,6 +497,68 @@ def test_a_step_moves_what_lives_and_a_rank_holds_its_share(on_two: Run) -> None
         assert moments == 2 * own
 
 
+def expansions(mesh: DeviceMesh) -> list[int]:
+    """How often a step makes a weight dense, in one process and sharded."""
+    found = []
+    for own in (None, mesh):
+        sparse = make()
+        sparse.prune(by=By.RANDOM)
+        if own is not None:
+            sparse.shard(own)
+        loss_of(sparse.model, batches(1)[0]).backward()
+        count, expand = [0], Layout.expand
+
+        def counting(self: Layout, *operands: Any, count: list[int] = count, expand: Any = expand) -> Tensor:
+            count[0] += 1
+            dense: Tensor = expand(self, *operands)
+            return dense
+
+        Layout.expand = counting  # type: ignore[method-assign]
+        loss_of(sparse.model, batches(1)[0]).backward()
+        Layout.expand = expand  # type: ignore[method-assign]
+        found += count
+    return found
+
+
+def test_gathering_a_layer_does_not_make_its_weight_dense(on_two: Run) -> None:
+    for alone, sharded in on_two(expansions):
+        assert 0 < sharded == alone
+
+
+def masks_in_parts(mesh: DeviceMesh, folder: str) -> list[int]:
+    """Bytes of masks on this rank, and of all; how often a step gathers those of a layer, and how many layers."""
+    file, settings = f"{folder}/model.safetensors", {"mesh": mesh, "sharding": {"masks": True}}
+    torch.manual_seed(5)
+    whole = gp.sparse_init(Transformer, sparsity=0.8)
+    torch.manual_seed(5)
+    sparse = gp.sparse_init(Transformer, sparsity=0.8, **settings)
+    gp.save(sparse, file)
+    for model in (sparse, gp.load(file, Transformer(), storage="compact", **settings)):
+        assert_same(weights_of(model), weights_of(whole), tolerance=0)
+    gp.save_state(f"{folder}/state", sparse)
+    gp.load_state(f"{folder}/state", whole)
+    assert_same(weights_of(sparse), weights_of(whole), tolerance=0)
+    layouts = [[lay for m in s.model.modules() for lay in layouts_of(m).values()] for s in (sparse, whole)]
+    count, join = [0], Ranks.join_alike
+
+    def counting(self: Ranks, part: Tensor) -> Tensor:
+        count[0] += 1
+        return join(self, part)
+
+    Ranks.join_alike = counting  # type: ignore[method-assign]
+    loss_of(sparse.model, batches(1)[0]).backward()
+    Ranks.join_alike = join  # type: ignore[method-assign]
+    total = sum(layout.bits.numel() + 8 * layout.offsets.numel() for layout in layouts[1])
+    return [sum(layout.num_bytes_here for layout in layouts[0]), total, count[0], len(layouts[0])]
+
+
+def test_masks_may_be_sharded_too(on_two: Run, tmp_path: Path) -> None:
+    check_plan(on_two(sharded_plan, "rigl", "masks"), "rigl")
+    for own, total, gathered, layers in on_two(masks_in_parts, str(tmp_path)):
+        assert abs(own - total / 2) < 0.01 * total
+        assert gathered < 2 * layers  # what the forward pass gathered last serves the backward pass first
+
+
 # Mistakes
 
 
@@ -418,7 +575,12 @@ def mistakes(mesh: DeviceMesh) -> list[str]:
     found.append(told(lambda: sparse.shard(mesh)))
     sharded = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(sharded, mesh=mesh)
-    found.append(told(lambda: gp.SparseModel(sharded, sparsity=0.8, storage="compact")))
+    found.append(told(lambda: gp.SparseModel(sharded, sparsity=0.8)))
+    twice = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shards", "tensors"))
+    cut = parallelize_module(nn.Sequential(nn.Linear(8, 8)), twice["tensors"], {"0": ColwiseParallel()})
+    found.append(told(lambda: gp.SparseModel(cut, sparsity=0.8, storage="compact")))
+    fully_shard(cut, mesh=twice["shards"])
+    found.append(told(lambda: gp.SparseModel(cut, sparsity=0.8, storage="compact")))
     other = make(seed=mesh.get_rank())
     other.prune(by=By.RANDOM)
     found.append(told(lambda: other.shard(mesh)))
@@ -440,8 +602,12 @@ def test_what_cannot_be_sharded_is_refused_in_one_line(on_two: Run) -> None:
     expected = [
         "masked storage cannot be sharded, as each rank would hold and send dense weights: make the SparseModel with "
         "storage='compact'",
+        "masked storage cannot be sharded, as each rank would hold and send dense weights: make the SparseModel with "
+        "storage='compact'",
         "0.weight is sharded already (it is a DTensor): make the SparseModel of the plain model, and shard it after "
         "that",
+        "0.weight was sharded by tensor parallelism before FSDP2, which sparse weights cannot be: shard it with "
+        "fully_shard alone",
         "rank 1 has another mask of blocks.0.attention.in_proj_weight than rank 0: make the model on all ranks with "
         "the same seed and edits before it is sharded",
         "mesh is str, but must be a DeviceMesh: make it with torch.distributed.device_mesh.init_device_mesh after "

@@ -10,7 +10,7 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,7 +35,7 @@ from growprune.snapshot import Snapshot, check_packed, like, pack, unpack, whole
 from growprune.storage import SparseParameter, parse_storage
 from growprune.unpruned import unpruned
 from growprune.warn import warn
-from growprune.wrapped import check_not_wrapped, check_optimizer, check_parameter
+from growprune.wrapped import check_not_wrapped, check_optimizer, check_parameter, is_fsdp2
 from growprune.zeros import check_sparse, masks_of_zeros
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ class SparseModel:
     """A model whose weights can be pruned and grown.
 
     Args:
-        model: any module. It is not rewritten: names, forward pass and `state_dict` stay as they are.
+        model: any module. It is not rewritten: names, forward pass and `state_dict` stay as they are. With compact
+            storage, it may be sharded by FSDP2 already.
         sparsity: the fraction of zeros aimed at, which `prune` goes to by default and `summary` compares with.
         allocation: how sparsity is shared among layers: "uniform", "global" or "erk".
         pattern: which positions may live: "unstructured", a block such as "1x8", or N:M such as "2:4".
@@ -86,7 +87,7 @@ class SparseModel:
         storage: str = "masked",
     ) -> None:
         check_sparsity(sparsity)
-        _check_model(model)
+        _check_model(model, sharded=_sharded(model, storage))
         self.model = model
         self.sparsity = sparsity = as_float(sparsity)
         self.allocation = allocation
@@ -101,6 +102,8 @@ class SparseModel:
         self._parameters = self._store()
         self.ranks: Ranks | None = None
         """The processes that share the weights, if the model is sharded."""
+        self.shards_masks = False
+        """Whether they share the masks too."""
         self._optimizers = Optimizers(self._parameters, storage)
         self.gradients = Gradients(self._parameters)
         self.editor = self._make_editor()
@@ -112,6 +115,8 @@ class SparseModel:
         self._cursor: Cursor | None = None
         self._place: Mapping[str, Any] | None = None
         self._is_released = False
+        if is_fsdp2(model.modules()):
+            self.notice_shards()
         for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
             warn(message)
 
@@ -281,7 +286,9 @@ class SparseModel:
 
     # Training
 
-    def shard(self, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any) -> nn.Module:
+    def shard(
+        self, mesh: DeviceMesh, *, units: Sequence[str] | None = None, masks: bool = False, **settings: Any
+    ) -> nn.Module:
         """Shard the model over the ranks of a mesh with torch's FSDP2; with compact storage. Make optimizers after it.
 
         Every rank then holds a share of the live values, and sends live values only. `fully_shard` calls of your own,
@@ -290,12 +297,14 @@ class SparseModel:
         Args:
             units: names or globs of the modules that are gathered one at a time; if not given, the blocks in the
                 model's lists (ModuleList, Sequential). What is in none of them is gathered with the model.
+            masks: whether masks are sharded too, and those of a layer gathered whenever it computes. Whatever looks at
+                a mask (`summary`, `num_alive`) is then for all ranks to call.
             settings: further arguments of `torch.distributed.fsdp.fully_shard`, such as mp_policy.
         """
         from growprune.sharding import shard  # it changes a SparseModel, so it lies above this file
 
         self._check_not_released()
-        shard(self, mesh, units=units, **settings)
+        shard(self, mesh, units=units, masks=masks, **settings)
         return self.model
 
     def notice_shards(self) -> None:
@@ -553,9 +562,18 @@ class SparseModel:
         return Part("all", tuple(self._parameters))
 
 
-def _check_model(model: nn.Module) -> None:
+def _sharded(model: nn.Module, storage: str) -> Container[str]:
+    """What FSDP2 has sharded of a model; refused if it cannot be trained that way."""
+    if not is_fsdp2(model.modules()):
+        return ()
+    from growprune.sharding import sharded_names
+
+    return sharded_names(model, storage)
+
+
+def _check_model(model: nn.Module, *, sharded: Container[str] = ()) -> None:
     """Refuse what cannot be made sparse, or already is."""
-    check_not_wrapped(model.modules(), dict(model.named_parameters()))
+    check_not_wrapped(model.modules(), dict(model.named_parameters()), sharded)
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise GrowpruneError(f"{name} has no shape yet: run a batch through the model first")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from growprune.errors import GrowpruneError
@@ -10,17 +10,26 @@ from growprune.errors import GrowpruneError
 INSTEAD = "shard it with sparse.shard(mesh), which is torch's FSDP2 (fully_shard)"
 
 
-def check_not_wrapped(modules: Iterable[Any], parameters: Mapping[str, Any]) -> None:
-    """Raise if a model of which a SparseModel is to be made is sharded."""
+def check_not_wrapped(modules: Iterable[Any], parameters: Mapping[str, Any], sharded: Container[str] = ()) -> None:
+    """Raise if a model of which a SparseModel is to be made is taken apart in a way that it cannot train in.
+
+    Args:
+        sharded: the names of parameters that FSDP2 has sharded, where that is no hindrance.
+    """
     for module in modules:
         check_wrapper(module)
     for name, parameter in parameters.items():
-        if hasattr(parameter, "device_mesh"):
+        if hasattr(parameter, "device_mesh") and name not in sharded:
             raise GrowpruneError(
                 f"{name} is sharded already (it is a DTensor): make the SparseModel of the plain model, and shard it "
                 f"after that"
             )
         check_parameter(name, parameter)
+
+
+def is_fsdp2(modules: Iterable[Any]) -> bool:
+    """Whether `fully_shard` was called for some of a model's modules: it gives them a class with methods of its own."""
+    return any(hasattr(type(module), "set_reshard_after_backward") for module in modules)
 
 
 def check_wrapper(module: Any) -> None:

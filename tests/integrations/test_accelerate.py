@@ -78,5 +78,7 @@ def test_sharding_by_accelerate_is_refused() -> None:
     model = nn.Linear(8, 8)
     plan = gp.methods.dense(gp.Partition.contiguous(model, 1), epochs=1)
     cursor = gp.Cursor(gp.SparseModel(model, sparsity=0.5), plan)
-    with pytest.raises(gp.GrowpruneError, match="does not work with FSDP or DeepSpeed"):
+    with pytest.raises(gp.GrowpruneError, match="does not work with FSDP1 or DeepSpeed"):
         keep_in_checkpoints(SimpleNamespace(distributed_type="DistributedType.FSDP"), cursor)
+    with pytest.raises(gp.GrowpruneError, match=r"with growprune.save_state and growprune.load_state"):
+        keep_in_checkpoints(SimpleNamespace(distributed_type="DistributedType.FSDP", is_fsdp2=True), cursor)

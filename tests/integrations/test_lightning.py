@@ -504,7 +504,9 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
         fit(tmp_path, GrowPrune("snip", iterations=36), Adversaries())
     trainer = pl.Trainer(logger=False, accelerator="cpu")
     trainer.strategy.__class__ = type("FSDPStrategy", (FSDPStrategy,), {"__init__": None})
-    with pytest.raises(GrowpruneError, match=r"does not work with FSDPStrategy, .*: use strategy='ddp' or one device"):
+    with pytest.raises(
+        GrowpruneError, match=r"with FSDPStrategy, .*: use ModelParallelStrategy \(FSDP2\), strategy='ddp'"
+    ):
         GrowPrune().setup(trainer, Module(), "fit")
 
 

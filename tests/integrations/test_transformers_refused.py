@@ -88,9 +88,19 @@ def test_without_transformers_the_extra_to_install_is_named(monkeypatch: pytest.
         importlib.import_module("growprune.integrations.transformers")
 
 
-@pytest.mark.parametrize("args", [{"deepspeed": "config.json", "fsdp": None}, {"deepspeed": None, "fsdp": True}])
-def test_sharding_is_refused(args: dict[str, Any]) -> None:
-    with pytest.raises(GrowpruneError, match="does not work with FSDP or DeepSpeed, which shard weights: use DDP"):
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"deepspeed": "config.json", "fsdp": None}, "does not work with DeepSpeed, which .*: use FSDP2 with"),
+        ({"deepspeed": None, "fsdp": True, "fsdp_plugin_args": {"fsdp_version": 1}}, "with FSDP1, .*: use FSDP2 with"),
+        (
+            {"deepspeed": None, "fsdp": True, "fsdp_plugin_args": {"fsdp_version": 2}},
+            "with FSDP needs storage='compact', but storage is 'masked'",
+        ),
+    ],
+)
+def test_sharding_that_cannot_work_is_refused(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(GrowpruneError, match=message):
         GrowPruneCallback().on_init_end(SimpleNamespace(**args), None, None)
 
 

@@ -24,8 +24,17 @@ def keep_in_checkpoints(accelerator: Any, cursor: Cursor) -> None:
     They are loaded before the weights, as compact storage needs it. In several processes, edits that look at gradients
     see those of all. Call it once, after `accelerator.prepare`.
     """
-    if str(accelerator.distributed_type).rpartition(".")[2] in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        raise GrowpruneError("growprune does not work with FSDP or DeepSpeed, which shard weights: use DDP")
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind == "FSDP" and getattr(accelerator, "is_fsdp2", False):
+        raise GrowpruneError(
+            "accelerate loads sharded weights before hooks are called, and compact ones are as long as masks say: keep "
+            "a model sharded by FSDP2 with growprune.save_state and growprune.load_state"
+        )
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        raise GrowpruneError(
+            "growprune does not work with FSDP1 or DeepSpeed, which take weights apart: use FSDP2 (fsdp_version=2), or "
+            "DDP"
+        )
     share_gradients(cursor.sparse)
 
     def save(models: Any, weights: Any, folder: str) -> None:

@@ -16,7 +16,7 @@ from growprune.sparse import SparseModel
 
 def share_gradients(sparse: SparseModel) -> None:
     """Let edits that look at gradients see those of all processes, so that all choose the same weights."""
-    if _num_processes() > 1:
+    if _num_processes() > 1 and sparse.ranks is None:  # of a sharded model, they are those of all already
         sparse.gradients.add_up = _summed
 
 

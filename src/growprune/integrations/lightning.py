@@ -31,6 +31,7 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
 
+    from growprune.integrations import lightning_sharded as sharded
     from growprune.integrations.lightning_schedules import Schedules
     from growprune.integrations.lightning_trainer import (
         callbacks_of,
@@ -138,13 +139,15 @@ class GrowPrune(Callback):
         """Refuse what cannot work, before anything is done."""
         del stage
         check_trainer(trainer)
+        sharded.check_storage(trainer, self.settings.storage)
+        sharded.read_first(trainer, functools.partial(self._make_fitting, trainer, pl_module))
         self._max_epochs = trainer.max_epochs  # before SWA adds an epoch for batch norms
         self._loaded = None
         if self._cursor is not None and self.sparse.model is not pl_module:
             raise GrowpruneError(
                 "this GrowPrune has trained another module already: give each module a GrowPrune of its own"
             )
-        if self._cursor is not None and self.settings.storage == "compact":
+        if self._cursor is not None and self.settings.storage == "compact" and not sharded.is_sharding(trainer):
             register: Callable[..., Any] = pl_module.register_load_state_dict_pre_hook
             self._loading = register(self._make_room)
 
@@ -152,6 +155,19 @@ class GrowPrune(Callback):
         """A checkpoint is about to be loaded, whose live weights may be others: its masks follow (load_state_dict)."""
         self._stop_waiting()
         self.sparse.grow()
+
+    def _make_fitting(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Mapping[str, Any]) -> None:
+        """A checkpoint of a sharded module is about to be loaded, with its optimizers: give them its live weights."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if not state:
+            return  # which is told when training begins
+        self._check_settings(state)
+        if self._cursor is None:
+            self._lengths = (state["iterations"], state["iterations_per_epoch"])
+            self._cursor = self._make(trainer, pl_module)
+        for optimizer in trainer.optimizers:
+            self.sparse.attach(optimizer)
+        self.sparse.load_state_dict(state["sparse"])
 
     def _stop_waiting(self) -> None:
         if self._loading is not None:
@@ -161,6 +177,8 @@ class GrowPrune(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Make the model sparse before its optimizers are made, so that what they load fits it."""
         state = checkpoint["callbacks"].get(self.state_key)
+        if state and sharded.is_sharding(trainer) and trainer.state.fn == "fit":
+            sharded.set_own_random_numbers(trainer, state["rng"])  # on_fit_start came before
         if state is not None and self._cursor is None and trainer.state.fn == "fit":
             self._check_settings(state)
             self._lengths = (state["iterations"], state["iterations_per_epoch"])
@@ -170,7 +188,8 @@ class GrowPrune(Callback):
         """Take the masks and the place in the plan back, if the module is trained, and not only tested."""
         if self._cursor is not None:
             self._check_settings(state_dict)
-            self.sparse.load_state_dict(state_dict["sparse"])
+            if self.sparse.ranks is None:  # else it has done so before the weights were loaded
+                self.sparse.load_state_dict(state_dict["sparse"])
             self.cursor.load_state_dict(state_dict["cursor"])
             self._num_edits_validated = state_dict["num_edits_validated"]
             self._loaded = state_dict
@@ -187,24 +206,33 @@ class GrowPrune(Callback):
         return {name: getattr(self.settings, name) for name in SAME} | {"method": self.settings.name}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The checkpoint's model and callbacks are loaded, but not its optimizers and loops."""
+        """The checkpoint's model and callbacks are loaded, but not its optimizers and loops; if sharded, nothing is."""
         del pl_module
+        if not sharded.is_sharding(trainer):
+            self._check_loaded(trainer)
+        self._schedules = Schedules.of(trainer)
+        self._set_random_numbers(trainer)
+
+    def _check_loaded(self, trainer: Trainer) -> None:
         if trainer.ckpt_path is not None and self._loaded is None:
             raise GrowpruneError(
                 f"{trainer.ckpt_path} has no state of GrowPrune, so it cannot be gone on with: to start from its "
                 f"weights, load them into the module, and fit without ckpt_path"
             )
-        self._schedules = Schedules.of(trainer)
-        self._set_random_numbers(trainer)
 
     def _set_random_numbers(self, trainer: Trainer) -> None:
-        """Go on with the random numbers of the checkpoint; of several processes, only those of the first are known."""
-        if self._loaded is not None and trainer.world_size == 1:
+        """Go on with the random numbers of the checkpoint; of replicas, only those of the first are known."""
+        if self._loaded is None:
+            return
+        if sharded.is_sharding(trainer):
+            sharded.set_own_random_numbers(trainer, self._loaded["rng"])
+        elif trainer.world_size == 1:
             set_rng_state(self._loaded["rng"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Everything is loaded: begin the plan, or go on with it."""
         self._stop_waiting()
+        self._check_loaded(trainer)
         self._check_lengths(trainer)
         if self._cursor is None:
             self._cursor = self._make(trainer, pl_module)
@@ -273,8 +301,9 @@ class GrowPrune(Callback):
             )
 
     def _make(self, trainer: Trainer, pl_module: LightningModule) -> Cursor:
+        sharded.check_sharded(trainer, pl_module)
         iterations, per_epoch = self._lengths
-        is_one_backward = trainer.world_size == 1 and pl_module.automatic_optimization
+        is_one_backward = (trainer.world_size == 1 or sharded.is_sharding(trainer)) and pl_module.automatic_optimization
         return self.settings.cursor(
             pl_module,
             iterations=iterations,
@@ -357,7 +386,8 @@ class GrowPrune(Callback):
         """Add the random numbers, which Lightning does not keep."""
         del pl_module
         if self._cursor is not None:
-            checkpoint["callbacks"][self.state_key] |= {"rng": rng_state(), "is_mid_epoch": not trainer.is_last_batch}
+            random = sharded.all_random_numbers(trainer) if sharded.is_sharding(trainer) else rng_state()
+            checkpoint["callbacks"][self.state_key] |= {"rng": random, "is_mid_epoch": not trainer.is_last_batch}
 
     # After training
 
@@ -379,5 +409,6 @@ class GrowPrune(Callback):
         """Let go."""
         del pl_module, stage
         self._stop_waiting()
+        sharded.read_as_before(trainer)
         for checkpoint in monitoring(trainer):
             vars(checkpoint).pop("check_monitor_top_k", None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from growprune.errors import GrowpruneError
@@ -22,10 +22,10 @@ def check_trainer(trainer: Trainer) -> None:
         raise GrowpruneError(
             f"the trainer is a {type(trainer).__module__}.Trainer: import lightning.pytorch, not pytorch_lightning"
         )
-    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
         raise GrowpruneError(
             f"GrowPrune does not work with {type(trainer.strategy).__name__}, which cuts weights up or moves them: use "
-            f"strategy='ddp' or one device"
+            f"ModelParallelStrategy (FSDP2), strategy='ddp' or one device"
         )
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
         raise GrowpruneError(

@@ -37,9 +37,16 @@ try:
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
 
+    from growprune.integrations import transformers_sharded as sharded
     from growprune.integrations.transformers_checkpoints import check_zeros, last_checkpoint, left_out
     from growprune.integrations.transformers_rates import has_restarts, restart_rates, restarts
-    from growprune.integrations.transformers_trainer import remedy, running_trainer, score, steps_per_epoch
+    from growprune.integrations.transformers_trainer import (
+        remedy,
+        running_trainer,
+        score,
+        steps_per_epoch,
+        trainer_being_made,
+    )
 except ImportError as error:
     raise GrowpruneError("GrowPruneCallback needs transformers: pip install 'growprune[transformers]'") from error
 
@@ -59,7 +66,7 @@ class GrowPruneCallback(TrainerCallback):
         method: the name of any method that one machine can train, or a method of your own.
         sparsity: the fraction of zeros to reach.
         kappa: how many parts the model is cut into; 4 if not given, or as many as it has layers, if these are fewer.
-        storage: "masked", or "compact" (live values only; one process).
+        storage: "masked", or "compact" (live values only; one process, or FSDP2).
         allocation, partition: what the method is meant for, if not given; see `growprune.integrations.common`.
         pattern: which positions may live: "unstructured", a block such as "1x8", or N:M such as "2:4".
         keep_dense: names or globs that are never pruned; "auto" for classifiers and untied output heads.
@@ -126,13 +133,29 @@ class GrowPruneCallback(TrainerCallback):
     # Beginning
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse at once what cannot work."""
-        _refuse_sharding(bool(args.deepspeed or args.fsdp))
+        """Refuse at once what cannot work; of what is sharded, be told before a checkpoint is loaded."""
+        version, storage = sharded.version_asked_for(args), self.settings.storage
+        sharded.check_sharding(uses_deepspeed=bool(args.deepspeed), fsdp_version=version, storage=storage)
+        trainer = trainer_being_made()
+        if sharded.is_sharding(trainer):
+            sharded.read_first(trainer, functools.partial(self._make_fitting, trainer))
+
+    def _make_fitting(self, trainer: Any, folder: Path) -> None:
+        """A checkpoint is about to be loaded into a sharded model and its optimizer: give them its live weights."""
+        model = sharded.plain(trainer.model)
+        self._refuse(trainer, model)
+        saved = read_state(folder, MISSING)
+        if self.cursor is None:
+            self._lengths = saved["lengths"]
+            self.cursor = self._make_cursor(model, trainer, None)  # it looks at no batches: its plan has begun
+        self._check_alike(saved, trainer.state.max_steps)
+        self.cursor.sparse.attach(trainer.optimizer)
+        self.cursor.sparse.load_state_dict(saved["sparse"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the model sparse and begin its plan, or go on with it."""
         trainer, folder = running_trainer()
-        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        model, optimizer = sharded.plain(kwargs["model"]), kwargs["optimizer"]
         self._refuse(trainer, model)
         saved = None if folder is None else read_state(Path(folder), MISSING)
         if self.cursor is None:
@@ -150,6 +173,8 @@ class GrowPruneCallback(TrainerCallback):
                 f"train(resume_from_checkpoint=True), or make a new model and a new GrowPruneCallback"
             )
         self.cursor.attach(optimizer)
+        if self.cursor.sparse.ranks is not None:
+            sharded.save_dense(trainer, self.cursor.sparse)
         if not self.cursor.is_over and has_restarts(self.cursor):
             restart_rates(args, trainer.lr_scheduler, restarts(self.cursor))
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
@@ -158,7 +183,12 @@ class GrowPruneCallback(TrainerCallback):
         self.is_training = True
 
     def _refuse(self, trainer: Any, model: nn.Module) -> None:
-        _refuse_sharding(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+        sharded.check_sharding(
+            uses_deepspeed=trainer.is_deepspeed_enabled,
+            fsdp_version=sharded.version_in_use(trainer),
+            storage=self.settings.storage,
+        )
+        sharded.check_trainer(trainer)
         if self.sparse is not None and self.sparse.model is not model:
             raise GrowpruneError("the GrowPruneCallback is of another model: make a new one for each model")
         if trainer.state.is_hyper_param_search:
@@ -167,10 +197,11 @@ class GrowPruneCallback(TrainerCallback):
             raise GrowpruneError(
                 "GrowPruneCallback does not work with DataParallel: start a process per GPU (torchrun)"
             )
-        if trainer.args.world_size > 1 and self.settings.storage == "compact":
+        is_wrapped = trainer.args.world_size > 1 and not sharded.is_sharding(trainer)
+        if is_wrapped and self.settings.storage == "compact":
             raise GrowpruneError(
                 "storage='compact' does not work in several processes, since Trainer wraps the model only once: use "
-                "storage='masked'"
+                "storage='masked', or FSDP2 (TrainingArguments(fsdp=True)) on GPUs"
             )
         if isinstance(trainer.lr_scheduler, ReduceLROnPlateau) or type(trainer.lr_scheduler).__name__ == "GreedyLR":
             raise GrowpruneError(
@@ -246,13 +277,16 @@ class GrowPruneCallback(TrainerCallback):
         """Add our state to a checkpoint that has the weights already."""
         assert self.cursor is not None
         states = {"sparse": self.cursor.sparse.state_dict(), "cursor": self.cursor.state_dict()}
-        weights = self.cursor.sparse.snapshot(left_out(self.cursor.sparse.model, folder))
+        is_sharded = self.cursor.sparse.ranks is not None  # and only the first process is here
+        weights = {} if is_sharded else self.cursor.sparse.snapshot(left_out(self.cursor.sparse.model, folder))
         write_state(folder, {**states, "weights": weights, "lengths": self._lengths, "made": self._made()})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait until our state is written (see `_Last`): others may be about to read it, as the best."""
         if args.world_size > 1:
             distributed.barrier()
+        if self.sparse is not None and self.sparse.ranks is not None:
+            sharded.agree_on_the_best(args, state)
 
     def _made(self) -> dict[str, Any]:
         """How the model was made sparse, as far as masks and the plan do not tell."""
@@ -276,6 +310,9 @@ class GrowPruneCallback(TrainerCallback):
     def _go_on(self, saved: dict[str, Any], optimizer: Any) -> None:
         """Go on from a checkpoint, of which the Trainer has loaded the weights and the optimizer."""
         assert self.cursor is not None
+        if self.cursor.sparse.ranks is not None:  # and `_make_fitting` has seen to the masks
+            self.cursor.load_state_dict(saved["cursor"])
+            return
         check_zeros(self.cursor.sparse, saved["sparse"]["masks"], saved["weights"])
         state = optimizer.state_dict()
         optimizer.state.clear()  # it is of the weights as they are stored after their masks are loaded
@@ -311,11 +348,6 @@ class _Last(TrainerCallback, ExportableState):
         if self._callback is not None and sys._getframe(1).f_code.co_name == "_save_checkpoint":
             self._callback.save(Path(self._trainer.args.output_dir) / f"checkpoint-{self._trainer.state.global_step}")
         return {"args": {}, "attributes": {}}
-
-
-def _refuse_sharding(is_sharded: bool) -> None:
-    if is_sharded:
-        raise GrowpruneError("GrowPruneCallback does not work with FSDP or DeepSpeed, which shard weights: use DDP")
 
 
 def _place(trainer: Any, callback: GrowPruneCallback) -> None:

@@ -19,11 +19,22 @@ from growprune.sparse import SparseModel
 
 def running_trainer() -> tuple[Any, str | None]:
     """The Trainer that is about to train, and the checkpoint it resumes: it tells callbacks neither."""
+    found = _locals_of("_inner_training_loop")
+    return found["self"], found.get("resume_from_checkpoint")
+
+
+def trainer_being_made() -> Any:
+    """The Trainer that calls `on_init_end`."""
+    return _locals_of("__init__")["self"]
+
+
+def _locals_of(method: str) -> dict[str, Any]:
+    """The local variables of a method of a Trainer that is being called."""
     frame = sys._getframe()
     while frame is not None:
         found = frame.f_locals
-        if frame.f_code.co_name == "_inner_training_loop" and isinstance(found.get("self"), Trainer):
-            return found["self"], found.get("resume_from_checkpoint")
+        if frame.f_code.co_name == method and isinstance(found.get("self"), Trainer):
+            return found
         frame = frame.f_back  # type: ignore[assignment]
     raise GrowpruneError("GrowPruneCallback is for the Trainer of transformers: give it as Trainer(callbacks=[...])")
 

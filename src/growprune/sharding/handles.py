@@ -49,6 +49,11 @@ class Handle:
         return parameter
 
     @property
+    def is_cut_twice(self) -> bool:
+        """Whether the parameter was a DTensor already when it was sharded."""
+        return bool(self.record.is_dtensor)
+
+    @property
     def gathered(self) -> nn.Parameter | None:
         """What the module computes with, from its first forward pass on."""
         return getattr(self.record, "_unsharded_param", None)
@@ -125,6 +130,8 @@ def handles_of(model: nn.Module) -> dict[str, Handle]:
         for index in range(len(group.fsdp_params)):
             handle = Handle(group, index)
             found[id(handle.place[0]), handle.place[1]] = handle
+    if not found:
+        return {}  # soon, as every plain model is asked often
     names = {}
     for name, _ in model.named_parameters():
         path, _, local = name.rpartition(".")

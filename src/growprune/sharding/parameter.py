@@ -1,4 +1,4 @@
-"""A compact parameter whose live values are sharded: each rank has a chunk of them, and the bits of all."""
+"""A compact parameter whose live values are sharded: each rank has a chunk of them, and of the bits all or a chunk."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from growprune.sharding.handles import Handle
+from growprune.sharding.masks import sharded_layout
 from growprune.storage.compact import Compact
 from growprune.storage.compact_layers import RECORDERS, hand_over, watch
 from growprune.storage.compact_modules import let_compile_again, set_layout
@@ -21,11 +22,14 @@ class ShardedCompact(Compact):
     """As `Compact`, for all ranks together: whatever is asked of one, the others must be asked too.
 
     Values and optimizer state are gathered for one parameter at a time, and only while a mask changes.
+
+    Args:
+        shards_mask: whether each rank keeps a part of the mask only.
     """
 
-    def __init__(self, compact: Compact, handle: Handle) -> None:
+    def __init__(self, compact: Compact, handle: Handle, *, shards_mask: bool = False) -> None:
         self.__dict__.update(compact.__dict__)
-        self.handle = handle
+        self.handle, self._shards_mask = handle, shards_mask
         self._is_trained = handle.parameter.requires_grad
         self._ask_for_gradients()
         self._hooked: weakref.ref[nn.Parameter] | None = None
@@ -56,6 +60,7 @@ class ShardedCompact(Compact):
 
     def _keep(self, values: Tensor, layout: Layout | None) -> None:
         self._find_blocks(layout)
+        layout = sharded_layout(layout, self.handle.ranks) if self._shards_mask else layout
         set_layout(self.module, self._local, layout)
         self.handle.put(values, requires_grad=self._is_trained)
         self._ask_for_gradients()

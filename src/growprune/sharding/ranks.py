@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, distributed
 
+_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
+"""Its name before torch 2.13 is the second."""
+
 
 class Ranks:
     """Those along which weights are sharded, in order: each has the n-th chunk of every tensor.
@@ -67,6 +70,13 @@ class Ranks:
         parts = [torch.empty_like(padded) for _ in lengths]
         distributed.all_gather(parts, padded, group=self.group)
         return torch.cat([own[:length] for own, length in zip(parts, lengths, strict=True)]).to(part.device)
+
+    def join_alike(self, part: Tensor) -> Tensor:
+        """A flat tensor from the parts of all ranks, which are of one length: without a copy of any of them."""
+        part = part.to(self.device)
+        found = part.new_empty(part.numel() * self.size)
+        _gather(found, part, group=self.group)
+        return found
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, of which each has other weights."""

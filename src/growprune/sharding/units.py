@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from growprune.errors import GrowpruneError
 from growprune.sharding.choosing import Choosing
 from growprune.sharding.handles import device_of, groups_of, handles_of, reshard
+from growprune.sharding.masks import shard_masks
 from growprune.sharding.parameter import ShardedCompact
 from growprune.sharding.ranks import Ranks
 from growprune.snapshot import pack
@@ -40,20 +41,28 @@ class UnitByUnit:
     """Shards the units of a model as soon as each is filled, so that no rank has the whole of it.
 
     Args:
+        units, masks: as for `SparseModel.shard`.
         settings: further arguments of `fully_shard`.
     """
 
     def __init__(
-        self, sparse: SparseModel, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any
+        self,
+        sparse: SparseModel,
+        mesh: DeviceMesh,
+        *,
+        units: Sequence[str] | None = None,
+        masks: bool = False,
+        **settings: Any,
     ) -> None:
         check_mesh(mesh)
-        check_shardable(sparse)
+        check_shardable(sparse.storage)
         if any(isinstance(module, FSDPModule) for module in sparse.model.modules()):
             raise GrowpruneError("the model is sharded already: shard it once, with one mesh")
         self._left = {id(module) for module in units_of(sparse.model, units)}
         self._mesh, self._settings = mesh, settings
         shards, replicas = mesh.get_group(mesh.ndim - 1), mesh.get_group(0) if mesh.ndim > 1 else None
         self.ranks = Ranks(shards, device_of(mesh), replicas)
+        self._shards_masks = sparse.shards_masks = masks
 
     @property
     def device(self) -> torch.device:
@@ -63,6 +72,8 @@ class UnitByUnit:
         """Told of each module whose parameters are all there, inner ones first."""
         if id(module) in self._left:
             fully_shard(module, mesh=self._mesh, **self._settings)
+            if self._shards_masks:
+                shard_masks(module, self.ranks)
 
     def check_random_state(self) -> None:
         """Raise on all ranks if they would draw other random numbers."""
@@ -114,7 +125,7 @@ def adopt(sparse: SparseModel) -> None:
     handles = handles_of(sparse.model)
     if not handles:
         return
-    check_shardable(sparse)
+    check_shardable(sparse.storage)
     ranks = next(iter(handles.values())).ranks
     check_masks(sparse, ranks)
     for name, parameter in sparse.stored.items():
@@ -122,7 +133,7 @@ def adopt(sparse: SparseModel) -> None:
             assert isinstance(parameter, Compact)
             if handles[name].ranks.group is not ranks.group:
                 raise GrowpruneError(f"{name} is sharded over another mesh than other weights: use one mesh for all")
-            sparse.stored[name] = ShardedCompact(parameter, handles[name])
+            sparse.stored[name] = ShardedCompact(parameter, handles[name], shards_mask=sparse.shards_masks)
     sparse.ranks = sparse.gradients.shares = ranks
     sparse.editor.together = Choosing(ranks, sparse.stored, sparse.gradients, sparse.pattern)
 
@@ -143,9 +154,22 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise GrowpruneError(f"the mesh has {mesh.ndim} dimensions: give one (FSDP), or two (replicas of shards, HSDP)")
 
 
-def check_shardable(sparse: SparseModel) -> None:
+def sharded_names(model: nn.Module, storage: str) -> set[str]:
+    """What FSDP2 has sharded of a model that is to be made sparse. All modules hold their shards afterwards."""
+    handles = handles_of(model)
+    check_shardable(storage)
+    for name, handle in handles.items():
+        if handle.is_cut_twice:
+            raise GrowpruneError(
+                f"{name} was sharded by tensor parallelism before FSDP2, which sparse weights cannot be: shard it with "
+                f"fully_shard alone"
+            )
+    return set(handles)
+
+
+def check_shardable(storage: str) -> None:
     """Refuse models that cannot be sharded."""
-    if sparse.storage != "compact":
+    if storage != "compact":
         raise GrowpruneError(
             "masked storage cannot be sharded, as each rank would hold and send dense weights: make the SparseModel "
             "with storage='compact'"

@@ -107,8 +107,9 @@ def _dense_attribute(name: str) -> property:
 def _assign(module: nn.Module, name: str, value: Any) -> None:
     """Assigning a dense tensor, such as the attribute itself, takes in its live elements."""
     layout, values = layouts_of(module).get(name), module._parameters.get(name)
-    is_dense = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-    if layout is not None and isinstance(value, nn.Parameter) and value.shape == layout.shape:
+    is_parameter = isinstance(value, nn.Parameter)
+    is_dense = isinstance(value, Tensor) and not is_parameter
+    if is_parameter and layout is not None and value.shape == layout.shape:
         raise GrowpruneError(
             f"{name} of a {type(module).__name__} cannot become another parameter, as torchao's quantize_ wants: call "
             f"sparse.to_dense_() first, which makes the model a plain one; or assign a tensor"
@@ -120,6 +121,9 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
         )
     if layout is not None and values is not None and is_dense and value.shape == layout.shape:
         values.data.copy_(layout.compress(value.detach()))
+    elif is_parameter and values is not None and name in layouts_of(module):
+        # FSDP2 does so up to four times a step; of plain modules, it goes past __setattr__ as well, which is slow
+        module._parameters[name] = value
     else:
         plain: Any = getattr(type(module), "_plain_class", nn.Module)
         plain.__setattr__(module, name, value)
