@@ -58,7 +58,8 @@ class Recipe:
     """On a GPU, compile the model, and replay forward and backward passes of batches of one shape as a CUDA graph."""
     graph: bool = False
     """On a GPU, the same without compiling: for small models, whose kernels are done before Python has started the
-    next, and batches of more shapes than one wants to compile for."""
+    next, and batches of more shapes than one wants to compile for. What a forward pass does in Python is done once: a
+    number that it draws with `random`, say, stays the same."""
     evaluate_every: int = 1
     """Validate after each so many epochs, and after the last."""
     candidates: bool = True
