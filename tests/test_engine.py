@@ -445,8 +445,8 @@ def test_compiling_and_graphs_are_for_gpus_and_change_nothing_elsewhere(tmp_path
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_graphs_on_a_gpu_change_no_bit(tmp_path: Path, storage: str) -> None:
     # what Python draws in a forward pass, as the other toys do, a graph would repeat
-    task = Toy(num_examples=64, batch_size=8, is_plain=True, is_normed=True)
-    recipe = replace(cyclic(), task=task, device="cuda", storage=storage)
+    task = Toy(num_examples=64, batch_size=8, is_normed=True)
+    recipe = replace(cyclic(), task=task, partition=contiguous(2), device="cuda", storage=storage)
     graph = trained_file(replace(recipe, graph=True), tmp_path / "graph")
     assert graph == trained_file(recipe, tmp_path / "plain")
 
