@@ -20,7 +20,7 @@ from growprune.tasks import TASKS
 
 OF_THE_ROW = {"method", "options", "sparsity", "allocation", "scope", "partition", "seed"}
 """Fields of a recipe in which rows, or the runs of one, may differ. The next ones change no figure of the table."""
-NO_INFLUENCE = (MAY_CHANGE - {"storage", "task.data", "weights"}) | {"evaluate_every", "candidates", "device"}
+NO_INFLUENCE = (MAY_CHANGE - {"storage", "task.data", "weights"}) | {"evaluate_every", "candidates", "device", "graph"}
 OF_SPARSITY = {"pattern", "keep_dense", "include", "also"}
 """What means nothing to a dense run."""
 OLD_PARTITION = {"kappa", "parts"}
