@@ -106,7 +106,7 @@ def test_two_processes_that_build_at_once_both_get_a_whole_library(
     calls = fake_compiler(tmp_path, monkeypatch, f'sleep 1; cp "{built}" "$to"')
     command = [sys.executable, "-c", BUILD]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    names = {process.communicate(timeout=60)[0].strip() for process in both}
+    names = {process.communicate(timeout=180)[0].strip() for process in both}
     assert [process.returncode for process in both] == [0, 0]
     targets = [line.split()[-1] for line in calls.read_text().splitlines()]
     assert len(set(targets)) == len(targets), "each builds a file of its own, which then takes the name"

@@ -200,7 +200,7 @@ def test_a_process_that_hangs_is_given_up_and_named(recipe: Recipe, waits: str, 
         time.sleep(0.01)
     os.kill(processes[1].pid or 0, signal.SIGSTOP)
     try:
-        said = errors.get(timeout=60)
+        said = errors.get(timeout=180)
     finally:
         os.kill(processes[1].pid or 0, signal.SIGKILL)
         processes[0].kill()  # leaving the others politely would wait for them
