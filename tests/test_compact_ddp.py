@@ -38,7 +38,11 @@ def train(sparse: SparseModel, forward: nn.Module, x: torch.Tensor) -> None:
 def counting(moved, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations, and not as text
     moved.append(bucket.buffer().numel() * bucket.buffer().element_size())
     averaged = bucket.buffer().div_(dist.get_world_size())
-    return dist.all_reduce(averaged, async_op=True).get_future().then(lambda future: future.value()[0])
+    dist.all_reduce(averaged)
+    # not `.then(...)`: gloo's thread may want to free that while this one, at its end, waits for gloo's thread
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(averaged)
+    return done
 
 
 def replica(rank: int, meeting: str, storage: str, results: Any) -> None:
