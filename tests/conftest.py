@@ -22,6 +22,7 @@ device._commit = functools.cache(device._commit)  # asking git twice a run takes
 WITH_PORTS = {
     *("test_distributed", "test_replicas", "test_exploration", "test_examples", "test_report_browser"),
     *("test_transformers_ddp", "test_lightning_ddp", "test_killed"),  # the last shares a process with the two before
+    *("test_transformers_sharded", "test_lightning_sharded"),
 }
 
 
