@@ -73,6 +73,18 @@ class SparseModel:
         100
     """
 
+    ranks: Ranks | None = None
+    """The processes that share the weights, if the model is sharded."""
+    shards_masks: bool = False
+    """Whether they share the masks too."""
+    rule: RunningRule | None = None
+    """What happens around each step of an attached optimizer."""
+    advancing: weakref.ref[Cursor] | None = None
+    """The cursor that the steps of attached optimizers advance."""
+    _cursor: Cursor | None = None
+    _place: Mapping[str, Any] | None = None
+    _is_released = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -100,21 +112,10 @@ class SparseModel:
         for weight in self.weights:
             self.pattern.check(weight, sparsity)
         self._parameters = self._store()
-        self.ranks: Ranks | None = None
-        """The processes that share the weights, if the model is sharded."""
-        self.shards_masks = False
-        """Whether they share the masks too."""
         self._optimizers = Optimizers(self._parameters, storage)
         self.gradients = Gradients(self._parameters)
         self.editor = self._make_editor()
         """What carries out edits: which weights a part has, how many of them an edit leaves alive, and which."""
-        self.rule: RunningRule | None = None
-        """What happens around each step of an attached optimizer."""
-        self.advancing: weakref.ref[Cursor] | None = None
-        """The cursor that the steps of attached optimizers advance."""
-        self._cursor: Cursor | None = None
-        self._place: Mapping[str, Any] | None = None
-        self._is_released = False
         if is_fsdp2(model.modules()):
             self.notice_shards()
         for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():

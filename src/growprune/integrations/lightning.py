@@ -66,6 +66,16 @@ class GrowPrune(Callback):
             is filled in from the Trainer.
     """
 
+    _cursor: Cursor | None = None
+    _lengths: tuple[int, int | None] = (0, None)
+    """The optimizer steps of the whole plan, and of an epoch."""
+    _max_epochs: int | None = None
+    _loaded: dict[str, Any] | None = None
+    """What a checkpoint held, from when it is loaded until training begins."""
+    _loading: Any = None
+    _first_batch: Any = None
+    _figures: Figures | None = None
+
     def __init__(
         self,
         method: str | Callable[..., Plan] = "gradual_gap",
@@ -97,18 +107,9 @@ class GrowPrune(Callback):
             iterations_per_epoch=iterations_per_epoch,
             options=options,
         )
-        self._cursor: Cursor | None = None
-        self._lengths: tuple[int, int | None] = (0, None)
-        """The optimizer steps of the whole plan, and of an epoch."""
-        self._max_epochs: int | None = None
-        self._loaded: dict[str, Any] | None = None
-        """What a checkpoint held, from when it is loaded until training begins."""
-        self._loading: Any = None
-        self._first_batch: Any = None
         self._schedules = Schedules()
         self._copies = Copies(are_bare=True)  # as that of StochasticWeightAveraging is
         self._log_layers = log_layers
-        self._figures: Figures | None = None
         self._told: dict[str, float] = {}
         self._position, self._num_edits, self._num_edits_validated = -1, 0, -1
         """The phase and the edits that all but the model know of, and those that the model was last validated with."""

@@ -47,12 +47,7 @@ def _lanes_kernel(
     AHEAD: tl.constexpr,
     PINNED: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = row < num_rows
-    first = tl.load(unit_starts + row, mask=exists, other=0)
-    slab = tl.load(slab_starts + row, mask=exists, other=0)
-    count = tl.load(unit_starts + row + 1, mask=exists, other=0) - first
-    place = tl.load(order + row, mask=exists, other=0)
+    exists, first, slab, count, place = _rows(unit_starts, slab_starts, order, num_rows, ROWS)
     begin = tl.program_id(1) * split_units
     count = tl.minimum(count, begin + split_units)
     x += tl.program_id(2) * num_columns * BATCH
@@ -71,6 +66,18 @@ def _lanes_kernel(
             sums = _add_products(sums, x, loaded[step], values.dtype.element_ty, BATCH, OFFSETS)
     out += tl.program_id(1).to(tl.int64) * batch * num_rows + place
     _store_lanes(out, tl.sum(sums, 0).to(out.dtype.element_ty), exists, num_rows, batch, BATCH)
+
+
+@triton.jit
+def _rows(unit_starts, slab_starts, order, num_rows, ROWS: tl.constexpr):
+    """Which of a program's rows exist; of each the first unit, the slab, how many units, and where its sum goes."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < num_rows
+    first = tl.load(unit_starts + row, mask=exists, other=0)
+    slab = tl.load(slab_starts + row, mask=exists, other=0)
+    count = tl.load(unit_starts + row + 1, mask=exists, other=0) - first
+    place = tl.load(order + row, mask=exists, other=0)
+    return exists, first, slab, count, place
 
 
 @triton.jit
