@@ -21,6 +21,7 @@ SMALLEST = {
     "compact_training large": ["large", "--small", "--steps", "1", "--changes", "1"],
     "compact_training resnet50": ["resnet50", "--small", "--repeats", "1", "--storages", "dense", "compact"],
     "decode": ["all", "--small"],
+    "fan_in": ["--small", "--seconds", "0", "--rounds", "1"],
     "file_sizes": ["--width", "4"],
     "fuzz_files": ["--cases", "60"],
     "host": ["--layers", "2", "--repeats", "1"],
