@@ -161,7 +161,8 @@ def warn_of_unsaved(model: nn.Module) -> None:
 
 def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:
     """The live values, in row-major order, whatever the storage; its parameter must hold nothing else."""
-    values, _ = sparse.snapshot(Part(name, (name,)))[name]
+    stored = sparse.stored[name]
+    values = stored.to_live(stored.parameter.detach())
     if sparse.ranks is not None:
         return values  # compact, and so nothing else is there
     if torch.count_nonzero(values) != torch.count_nonzero(parameter):
