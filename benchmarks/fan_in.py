@@ -1,8 +1,8 @@
 """Does it pay on our CPU kernels if all rows have the same number of live weights (constant fan-in)?
 
-    python benchmarks/fan_in.py [--seconds 4] [--rounds 7] [--small]
+    python benchmarks/fan_in.py [--threads 2] [--seconds 4] [--rounds 7] [--small]
 
-Linear layers, 2 threads, float32: deployed with a random mask, and with one of equal rows, in turns.
+Linear layers, float32: deployed with a random mask, and with one of equal rows, in turns.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ def compare(outputs: int, inputs: int, sparsity: float, batch: int, seconds: flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=4.0, help="for tuning")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--small", action="store_true", help="one small layer, to see that it runs")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    torch.set_num_threads(2)
+    torch.set_num_threads(arguments.threads)
     shapes = [(64, 48)] if arguments.small else [(2048, 512), (512, 2048), (2048, 2048)]
     batches = [1] if arguments.small else [1, 32, 128]
     print("| outputs x inputs | sparsity | batch | random, ms | constant fan-in, ms | times as fast |")

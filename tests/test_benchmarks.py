@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import forked
 
@@ -21,7 +22,7 @@ SMALLEST = {
     "compact_training large": ["large", "--small", "--steps", "1", "--changes", "1"],
     "compact_training resnet50": ["resnet50", "--small", "--repeats", "1", "--storages", "dense", "compact"],
     "decode": ["all", "--small"],
-    "fan_in": ["--small", "--seconds", "0", "--rounds", "1"],
+    "fan_in": ["--small", "--threads", "1", "--seconds", "0", "--rounds", "1"],
     "file_sizes": ["--width", "4"],
     "fuzz_files": ["--cases", "60"],
     "host": ["--layers", "2", "--repeats", "1"],
@@ -59,7 +60,10 @@ def run(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     script = BENCHMARKS / f"{name.split(maxsplit=1)[0]}.py"
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        torch.set_num_threads(1)  # as all tests have it
 
 
 def one_process(command: list[str], *, env: dict[str, str], **_: Any) -> None:

@@ -54,7 +54,8 @@ def assert_same(found: Any, expected: Any) -> None:
     for a, b in zip(these, those, strict=True):
         if isinstance(b, Tensor):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
-            assert (a - b).abs().max() <= TOLERANCE * b.abs().max()
+            # a small output may be what is left of large numbers that cancel
+            assert (a - b).abs().max() <= TOLERANCE * max(float(b.abs().max()), 0.1)
         else:
             assert type(a) is type(b)
 
