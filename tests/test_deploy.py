@@ -54,8 +54,7 @@ def assert_same(found: Any, expected: Any) -> None:
     for a, b in zip(these, those, strict=True):
         if isinstance(b, Tensor):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
-            # a small output may be what is left of large numbers that cancel
-            assert (a - b).abs().max() <= TOLERANCE * max(float(b.abs().max()), 0.1)
+            assert (a - b).abs().max() <= TOLERANCE * b.abs().max()
         else:
             assert type(a) is type(b)
 
@@ -137,8 +136,10 @@ def test_random_networks_of_convolutions(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 99)))
     channels, layers = 3, []
     depth = data.draw(st.integers(1, 4))
-    for _ in range(depth):
-        width, kernel = data.draw(st.sampled_from([1, 5, 8, 16, 19])), data.draw(st.sampled_from([1, 2, 3]))
+    for layer in range(depth):
+        # the last has several outputs: all that one gives may be what is left of larger numbers that cancel
+        widths = [5, 8, 16, 19] if layer == depth - 1 else [1, 5, 8, 16, 19]
+        width, kernel = data.draw(st.sampled_from(widths)), data.draw(st.sampled_from([1, 2, 3]))
         stride, padding = data.draw(st.integers(1, 2)), data.draw(st.integers(0, 1))
         layers += [nn.Conv2d(channels, width, kernel, stride, padding, bias=data.draw(st.booleans()))]
         layers += [nn.BatchNorm2d(width)] * data.draw(st.booleans())
