@@ -8,6 +8,7 @@ import os
 import resource
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -116,3 +117,10 @@ def _become(
         runpy.run_module(name, run_name="__main__")
     else:
         runpy.run_path(name, run_name="__main__")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port

@@ -34,13 +34,6 @@ from toy import Toy, continuing, parallel, plain
 HERE = Path(__file__).parent
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
 def member(rank: int, world: int, port: int, recipe: Recipe, folder: Path, errors: Any) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
@@ -56,7 +49,7 @@ def member(rank: int, world: int, port: int, recipe: Recipe, folder: Path, error
 def run_on(world: int, recipe: Recipe, folder: Path, *, last: Recipe | None = None) -> list[str]:
     """Carry a recipe out on some processes, and return what they complained of; `last` is what the last one gets."""
     context = forked.context()
-    errors, port = context.Queue(), free_port()
+    errors, port = context.Queue(), forked.free_port()
     recipes = [recipe] * (world - 1) + [last or recipe]
     processes = [
         context.Process(target=member, args=(rank, world, port, recipes[rank], folder, errors)) for rank in range(world)
@@ -190,7 +183,7 @@ def test_replicas_may_compute_in_bfloat16(tmp_path: Path) -> None:
 )
 def test_a_process_that_hangs_is_given_up_and_named(recipe: Recipe, waits: str, tmp_path: Path) -> None:
     context = forked.context()
-    errors, port, recipe = context.Queue(), free_port(), replace(recipe, timeout_seconds=5.0)
+    errors, port, recipe = context.Queue(), forked.free_port(), replace(recipe, timeout_seconds=5.0)
     arguments = [(rank, 2, port, recipe, tmp_path / "run", errors) for rank in range(2)]
     processes = [context.Process(target=member, args=each) for each in arguments]
     for process in processes:
@@ -350,7 +343,7 @@ def test_a_machine_that_is_lost_for_good_is_not_waited_for(tmp_path: Path) -> No
     from toy import slow_parallel
 
     engine.train(slow_parallel(), tmp_path / "undisturbed")
-    folder, port = tmp_path / "run", free_port()
+    folder, port = tmp_path / "run", forked.free_port()
     meeting = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"]
     meeting += ["--rdzv-id", "test", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "last_call_timeout=2"]
     command = torchrun(*meeting, folder=folder, recipe="slow_parallel")

@@ -16,7 +16,6 @@ from torch import nn
 
 import forked
 import growprune as gp
-from test_distributed import free_port
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -59,7 +58,12 @@ def test_two_processes_of_torchrun_end_with_the_bits_of_one(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_two_replicas_of_torchrun_share_each_batch(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:  # what torchrun would start, as the test above sees
-        where = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        where = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(forked.free_port()),
+        }
         ranks = [{**where, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
         words = (TORCHRUN, "--out", str(tmp_path / "run"), "--cyclic")
         both = [stack.enter_context(forked.started(*words, environment=rank)) for rank in ranks]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,7 @@ def replica(rank: int, port: int, recipe: Recipe, folder: Path, stop_after: int)
 
 def train_on_two(recipe: Recipe, folder: Path, stop_after: int = 1000) -> None:
     context: Any = forked.context()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = forked.free_port()
     processes = [context.Process(target=replica, args=(rank, port, recipe, folder, stop_after)) for rank in range(2)]
     for process in processes:
         process.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import socket
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import forked
 
 Bodies = Sequence[Callable[[Path], Any]]
 
@@ -26,9 +27,7 @@ def on_two_ranks(bodies: Bodies, folder: Path, preload: Sequence[str]) -> list[l
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*preload, "growprune.sharding", "torch._dynamo"])
     results = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = forked.free_port()
     processes = [context.Process(target=_work, args=(rank, port, bodies, folder, results)) for rank in range(2)]
     for process in processes:
         process.start()
