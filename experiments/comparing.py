@@ -9,6 +9,7 @@ growprune report experiments/compare/cifar10-width32 -o page.html   # the page; 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 from page import put
@@ -19,38 +20,85 @@ from growprune.compare import of_runs
 HERE = Path(__file__).parent
 RESULTS = HERE / "compare"
 PAGE = HERE.parent / "docs" / "results.md"
-STUDIES = (
-    "cifar10-width32",
-    "cifar10-width32-patterns",
-    "multi30k",
-    "multi30k-patterns",
-    "shakespeare-patterns",
-    "shapenet",
-    "bccd",
+
+BEST_PLANS = (
+    "gradual_gap-global",
+    "gradual_gap-global-control=peak",
+    "gradual_gap-global-control=start",
+    "granet-erk",
+    "dpf-global",
+    "gmp-global",
+    "acdc-global",
+    "rigl-erk",
 )
-OF_ALL_PATTERNS = ("dense", "gradual_gap-global")
-"""Rows that a study of patterns shares with the study it is named after."""
+"""Rows that are shown with more and fewer live weights, and those that have but one peak."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs that are shown in one table."""
+
+    name: str
+    """Of the folder of its results."""
+    beside: tuple[str, ...] = ()
+    """What it shares with another study: folders of that one's results."""
+    allow: tuple[str, ...] = ()
+    """What may differ between its rows, beside methods."""
+
+    @property
+    def paths(self) -> list[Path]:
+        return [path for name in (self.name, *self.beside) if (path := RESULTS / name).is_dir()]
+
+
+def of_patterns(base: str) -> Study:
+    """The same method with other patterns."""
+    return Study(f"{base}-patterns", (f"{base}/dense", f"{base}/gradual_gap-global"), ("pattern",))
+
+
+def of_peaks(base: str) -> Study:
+    """Quality against the peak of live weights, at 90 %."""
+    return Study(f"{base}-frontier", (f"{base}/dense", *(f"{base}/{row}/0.9" for row in BEST_PLANS)))
+
+
+def of_long_runs(base: str) -> Study:
+    """The paper's ratio: GaP trains four times as long as dense."""
+    return Study(f"{base}-paper", (f"{base}/dense",), ("epochs",))
+
+
+STUDIES = (
+    Study("cifar10-width32"),
+    of_peaks("cifar10-width32"),
+    of_long_runs("cifar10-width32"),
+    of_patterns("cifar10-width32"),
+    Study("cifar10-width64"),
+    Study("multi30k"),
+    of_peaks("multi30k"),
+    of_long_runs("multi30k"),
+    of_patterns("multi30k"),
+    Study("shakespeare-patterns", allow=("pattern",)),
+    Study("shapenet"),
+    Study("bccd"),
+)
 
 
 def keep_all(runs: Path) -> None:
     """Copy results, which have all that tables and pages need, and nothing that says where they were made."""
     for study in STUDIES:
-        for result in sorted((runs / study).rglob("result.json")):
-            keep(result, RESULTS / study / result.relative_to(runs / study))
+        for result in sorted((runs / study.name).rglob("result.json")):
+            keep(result, RESULTS / study.name / result.relative_to(runs / study.name))
 
 
-def table(study: str) -> str:
-    if not (RESULTS / study).is_dir():
+def table(study: Study) -> str:
+    if not (RESULTS / study.name).is_dir():
         return "*Not measured yet.*\n"
-    base = study.removesuffix("-patterns")
-    shared = [RESULTS / base / row for row in OF_ALL_PATTERNS if (RESULTS / base / row).is_dir() and base != study]
-    return of_runs([RESULTS / study, *shared], ["pattern"] if base != study else []).to_markdown()
+    return of_runs(study.paths, study.allow).to_markdown()
 
 
 def page(text: str) -> str:
     """The page with every table brought up to date."""
     for study in STUDIES:
-        text = put(text, f"<!-- comparison: {study} -->\n", f"<!-- end of comparison: {study} -->", table(study))
+        name = f"comparison: {study.name} -->"
+        text = put(text, f"<!-- {name}\n", f"<!-- end of {name}", table(study))
     return text
 
 
@@ -64,7 +112,7 @@ def main() -> None:
     if args.write:
         PAGE.write_text(page(PAGE.read_text()))
     else:
-        print("\n".join(f"{study}\n{table(study)}" for study in STUDIES))
+        print("\n".join(f"{study.name}\n{table(study)}" for study in STUDIES))
 
 
 if __name__ == "__main__":

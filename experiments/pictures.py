@@ -7,8 +7,13 @@ Plain SVG, from the plan itself and from the results beside this file. Colours a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from comparing import STUDIES
 
 from growprune.compare import of_runs
 from growprune.methods import gradual_gap
@@ -18,21 +23,18 @@ from growprune.plan import Action, Part, Phase
 HERE = Path(__file__).parent
 IMAGES = HERE.parent / "docs" / "images"
 GREY = "#808890"
-STUDY = HERE / "compare" / "cifar10-width32"
-POINTS = {
-    "dense": ("dense", "right"),
-    "dpf:global every=16": ("DPF", "right"),
-    "gmp:global every=100": ("GMP", "right"),
-    "acdc:global": ("AC/DC", "right"),
-    "gradual_gap:global": ("gradual_gap", "right"),
-    "gradual_gap:global control=peak": ("never growing", "right"),
-    "gradual_gap:global control=start": ("never growing", "left"),
-    "granet:erk every=100": ("GraNet", "right"),
-    "cyclic_gap:uniform steps=8 epochs=3 finetune=36": ("C-GaP (paper)", "left"),
-    "rigl:erk every=100": ("RigL", "right"),
-    "static_random:erk": ("static", "right"),
-}
-"""Rows of the comparison at 90 %, what they are called, and on which side of the point there is room to say so."""
+RED, BLUE, GREEN = "#d62728", "#1f77b4", "#2ca02c"
+SERIES = (
+    ("dense", "dense", GREY),
+    ("DPF", "dpf:", GREY),
+    ("GMP", "gmp:", GREY),
+    ("AC/DC", "acdc:", GREY),
+    ("RigL", "rigl:", GREY),
+    ("GraNet", "granet:", GREEN),
+    ("never growing", "gradual_gap:.*control=peak", BLUE),
+    ("gradual_gap", "gradual_gap:global( peak_density=[0-9.]+)?$", RED),
+)
+"""What plans are called in the picture, how the names of their rows begin, and their colours."""
 
 
 def svg(width: int, height: int, body: list[str], title: str) -> str:
@@ -73,33 +75,77 @@ def schedule() -> str:
     return svg(560, 180, body, "Sparsity rises while one part after another is grown to dense and pruned back")
 
 
-def frontier() -> str:
-    """Test accuracy against the largest share of the weights that ever lived."""
-    body, left, bottom, low, high = [], 56.0, 316.0, 86.5, 90.2
+@dataclass(frozen=True)
+class Frame:
+    """Where a share of the weights and a score are in a picture."""
 
-    def at(peak: float, top1: float) -> tuple[float, float]:
-        return left + 460 * peak, bottom - (top1 - low) / (high - low) * 300
+    low: float
+    high: float
+    left: float = 56.0
+    bottom: float = 316.0
 
-    for value in range(87, 91):
-        _, y = at(0, value)
-        body.append(f'<line x1="{left}" x2="{left + 570}" y1="{y:g}" y2="{y:g}" stroke="{GREY}" stroke-opacity="0.3"/>')
-        body.append(text(left - 8, y + 5, f"{value} %", anchor="end"))
-    for share in (0.1, 0.25, 0.5, 0.75, 1.0):
-        body.append(text(at(share, low)[0], bottom + 20, f"{100 * share:.0f} %", anchor="middle"))
-    rows = {row.name: row for row in of_runs([STUDY]).rows if row.sparsity in (0, 0.9)}
-    for row, (name, side) in POINTS.items():
-        top1, is_one = rows[row].summary["test"]["mean"], rows[row].summary["finished"] == 1
-        x, y = at(rows[row].summary["peak_alive"], top1)
-        colour = "#d62728" if name == "gradual_gap" else "#1f77b4"
-        body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
-        words, is_right = f"{name}, {top1:.1f}" + "*" * is_one, side == "right"
-        body.append(text(x + 10 if is_right else x - 10, y + 5, words, anchor="start" if is_right else "end"))
-    body.append(text(left, bottom + 46, "most weights alive at any time, as a share of dense"))
-    body.append(text(left, bottom + 68, "two seeds each; * one"))
-    return svg(640, 394, body, "ResNet-18 (width 32) on CIFAR-10 at 90 % sparsity, 60 epochs: accuracy against peak")
+    def at(self, peak: float, score: float) -> tuple[float, float]:
+        return self.left + 460 * peak, self.bottom - (score - self.low) / (self.high - self.low) * 300
+
+    def draw(self, unit: str) -> list[str]:
+        body = []
+        for value in range(math.ceil(self.low), math.floor(self.high) + 1):
+            _, y = self.at(0, value)
+            ends = f'x1="{self.left}" x2="{self.left + 570}" y1="{y:g}" y2="{y:g}"'
+            body += [f'<line {ends} stroke="{GREY}" stroke-opacity="0.3"/>']
+            body += [text(self.left - 8, y + 5, f"{value}{unit}", anchor="end")]
+        for share in (0.1, 0.25, 0.5, 0.75, 1.0):
+            body.append(text(self.at(share, 0)[0], self.bottom + 20, f"{100 * share:.0f} %", anchor="middle"))
+        return [*body, text(self.left, self.bottom + 46, "most weights alive at any time, as a share of dense")]
 
 
-PICTURES = {"schedule.svg": schedule, "frontier.svg": frontier}
+Points = list[tuple[float, float]]
+
+
+def series(study: str) -> Iterator[tuple[str, str, Points]]:
+    """Of each plan its name, its colour, and its peaks with their test scores, at 90 %."""
+    rows = of_runs(next(each for each in STUDIES if each.name == study).paths).rows
+    for name, begins, colour in SERIES:
+        found = [row.summary for row in rows if re.match(begins, row.name)]
+        if found:
+            yield name, colour, sorted((summary["peak_alive"], summary["test"]["mean"]) for summary in found)
+
+
+def apart(places: Sequence[float], room: float) -> list[float]:
+    """Heights as near to the given ones as leaves room between any two, from the top."""
+    moved: list[float] = []
+    for place in places:
+        moved.append(max(place, moved[-1] + room) if moved else place)
+    return moved
+
+
+def frontier(study: str, frame: Frame, unit: str, title: str) -> str:
+    """Test scores against the largest share of the weights that ever lived, each plan named at its last point."""
+    body, ends = frame.draw(unit), []
+    for name, colour, points in series(study):
+        places = [frame.at(*point) for point in points]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        body.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>' for x, y in places]
+        ends.append((*places[-1], f"{name}, {points[-1][1]:.1f}", colour))
+    for is_last in (False, True):  # names at the right edge stand one below the other
+        here = sorted((end for end in ends if (end[0] > 500) is is_last), key=lambda end: end[1])
+        heights = apart([end[1] for end in here], 17) if is_last else [end[1] for end in here]
+        body += [text(x + 10, y + 5, words, colour=c) for (x, _, words, c), y in zip(here, heights, strict=True)]
+    return svg(640, 374, body, title)
+
+
+def cifar10() -> str:
+    title = "ResNet-18 (width 32) on CIFAR-10 at 90 % sparsity, 60 epochs: accuracy against peak"
+    return frontier("cifar10-width32-frontier", Frame(86.5, 90.2), " %", title)
+
+
+def multi30k() -> str:
+    title = "A Transformer on Multi30k at 90 % sparsity, 40 epochs: BLEU against peak"
+    return frontier("multi30k-frontier", Frame(34.5, 39.8), "", title)
+
+
+PICTURES = {"schedule.svg": schedule, "frontier.svg": cifar10, "frontier-multi30k.svg": multi30k}
 
 
 def main() -> None:
