@@ -41,13 +41,14 @@ MAY_IMPORT = {
     "zeros": "layers patterns",
     "optimizers": "snapshot storage",
     "adapters": "layers storage",
+    "state": "snapshot storage optimizers",
     "gradients": "plan storage",
     "edits": "plan layers selection patterns scores allocation storage optimizers gradients",
     "running": "",
     "wrapped": "",
     "copies": "storage",
     "sparse": (
-        "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits "
+        "plan settings layers unpruned patterns allocation snapshot storage state optimizers adapters gradients edits "
         "running copies zeros wrapped"
     ),
     "rules": "plan layers selection patterns scores storage methods running sparse",

@@ -31,7 +31,8 @@ from growprune.patterns import Pattern, in_one_go, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, check_sparsity, prune
 from growprune.running import RunningRule
 from growprune.settings import as_float, as_names, as_seed
-from growprune.snapshot import Snapshot, check_packed, like, pack, unpack, whole
+from growprune.snapshot import Snapshot
+from growprune.state import named_tensors, packed_masks, put_back, set_packed_masks, take_snapshot
 from growprune.storage import SparseParameter, parse_storage
 from growprune.unpruned import unpruned
 from growprune.warn import warn
@@ -264,7 +265,7 @@ class SparseModel:
                     f"{name} is not the parameter it was when the SparseModel was made: make a new one after changing "
                     f"layers"
                 )
-        known = _tensors(self.model)
+        known = named_tensors(self.model)
         for part in parts:
             if foreign := [name for name in part.tensors if name not in known]:
                 raise GrowpruneError(
@@ -418,19 +419,8 @@ class SparseModel:
         Args:
             device: where the copy goes; each tensor's own device if not given.
         """
-        names = None if part is None else set(part.tensors)
         self.notice_shards()
-        return {
-            name: self._copied(name, tensor, tensor.device if device is None else device)
-            for name, tensor in _tensors(self.model).items()
-            if names is None or name in names
-        }
-
-    def _copied(self, name: str, tensor: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
-        if name not in self._parameters:
-            return whole(tensor.detach()).to(device, copy=True), None
-        parameter = self._parameters[name]
-        return parameter.to_live(tensor.detach()).to(device, copy=True), pack(parameter.mask()).to(device)
+        return take_snapshot(self.model, self._parameters, None if part is None else set(part.tensors), device)
 
     def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
         """Put copied tensors and masks back, whatever storage they were copied from.
@@ -446,16 +436,7 @@ class SparseModel:
 
     def restore_some(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
         """`restore`, for a model that is being built."""
-        tensors = _tensors(self.model)
-        for name, (values, mask) in snapshot.items():
-            if mask is None:
-                with torch.no_grad():
-                    tensors[name].copy_(like(tensors[name], values))
-            else:
-                parameter = self._parameters[name]
-                check_packed(mask, parameter.shape)
-                with self._optimizers.following(parameter):
-                    parameter.load(values, mask, keep=keep)
+        put_back(snapshot, self.model, self._parameters, self._optimizers, keep=keep)
 
     def clone(self) -> SparseModel:
         """An independent copy of the model and its masks, attached to no optimizer, in no plan."""
@@ -470,7 +451,7 @@ class SparseModel:
     def state_dict(self) -> dict[str, Any]:
         """Masks and place in the plan: beside the model's and the optimizer's state, all that an exact resume needs."""
         return {
-            "masks": {name: pack(parameter.mask()) for name, parameter in self._parameters.items()},
+            "masks": packed_masks(self._parameters),
             "num_edits": self.editor.num_edits,
             "gradients": self.gradients.state_dict(),
             "cursor": self.place,
@@ -484,14 +465,7 @@ class SparseModel:
             raise GrowpruneError(
                 f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"
             )
-        unknown = set(state["masks"]) ^ set(self._parameters)
-        if unknown:
-            raise GrowpruneError(f"the state's masks and the model's prunable weights differ in {sorted(unknown)}")
-        for name, parameter in self._parameters.items():  # all, before any is changed
-            check_packed(state["masks"][name], parameter.shape)
-        for name, parameter in self._parameters.items():
-            with self._optimizers.following(parameter):
-                parameter.set_mask(unpack(state["masks"][name], parameter.shape, parameter.parameter.device))
+        set_packed_masks(state["masks"], self._parameters, self._optimizers)
         self.editor.num_edits = state["num_edits"]
         self.gradients.load_state_dict(state["gradients"])
         self._cursor, self._place = None, state["cursor"]
@@ -599,7 +573,3 @@ def _after_step(reference: weakref.ref[SparseModel], optimizer: torch.optim.Opti
     sparse.gradients.end_iteration()
     if sparse.rule is not None:
         sparse.rule.after_step(sparse._optimizers.learning_rates(optimizer))
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
