@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "state": "snapshot storage optimizers",
     "gradients": "plan storage",
     "edits": "plan layers selection patterns scores allocation storage optimizers gradients",
-    "running": "",
+    "running": "optimizers",
     "wrapped": "",
     "copies": "storage",
     "sparse": (
@@ -85,7 +85,7 @@ MAY_IMPORT = {
     "__main__": "cli",
     "__init__": f"{CORE} rules sharding init methods flops file pretrained summary inference tasks engine",
 }
-WHEN_CALLED = {"sparse": "summary cursor sharding", "sharding": "cursor", "init": "sharding"}
+WHEN_CALLED = {"running": "sparse", "sparse": "summary cursor sharding", "sharding": "cursor", "init": "sharding"}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""
 
 STANDARD_LIBRARY_ONLY = ("errors", "warn", "plan", "settings", "layers", "unpruned", "partition", "folding", "methods")

@@ -7,7 +7,6 @@ counts the live weights. Where it stands in a plan is a Cursor's to know (cursor
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -26,10 +25,10 @@ from growprune.edits import Editor
 from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients
 from growprune.layers import Weight, is_compact, prunable_weights
-from growprune.optimizers import Optimizers, unwrapped, when_gradients_are_there
+from growprune.optimizers import Optimizers, unwrapped
 from growprune.patterns import Pattern, in_one_go, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, check_sparsity, prune
-from growprune.running import RunningRule
+from growprune.running import RunningRule, hook_steps
 from growprune.settings import as_float, as_names, as_seed
 from growprune.snapshot import Snapshot
 from growprune.state import named_tensors, packed_masks, put_back, set_packed_masks, take_snapshot
@@ -331,9 +330,7 @@ class SparseModel:
         is_new = inner not in self._optimizers.attached
         self._optimizers.attach(inner, own={id(parameter) for parameter in self.model.parameters()})
         if is_new:
-            own = weakref.ref(self)
-            inner.register_step_pre_hook(functools.partial(_before_step, own))
-            inner.register_step_post_hook(functools.partial(_after_step, own))
+            hook_steps(inner, self, self._optimizers)
         self.enforce()
         return optimizer
 
@@ -555,21 +552,3 @@ def _check_model(model: nn.Module, *, sharded: Container[str] = ()) -> None:
     for path, module in model.named_modules():
         if is_compact(module):
             raise GrowpruneError(f"{path or 'the model'} is stored compact by another SparseModel: use a fresh model")
-
-
-def _before_step(reference: weakref.ref[SparseModel], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Let a rule act before an optimizer's step, as long as there is somebody to have one."""
-    sparse = reference()
-    if sparse is None or sparse.rule is None:
-        return None
-    trained = sparse._optimizers.learning_rates(optimizer)
-    return when_gradients_are_there(args, kwargs, functools.partial(sparse.rule.before_step, trained))
-
-
-def _after_step(reference: weakref.ref[SparseModel], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    sparse = reference()
-    if sparse is None:
-        return
-    sparse.gradients.end_iteration()
-    if sparse.rule is not None:
-        sparse.rule.after_step(sparse._optimizers.learning_rates(optimizer))
