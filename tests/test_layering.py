@@ -46,10 +46,11 @@ MAY_IMPORT = {
     "edits": "plan layers selection patterns scores allocation storage optimizers gradients",
     "running": "optimizers",
     "wrapped": "",
+    "checks": "plan layers storage state wrapped",
     "copies": "storage",
     "sparse": (
         "plan settings layers unpruned patterns allocation snapshot storage state optimizers adapters gradients edits "
-        "running copies zeros wrapped"
+        "running copies zeros checks wrapped"
     ),
     "rules": "plan layers selection patterns scores storage methods running sparse",
     "cursor": "plan snapshot optimizers rules sparse",
@@ -85,7 +86,13 @@ MAY_IMPORT = {
     "__main__": "cli",
     "__init__": f"{CORE} rules sharding init methods flops file pretrained summary inference tasks engine",
 }
-WHEN_CALLED = {"running": "sparse", "sparse": "summary cursor sharding", "sharding": "cursor", "init": "sharding"}
+WHEN_CALLED = {
+    "checks": "sharding",
+    "running": "sparse",
+    "sparse": "summary cursor sharding",
+    "sharding": "cursor",
+    "init": "sharding",
+}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""
 
 STANDARD_LIBRARY_ONLY = ("errors", "warn", "plan", "settings", "layers", "unpruned", "partition", "folding", "methods")

@@ -9,33 +9,33 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from growprune.adapters import check_adapters, forget_masks, keep_masks
 from growprune.allocation import Scope, parse_scope
+from growprune.checks import check_model, check_not_taken, check_parts, check_same_layers, sharded_in
 from growprune.copies import mask_copy
 from growprune.edits import Editor
 from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients
-from growprune.layers import Weight, is_compact, prunable_weights
+from growprune.layers import Weight, prunable_weights
 from growprune.optimizers import Optimizers, unwrapped
 from growprune.patterns import Pattern, in_one_go, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, check_sparsity, prune
 from growprune.running import RunningRule, hook_steps
 from growprune.settings import as_float, as_names, as_seed
 from growprune.snapshot import Snapshot
-from growprune.state import named_tensors, packed_masks, put_back, set_packed_masks, take_snapshot
+from growprune.state import packed_masks, put_back, set_packed_masks, take_snapshot
 from growprune.storage import SparseParameter, parse_storage
 from growprune.unpruned import unpruned
 from growprune.warn import warn
-from growprune.wrapped import check_not_wrapped, check_optimizer, check_parameter, is_fsdp2
+from growprune.wrapped import check_optimizer, is_fsdp2
 from growprune.zeros import check_sparse, masks_of_zeros
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class SparseModel:
         storage: str = "masked",
     ) -> None:
         check_sparsity(sparsity)
-        _check_model(model, sharded=_sharded(model, storage))
+        check_model(model, sharded=sharded_in(model, storage))
         self.model = model
         self.sparsity = sparsity = as_float(sparsity)
         self.allocation = allocation
@@ -149,7 +149,7 @@ class SparseModel:
         """
         pattern = parse_pattern(pattern)
         keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
-        _check_model(model)
+        check_model(model)
         weights = prunable_weights(model, keep_dense=keep_dense, include=include)
         masks = masks_of_zeros(model, weights, pattern)
         found = check_sparse(weights, masks, pattern)
@@ -257,20 +257,8 @@ class SparseModel:
         """Raise if parts name what the model has not, or if it has other layers than when it was made sparse."""
         if parts:
             self._check_not_released()
-        own = {id(parameter) for parameter in self.model.parameters()}
-        for name, parameter in self._parameters.items():
-            if id(parameter.module._parameters.get(name.rpartition(".")[2])) not in own:
-                raise GrowpruneError(
-                    f"{name} is not the parameter it was when the SparseModel was made: make a new one after changing "
-                    f"layers"
-                )
-        known = named_tensors(self.model)
-        for part in parts:
-            if foreign := [name for name in part.tensors if name not in known]:
-                raise GrowpruneError(
-                    f"part {part.name} has {foreign[0]!r}, but the model has names like {next(iter(known))!r}: make "
-                    f"the partition and the SparseModel of the same model"
-                )
+        check_same_layers(self.model, self._parameters)
+        check_parts(self.model, parts)
 
     def watch(self, edits: Sequence[Edit], *, is_one_backward: bool = False) -> None:
         """Watch the gradients of the iterations to come for edits that look at them; with no edits, stop.
@@ -310,8 +298,7 @@ class SparseModel:
 
     def notice_shards(self) -> None:
         """Find what was sharded since; all ranks come here together. Nothing can be before FSDP2 is loaded."""
-        for name, parameter in self._parameters.items():
-            check_parameter(name, parameter.module._parameters.get(name.rpartition(".")[2]))
+        check_not_taken(self._parameters)
         if "torch.distributed.fsdp" in sys.modules:
             from growprune.sharding import adopt
 
@@ -532,23 +519,3 @@ class SparseModel:
 
     def _all(self) -> Part:
         return Part("all", tuple(self._parameters))
-
-
-def _sharded(model: nn.Module, storage: str) -> Container[str]:
-    """What FSDP2 has sharded of a model; refused if it cannot be trained that way."""
-    if not is_fsdp2(model.modules()):
-        return ()
-    from growprune.sharding import sharded_names
-
-    return sharded_names(model, storage)
-
-
-def _check_model(model: nn.Module, *, sharded: Container[str] = ()) -> None:
-    """Refuse what cannot be made sparse, or already is."""
-    check_not_wrapped(model.modules(), dict(model.named_parameters()), sharded)
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise GrowpruneError(f"{name} has no shape yet: run a batch through the model first")
-    for path, module in model.named_modules():
-        if is_compact(module):
-            raise GrowpruneError(f"{path or 'the model'} is stored compact by another SparseModel: use a fresh model")
