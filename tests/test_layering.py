@@ -46,10 +46,11 @@ MAY_IMPORT = {
     "edits": "plan layers selection patterns scores allocation storage optimizers gradients",
     "running": "optimizers",
     "wrapped": "",
+    "storing": "patterns storage adapters",
     "checks": "plan layers storage state wrapped",
     "copies": "storage",
     "sparse": (
-        "plan settings layers unpruned patterns allocation snapshot storage state optimizers adapters gradients edits "
+        "plan settings layers unpruned patterns allocation snapshot storage storing state optimizers gradients edits "
         "running copies zeros checks wrapped"
     ),
     "rules": "plan layers selection patterns scores storage methods running sparse",

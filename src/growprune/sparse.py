@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from growprune.adapters import check_adapters, forget_masks, keep_masks
 from growprune.allocation import Scope, parse_scope
 from growprune.checks import check_model, check_not_taken, check_parts, check_same_layers, sharded_in
 from growprune.copies import mask_copy
@@ -32,7 +31,8 @@ from growprune.running import RunningRule, hook_steps
 from growprune.settings import as_float, as_names, as_seed
 from growprune.snapshot import Snapshot
 from growprune.state import packed_masks, put_back, set_packed_masks, take_snapshot
-from growprune.storage import SparseParameter, parse_storage
+from growprune.storage import SparseParameter
+from growprune.storing import make_plain, store
 from growprune.unpruned import unpruned
 from growprune.warn import warn
 from growprune.wrapped import check_optimizer, is_fsdp2
@@ -111,7 +111,8 @@ class SparseModel:
         self.weights = prunable_weights(model, keep_dense=self.keep_dense, include=self.include)
         for weight in self.weights:
             self.pattern.check(weight, sparsity)
-        self._parameters = self._store()
+        names = dict.fromkeys(weight.parameter for weight in self.weights)
+        self._parameters = store(model, names, storage, self.pattern)
         self._optimizers = Optimizers(self._parameters, storage)
         self.gradients = Gradients(self._parameters)
         self.editor = self._make_editor()
@@ -165,17 +166,6 @@ class SparseModel:
         for name, mask in masks.items():
             sparse._parameters[name].set_mask(mask)
         return sparse
-
-    def _store(self) -> dict[str, SparseParameter]:
-        """Store the parameters of all weights as asked; all are checked first, since storing may change the model."""
-        names = dict.fromkeys(weight.parameter for weight in self.weights)
-        storage = parse_storage(self.storage)
-        for name in names:
-            storage.check(self.model, name)
-        check_adapters(self.model, names if self.storage == "compact" else ())
-        parameters: dict[str, SparseParameter] = {name: storage(self.model, name, self.pattern) for name in names}
-        keep_masks(self.model, parameters)
-        return parameters
 
     def _make_editor(self) -> Editor:
         return Editor(
@@ -350,13 +340,7 @@ class SparseModel:
             raise GrowpruneError(
                 "the model is sharded, and no rank may have all of it dense: save it, and load it into a fresh model"
             )
-        for name, parameter in list(self._parameters.items()):
-            mask = parameter.mask()
-            parameter.release()
-            plain = parse_storage("masked")(self.model, name, self.pattern)
-            plain.set_mask(mask)
-            self._parameters[name] = plain
-        forget_masks(self.model)
+        make_plain(self.model, self._parameters, self.pattern)
         self._optimizers.release()
         self.storage, self._is_released = "masked", True
         return self.model
