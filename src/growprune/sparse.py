@@ -1,7 +1,8 @@
 """SparseModel: the one mutable place where sparsity lives.
 
 It applies edits to a model's weights, sees to it that what is pruned stays exactly zero while an optimizer trains, and
-counts the live weights. Where it stands in a plan is a Cursor's to know (cursor.py).
+counts the live weights. Where it stands in a plan is a Cursor's to know (cursor.py). How its parameters are stored is
+in storing.py, what it refuses in checks.py, what is copied of it and put back in state.py.
 """
 
 from __future__ import annotations
@@ -380,6 +381,8 @@ class SparseModel:
     def leave_plan(self) -> None:
         """Forget the plan that is being followed, wherever it stands, so that another can begin."""
         self._cursor = self._place = None
+
+    # Copies
 
     def snapshot(self, part: Part | None = None, *, device: torch.device | str | None = None) -> Snapshot:
         """A copy of the tensors and masks of a part, or of the whole model; of sparse weights, the live values.
