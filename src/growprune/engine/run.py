@@ -15,8 +15,6 @@ they do is in training.py, saving.py, best.py and events.py.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import math
 import time
@@ -31,8 +29,8 @@ from growprune.cursor import Cursor
 from growprune.engine import checkpoint
 from growprune.engine.accounting import Accounting
 from growprune.engine.best import Best
-from growprune.engine.building import build
-from growprune.engine.compatibility import check_same_tensors, check_shardable, tensors_of
+from growprune.engine.building import about_weights, build, shard
+from growprune.engine.compatibility import check_same_tensors, tensors_of
 from growprune.engine.data_order import fingerprint
 from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
 from growprune.engine.events import Events, Listener
@@ -42,14 +40,13 @@ from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe, describe
 from growprune.engine.rng import rng_state, set_rng_state
 from growprune.engine.saving import Checkpoints
-from growprune.engine.timeline import work_before
+from growprune.engine.timeline import last_trained, work_before
 from growprune.engine.training import Training, TrainingDiverged
 from growprune.errors import GrowpruneError
-from growprune.file.weights import digest_of, weights_file
 from growprune.logs import Logs
 from growprune.metric import Metric
 from growprune.plan import By, ScheduledPhase, check_counts
-from growprune.snapshot import Snapshot, pack
+from growprune.snapshot import Snapshot
 from growprune.summary import summarise
 
 
@@ -76,7 +73,7 @@ class Run:
         self.recipe, self.folder, self.task = recipe, folder, recipe.task
         self._should_stop = should_stop
         self.device = choose_device(recipe.device)
-        self.weights = _about_weights(recipe.weights)
+        self.weights = about_weights(recipe)
         """Which weights it begins with."""
         self.num_batches = self.task.num_batches()  # first, because it looks at the data, and data may be missing
         check_counts(1, num_batches=self.num_batches)
@@ -84,10 +81,10 @@ class Run:
         self.sparse, self.plan, is_begun = build(recipe, self.device, per_epoch)
         self.accounting = Accounting(self.sparse, move(self.task.example(), self.device))
         self.mesh = Mesh(self.plan, recipe.replicas, recipe.timeout_seconds)
-        self._shard()
+        shard(self.sparse, recipe, self.mesh, self.device)
         self.cursor = self._make_cursor(per_epoch, is_begun=is_begun)
         self.last = len(self.cursor.schedule) - 1
-        self._last_trained = self._find_last_trained()
+        self._last_trained = last_trained(self.cursor.schedule)
         self.training = Training(recipe, self.cursor.schedule, self.sparse, self.device, self.mesh, per_epoch)
         self._work = work_before(self.cursor.schedule, self.training.spans, self.mesh.is_local)
         logs = Logs(recipe.log if self.mesh.is_first else (), folder.path)
@@ -118,27 +115,12 @@ class Run:
             on_leave=self._leave,
         )
 
-    def _shard(self) -> None:
-        """Shard the model over the replicas of this process' group, if the recipe says so and there are several."""
-        if self.recipe.shard == "none" or self.mesh.data_group is None:
-            return
-        check_shardable(self.sparse.model)
-        from torch.distributed.device_mesh import DeviceMesh  # FSDP2 takes a second to load
-
-        with self.mesh.waiting("sharding the model"):
-            self.sparse.shard(DeviceMesh.from_group(self.mesh.data_group, self.device.type))
-
     @property
     def _is_sharded(self) -> bool:
         return self.sparse.ranks is not None
 
     def _takes_part(self, *, is_branch: bool = False) -> bool:
         return self.mesh.takes_part(is_sharded=self._is_sharded, is_branch=is_branch)
-
-    def _find_last_trained(self) -> int:
-        """The number of the last phase that is trained, after which others may only edit."""
-        trained = [scheduled for scheduled in self.cursor.schedule if scheduled.phase.is_trained]
-        return trained[-1].index if trained and trained[-1].branch is None else self.last
 
     def execute(self) -> dict[str, Any]:
         """Carry the plan out, from where the run stands to its end, and return the result."""
@@ -147,7 +129,7 @@ class Run:
             shares = [parameter.to_local().numel() for parameter in self.sparse.model.parameters()]  # type: ignore[attr-defined]
             self.events.log_event("sharded", ranks=self.mesh.replicas, own_values=sum(shares))
         try:
-            with self._own_stream():
+            with self.training.backward.own_stream():
                 self.cursor.advance(self.cursor.iteration)
                 while (scheduled := self.cursor.current) is not None:
                     self.training.iterate(scheduled, self._done)
@@ -156,12 +138,6 @@ class Run:
         except (GrowpruneError, TrainingDiverged) as error:
             self.events.log_event("failed", message=str(error))  # so that who looks at the folder knows why
             raise
-
-    def _own_stream(self) -> Any:
-        """A CUDA graph cannot be recorded on the default stream, nor if what went before was on another one."""
-        if not self.recipe.is_recorded(self.device):
-            return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
     @property
     def _done(self) -> int:
@@ -190,7 +166,7 @@ class Run:
         if scheduled.branch is not None:
             self._restore_branch(scheduled)
         elif scheduled.phase.edits:
-            self._agree_on_masks(scheduled)
+            self.mesh.agree_on_masks(self.sparse, f"stage {scheduled.stage}")
         self.exploration.enter(scheduled)
         if self.cursor.left > 0 or not scheduled.phase.is_trained:
             phase: dict[str, Any] = {"edits": str(scheduled.phase), "epochs": scheduled.phase.epochs}
@@ -343,13 +319,6 @@ class Run:
             if event.get("branch") is not None:
                 self.events.show(**event)
 
-    def _agree_on_masks(self, scheduled: ScheduledPhase) -> None:
-        """Every process prunes by itself; that they prune alike is not left to hope."""
-        if self.mesh.world > 1:
-            packed = {name: pack(mask).cpu().numpy().tobytes() for name, mask in self.sparse.masks.items()}
-            digests = {f"mask of {name}": hashlib.sha256(bits).hexdigest() for name, bits in packed.items()}
-            self.mesh.agree(digests, f"stage {scheduled.stage}")
-
     # Checkpoints
 
     def _save(self, scheduled: ScheduledPhase) -> None:
@@ -458,11 +427,3 @@ class Run:
         """What the folder keeps of what the run was made of, to see that it is the same when it goes on."""
         about = {} if self.weights is None else {"weights.json": json.dumps(self.weights).encode()}
         return {**self.task.files(), **about}
-
-
-def _about_weights(path: str) -> dict[str, str] | None:
-    """The name and the digest of the file that a run begins with."""
-    if not path:
-        return None
-    file = weights_file(path)
-    return {"file": file.name, "sha256": digest_of(file)}
