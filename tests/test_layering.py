@@ -43,7 +43,8 @@ MAY_IMPORT = {
     "adapters": "layers storage",
     "state": "snapshot storage optimizers",
     "gradients": "plan storage",
-    "edits": "plan layers selection patterns scores allocation storage optimizers gradients",
+    "choosing": "plan layers selection patterns scores allocation storage gradients",
+    "edits": "plan layers patterns scores allocation storage optimizers gradients choosing",
     "running": "optimizers",
     "wrapped": "",
     "storing": "patterns storage adapters",
@@ -55,7 +56,7 @@ MAY_IMPORT = {
     ),
     "rules": "plan layers selection patterns scores storage methods running sparse",
     "cursor": "plan snapshot optimizers rules sparse",
-    "sharding": "atomic plan layers selection patterns scores allocation snapshot storage gradients edits sparse",
+    "sharding": "atomic plan layers selection patterns scores allocation snapshot storage gradients choosing sparse",
     "init": "plan layers selection scores allocation sparse",
     # what reads sparse models
     "atomic": "",
