@@ -41,18 +41,22 @@ MAY_IMPORT = {
     "zeros": "layers patterns",
     "optimizers": "snapshot storage",
     "adapters": "layers storage",
+    "state": "snapshot storage optimizers",
     "gradients": "plan storage",
-    "edits": "plan layers selection patterns scores allocation storage optimizers gradients",
-    "running": "",
+    "choosing": "plan layers selection patterns scores allocation storage gradients",
+    "edits": "plan layers patterns scores allocation storage optimizers gradients choosing",
+    "running": "optimizers",
     "wrapped": "",
+    "storing": "patterns storage adapters",
+    "checks": "plan layers storage state wrapped",
     "copies": "storage",
     "sparse": (
-        "plan settings layers unpruned patterns allocation snapshot storage optimizers adapters gradients edits "
-        "running copies zeros wrapped"
+        "plan settings layers unpruned patterns allocation snapshot storage storing state optimizers gradients edits "
+        "running copies zeros checks wrapped"
     ),
     "rules": "plan layers selection patterns scores storage methods running sparse",
     "cursor": "plan snapshot optimizers rules sparse",
-    "sharding": "atomic plan layers selection patterns scores allocation snapshot storage gradients edits sparse",
+    "sharding": "atomic plan layers selection patterns scores allocation snapshot storage gradients choosing sparse",
     "init": "plan layers selection scores allocation sparse",
     # what reads sparse models
     "atomic": "",
@@ -84,7 +88,13 @@ MAY_IMPORT = {
     "__main__": "cli",
     "__init__": f"{CORE} rules sharding init methods flops file pretrained summary inference tasks engine",
 }
-WHEN_CALLED = {"sparse": "summary cursor sharding", "sharding": "cursor", "init": "sharding"}
+WHEN_CALLED = {
+    "checks": "sharding",
+    "running": "sparse",
+    "sparse": "summary cursor sharding",
+    "sharding": "cursor",
+    "init": "sharding",
+}
 """Upward imports that are made inside a function, so that loading a file loads only what lies below it."""
 
 STANDARD_LIBRARY_ONLY = ("errors", "warn", "plan", "settings", "layers", "unpruned", "partition", "folding", "methods")

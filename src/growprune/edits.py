@@ -1,43 +1,25 @@
-"""Carrying out an edit: how many groups of which weights live after it, and which they are."""
+"""Carrying out an edit: how many groups of which weights live after it; choosing.py says which they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from growprune.allocation import Pool, Scope, parse_allocation, shared_out
+from growprune.choosing import Choosing, Chosen, OneByOne, SetMask, Together, Values, Written
 from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients, Keep
 from growprune.layers import Weight
 from growprune.optimizers import Optimizers
 from growprune.patterns import Pattern, count_groups, in_one_go, write_groups
 from growprune.plan import Action, By, Edit, Part, Spread
-from growprune.scores import check_finite, edit_keys, key_bits_of, salt_of
-from growprune.selection import choose
+from growprune.scores import check_finite
 from growprune.storage import SparseParameter
-from growprune.storage.ranking import can_keep_largest, count_alive, keep_largest
 from growprune.warn import warn
-
-Values = Callable[[Weight], Tensor]
-"""A tensor for each weight, shaped like it."""
-
-SetMask = Callable[[str, Tensor], None]
-"""Takes the name of a parameter, and its new mask."""
-
-Chosen = Iterator[tuple[Weight, Iterator[Tensor]]]
-"""For each weight of a pool, in order, a walk over which of its groups live."""
-
-
-class Together(Protocol):
-    """Chooses for several processes, of which each has a share of the values only."""
-
-    def can_choose(self, weights: Sequence[Weight], edit: Edit) -> bool: ...
-    def chosen(self, pool: Pool, edit: Edit, mask: Values) -> Chosen: ...
 
 
 class Editor:
@@ -65,8 +47,8 @@ class Editor:
     ) -> None:
         self.weights, self._parameters, self._optimizers = tuple(weights), parameters, optimizers
         self._gradients = gradients
+        self._choosing = Choosing(parameters, gradients, pattern, seed)
         self._pattern, self._allocate, self._scope = pattern, parse_allocation(allocation), scope
-        self._seed = seed
         self.num_edits = 0
         """How many edits there were, which makes each random one draw its own numbers."""
         self.together: Together | None = None
@@ -110,8 +92,8 @@ class Editor:
 
     def _momenta(self, part: Sequence[Weight]) -> list[float]:
         """The mean magnitude that the momentum of each weight's live elements has."""
-        momentum = _OneByOne(lambda name: self._gradients.scores(By.MOMENTUM, name))
-        mask = _OneByOne(lambda name: self._parameters[name].mask())
+        momentum = OneByOne(lambda name: self._gradients.scores(By.MOMENTUM, name))
+        mask = self._choosing.masks()
         means = []
         for weight in part:
             check_finite(momentum(weight), weight)
@@ -160,38 +142,16 @@ class Editor:
         if self.together is not None and self.together.can_choose(weights, edit):
             self._choose(pools, edit, alive, self.together.chosen, self.set_mask)
             left = self.num_alive(weights)
-        elif self._can_choose_at_once(weights, edit):
-            left = self._choose_at_once(pools)
+        elif self._choosing.can_choose_at_once(weights, edit):
+            left = self._choosing.choose_at_once(pools, self.set_mask)
         else:
-            values = _OneByOne(self._values(edit))
+            values = self._choosing.values(edit)
             for weight in weights if edit.by is not By.RANDOM else ():
                 check_finite(values(weight), weight)
             self._choose(pools, edit, alive, self._by_values(values), self.set_mask)
             left = self.num_alive(weights)
         if dead := [weight for weight in weights if not left[weight.name]]:
             warn(f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense")
-
-    def _can_choose_at_once(self, weights: Sequence[Weight], edit: Edit) -> bool:
-        """Whether all can be ranked in one go: magnitudes of single weights, stored dense on a GPU."""
-        is_plain = edit.action is Action.PRUNE and edit.by is By.MAGNITUDE and self._pattern.is_single
-        stored = [self._parameters[weight.parameter] for weight in weights]
-        is_dense = bool(stored) and all(parameter.parameter.shape == parameter.shape for parameter in stored)
-        return is_plain and is_dense and can_keep_largest([parameter.parameter for parameter in stored])
-
-    def _choose_at_once(self, pools: Sequence[Pool]) -> dict[str, int]:
-        """Set the masks, and tell how many of each weight live, by its name."""
-        weights = [(weight, number) for number, pool in enumerate(pools) for weight in pool.weights]
-        masks = {weight.parameter: self._parameters[weight.parameter].mask() for weight, _ in weights}
-        values = [weight.of(self._parameters[weight.parameter].weight()) for weight, _ in weights]
-        own = [weight.of(masks[weight.parameter]) for weight, _ in weights]
-        chosen = keep_largest(values, own, [number for _, number in weights], [pool.kept for pool in pools])
-        for (weight, _), value in zip(weights, values, strict=True) if chosen is None else ():
-            check_finite(value, weight)
-        for mask, new in zip(own, chosen or (), strict=True):
-            mask.copy_(new)
-        for name, mask in masks.items():
-            self.set_mask(name, mask)
-        return dict(zip((weight.name for weight, _ in weights), count_alive(own), strict=True))
 
     def _choose(
         self,
@@ -202,8 +162,8 @@ class Editor:
         set_mask: SetMask,
     ) -> None:
         """Set the masks with which the best groups of each pool live; that of one parameter once."""
-        written = _Written(self._pattern, lambda name: self._parameters[name].mask().clone(), set_mask)
-        mask = _OneByOne(lambda name: self._parameters[name].mask())
+        written = Written(self._pattern, lambda name: self._parameters[name].mask().clone(), set_mask)
+        mask = self._choosing.masks()
         for pool in pools:
             if pool.kept != _total(pool, alive):
                 for weight, chosen in choose_of(pool, edit, mask):
@@ -213,9 +173,12 @@ class Editor:
     def _by_values(self, values: Values) -> Callable[[Pool, Edit, Values], Chosen]:
         return lambda pool, edit, mask: self._chosen(pool, edit, values, mask)
 
+    def _chosen(self, pool: Pool, edit: Edit, values: Values, mask: Values) -> Chosen:
+        return self._choosing.chosen(pool, edit, values, mask, number=self.num_edits)
+
     def preview(self, edit: Edit) -> list[Callable[[], None]]:
         """Prune, but leave optimizers alone; returns what undoes it, to be called in reverse."""
-        alive, values = self.num_alive(self.weights), _OneByOne(self._values(edit))
+        alive, values = self.num_alive(self.weights), self._choosing.values(edit)
         undo: list[Callable[[], None]] = []
 
         def set_mask(name: str, mask: Tensor) -> None:
@@ -224,13 +187,6 @@ class Editor:
         pools = _within_one(self.pools(edit, alive), alive, edit.action)
         self._choose(pools, edit, alive, self._by_values(values), set_mask)
         return undo
-
-    def _chosen(self, pool: Pool, edit: Edit, values: Values, mask: Values) -> Chosen:
-        """The best `pool.kept` groups of a pool: for each weight, in order, a walk over which of its groups live."""
-        dtypes = {self._parameters[w.parameter].parameter.dtype for w in pool.weights}
-        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        sources = [self._keys(edit, w, dtype, values, mask) for w in pool.weights]
-        yield from zip(pool.weights, choose(sources, pool.kept, bits=key_bits_of(edit, dtype)), strict=True)
 
     def projected(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """By parameter: these values, but zero where pruning them would prune. No mask changes."""
@@ -266,7 +222,7 @@ class Editor:
         def useful(name: str, gradient: Tensor) -> Tensor:
             mask = self._parameters[name].mask().clone()
             own = [weight for weight in self.weights if weight.parameter == name]
-            before = _OneByOne(lambda name: self._parameters[name].mask())
+            before = self._choosing.masks()
             for weight, alive in zip(own, self.num_alive(own).values(), strict=True):
                 pool = Pool((weight,), min(self._pattern.most_alive(weight), alive + grown[weight.name]))
                 for _, chosen in self._chosen(pool, by_gradient[0], lambda w: w.of(gradient), before):
@@ -297,12 +253,6 @@ class Editor:
         is_ranked = any(len(pool.weights) > 1 for several in pools for pool in several)
         changed = {frozenset(weight for pool in several for weight in pool.weights) for several in pools}
         return all(edit.spread is None for edit in edits) and (not is_ranked or len(changed) == 1)
-
-    def _values(self, edit: Edit) -> Callable[[str], Tensor]:
-        """What an edit ranks the weights of a parameter by."""
-        if edit.by in (By.MAGNITUDE, By.RANDOM):
-            return lambda name: self._parameters[name].weight()
-        return lambda name: self._gradients.scores(edit.by, name)
 
     def _check(self, pool: Pool, edit: Edit, alive: int) -> None:
         """Raise if an edit cannot reach its count."""
@@ -337,7 +287,7 @@ class Editor:
 
     def num_alive(self, weights: Sequence[Weight]) -> dict[str, int]:
         """How many groups of each weight live, by its name; the device is waited for once."""
-        mask = _OneByOne(lambda name: self._parameters[name].mask())
+        mask = self._choosing.masks()
         full = {w.name: self._pattern.num_groups(w) for w in weights if self._parameters[w.parameter].is_known_full}
         others = [weight for weight in weights if weight.name not in full]
         counts = [count_groups(self._pattern, mask(weight), weight) for weight in others]
@@ -349,50 +299,6 @@ class Editor:
         parameter = self._parameters[name]
         with self._optimizers.following(parameter):
             parameter.set_mask(mask)
-
-    def _keys(self, edit: Edit, weight: Weight, dtype: torch.dtype, values: Values, mask: Values) -> Any:
-        return edit_keys(
-            edit,
-            weight,
-            self._pattern,
-            values=lambda: values(weight),
-            mask=lambda: mask(weight),
-            salt=salt_of(self._seed, self.num_edits, weight.name),
-            dtype=dtype,
-        )
-
-
-class _OneByOne:
-    """The dense tensors of parameters, one at a time, each made once for all the matrices it has."""
-
-    def __init__(self, make: Callable[[str], Tensor]) -> None:
-        self._make, self._name = make, ""
-        self._tensor: Tensor | None = None
-
-    def __call__(self, weight: Weight) -> Tensor:
-        if self._tensor is None or weight.parameter != self._name:
-            self._tensor = None  # before the next is made
-            self._name, self._tensor = weight.parameter, self._make(weight.parameter)
-        return weight.of(self._tensor)  # type: ignore[no-any-return]
-
-
-class _Written:
-    """Masks that are being written, one at a time; each is set when the next one begins."""
-
-    def __init__(self, pattern: Pattern, begin: Callable[[str], Tensor], set_mask: SetMask) -> None:
-        self._pattern, self._begin, self._set_mask = pattern, begin, set_mask
-        self._open: tuple[str, Tensor] | None = None
-
-    def write(self, weight: Weight, chosen: Iterator[Tensor]) -> None:
-        if self._open is None or self._open[0] != weight.parameter:
-            self.close()
-            self._open = weight.parameter, self._begin(weight.parameter)
-        write_groups(self._pattern, weight.of(self._open[1]), weight, chosen)
-
-    def close(self) -> None:
-        if self._open is not None:
-            self._set_mask(*self._open)
-        self._open = None
 
 
 def _is_wrong_way(edit: Edit, pool: Pool, alive: int) -> bool:

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from growprune.optimizers import Optimizers, when_gradients_are_there
+
+if TYPE_CHECKING:
+    from growprune.sparse import SparseModel
 
 
 class RunningRule(Protocol):
@@ -27,3 +36,41 @@ class RunningRule(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
+def hook_steps(optimizer: torch.optim.Optimizer, sparse: SparseModel, optimizers: Optimizers) -> None:
+    """Have each step of an optimizer call the rule that a model has then, and end the iteration of its gradients.
+
+    Args:
+        optimizers: those attached to the model. The optimizer must be one of them already, so that its steps are masked
+            before a rule sees them.
+    """
+    own = weakref.ref(sparse)  # an optimizer does not keep the model
+    optimizer.register_step_pre_hook(functools.partial(_before_step, own, optimizers))
+    optimizer.register_step_post_hook(functools.partial(_after_step, own, optimizers))
+
+
+def _before_step(
+    reference: weakref.ref[SparseModel],
+    optimizers: Optimizers,
+    optimizer: torch.optim.Optimizer,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Let a rule act before an optimizer's step, as long as there is somebody to have one."""
+    sparse = reference()
+    if sparse is None or sparse.rule is None:
+        return None
+    trained = optimizers.learning_rates(optimizer)
+    return when_gradients_are_there(args, kwargs, functools.partial(sparse.rule.before_step, trained))
+
+
+def _after_step(
+    reference: weakref.ref[SparseModel], optimizers: Optimizers, optimizer: torch.optim.Optimizer, *_: Any
+) -> None:
+    sparse = reference()
+    if sparse is None:
+        return
+    sparse.gradients.end_iteration()
+    if sparse.rule is not None:
+        sparse.rule.after_step(optimizers.learning_rates(optimizer))

@@ -1,41 +1,42 @@
 """SparseModel: the one mutable place where sparsity lives.
 
 It applies edits to a model's weights, sees to it that what is pruned stays exactly zero while an optimizer trains, and
-counts the live weights. Where it stands in a plan is a Cursor's to know (cursor.py).
+counts the live weights. Where it stands in a plan is a Cursor's to know (cursor.py). How its parameters are stored is
+in storing.py, what it refuses in checks.py, what is copied of it and put back in state.py.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from growprune.adapters import check_adapters, forget_masks, keep_masks
 from growprune.allocation import Scope, parse_scope
+from growprune.checks import check_model, check_not_taken, check_parts, check_same_layers, sharded_in
 from growprune.copies import mask_copy
 from growprune.edits import Editor
 from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients
-from growprune.layers import Weight, is_compact, prunable_weights
-from growprune.optimizers import Optimizers, unwrapped, when_gradients_are_there
+from growprune.layers import Weight, prunable_weights
+from growprune.optimizers import Optimizers, unwrapped
 from growprune.patterns import Pattern, in_one_go, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, check_sparsity, prune
-from growprune.running import RunningRule
+from growprune.running import RunningRule, hook_steps
 from growprune.settings import as_float, as_names, as_seed
-from growprune.snapshot import Snapshot, check_packed, like, pack, unpack, whole
-from growprune.storage import SparseParameter, parse_storage
+from growprune.snapshot import Snapshot
+from growprune.state import packed_masks, put_back, set_packed_masks, take_snapshot
+from growprune.storage import SparseParameter
+from growprune.storing import make_plain, store
 from growprune.unpruned import unpruned
 from growprune.warn import warn
-from growprune.wrapped import check_not_wrapped, check_optimizer, check_parameter, is_fsdp2
+from growprune.wrapped import check_optimizer, is_fsdp2
 from growprune.zeros import check_sparse, masks_of_zeros
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class SparseModel:
         storage: str = "masked",
     ) -> None:
         check_sparsity(sparsity)
-        _check_model(model, sharded=_sharded(model, storage))
+        check_model(model, sharded=sharded_in(model, storage))
         self.model = model
         self.sparsity = sparsity = as_float(sparsity)
         self.allocation = allocation
@@ -111,7 +112,8 @@ class SparseModel:
         self.weights = prunable_weights(model, keep_dense=self.keep_dense, include=self.include)
         for weight in self.weights:
             self.pattern.check(weight, sparsity)
-        self._parameters = self._store()
+        names = dict.fromkeys(weight.parameter for weight in self.weights)
+        self._parameters = store(model, names, storage, self.pattern)
         self._optimizers = Optimizers(self._parameters, storage)
         self.gradients = Gradients(self._parameters)
         self.editor = self._make_editor()
@@ -149,7 +151,7 @@ class SparseModel:
         """
         pattern = parse_pattern(pattern)
         keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
-        _check_model(model)
+        check_model(model)
         weights = prunable_weights(model, keep_dense=keep_dense, include=include)
         masks = masks_of_zeros(model, weights, pattern)
         found = check_sparse(weights, masks, pattern)
@@ -165,17 +167,6 @@ class SparseModel:
         for name, mask in masks.items():
             sparse._parameters[name].set_mask(mask)
         return sparse
-
-    def _store(self) -> dict[str, SparseParameter]:
-        """Store the parameters of all weights as asked; all are checked first, since storing may change the model."""
-        names = dict.fromkeys(weight.parameter for weight in self.weights)
-        storage = parse_storage(self.storage)
-        for name in names:
-            storage.check(self.model, name)
-        check_adapters(self.model, names if self.storage == "compact" else ())
-        parameters: dict[str, SparseParameter] = {name: storage(self.model, name, self.pattern) for name in names}
-        keep_masks(self.model, parameters)
-        return parameters
 
     def _make_editor(self) -> Editor:
         return Editor(
@@ -257,20 +248,8 @@ class SparseModel:
         """Raise if parts name what the model has not, or if it has other layers than when it was made sparse."""
         if parts:
             self._check_not_released()
-        own = {id(parameter) for parameter in self.model.parameters()}
-        for name, parameter in self._parameters.items():
-            if id(parameter.module._parameters.get(name.rpartition(".")[2])) not in own:
-                raise GrowpruneError(
-                    f"{name} is not the parameter it was when the SparseModel was made: make a new one after changing "
-                    f"layers"
-                )
-        known = _tensors(self.model)
-        for part in parts:
-            if foreign := [name for name in part.tensors if name not in known]:
-                raise GrowpruneError(
-                    f"part {part.name} has {foreign[0]!r}, but the model has names like {next(iter(known))!r}: make "
-                    f"the partition and the SparseModel of the same model"
-                )
+        check_same_layers(self.model, self._parameters)
+        check_parts(self.model, parts)
 
     def watch(self, edits: Sequence[Edit], *, is_one_backward: bool = False) -> None:
         """Watch the gradients of the iterations to come for edits that look at them; with no edits, stop.
@@ -310,8 +289,7 @@ class SparseModel:
 
     def notice_shards(self) -> None:
         """Find what was sharded since; all ranks come here together. Nothing can be before FSDP2 is loaded."""
-        for name, parameter in self._parameters.items():
-            check_parameter(name, parameter.module._parameters.get(name.rpartition(".")[2]))
+        check_not_taken(self._parameters)
         if "torch.distributed.fsdp" in sys.modules:
             from growprune.sharding import adopt
 
@@ -330,9 +308,7 @@ class SparseModel:
         is_new = inner not in self._optimizers.attached
         self._optimizers.attach(inner, own={id(parameter) for parameter in self.model.parameters()})
         if is_new:
-            own = weakref.ref(self)
-            inner.register_step_pre_hook(functools.partial(_before_step, own))
-            inner.register_step_post_hook(functools.partial(_after_step, own))
+            hook_steps(inner, self, self._optimizers)
         self.enforce()
         return optimizer
 
@@ -365,13 +341,7 @@ class SparseModel:
             raise GrowpruneError(
                 "the model is sharded, and no rank may have all of it dense: save it, and load it into a fresh model"
             )
-        for name, parameter in list(self._parameters.items()):
-            mask = parameter.mask()
-            parameter.release()
-            plain = parse_storage("masked")(self.model, name, self.pattern)
-            plain.set_mask(mask)
-            self._parameters[name] = plain
-        forget_masks(self.model)
+        make_plain(self.model, self._parameters, self.pattern)
         self._optimizers.release()
         self.storage, self._is_released = "masked", True
         return self.model
@@ -412,25 +382,16 @@ class SparseModel:
         """Forget the plan that is being followed, wherever it stands, so that another can begin."""
         self._cursor = self._place = None
 
+    # Copies
+
     def snapshot(self, part: Part | None = None, *, device: torch.device | str | None = None) -> Snapshot:
         """A copy of the tensors and masks of a part, or of the whole model; of sparse weights, the live values.
 
         Args:
             device: where the copy goes; each tensor's own device if not given.
         """
-        names = None if part is None else set(part.tensors)
         self.notice_shards()
-        return {
-            name: self._copied(name, tensor, tensor.device if device is None else device)
-            for name, tensor in _tensors(self.model).items()
-            if names is None or name in names
-        }
-
-    def _copied(self, name: str, tensor: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
-        if name not in self._parameters:
-            return whole(tensor.detach()).to(device, copy=True), None
-        parameter = self._parameters[name]
-        return parameter.to_live(tensor.detach()).to(device, copy=True), pack(parameter.mask()).to(device)
+        return take_snapshot(self.model, self._parameters, None if part is None else set(part.tensors), device)
 
     def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
         """Put copied tensors and masks back, whatever storage they were copied from.
@@ -446,16 +407,7 @@ class SparseModel:
 
     def restore_some(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
         """`restore`, for a model that is being built."""
-        tensors = _tensors(self.model)
-        for name, (values, mask) in snapshot.items():
-            if mask is None:
-                with torch.no_grad():
-                    tensors[name].copy_(like(tensors[name], values))
-            else:
-                parameter = self._parameters[name]
-                check_packed(mask, parameter.shape)
-                with self._optimizers.following(parameter):
-                    parameter.load(values, mask, keep=keep)
+        put_back(snapshot, self.model, self._parameters, self._optimizers, keep=keep)
 
     def clone(self) -> SparseModel:
         """An independent copy of the model and its masks, attached to no optimizer, in no plan."""
@@ -470,7 +422,7 @@ class SparseModel:
     def state_dict(self) -> dict[str, Any]:
         """Masks and place in the plan: beside the model's and the optimizer's state, all that an exact resume needs."""
         return {
-            "masks": {name: pack(parameter.mask()) for name, parameter in self._parameters.items()},
+            "masks": packed_masks(self._parameters),
             "num_edits": self.editor.num_edits,
             "gradients": self.gradients.state_dict(),
             "cursor": self.place,
@@ -484,14 +436,7 @@ class SparseModel:
             raise GrowpruneError(
                 f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"
             )
-        unknown = set(state["masks"]) ^ set(self._parameters)
-        if unknown:
-            raise GrowpruneError(f"the state's masks and the model's prunable weights differ in {sorted(unknown)}")
-        for name, parameter in self._parameters.items():  # all, before any is changed
-            check_packed(state["masks"][name], parameter.shape)
-        for name, parameter in self._parameters.items():
-            with self._optimizers.following(parameter):
-                parameter.set_mask(unpack(state["masks"][name], parameter.shape, parameter.parameter.device))
+        set_packed_masks(state["masks"], self._parameters, self._optimizers)
         self.editor.num_edits = state["num_edits"]
         self.gradients.load_state_dict(state["gradients"])
         self._cursor, self._place = None, state["cursor"]
@@ -561,45 +506,3 @@ class SparseModel:
 
     def _all(self) -> Part:
         return Part("all", tuple(self._parameters))
-
-
-def _sharded(model: nn.Module, storage: str) -> Container[str]:
-    """What FSDP2 has sharded of a model; refused if it cannot be trained that way."""
-    if not is_fsdp2(model.modules()):
-        return ()
-    from growprune.sharding import sharded_names
-
-    return sharded_names(model, storage)
-
-
-def _check_model(model: nn.Module, *, sharded: Container[str] = ()) -> None:
-    """Refuse what cannot be made sparse, or already is."""
-    check_not_wrapped(model.modules(), dict(model.named_parameters()), sharded)
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise GrowpruneError(f"{name} has no shape yet: run a batch through the model first")
-    for path, module in model.named_modules():
-        if is_compact(module):
-            raise GrowpruneError(f"{path or 'the model'} is stored compact by another SparseModel: use a fresh model")
-
-
-def _before_step(reference: weakref.ref[SparseModel], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Let a rule act before an optimizer's step, as long as there is somebody to have one."""
-    sparse = reference()
-    if sparse is None or sparse.rule is None:
-        return None
-    trained = sparse._optimizers.learning_rates(optimizer)
-    return when_gradients_are_there(args, kwargs, functools.partial(sparse.rule.before_step, trained))
-
-
-def _after_step(reference: weakref.ref[SparseModel], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    sparse = reference()
-    if sparse is None:
-        return
-    sparse.gradients.end_iteration()
-    if sparse.rule is not None:
-        sparse.rule.after_step(sparse._optimizers.learning_rates(optimizer))
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -7,6 +7,7 @@ layers new parameters. Masks change in place, so they may change between two rep
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,12 @@ class Backward:
                 self._wrapped = DistributedDataParallel(self.sparse.model, process_group=self.mesh.data_group)
             self._parameters = parameters
         return self._wrapped
+
+    def own_stream(self) -> Any:
+        """A CUDA graph cannot be recorded on the default stream, nor if what went before was on another one."""
+        if not self.recipe.is_recorded(self.device):
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
     def unwrap(self) -> None:
         """Let the model be alone again: what it is wrapped in holds parameters that an edit may replace."""

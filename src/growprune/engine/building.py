@@ -1,13 +1,15 @@
 """Building the model of a run: made sparse as it is built, where its plan begins with a random mask; or filled with
-weights that were trained before."""
+weights that were trained before. Then it may be sharded."""
 
 from __future__ import annotations
 
 import torch
 
+from growprune.engine.compatibility import check_shardable
+from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
-from growprune.file.weights import load_weights
+from growprune.file.weights import digest_of, load_weights, weights_file
 from growprune.init import dense_init, sparse_init
 from growprune.plan import Action, By, Edit, Phase, Plan, walk
 from growprune.sparse import SparseModel
@@ -61,3 +63,22 @@ def _begins_at_random(plan: Plan, sparsity: float) -> bool:
     if not isinstance(first, Phase) or len(first.edits) != 1:
         return False
     return first.edits[0] == Edit(Action.PRUNE, plan.partition.whole, By.RANDOM, sparsity) and sparsity > 0
+
+
+def shard(sparse: SparseModel, recipe: Recipe, mesh: Mesh, device: torch.device) -> None:
+    """Shard a model over the replicas of this process' group, if the recipe says so and there are several."""
+    if recipe.shard == "none" or mesh.data_group is None:
+        return
+    check_shardable(sparse.model)
+    from torch.distributed.device_mesh import DeviceMesh  # FSDP2 takes a second to load
+
+    with mesh.waiting("sharding the model"):
+        sparse.shard(DeviceMesh.from_group(mesh.data_group, device.type))
+
+
+def about_weights(recipe: Recipe) -> dict[str, str] | None:
+    """The name and the digest of the file that a run begins with."""
+    if not recipe.weights:
+        return None
+    file = weights_file(recipe.weights)
+    return {"file": file.name, "sha256": digest_of(file)}

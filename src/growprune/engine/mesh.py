@@ -19,7 +19,8 @@ from torch import Tensor
 from growprune.engine.process_group import PeerFailed, reason_of
 from growprune.errors import GrowpruneError
 from growprune.plan import Fork, Plan
-from growprune.snapshot import Snapshot
+from growprune.snapshot import Snapshot, pack
+from growprune.sparse import SparseModel
 
 ASK_EVERY = 16
 """How many iterations to wait, on GPUs, before the replicas are asked again whether to stop."""
@@ -102,6 +103,13 @@ class Mesh:
             for name, here, there in zip(what, all_of_them[0].tolist(), theirs.tolist(), strict=True):
                 if here != there:
                     raise PeerFailed(f"{where}: rank {rank} has another {name} than rank 0: all must have the same")
+
+    def agree_on_masks(self, sparse: SparseModel, where: str) -> None:
+        """Every process prunes by itself; that they prune alike is not left to hope."""
+        if self.world > 1:
+            packed = {name: pack(mask).cpu().numpy().tobytes() for name, mask in sparse.masks.items()}
+            digests = {f"mask of {name}": hashlib.sha256(bits).hexdigest() for name, bits in packed.items()}
+            self.agree(digests, where)
 
     def any(self, flag: bool, iteration: int) -> bool:
         """Whether the flag is up on any replica of this group. Asked seldom where the answer makes a GPU wait."""

@@ -10,13 +10,12 @@
     result.json           what came out; there once the run is finished
 
 A run can be killed at any moment; it resumes to the bits it would have reached. This file is the order of events; what
-they do is in training.py, saving.py, best.py and events.py.
+they do is in building.py, training.py, evaluation.py, best.py, saving.py (when there are checkpoints), state.py (what
+they hold), events.py and result.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import math
 import time
@@ -24,33 +23,29 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from growprune import file
 from growprune.cursor import Cursor
 from growprune.engine import checkpoint
 from growprune.engine.accounting import Accounting
 from growprune.engine.best import Best
-from growprune.engine.building import build
-from growprune.engine.compatibility import check_same_tensors, check_shardable, tensors_of
-from growprune.engine.data_order import fingerprint
-from growprune.engine.device import choose_device, environment, move, peak_bytes, reset_peak
+from growprune.engine.building import about_weights, build, shard
+from growprune.engine.device import choose_device, move, reset_peak
+from growprune.engine.evaluation import Evaluation
 from growprune.engine.events import Events, Listener
 from growprune.engine.exploration import Exploration
 from growprune.engine.folder import OtherLogs, RunFolder
 from growprune.engine.mesh import Mesh
-from growprune.engine.recipe import Recipe, describe
-from growprune.engine.rng import rng_state, set_rng_state
+from growprune.engine.recipe import Recipe
+from growprune.engine.result import result_of
 from growprune.engine.saving import Checkpoints
-from growprune.engine.timeline import work_before
+from growprune.engine.state import branch_state, load_branch_state, load_run_state, run_state
+from growprune.engine.timeline import last_trained, work_before
 from growprune.engine.training import Training, TrainingDiverged
 from growprune.errors import GrowpruneError
-from growprune.file.weights import digest_of, weights_file
 from growprune.logs import Logs
 from growprune.metric import Metric
 from growprune.plan import By, ScheduledPhase, check_counts
-from growprune.snapshot import Snapshot, pack
-from growprune.summary import summarise
+from growprune.snapshot import Snapshot
 
 
 class Interrupted(Exception):
@@ -76,7 +71,7 @@ class Run:
         self.recipe, self.folder, self.task = recipe, folder, recipe.task
         self._should_stop = should_stop
         self.device = choose_device(recipe.device)
-        self.weights = _about_weights(recipe.weights)
+        self.weights = about_weights(recipe)
         """Which weights it begins with."""
         self.num_batches = self.task.num_batches()  # first, because it looks at the data, and data may be missing
         check_counts(1, num_batches=self.num_batches)
@@ -84,10 +79,10 @@ class Run:
         self.sparse, self.plan, is_begun = build(recipe, self.device, per_epoch)
         self.accounting = Accounting(self.sparse, move(self.task.example(), self.device))
         self.mesh = Mesh(self.plan, recipe.replicas, recipe.timeout_seconds)
-        self._shard()
+        shard(self.sparse, recipe, self.mesh, self.device)
         self.cursor = self._make_cursor(per_epoch, is_begun=is_begun)
         self.last = len(self.cursor.schedule) - 1
-        self._last_trained = self._find_last_trained()
+        self._last_trained = last_trained(self.cursor.schedule)
         self.training = Training(recipe, self.cursor.schedule, self.sparse, self.device, self.mesh, per_epoch)
         self._work = work_before(self.cursor.schedule, self.training.spans, self.mesh.is_local)
         logs = Logs(recipe.log if self.mesh.is_first else (), folder.path)
@@ -95,13 +90,15 @@ class Run:
         self.checkpoints = Checkpoints(folder, self.events, recipe.checkpoint_seconds)
         metric = Metric(self.task.metric, self.task.lower_is_better)
         self.best = Best(folder.best, metric, is_writer=self._takes_part())
+        self.evaluation = Evaluation(recipe, self.sparse, self.device, self.best)
         self.exploration = Exploration(self.sparse, folder, is_on=recipe.exploration, is_writer=self.mesh.leads_group)
         self.history: list[dict[str, Any]] = []
-        self._branch_rows: list[dict[str, Any]] = []
-        self._seconds, self._since = 0.0, time.monotonic()
+        """A row for each epoch; those of a branch are in `branch_rows` until it is combined."""
+        self.branch_rows: list[dict[str, Any]] = []
+        self.seconds, self._since = 0.0, time.monotonic()
         heads = range(self.mesh.replicas, self.mesh.world, self.mesh.replicas) if self.mesh.is_first else ()
         self._others = OtherLogs(folder, heads)
-        if self.mesh.data_group is not None and not self._is_sharded:
+        if self.mesh.data_group is not None and not self.is_sharded:
             self.sparse.gradients.add_up = self.mesh.sum_over_replicas
 
     def _make_cursor(self, per_epoch: int, *, is_begun: bool) -> Cursor:
@@ -109,7 +106,7 @@ class Run:
             self.sparse,
             self.plan,
             iterations_per_epoch=per_epoch,
-            accumulate=self.recipe.accumulate if self.mesh.replicas == 1 or self._is_sharded else None,
+            accumulate=self.recipe.accumulate if self.mesh.replicas == 1 or self.is_sharded else None,
             is_begun=is_begun,
             is_local=self.mesh.is_local,
             combine=self._combine,
@@ -118,63 +115,43 @@ class Run:
             on_leave=self._leave,
         )
 
-    def _shard(self) -> None:
-        """Shard the model over the replicas of this process' group, if the recipe says so and there are several."""
-        if self.recipe.shard == "none" or self.mesh.data_group is None:
-            return
-        check_shardable(self.sparse.model)
-        from torch.distributed.device_mesh import DeviceMesh  # FSDP2 takes a second to load
-
-        with self.mesh.waiting("sharding the model"):
-            self.sparse.shard(DeviceMesh.from_group(self.mesh.data_group, self.device.type))
-
     @property
-    def _is_sharded(self) -> bool:
+    def is_sharded(self) -> bool:
+        """Whether the replicas have a share of the model each, not all of it."""
         return self.sparse.ranks is not None
 
     def _takes_part(self, *, is_branch: bool = False) -> bool:
-        return self.mesh.takes_part(is_sharded=self._is_sharded, is_branch=is_branch)
-
-    def _find_last_trained(self) -> int:
-        """The number of the last phase that is trained, after which others may only edit."""
-        trained = [scheduled for scheduled in self.cursor.schedule if scheduled.phase.is_trained]
-        return trained[-1].index if trained and trained[-1].branch is None else self.last
+        return self.mesh.takes_part(is_sharded=self.is_sharded, is_branch=is_branch)
 
     def execute(self) -> dict[str, Any]:
         """Carry the plan out, from where the run stands to its end, and return the result."""
         reset_peak(self.device)
-        if self._is_sharded:
+        if self.is_sharded:
             shares = [parameter.to_local().numel() for parameter in self.sparse.model.parameters()]  # type: ignore[attr-defined]
             self.events.log_event("sharded", ranks=self.mesh.replicas, own_values=sum(shares))
         try:
-            with self._own_stream():
+            with self.training.backward.own_stream():
                 self.cursor.advance(self.cursor.iteration)
                 while (scheduled := self.cursor.current) is not None:
-                    self.training.iterate(scheduled, self._done)
+                    self.training.iterate(scheduled, self.done)
                     self._after_iteration(scheduled)
                 return self._finish()
         except (GrowpruneError, TrainingDiverged) as error:
             self.events.log_event("failed", message=str(error))  # so that who looks at the folder knows why
             raise
 
-    def _own_stream(self) -> Any:
-        """A CUDA graph cannot be recorded on the default stream, nor if what went before was on another one."""
-        if not self.recipe.is_recorded(self.device):
-            return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
-
     @property
-    def _done(self) -> int:
+    def done(self) -> int:
         """How many iterations of the current phase are done."""
         return self.cursor.iteration - self.cursor.start
 
     def _iteration(self, scheduled: ScheduledPhase) -> int:
         """The iteration of the run, in which the branches of a fork lie side by side, that a phase stands at."""
-        return self.training.spans[scheduled.index].start + self._done
+        return self.training.spans[scheduled.index].start + self.done
 
     def _progress(self, scheduled: ScheduledPhase) -> dict[str, int]:
         """How much of all that this process trains is done."""
-        return {"run_done": self._work[scheduled.index] + self._done, "run_iterations": self._work[-1]}
+        return {"run_done": self._work[scheduled.index] + self.done, "run_iterations": self._work[-1]}
 
     def _density(self, alive: int) -> float:
         return alive / max(1, self.sparse.num_prunable)
@@ -186,11 +163,11 @@ class Run:
         self.mesh.phase = str(scheduled)
         self.accounting.enter(is_branch=scheduled.branch is not None)
         self.training.enter(scheduled)
-        self._branch_rows = []
+        self.branch_rows = []
         if scheduled.branch is not None:
             self._restore_branch(scheduled)
         elif scheduled.phase.edits:
-            self._agree_on_masks(scheduled)
+            self.mesh.agree_on_masks(self.sparse, f"stage {scheduled.stage}")
         self.exploration.enter(scheduled)
         if self.cursor.left > 0 or not scheduled.phase.is_trained:
             phase: dict[str, Any] = {"edits": str(scheduled.phase), "epochs": scheduled.phase.epochs}
@@ -243,17 +220,17 @@ class Run:
         if self._is_checkpoint_due():
             self._save(scheduled)
         if self.events.is_show_due():
-            done = {"iteration": self._done, "iterations": self.cursor.length, **self._progress(scheduled)}
+            done = {"iteration": self.done, "iterations": self.cursor.length, **self._progress(scheduled)}
             self.events.show("iteration", scheduled, **done, lr=self.training.lr, loss=self.training.shown_loss())
         if self.events.is_look_due():
             self._show_others()
 
     def _is_checkpoint_due(self) -> bool:
         is_due = self.checkpoints.is_due()  # by the clock of this process, and all that share a model save together
-        return self.mesh.any(is_due, self.cursor.iteration) if self._is_sharded else is_due
+        return self.mesh.any(is_due, self.cursor.iteration) if self.is_sharded else is_due
 
     def _after_epoch(self, scheduled: ScheduledPhase, epoch: int) -> None:
-        self.training.check_finite(scheduled, self._done)
+        self.training.check_finite(scheduled, self.done)
         row: dict[str, Any] = {"epoch": epoch, "iteration": self._iteration(scheduled) + 1, "stage": scheduled.stage}
         row |= {"branch": scheduled.branch, "edits": str(scheduled.phase), "alive": self.accounting.measure()}
         if self.sparse.rule is not None and scheduled.branch is None:
@@ -263,38 +240,12 @@ class Run:
             row["rule"] = figures
         is_last = scheduled.index == self._last_trained and self.cursor.left == 1
         if epoch % self.recipe.evaluate_every == 0 or is_last:
-            row["validation"] = self._evaluate("validation")
-            self._consider(scheduled, row)
-        (self.history if scheduled.branch is None else self._branch_rows).append(row)
+            self.evaluation.validate(row, is_phase_end=self.cursor.left == 1)
+        (self.history if scheduled.branch is None else self.branch_rows).append(row)
         told = {name: value for name, value in row.items() if name not in ("stage", "branch")}
         told |= {"density": self._density(row["alive"]), "layers": self.accounting.densities}
         told |= {"metric": self.task.metric, "lower_is_better": self.task.lower_is_better}
-        self.events.log_event("epoch", scheduled, done=self._done + 1, **told)
-
-    def _consider(self, scheduled: ScheduledPhase, row: dict[str, Any]) -> None:
-        """Keep the best model at the target sparsity: this one, or what it would be if it were pruned now."""
-        if scheduled.branch is not None or self.recipe.sparsity == 0:
-            return
-        where = {name: row[name] for name in ("stage", "epoch")}
-        if self.sparse.is_at_target:
-            self.best.consider(self.sparse, row["validation"], **where)
-        elif self.recipe.candidates and self._is_candidate_due(row) and self.sparse.can_be_pruned:
-            with self.sparse.pruned():
-                row["candidate"] = self._evaluate("validation")
-                self.best.consider(self.sparse, row["candidate"], **where)
-
-    def _is_candidate_due(self, row: dict[str, Any]) -> bool:
-        """Where a phase ends, and where a rule has made as many zeros as are asked for, of weights that all live."""
-        return self.cursor.left == 1 or row.get("rule", {}).get("sparsity", 0.0) >= self.recipe.sparsity
-
-    @torch.no_grad()
-    def _evaluate(self, split: Any) -> dict[str, float]:
-        model = self.sparse.model.eval()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
-            metrics = self.task.evaluate(model, split, device=self.device)
-        if self.task.metric not in metrics:
-            raise GrowpruneError(f"the task's metric is {self.task.metric!r}, but evaluate() gave {', '.join(metrics)}")
-        return {name: float(value) for name, value in metrics.items()}  # tensors and numpy's numbers too
+        self.events.log_event("epoch", scheduled, done=self.done + 1, **told)
 
     # Forks
 
@@ -303,7 +254,7 @@ class Run:
         assert scheduled.branch is not None
         if self.mesh.leads_group:
             tally = self.accounting.branch_dict()
-            self.folder.write_rows(scheduled.stage, scheduled.branch, self._branch_rows, tally)
+            self.folder.write_rows(scheduled.stage, scheduled.branch, self.branch_rows, tally)
         self._save(scheduled)
 
     def _restore_branch(self, scheduled: ScheduledPhase) -> None:
@@ -311,15 +262,7 @@ class Run:
         found = self.checkpoints.load_branch(scheduled)
         if found is not None:
             number, state = found
-            check_same_tensors(self.sparse, state["tensors"])
-            self.sparse.restore(state["model"])
-            self.training.load_state_dict(state["training"])
-            if self.sparse.rule is not None:
-                self.sparse.rule.load_state_dict(state["rule"])
-            self.accounting.load_state_dict(state.get("accounting"), is_branch=True)
-            self._branch_rows = state["branch_rows"]
-            self.cursor.skip_to(state["done"])
-            set_rng_state(state["rng"])
+            load_branch_state(self, state)
             self.events.log_event("resumed", scheduled, number=number, iteration=self._iteration(scheduled))
 
     def _combine(self, returned: Snapshot, parts: list[tuple[str, ...]], like: Snapshot) -> Snapshot:
@@ -343,60 +286,29 @@ class Run:
             if event.get("branch") is not None:
                 self.events.show(**event)
 
-    def _agree_on_masks(self, scheduled: ScheduledPhase) -> None:
-        """Every process prunes by itself; that they prune alike is not left to hope."""
-        if self.mesh.world > 1:
-            packed = {name: pack(mask).cpu().numpy().tobytes() for name, mask in self.sparse.masks.items()}
-            digests = {f"mask of {name}": hashlib.sha256(bits).hexdigest() for name, bits in packed.items()}
-            self.mesh.agree(digests, f"stage {scheduled.stage}")
-
     # Checkpoints
 
     def _save(self, scheduled: ScheduledPhase) -> None:
         """Write a checkpoint: of the run by the first process, of a branch by the first of those that train it."""
-        self.training.check_finite(scheduled, self._done)  # what diverged must not replace a good checkpoint
+        self.training.check_finite(scheduled, self.done)  # what diverged must not replace a good checkpoint
         self._clock()
         if scheduled.branch is None and self._takes_part():
-            state = self._state() | {"sparse": self.sparse.state_dict(), "cursor": self.cursor.state_dict()}
-            state |= {"history": self.history, "best": self.best.state_dict()}
-            state |= {"exploration": self.exploration.state_dict()}
+            state = run_state(self)
             is_end = self._is_search_end(scheduled) and self.cursor.left == 0
             if self.mesh.is_first:
                 self.checkpoints.save(scheduled, state, is_search_end=is_end)
         elif scheduled.branch is not None and self._takes_part(is_branch=True):
-            rule = {} if self.sparse.rule is None else self.sparse.rule.state_dict()
-            state = self._state() | {"branch_rows": self._branch_rows, "rule": rule}
+            state = branch_state(self)
             if self.mesh.leads_group:
                 self.checkpoints.save_branch(scheduled, state)
         self.checkpoints.put_off()
 
-    def _state(self) -> dict[str, Any]:
-        device = "cpu" if self.mesh.leads_group else "meta"  # who only takes part keeps nothing of it
-        return {
-            "tensors": tensors_of(self.sparse),
-            "model": self.sparse.snapshot(device=device),
-            "training": self.training.state_dict(device if self._is_sharded else None),
-            "accounting": self.accounting.state_dict(),
-            "rng": rng_state(),
-            "seconds": self._seconds,
-            "done": self._done,
-        }
-
     def restore(self, number: int, state: dict[str, Any]) -> None:
         """Go back to exactly where a checkpoint was written."""
-        check_same_tensors(self.sparse, state["tensors"])
-        self.sparse.restore(state["model"])
-        self.sparse.load_state_dict(state["sparse"])
-        self.cursor.load_state_dict(state["cursor"])
-        self.training.load_state_dict(state["training"])
-        self.accounting.load_state_dict(state.get("accounting"))
-        self.best.load_state_dict(state["best"])
-        self.exploration.load_state_dict(state.get("exploration", {}))
-        self.history, self._seconds = state["history"], state["seconds"]
+        load_run_state(self, state)
         current = self.cursor.current
         is_end = current is not None and self._is_search_end(current) and self.cursor.left == 0
         self.checkpoints.go_back_to(number, is_search_end=is_end)
-        set_rng_state(state["rng"])
         at = self._iteration(self.cursor.schedule[max(0, self.cursor.position)])
         self.events.log_event("resumed", current, number=number, iteration=at)
 
@@ -408,30 +320,11 @@ class Run:
         if not self._takes_part():
             return self._wait_for_result()
         file.save(self.sparse, self.folder.model)
-        result = {
-            "recipe": describe(self.recipe),
-            "origin": self.folder.portable_origin(),
-            "seed": self.recipe.seed,
-            "metric": self.task.metric,
-            "lower_is_better": self.task.lower_is_better,
-            "data": fingerprint(self.recipe, self.num_batches),
-            "weights": self.weights,
-            "environment": environment(self.device),
-            "history": self.history,
-            "signature": self.task.signature,
-            "validation": self._evaluate("validation"),
-            "test": self._evaluate("test"),
-            "sparsity": summarise(self.sparse, move(self.task.example(), self.device)).to_dict(),
-            "file_bytes": self.folder.model.stat().st_size,
-            "peak_bytes": peak_bytes(self.device),
-            "seconds": self._seconds,
-            **self.accounting.figures(),
-        }
-        result["best"] = self._best_tested()  # last, because the model becomes the best one
+        result = result_of(self)
         if not self.mesh.is_first:
             return self._wait_for_result()
         checkpoint.write_json(self.folder.result, result)
-        self.events.log_event("finished", test=result["test"], seconds=self._seconds)
+        self.events.log_event("finished", test=result["test"], seconds=self.seconds)
         return result
 
     def _wait_for_result(self) -> dict[str, Any]:
@@ -442,27 +335,12 @@ class Run:
             time.sleep(0.1)
         return self.folder.read_result()
 
-    def _best_tested(self) -> dict[str, Any] | None:
-        """The best model by validation data, with its test metrics, which select nothing."""
-        if not self.best.found:
-            return None
-        self.best.put_into(self.sparse)
-        return {**self.best.found, "test": self._evaluate("test")}
-
     def _clock(self) -> None:
         now = time.monotonic()
-        self._seconds, self._since = self._seconds + now - self._since, now
+        self.seconds, self._since = self.seconds + now - self._since, now
 
     @property
     def files(self) -> dict[str, bytes]:
         """What the folder keeps of what the run was made of, to see that it is the same when it goes on."""
         about = {} if self.weights is None else {"weights.json": json.dumps(self.weights).encode()}
         return {**self.task.files(), **about}
-
-
-def _about_weights(path: str) -> dict[str, str] | None:
-    """The name and the digest of the file that a run begins with."""
-    if not path:
-        return None
-    file = weights_file(path)
-    return {"file": file.name, "sha256": digest_of(file)}

@@ -45,3 +45,9 @@ def work_before(
     """
     mine = (scheduled.branch is None or is_local(scheduled.branch) for scheduled in schedule)
     return [0, *accumulate(span.length if is_mine else 0 for span, is_mine in zip(spans, mine, strict=True))]
+
+
+def last_trained(schedule: Sequence[ScheduledPhase]) -> int:
+    """The number of the last phase that is trained, after which others may only edit."""
+    trained = [scheduled for scheduled in schedule if scheduled.phase.is_trained]
+    return trained[-1].index if trained and trained[-1].branch is None else len(schedule) - 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from growprune.allocation import Pool
-from growprune.edits import Chosen, Values
+from growprune.choosing import Chosen, Values
 from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients
 from growprune.layers import Weight
