@@ -233,6 +233,15 @@ def test_a_layer_too_small_to_keep_anything_is_warned_of_and_is_all_zero() -> No
     assert int(sparse.model.get_parameter("0.weight").count_nonzero()) == 0
 
 
+def test_a_layer_that_one_ranking_leaves_nothing_is_told_from_one_that_is_too_small() -> None:
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+    model[0].weight.data.mul_(1e-3)
+    sparse = make(model, 0.9, allocation="global")
+    with pytest.warns(UserWarning, match=r"no weight lives in 0\.weight: one ranking .* allocation 'uniform' or 'erk'"):
+        sparse.prune()
+    assert [sparse.alive_in(weight) for weight in sparse.weights] == [0, 320]
+
+
 # Prune
 
 

@@ -151,7 +151,7 @@ class Editor:
             self._choose(pools, edit, alive, self._by_values(values), self.set_mask)
             left = self.num_alive(weights)
         if dead := [weight for weight in weights if not left[weight.name]]:
-            warn(f"no weight lives in {_names(dead)}: too small for this sparsity; see keep_dense")
+            warn(f"no weight lives in {_names(dead)}: {_why(dead, pools)}; see keep_dense")
 
     def _choose(
         self,
@@ -330,6 +330,13 @@ def _within_one(pools: Sequence[Pool], alive: Mapping[str, int], action: Action)
         more = min(lacking, max(0, sign * (count - kept[i])))
         kept[i], lacking = kept[i] + sign * more, lacking - more
     return [replace(pool, kept=k) for pool, k in zip(pools, kept, strict=True)] if not lacking else list(pools)
+
+
+def _why(dead: Sequence[Weight], pools: Sequence[Pool]) -> str:
+    """What left none of these weights alive."""
+    if any(len(pool.weights) > 1 and not set(pool.weights).isdisjoint(dead) for pool in pools):
+        return "one ranking of several layers left them none; allocation 'uniform' or 'erk' gives each layer its share"
+    return "too small for this sparsity"
 
 
 def _names(weights: Sequence[Weight]) -> str:
