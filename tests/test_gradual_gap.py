@@ -149,7 +149,7 @@ def test_sparsity_never_falls(option: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"start": 0.95}, "start is 0.95, but the sparsity to reach is 0.9: give a start of at most that"),
+        ({"start": 0.95}, "start is 0.95, but the sparsity to reach is 0.9: give at most that"),
         ({"start": 0.5, "peak_density": 0.6}, "start is 0.5 and peak_density is 0.6: give one of the two"),
         ({"peak_density": 0.3}, "a part of 0.25 of the weights grown at a sparsity of 0.9, 0.325 of them live"),
         ({"peak_density": 1.5}, "peak_density is 1.5"),

@@ -227,7 +227,7 @@ def test_granet_reaches_its_sparsity_whatever_its_times(options: dict[str, Any],
 
 
 def test_granet_refuses_a_start_above_its_sparsity() -> None:
-    with pytest.raises(GrowpruneError, match=r"^start is 0.5, but sparsity is 0.4: give a start of at most sparsity$"):
+    with pytest.raises(GrowpruneError, match=r"^start is 0.5, but the sparsity to reach is 0.4: give at most that$"):
         granet(S, sparsity=0.4, iterations=10)
 
 

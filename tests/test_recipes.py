@@ -317,10 +317,12 @@ def test_the_tables_of_comparisons_and_of_trained_models_are_those_of_their_resu
 ) -> None:
     monkeypatch.syspath_prepend(EXPERIMENTS)
     import comparing
+    import controls
     import pretrained
 
-    text = comparing.PAGE.read_text()
-    assert text == comparing.page(text), "run python experiments/comparing.py --write"
+    for script in (comparing, controls):
+        text = script.PAGE.read_text()
+        assert text == script.page(text), f"run python experiments/{script.__name__}.py --write"
     assert pretrained.table(pretrained.RESULTS) in pretrained.PAGE.read_text(), (
         "run python experiments/pretrained.py --write"
     )

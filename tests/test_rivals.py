@@ -69,6 +69,20 @@ def test_gmp_says_the_cubic_of_the_paper() -> None:
     }
 
 
+def test_gmp_may_begin_with_a_random_sparse_mask() -> None:
+    """s_t = 0.8 + (0.4 - 0.8) (1 - (t - 2) / 10)^3 at t = 2, 4, ..., 12."""
+    plan = list(gmp(S, sparsity=0.8, start=0.4, iterations=16, every=2, begin=0.125, until=0.75))
+    assert [str(edit) for edit in plan[0].edits] == ["prune all to 0.4 by random"]
+    targets = [stage.edits[0].to for stage in plan[1:]]
+    assert targets == pytest.approx([0.4, 0.5952, 0.7136, 0.7744, 0.7968, 0.8], abs=1e-12)
+    assert [stage.iterations for stage in plan] == [2, 2, 2, 2, 2, 2, 4]
+
+
+def test_gmp_refuses_to_begin_sparser_than_it_ends() -> None:
+    with pytest.raises(GrowpruneError, match=r"^start is 0.9, but the sparsity to reach is 0.8: give at most that$"):
+        gmp(S, sparsity=0.8, start=0.9, iterations=16)
+
+
 def test_gmp_prunes_eight_weights_by_its_cubic() -> None:
     model = Eight(0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8)
     sparse = SparseModel(model, sparsity=0.8)

@@ -411,6 +411,14 @@ def check_share(**shares: float) -> None:
             raise GrowpruneError(f"{name} is {share!r}, but it is a share of a whole: give a number in [0, 1]")
 
 
+def check_rise(*, start: float, sparsity: float) -> None:
+    """Raise unless a sparsity can rise from one to the other."""
+    check_sparsity(sparsity)
+    check_share(start=start)
+    if start > sparsity:
+        raise GrowpruneError(f"start is {start!r}, but the sparsity to reach is {sparsity!r}: give at most that")
+
+
 def check_span(*, begin: float, until: float) -> None:
     """Raise unless two shares of a training are its part from one to the other."""
     check_share(begin=begin, until=until)

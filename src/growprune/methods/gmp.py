@@ -2,21 +2,30 @@
 
 from collections.abc import Iterator
 
-from growprune.plan import Parts, Phase, check_counts, check_span, method, prune
+from growprune.plan import By, Parts, Phase, check_counts, check_rise, check_span, method, prune
 
 
 @method(allocation="global")
 def gmp(
-    S: Parts, *, sparsity: float, iterations: int, every: int = 100, begin: float = 0.1, until: float = 0.75
+    S: Parts,
+    *,
+    sparsity: float,
+    iterations: int,
+    every: int = 100,
+    start: float = 0.0,
+    begin: float = 0.1,
+    until: float = 0.75,
 ) -> Iterator[Phase]:
     """Begin dense; between `begin` and `until` of the training, prune a little more every so many iterations.
 
-    At t the sparsity is s_f + (s_i - s_f) (1 - (t - t_0) / (n dt))^3, with s_i = 0.
+    At t the sparsity is s_f + (s_i - s_f) (1 - (t - t_0) / (n dt))^3. With s_i above 0 a dense model never exists,
+    and a weight that the first mask lacks is never tried.
 
     Args:
         sparsity: s_f, the fraction of zeros to reach.
         iterations: of the whole training.
         every: dt, the iterations between two edits.
+        start: s_i, the fraction of zeros to begin with, by a random mask; 0, as the authors have it, is dense.
         begin, until: t_0 and t_0 + n dt, as shares of the training.
 
     Example: gmp(S, sparsity=0.8, iterations=8, every=2)
@@ -24,9 +33,10 @@ def gmp(
     check_counts(1, every=every)
     check_counts(0, iterations=iterations)
     check_span(begin=begin, until=until)
+    check_rise(start=start, sparsity=sparsity)
     first, last = round(begin * iterations), round(until * iterations)
-    yield Phase(iterations=first)
+    yield Phase(*([prune(S.whole, to=start, by=By.RANDOM)] if start else []), iterations=first)
     for t in range(first, last, every):
         left = 1 - (t - first) / (last - first)
-        yield Phase(prune(S.whole, to=sparsity * (1 - left**3)), iterations=min(every, last - t))
+        yield Phase(prune(S.whole, to=start + (sparsity - start) * (1 - left**3)), iterations=min(every, last - t))
     yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)

@@ -10,6 +10,7 @@ from growprune.plan import (
     Parts,
     Phase,
     check_counts,
+    check_rise,
     check_share,
     check_sparsity,
     first_by,
@@ -80,11 +81,7 @@ def first_sparsity(S: Parts, sparsity: float, start: float | None, peak_density:
     if start is not None and peak_density is not None:
         raise GrowpruneError(f"start is {start} and peak_density is {peak_density}: give one of the two")
     if start is not None:
-        check_sparsity(start)
-        if start > sparsity:
-            raise GrowpruneError(
-                f"start is {start}, but the sparsity to reach is {sparsity}: give a start of at most that"
-            )
+        check_rise(start=start, sparsity=sparsity)
         return start
     grown = S.largest_share
     if peak_density is not None:

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator
 
-from growprune.errors import GrowpruneError
 from growprune.methods.rigl import falling
 from growprune.plan import (
     By,
@@ -11,9 +10,9 @@ from growprune.plan import (
     Parts,
     Phase,
     check_counts,
+    check_rise,
     check_share,
     check_span,
-    check_sparsity,
     first_by,
     grow,
     method,
@@ -57,10 +56,7 @@ def granet(
     check_counts(0, iterations=iterations)
     check_span(begin=begin, until=until)
     check_share(drop=drop)
-    for fraction in (sparsity, start):
-        check_sparsity(fraction)
-    if start > sparsity:
-        raise GrowpruneError(f"start is {start!r}, but sparsity is {sparsity!r}: give a start of at most sparsity")
+    check_rise(start=start, sparsity=sparsity)
     first, last = round(begin * iterations), max(1, round(until * iterations))
     times = [0, *sorted({t for t in range(every, iterations, every) if t >= first} | {last})] if iterations else []
     begin_with = prune(S.whole, to=start if times else sparsity, by=first_by(initial_mask))
