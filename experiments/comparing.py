@@ -30,6 +30,7 @@ BEST_PLANS = (
     "gmp-global",
     "acdc-global",
     "rigl-erk",
+    "cyclic_gap-uniform",
 )
 """Rows that are shown with more and fewer live weights, and those that have but one peak."""
 

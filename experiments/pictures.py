@@ -30,6 +30,7 @@ SERIES = (
     ("GMP", "gmp:", GREY),
     ("AC/DC", "acdc:", GREY),
     ("RigL", "rigl:", GREY),
+    ("C-GaP (paper)", "cyclic_gap:", GREY),
     ("GraNet", "granet:", GREEN),
     ("never growing", "gradual_gap:.*control=peak", BLUE),
     ("gradual_gap", "gradual_gap:global( peak_density=[0-9.]+)?$", RED),
