@@ -294,10 +294,18 @@ def test_runs_of_a_method_are_told_apart_by_what_differs_and_nothing_else(tmp_pa
         finished(tmp_path / name, "rigl", 0.9, seed, 88.0, recipe={"allocation": "uniform", "claim": name, **more})
     labels = {cell.label: len(cell.records) for cell in only_group(tmp_path).cells}
     assert labels == {
-        "rigl, uniform, every None 0.9": 2,
-        "rigl, erk, every None 0.9": 1,
+        "rigl, uniform 0.9": 2,
+        "rigl, erk 0.9": 1,
         "rigl, uniform, every 5 0.9": 1,
     }
+
+
+def test_a_recipe_that_lacks_a_field_which_came_later_is_one_that_has_its_default(tmp_path: Path) -> None:
+    """And what changes no result, such as graphs and shards, tells no two runs apart."""
+    later = {"precision": "fp32", "pattern": "unstructured", "graph": True, "shard": "none"}
+    for seed, more in enumerate(({}, later, {**later, "graph": False})):
+        finished(tmp_path / str(seed), "rigl", 0.9, seed, 88.0, recipe=more)
+    assert {cell.label: len(cell.records) for cell in only_group(tmp_path).sparse} == {"rigl 0.9": 3}
 
 
 def test_a_setting_that_goes_with_another_is_not_named_twice(tmp_path: Path) -> None:

@@ -6,15 +6,12 @@ can be compared.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from growprune.engine.compatibility import MAY_CHANGE, flat
-from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.recipe import Recipe, describe
+from growprune.engine.compatibility import MAY_CHANGE, defaults_of, flat, recipe_defaults
 from growprune.errors import GrowpruneError, shorten
 from growprune.tasks import TASKS
 
@@ -60,17 +57,8 @@ def facts_of(
 def _defaults(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Of fields that a stored recipe may lack, because they came later: their defaults are what the run did."""
     task = next((kind for kind in TASKS.values() if kind.__name__ == recipe.get("task", {}).get("name")), None)
-    kinds = {"": Recipe, "optimizer.": OptimizerConfig, "lr_schedule.": LRSchedule} | ({"task.": task} if task else {})
-    found = {}
-    for prefix, kind in kinds.items():
-        for item in dataclasses.fields(kind):
-            if item.default is not dataclasses.MISSING:
-                found[prefix + item.name] = _plain(item.default)
+    found = recipe_defaults() | (dict(defaults_of(task, "task.")) if task else {})
     return {name: value for name, value in found.items() if not ("curve" in recipe and name.startswith("lr_schedule"))}
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else describe(value)
 
 
 def check(runs: Sequence[Facts], allowed: Sequence[str] = ()) -> list[str]:

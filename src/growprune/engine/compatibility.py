@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from growprune.engine.folder import RunFolder
+from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError, shorten
 from growprune.layers import dense_shape
@@ -79,6 +80,19 @@ def _with_defaults(stored: Any, value: Any) -> Any:
         elif field.default_factory is not dataclasses.MISSING:
             whole[field.name] = _plain(field.default_factory())
     return whole
+
+
+def recipe_defaults() -> dict[str, Any]:
+    """By dotted names, what fields are where nothing is said: a recipe that was stored before them did just that."""
+    nested = {"optimizer.": OptimizerConfig, "lr_schedule.": LRSchedule}
+    return {name: value for prefix, kind in {"": Recipe, **nested}.items() for name, value in defaults_of(kind, prefix)}
+
+
+def defaults_of(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The names, with a prefix, of a dataclass's fields that have a default, and the defaults."""
+    for field in dataclasses.fields(kind):
+        if field.default is not dataclasses.MISSING:
+            yield prefix + field.name, _plain(field.default)
 
 
 def flat(content: Any, prefix: str = "") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from growprune.engine.compatibility import flat, recipe_defaults
 from growprune.metric import Metric
 from growprune.report.runs import Record
 
@@ -16,7 +17,7 @@ OF_NO_INFLUENCE = ("workers", "in_memory", "channels_last")
 """Fields of a task that change how fast data come, and nothing of what they are."""
 NOT_A_VARIANT = (
     *("task", "method", "seed", "sparsity", "claim", "device", "checkpoint_seconds", "timeout_seconds"),
-    *("exploration", "evaluate_every", "candidates", "replicas"),
+    *("exploration", "evaluate_every", "candidates", "replicas", "shard", "graph", "log"),
 )
 """Fields of a recipe in which runs of one series may differ, or which are told elsewhere."""
 SAME_FLOPS = 0.05
@@ -170,7 +171,7 @@ def _cells(records: Sequence[Record]) -> list[Cell]:
         names = _telling(settings)
         found: dict[tuple[float, str], list[Record]] = {}
         for record, setting in zip(of_method, settings, strict=True):
-            variant = ", ".join(_say(name, setting.get(name)) for name in names)
+            variant = ", ".join(_say(name, setting[name]) for name in names if setting.get(name) is not None)
             found.setdefault((record.sparsity, variant), []).append(record)
         for (sparsity, variant), same in found.items():
             cells.append(Cell(method, variant, sparsity, tuple(sorted(same, key=lambda record: record.seed))))
@@ -194,14 +195,11 @@ def _variant(record: Record) -> dict[str, Any]:
     """What may tell runs of one method apart, by dotted names; of dense runs, how long they were."""
     if record.is_dense:
         return {"epochs": record.epochs}
-    flat: dict[str, Any] = {}
-    for name, value in record.recipe.items():
-        if name == "weights":  # where they lie, and that each seed may have its own, tells nothing apart
-            flat[name] = "trained before" if value else "new"
-        elif name not in NOT_A_VARIANT:
-            inside = value.items() if isinstance(value, dict) else [("", value)]
-            flat |= {f"{name}.{key}".rstrip("."): item for key, item in inside}
-    return flat
+    settings = {name: value for name, value in record.recipe.items() if name not in NOT_A_VARIANT and value != {}}
+    # where weights lie, and that each seed may have its own, tells nothing apart
+    settings["weights"] = "trained before" if settings.get("weights") else "new"
+    settings = recipe_defaults() | flat(settings)  # older recipes lack fields that came after them
+    return {name: value for name, value in settings.items() if name.partition(".")[0] not in NOT_A_VARIANT}
 
 
 def _say(name: str, value: Any) -> str:
