@@ -18,10 +18,12 @@ COLOURS = (
     *("#e0559b", "#3f8f8f", "#a0522d", "#6b7fd7"),
 )
 """Told apart in most forms of colour blindness, and seen on white and on black; the first eight after Okabe and Ito."""
-SYMBOLS = (
+FILLED = (
     *("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "pentagon", "star", "hexagon"),
     *("triangle-left", "triangle-right", "bowtie", "hourglass"),
 )
+SYMBOLS = (*FILLED, *(f"{symbol}-open" for symbol in FILLED))
+"""More than there are methods, so that no two look alike where colours come round again."""
 DASHES = ("solid", "dot", "dashdot", "longdash", "longdashdot")
 INK = "ink"
 """A colour that page.js replaces by that of the text, for what is no method."""
