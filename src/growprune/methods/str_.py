@@ -57,7 +57,8 @@ def str_(
             s_init (1 - sparsity)^(1/3), evenly in its logarithm and at any learning rate, unless the loss resists. For
             80, 90 and 95 % that reached, before the prune, on digits with a learning rate of 0.1: 78, 92 and 96 % in
             20 epochs, 83, 91 and 94 % in 80; with 0.4: 57, 76 and 87 %, and 82, 89 and 92 %. Networks with fewer
-            channels have larger weights, and stay below: at half the width 79 instead of 92 %.
+            channels have larger weights, and stay below: at half the width 79 instead of 92 %. For 90 %, a ResNet-18 of
+            16 channels came to 91 % (0.1) and 95 % (0.4) in 564 iterations with a tenth of CIFAR-10.
 
     Example: str_(S, sparsity=0.8, iterations=8)
     """
