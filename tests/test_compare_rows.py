@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from growprune import GrowpruneError, methods
 from growprune.compare import Request
-from growprune.compare.budget import Budget, cut_as_usual, num_epochs, spend
+from growprune.compare.budget import Budget, _nearest, cut_as_usual, num_epochs, spend
 from growprune.compare.rows import Row, parse_rows
 from growprune.engine.cost import estimate
 from growprune.engine.partitions import balanced, contiguous, per_layer
@@ -190,6 +191,34 @@ def test_equal_flops_are_met_within_one_epoch_by_every_method(method: str) -> No
     price = {n: abs(estimate(at(method)(n)).training_flops - 20 * dense) for n in (epochs - 1, epochs, epochs + 1)}
     assert price[epochs] <= dense
     assert price[epochs] == min(price.values())
+
+
+@pytest.mark.parametrize(("method", "least", "most"), [("random_gap", 10, 80), ("cyclic_gap", 7, 50), ("acdc", 9, 30)])
+def test_no_other_number_of_epochs_comes_nearer_to_equal_flops(method: str, least: int, most: int) -> None:
+    base = cut_as_usual(replace(tiny(), method=METHODS[method], options={}, sparsity=0.95))
+    estimates = {n: estimate(spend(base, n, 5)) for n in range(least, most + 1)}
+    target = 3 * estimates[least].dense_flops * least
+    nearest = min(estimates, key=lambda n: (abs(estimates[n].training_flops - target), n))
+    assert least < nearest < most
+    assert Budget("flops", least, most).epochs_of(base.method, lambda n: spend(base, n, 5)) == nearest
+
+
+@given(
+    leaps=st.lists(st.sampled_from([0, 1, 2, 3, 50, 1000]), min_size=1, max_size=300),
+    first=st.integers(0, 20),
+    target=st.integers(0, 20_000),
+)
+def test_the_nearest_of_rising_prices_is_found_with_few_of_them(leaps: list[int], first: int, target: int) -> None:
+    prices = dict(enumerate(itertools.accumulate(leaps, initial=first), 5))
+    asked = []
+
+    def price(epochs: int) -> int:
+        asked.append(epochs)
+        return prices[epochs]
+
+    found = _nearest(price, target, 5, max(prices))
+    assert abs(prices[found] - target) == min(abs(price - target) for price in prices.values())
+    assert len(asked) == len(set(asked)) <= 30  # of 300; two for each halving of them, and those beside
 
 
 def test_equal_flops_stop_at_the_most_epochs_allowed() -> None:

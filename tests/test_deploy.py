@@ -650,6 +650,76 @@ def test_a_deployed_model_says_that_it_cannot_be_copied(make: Any, whole: bool) 
             make(deployed.module)
 
 
+def normed() -> nn.Sequential:
+    """What a batch norm gives tells whether it is trained."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    nn.init.uniform_(model[1].running_mean, -1, 1)  # type: ignore[arg-type]
+    return model
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda d: d.half(), "in torch.float32, and cannot become torch.float16: keep to it, as kernels on a CPU"),
+        (lambda d: d.to(torch.bfloat16), "in torch.float32, and cannot become torch.bfloat16: keep to it"),
+        (lambda d: d.double(), "in torch.float32, and cannot become torch.float64: keep to it"),
+        (lambda d: d.to("meta"), "on cpu, and cannot be moved to meta: change the model itself, and deploy it again"),
+    ],
+)
+def test_a_deployed_model_refuses_another_dtype_or_device(change: Any, error: str, whole: bool) -> None:
+    x = torch.randn(4, 16)
+    deployed = gp.deploy(sparse_of(normed()), x, seconds=0, whole=whole)
+    before = deployed(x)
+    with pytest.raises(gp.GrowpruneError, match=error):
+        change(deployed)
+    assert torch.equal(deployed(x), before)
+    with pytest.raises(gp.GrowpruneError, match=error):
+        change(deployed.module)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is where to move it")
+@pytest.mark.parametrize("change", [lambda d: d.cuda(), lambda d: d.to("cuda")])
+def test_a_deployed_model_cannot_be_moved_to_a_gpu_that_is_not_there(change: Any) -> None:
+    deployed = gp.deploy(sparse_of(normed()), torch.randn(4, 16), seconds=0)
+    with pytest.raises(
+        gp.GrowpruneError, match=r"cannot be changed like this \(.+\): change the model itself"
+    ) as error:
+        change(deployed)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_changes_nothing_can_be_asked_of_a_deployed_model(whole: bool) -> None:
+    x = torch.randn(4, 16)
+    deployed = gp.deploy(sparse_of(normed()), x, seconds=0, whole=whole)
+    before = deployed(x)
+    assert not deployed.training
+    for same in (deployed.float(), deployed.cpu(), deployed.to("cpu"), deployed.to(torch.float32), deployed.eval()):
+        assert same is deployed
+    assert deployed.to_empty(device="cpu").train(False) is deployed
+    assert torch.equal(deployed(x), before)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_deployed_model_cannot_be_trained(whole: bool) -> None:
+    x = torch.randn(4, 16)
+    deployed = gp.deploy(sparse_of(normed()), x, seconds=0, whole=whole)
+    before = deployed(x)
+    with pytest.raises(gp.GrowpruneError, match="cannot be trained: train the model itself, and deploy it again"):
+        deployed.train()
+    assert torch.equal(deployed(x), before)
+
+
+def test_a_model_that_is_deployed_in_half_precision_stays_in_torch_and_in_that() -> None:
+    model, x = sparse_of(normed()).model.half(), torch.randn(4, 16).half()
+    with pytest.warns(UserWarning, match=r"no sparse weights in float32, .* but some in torch.float16: it stays"):
+        deployed = gp.deploy(model, x)
+    assert deployed.half()(x).dtype == torch.float16
+    with pytest.raises(gp.GrowpruneError, match=r"cannot become torch.float32: change the model itself, and deploy"):
+        deployed.float()
+
+
 def test_a_layer_in_the_place_of_another_has_its_attributes() -> None:
     deployed = gp.deploy(sparse_of(nn.Sequential(nn.Linear(16, 8))), torch.randn(2, 16), seconds=0, whole=False)
     layer = deployed.module[0]  # type: ignore[index]

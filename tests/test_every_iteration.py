@@ -25,9 +25,11 @@ from growprune.methods.dpf import Dpf, dpf
 from growprune.methods.str_ import Str, str_
 from growprune.partition import Partition
 from growprune.plan import Branch, By, Fork, Part, Parts, Phase, Rule, Stage, method, prune, walk
+from growprune.recipes.digits import dense
 from growprune.rules.dpf import DpfRule
 from growprune.rules.str_ import StrRule
 from growprune.sparse import SparseModel
+from growprune.tasks.digits import Digits
 from plan_cases import check_same_bits, loss_of, sgd, small_net, train_step
 from toy import cyclic
 
@@ -247,13 +249,34 @@ def test_str_by_hand() -> None:
 
 
 def test_str_is_ruled_then_pruned() -> None:
-    assert list(str_(S, sparsity=0.75, iterations=20)) == [
+    assert list(str_(S, sparsity=0.75, iterations=20, s_decay=0.8)) == [
         Phase(iterations=15, rule=Str(ALL, s_init=-5.0, s_decay=0.8)),
         Phase(prune(ALL, to=0.75), iterations=5),
     ]
     assert str_(S, sparsity=0.75, iterations=20, until=0.5, s_init=-9, s_decay=0.1)[0] == Phase(
         iterations=10, rule=Str(ALL, s_init=-9, s_decay=0.1)
     )
+
+
+@pytest.mark.parametrize("lr", [0.01, 0.5])
+def test_str_ends_where_the_sparsity_says_at_any_learning_rate_unless_the_loss_resists(lr: float) -> None:
+    rule = str_(S, sparsity=0.875, iterations=8, until=0.5, s_init=-4.0)[0].rule  # type: ignore[union-attr]
+    assert isinstance(rule, Str)
+    assert (rule.s_decay, rule.s_shrink) == (0, pytest.approx(1 - 0.5**0.25))
+    for gradient, expected in ((0.0, -2.0), (1.0, None)):  # -4 times the cube root of 1/8
+        model, sparse, optimizer = ruled(rule, 2.0, -1.0, 0.25, -0.5, lr=lr)
+        running = sparse.rule
+        for _ in range(4):
+            step(model, optimizer, -gradient, gradient, 0, 0)  # which is for larger weights
+        if expected is None:
+            assert -4 < float(running.s["weight"]) < -2.001
+        else:
+            assert float(running.s["weight"]) == pytest.approx(expected)
+
+
+def test_str_has_no_push_but_the_papers_where_that_is_given() -> None:
+    assert str_(S, sparsity=0.9, iterations=8, s_decay=0.0)[0] == Phase(iterations=6, rule=Str(ALL, s_init=-5.0))
+    assert str_(S, sparsity=0.0, iterations=8)[0] == Phase(iterations=6, rule=Str(ALL, s_init=-5.0))
 
 
 @every_optimizer
@@ -578,6 +601,7 @@ def test_dpf_that_would_rise_through_what_its_pattern_forbids_is_refused_at_firs
         (lambda: Dpf(ALL, to=0.5, rise=-1), "rise is -1"),
         (lambda: Str(ALL, s_init=math.nan, s_decay=0), "s_init is nan, but must be a finite number"),
         (lambda: Str(ALL, s_init=0, s_decay=-1), "s_decay is -1, but must be 0 or more"),
+        (lambda: Str(ALL, s_init=0, s_shrink=2), "s_shrink is 2, but it is a share of a whole"),
         (lambda: Str(ALL, s_init=0, s_decay="a"), "s_decay is 'a', but must be a finite number"),  # type: ignore[arg-type]
         (lambda: Deepr(ALL, iterations=4, l1=-1), "l1 is -1, but must be a number of at least 0"),
         (lambda: Deepr(ALL, iterations=4, temperature=math.inf), "temperature is inf, but must be a number"),
@@ -610,6 +634,16 @@ def test_a_run_tells_what_its_rule_has_reached(tmp_path: Path) -> None:
     assert [row["epoch"] for row in rows if "rule" in row] == list(range(1, 8))  # the rule ends with iteration 30
     assert 0 < reached[0] < reached[-1] < 1
     assert all("rule" not in row for row in engine.train(toy("deepr"), tmp_path / "deepr")["history"])
+
+
+@pytest.mark.parametrize("lr", [0.02, 0.1])
+def test_str_by_itself_comes_near_its_sparsity_whatever_the_learning_rate(lr: float, tmp_path: Path) -> None:
+    recipe = replace(dense(), task=Digits(width=24), method=str_, options={"epochs": 8}, sparsity=0.9)
+    recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=lr), evaluate_every=100, exploration=False)
+    rows = engine.train(recipe, tmp_path / "run")["history"]
+    reached = [row["rule"]["sparsity"] for row in rows if "rule" in row]
+    assert reached == sorted(reached)
+    assert 0.8 < reached[-1] < 0.97
 
 
 def test_the_best_of_dpf_is_among_all_epochs_that_have_the_sparsity(tmp_path: Path) -> None:

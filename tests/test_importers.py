@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -500,19 +501,7 @@ def saved(content: Any, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def mutated(content: bytes, numbers: random.Random) -> bytes:
-    """The content with a few bytes changed, cut short, or with a piece of it twice."""
-    data = bytearray(content)
-    kind = numbers.randrange(4)
-    if kind == 0:
-        return bytes(data[: numbers.randrange(len(data))])
-    if kind == 1:
-        start = numbers.randrange(len(data))
-        return bytes(data[:start] + data[start // 2 : start] + data[start:])
-    for _ in range(numbers.choice((1, 2, 20))):
-        limit = len(data) if kind == 2 else min(len(data), 800)  # headers, more often
-        data[numbers.randrange(limit)] = numbers.randrange(256)
-    return bytes(data)
+MUTATIONS = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "mutations.py"))["BYTES"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -526,7 +515,8 @@ def test_mutated_files_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
     numbers = random.Random(0)
     refused = 0
     for i in range(600):
-        (tmp_path / "file").write_bytes(mutated(contents[i % len(contents)], numbers))
+        mutate = numbers.choice(MUTATIONS)
+        (tmp_path / "file").write_bytes(mutate(numbers, contents[i % len(contents)]))
         try:
             importers.read(tmp_path / "file")
         except gp.GrowpruneError as error:

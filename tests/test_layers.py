@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from growprune.layers import LAYERS, Weight, layer_weights, prunable_weights
+from growprune import layers
+from growprune.layers import LAYERS, Weight, layer_weights, matches, matching, prunable_weights
 
 
 class Language(nn.Module):
@@ -209,6 +214,25 @@ def test_names_may_be_an_iterator(argument: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     name = {"keep_dense": "0", "include": "0.bias"}[argument]
     assert names(model, **{argument: (n for n in [name])}) == expected  # type: ignore[arg-type]
+
+
+NAMES = st.lists(st.text("ab.[]1*", max_size=6), max_size=12)
+
+
+@given(names=NAMES, patterns=st.lists(st.text("ab.[]1*?!-", max_size=5), max_size=6), data=st.data())
+def test_patterns_match_as_if_each_were_tried_on_each_name(names: list[str], patterns: list[str], data: Any) -> None:
+    some = data.draw(st.lists(st.sampled_from(names), max_size=3)) if names else []  # exact names, of which some match
+    patterns = [*patterns, *some]
+    expected = [[name for name in names if matches(name, pattern)] for pattern in patterns]
+    assert list(matching(patterns, names)) == expected
+
+
+def test_thousands_of_names_are_not_held_against_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(layers, "matches", lambda name, pattern: tried.append(name) or matches(name, pattern))
+    names = [f"blocks.{i}.weight" for i in range(5000)]
+    assert list(matching([*names, "blocks.4?.*"], names)) == [*([name] for name in names), names[40:50]]
+    assert len(tried) < 7000
 
 
 # Kinds of layers

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.run import get_args_parser
 
 import growprune
 from growprune.engine.cost import estimate
@@ -73,7 +75,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 def test_every_command_names_a_recipe_and_settings_that_exist() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
-    commands = re.findall(r"^ *(?:torchrun .*-m )?growprune (plan|train) (\S+)([^#\n]*)", text, re.M)
+    commands = re.findall(r"^ *(?:torchrun .*-m (?:-- )?)?growprune (plan|train) (\S+)([^#\n]*)", text, re.M)
     assert len(commands) > 20
     for verb, name, rest in commands:
         if ".py:" in name:  # a file of the reader's
@@ -81,6 +83,32 @@ def test_every_command_names_a_recipe_and_settings_that_exist() -> None:
         recipe = override(RECIPES[name](), parse_settings(re.findall(r"--set (\S+)", rest)))
         if verb == "plan":
             assert estimate(recipe).costs
+
+
+def torchrun_commands() -> list[str]:
+    """The lines of the pages that start growprune by torchrun, in one line each, without what a shell would put in."""
+    text = re.sub(r"\\\n *", "", "\n".join(page.read_text() for page in PAGES))
+    found = re.findall(r"^ *(?:srun )?(torchrun [^\n]*-m (?:-- )?growprune [^#\n]*)", text, re.M)
+    return [re.sub(r"\$\([^)]*\)|\$\w+", "1", line).strip() for line in found]
+
+
+@pytest.mark.parametrize("line", torchrun_commands())
+def test_torchrun_leaves_to_growprune_what_is_for_growprune(line: str) -> None:
+    own, _, rest = line.partition("growprune ")
+    found = get_args_parser().parse_args(shlex.split(line)[1:])
+    assert (found.module, found.training_script) == (True, "growprune")
+    assert found.training_script_args == shlex.split(rest)
+    alone = get_args_parser().parse_args([*shlex.split(own)[1:], "growprune"])
+    assert found.log_dir == alone.log_dir is None
+
+
+def test_a_page_shows_how_torchrun_is_given_a_log_for_growprune(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line for line in torchrun_commands() if "--log " in line]
+    assert len(lines) == 2
+    for line in lines:
+        with pytest.raises(SystemExit):  # which is why there is a -- in it
+            get_args_parser().parse_args(shlex.split(line.replace("-m -- ", "-m "))[1:])
+        assert "ambiguous option: --log could match --log-dir" in capsys.readouterr().err
 
 
 def test_the_number_of_rivals_is_right() -> None:

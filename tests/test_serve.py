@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,9 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def port(folder: Path) -> Iterator[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        found = free.getsockname()[1]
+    found = forked.free_port()
     words = (str(SERVE / "server.py"), str(folder), *WIDTH, "--port", str(found))
     with forked.started(*words, environment=environment()):
         yield found

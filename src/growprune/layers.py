@@ -10,7 +10,10 @@ Standard library only: models are read by their attributes, so that partitions a
 
 from __future__ import annotations
 
+import bisect
 import math
+import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -319,10 +322,21 @@ def matches(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
 
 
+def matching(patterns: Iterable[str], names: Iterable[str]) -> Iterator[list[str]]:
+    """For each pattern, the names that match it, in their order. Those that begin otherwise are not even looked at."""
+    names = list(names)
+    order = sorted(range(len(names)), key=names.__getitem__)
+    ordered = [names[i] for i in order]
+    for pattern in patterns:
+        beginning = re.split(r"[*?[]", pattern, maxsplit=1)[0]
+        first = bisect.bisect_left(ordered, beginning)
+        end = bisect.bisect_right(ordered, beginning, first, key=operator.itemgetter(slice(len(beginning))))
+        yield [names[i] for i in sorted(order[first:end]) if matches(names[i], pattern)]
+
+
 def _match_all(patterns: Sequence[str], names: Iterable[str], argument: str) -> Iterator[str]:
     names = list(names)
-    for pattern in patterns:
-        found = [name for name in names if matches(name, pattern)]
+    for pattern, found in zip(patterns, matching(patterns, names), strict=True):
         if not found:
             shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             raise GrowpruneError(f"{argument} has {pattern!r}, which matches no parameter; there are {shown}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from growprune.layers import Weight, adapter_parameters, computed_weights, first_names, matches
+from growprune.layers import Weight, adapter_parameters, computed_weights, first_names, matching
 
 LARGE = 0.01
 """The share of a model's parameters from which on one that stays dense is worth a word."""
@@ -33,12 +34,10 @@ def unpruned(model: Any, weights: Sequence[Weight], keep_dense: Sequence[str]) -
 
 def computed_and_dense(model: Any, weights: Sequence[Weight], keep_dense: Sequence[str]) -> list[str]:
     """Layers whose weight is computed, unless the parameters it is computed from are pruned or meant to be dense."""
-    pruned = {weight.parameter for weight in weights}
-    return [
-        name
-        for name, sources in computed_weights(model).items()
-        if not pruned & set(sources) and not _is_matched((name, *sources), keep_dense)
-    ]
+    computed = computed_weights(model)
+    named = _matched(keep_dense, [*computed, *itertools.chain.from_iterable(computed.values())])
+    known = named | {weight.parameter for weight in weights}
+    return [name for name, sources in computed.items() if name not in named and known.isdisjoint(sources)]
 
 
 def large_and_dense(model: Any, weights: Sequence[Weight], keep_dense: Sequence[str]) -> list[str]:
@@ -47,7 +46,8 @@ def large_and_dense(model: Any, weights: Sequence[Weight], keep_dense: Sequence[
     least = LARGE * sum(map(math.prod, shapes.values()))
     known = {weight.parameter for weight in weights}
     known |= {source for sources in computed_weights(model).values() for source in sources}
-    known |= {first for name, first in first_names(model).items() if _is_matched((name,), keep_dense)}
+    first = first_names(model)
+    known |= {first[name] for name in _matched(keep_dense, first)}
     dense = _meant_to_be_dense(model)
     return [
         f"{name} ({'x'.join(map(str, shapes[name]))})"
@@ -71,8 +71,8 @@ def _meant_to_be_dense(model: Any) -> set[int]:
     return dense
 
 
-def _is_matched(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    return any(matches(name, pattern) for name in names for pattern in patterns)
+def _matched(patterns: Sequence[str], names: Iterable[str]) -> set[str]:
+    return set(itertools.chain.from_iterable(matching(patterns, names)))
 
 
 def _listed(names: Sequence[str]) -> str:

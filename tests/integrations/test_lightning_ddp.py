@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -15,6 +14,8 @@ import torch._dynamo  # which the first step of an optimizer would import
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
+
+import forked
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -73,10 +74,7 @@ def replica(rank: int, port: int, case: tuple[str, str, bool], results: Any) -> 
 
 def on_two_processes(*case: Any) -> list[Any]:
     context = multiprocessing.get_context("fork")  # this runs in a process that has only loaded what it takes
-    results = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    results, port = context.Queue(), forked.free_port()
     processes = [context.Process(target=replica, args=(rank, port, case, results)) for rank in range(2)]
     for process in processes:
         process.start()

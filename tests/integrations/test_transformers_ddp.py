@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import socket
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,8 @@ import torch
 import torch._dynamo  # which the first step of an optimizer would import
 from transformers_cases import train
 
+import forked
 from growprune import GrowpruneError
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def replica(rank: int, port: int, folder: Path, results: Any) -> None:
@@ -47,7 +41,7 @@ def replica(rank: int, port: int, folder: Path, results: Any) -> None:
 
 def on_two_processes(folder: Path) -> dict[int, Any]:
     context = multiprocessing.get_context("fork")  # this runs in a process that has only loaded what it takes
-    results, port = context.Queue(), free_port()
+    results, port = context.Queue(), forked.free_port()
     processes = [context.Process(target=replica, args=(rank, port, folder, results)) for rank in range(2)]
     for process in processes:
         process.start()

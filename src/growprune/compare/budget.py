@@ -58,17 +58,28 @@ class Budget:
 
 
 def _nearest(price: Callable[[int], int], target: int, least: int, most: int) -> int:
-    """The number of epochs whose price is nearest to a target; the price grows about as the epochs do."""
-    price, epochs = functools.cache(price), least
-    tried = {least}
-    for _ in range(8):
-        epochs = min(most, max(least, round(epochs * target / max(1, price(epochs)))))
-        if epochs in tried:
-            break
-        tried.add(epochs)
-    # a step that gets an epoch more makes a leap of the price, so that the nearest may lie a little aside
-    close = tried | {n for n in range(epochs - 3, epochs + 4) if least <= n <= most}
+    """The number of epochs whose price is nearest to a target.
+
+    The price grows with the epochs, by leaps where a step gets one more; a little back and forth is looked past.
+    """
+    price = functools.cache(price)
+    below, above = _bracket(price, target, least, most)
+    is_guessed = True
+    while above - below > 1:
+        share = (target - price(below)) / (price(above) - price(below)) if is_guessed else 0.5
+        middle = min(above - 1, max(below + 1, below + round(share * (above - below))))
+        below, above = (middle, above) if price(middle) < target else (below, middle)
+        is_guessed = not is_guessed  # guesses alone could creep along a leap
+    close = range(max(least, below - 2), min(most, above + 2) + 1)
     return min(close, key=lambda n: (abs(price(n) - target), n))
+
+
+def _bracket(price: Callable[[int], int], target: int, least: int, most: int) -> tuple[int, int]:
+    """Two numbers of epochs, one too cheap and one not; or the same twice, where all are or none is."""
+    below = above = least
+    while price(above) < target and above < most:
+        below, above = above, min(most, max(above + 1, math.ceil(above * target / max(1, price(above)))))
+    return (below, above) if price(above) >= target else (above, above)
 
 
 def spend(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> Recipe:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from growprune import file
 from growprune.errors import GrowpruneError
 from growprune.inference.apart import Found, deploy_parts, rows_in_torch
 from growprune.inference.cuda.deploying import GpuRow, checked_device, deploy_linears
 from growprune.inference.measure import Chosen
-from growprune.inference.parts import Part, refuse_to_copy
+from growprune.inference.parts import Part, check_no_change, refuse_to_copy
 from growprune.inference.skeleton import Skeleton, empty, fill_in, skeleton_of
 from growprune.inference.table import Table
 from growprune.inference.trace import NotTraceable
@@ -83,8 +84,23 @@ class Deployed(nn.Module):
         if found is None:
             fill_in(skeleton)
         self.module: nn.Module = skeleton.module if found is None else found.module
+        self.eval()
 
     __reduce_ex__ = refuse_to_copy
+
+    def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What half(), to(), cuda() and their kin ask for: nothing, if it is so already, and no more is done then."""
+        del recurse
+        tensors = itertools.chain(self.parameters(), self.buffers())
+        for dtype in {tensor.dtype for tensor in tensors if tensor.is_floating_point()} or {torch.float32}:
+            check_no_change(change, torch.empty(0, dtype=dtype, device=self._made.device))
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Only `train(False)`, which is eval(), and changes nothing."""
+        if mode:
+            raise GrowpruneError("a deployed model cannot be trained: train the model itself, and deploy it again")
+        return super().train(False)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +214,7 @@ def deploy_model(
     """What `deploy` does, with what may have been measured before."""
     skeleton, settings = skeleton_of(model), _settings_of(model)
     if not skeleton.matrices:
-        warn("the model has no sparse weights: it stays in torch as it is")
+        warn(f"the model has no sparse weights{_of_other_dtypes(skeleton.module)}: it stays in torch as it is")
         table = Table((), in_torch=("the whole model",))
         return Deployed(None, skeleton, table, example, whole=whole, settings=settings)
     found = _found(skeleton, example, seconds=seconds, whole=whole, chosen=chosen)
@@ -211,6 +227,11 @@ def deploy_model(
         warn(f"deployed, the model takes {times[0]:.3g} ms, and in torch {times[1]:.3g} ms: it stays in torch")
         deployed.stay_in_torch()
     return deployed
+
+
+def _of_other_dtypes(module: nn.Module) -> str:
+    found = {str(p.dtype) for p in module.parameters() if p.dim() > 1 and p.is_floating_point()} - {"torch.float32"}
+    return f" in float32, which kernels on a CPU are for, but some in {', '.join(sorted(found))}" if found else ""
 
 
 def deploy_on_gpu(

@@ -27,6 +27,9 @@ MOST_PLANS = 8
 """How many shapes a part keeps the plans of; the one that was used longest ago goes first."""
 
 
+DEPLOY_AGAIN = "change the model itself, and deploy it again, on device='cpu' or 'cuda'"
+
+
 def refuse_to_copy(module: nn.Module, protocol: object) -> Any:
     """What copy, deepcopy, pickle and torch.save ask for: kernels are bound to memory that no copy would have."""
     del protocol
@@ -36,10 +39,35 @@ def refuse_to_copy(module: nn.Module, protocol: object) -> Any:
     )
 
 
+def stay_as_made(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """What half(), to(), cuda() and their kin ask for: nothing, if it is so already, and no more is done then."""
+    del recurse
+    check_no_change(change, torch.empty(0))
+    return module
+
+
+def check_no_change(change: Callable[[Tensor], Tensor], tensor: Tensor) -> None:
+    """Raise if a tensor such as those of a deployed model would get another dtype or device."""
+    try:
+        changed = change(tensor)
+    except (AssertionError, RuntimeError) as error:  # AssertionError: torch has no CUDA here
+        said = str(error).partition("\n")[0]
+        raise GrowpruneError(f"a deployed model cannot be changed like this ({said}): {DEPLOY_AGAIN}") from None
+    if changed.device != tensor.device:
+        raise GrowpruneError(
+            f"the model is deployed on {tensor.device}, and cannot be moved to {changed.device}: {DEPLOY_AGAIN}"
+        )
+    if changed.dtype != tensor.dtype:
+        is_of_kernels = (tensor.device.type, tensor.dtype) == ("cpu", torch.float32)
+        told = "keep to it, as kernels on a CPU are for no other" if is_of_kernels else DEPLOY_AGAIN
+        raise GrowpruneError(f"the model is deployed in {tensor.dtype}, and cannot become {changed.dtype}: {told}")
+
+
 class Part(nn.Module):
     """A module that runs as programs."""
 
     __reduce_ex__ = refuse_to_copy
+    _apply = stay_as_made
 
     def __init__(self, module: nn.Module, skeleton: Skeleton, *, seconds: float, chosen: Mapping[str, Chosen]) -> None:
         super().__init__()
@@ -125,7 +153,7 @@ class LinearPart(nn.Module):
         self._seconds, self._known = seconds, known
         self.row: Row | None = None
 
-    __getattr__, __reduce_ex__ = Part.__getattr__, refuse_to_copy
+    __getattr__, __reduce_ex__, _apply = Part.__getattr__, refuse_to_copy, stay_as_made
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:

@@ -43,7 +43,8 @@ class StrRule:
                 t = s.sigmoid()
                 g.mul_(w.abs() > t)  # where the model has zeros, w does not count
                 of_s = -(g * w.sign()).sum(dtype=s.dtype) * t * (1 - t)
-                s.sub_(of_s + self.rule.s_decay * s, alpha=trained[weight.parameter])
+                of_s += self.rule.s_decay * s
+                s.mul_(1 - self.rule.s_shrink).sub_(of_s, alpha=trained[weight.parameter])
         self.w.put_in(name for name in self.w.names if name in trained)
 
     @torch.no_grad()
