@@ -711,6 +711,26 @@ def test_a_deployed_model_cannot_be_trained(whole: bool) -> None:
     assert torch.equal(deployed(x), before)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_deployed_model_has_no_state_dict_that_lacks_its_sparse_weights(whole: bool) -> None:
+    deployed = gp.deploy(sparse_of(normed()), torch.randn(4, 16), seconds=0, whole=whole)
+    for ask in (deployed.state_dict, lambda: deployed.load_state_dict({})):
+        with pytest.raises(gp.GrowpruneError, match=r"has no state dict: deployed.save\(FOLDER\) keeps it"):
+            ask()
+
+
+def test_what_stays_in_torch_has_its_state_dict() -> None:
+    model, x = nn.Sequential(nn.Linear(16, 4)), torch.randn(4, 16)
+    with pytest.warns(UserWarning, match="no sparse weights"):
+        deployed = gp.deploy(model, x)
+    state = deployed.state_dict()
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
+        "module.0.weight": (4, 16),
+        "module.0.bias": (4,),
+    }
+    assert str(deployed.load_state_dict(state)) == "<All keys matched successfully>"
+
+
 def test_a_model_that_is_deployed_in_half_precision_stays_in_torch_and_in_that() -> None:
     model, x = sparse_of(normed()).model.half(), torch.randn(4, 16).half()
     with pytest.warns(UserWarning, match=r"no sparse weights in float32, .* but some in torch.float16: it stays"):

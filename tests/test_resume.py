@@ -192,7 +192,9 @@ def test_resuming_a_finished_run_returns_its_result_and_trains_nothing(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "content", ['{"rows": [{"stage": 1, "bra', "{}", '{"rows": [{"stage": "one"}]}', "[" * 100_000]
+    "content",
+    ['{"rows": [{"stage": 1, "bra', "{}", '{"rows": [{"stage": "one"}]}', "[" * 100_000],
+    ids=["cut off", "empty", "no number", "too deep"],
 )
 def test_damaged_notes_of_a_branch_are_written_again_by_who_trained_it(content: str, tmp_path: Path) -> None:
     engine.train(parallel(), tmp_path / "undisturbed")

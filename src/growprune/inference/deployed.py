@@ -102,6 +102,22 @@ class Deployed(nn.Module):
             raise GrowpruneError("a deployed model cannot be trained: train the model itself, and deploy it again")
         return super().train(False)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Only of what stays in torch: what kernels read is no state dict, and one without it would look whole."""
+        self._check_in_torch()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Only into what stays in torch."""
+        self._check_in_torch()
+        return super().load_state_dict(*args, **kwargs)
+
+    def _check_in_torch(self) -> None:
+        if not self.is_in_torch:
+            raise GrowpruneError(
+                "a deployed model has no state dict: deployed.save(FOLDER) keeps it, and the model itself has one"
+            )
+
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
