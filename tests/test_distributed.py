@@ -23,7 +23,7 @@ import torch
 
 import forked
 import growprune as gp
-from growprune import engine
+from growprune import engine, methods
 from growprune.engine.batch_split import split
 from growprune.engine.folder import OtherLogs, RunFolder
 from growprune.engine.mesh import Mesh
@@ -66,13 +66,21 @@ def model_bytes(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("recipe", [parallel(), continuing(parallel())], ids=["restart", "continue"])
+def gradual() -> Recipe:
+    """Parts that grow no further than a peak allows: which of their weights, is drawn in each branch."""
+    options = {"epochs": 4, "every": 4, "peak_density": 0.75, "power": 3}
+    return replace(parallel(), method=methods.parallel_gradual_gap, options=options, allocation="global")
+
+
+@pytest.mark.parametrize(
+    "recipe", [parallel(), continuing(parallel()), gradual()], ids=["restart", "continue", "gradual"]
+)
 def test_any_number_of_processes_gives_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     recipe = replace(recipe, task=Toy(depth=4), partition=contiguous(4))
     engine.train(recipe, tmp_path / "1")
     result = json.loads((tmp_path / "1" / "result.json").read_text())
-    for world in (2, 3, 4) if recipe.options.get("restart", True) else (3,):
+    for world in (2, 3, 4) if recipe.options == parallel().options else (3,):
         assert run_on(world, recipe, tmp_path / str(world)) == []
         assert model_bytes(tmp_path / str(world)) == model_bytes(tmp_path / "1")
         found = json.loads((tmp_path / str(world) / "result.json").read_text())

@@ -39,8 +39,8 @@ def test_it_rises_evenly_and_three_fifths_of_the_weights_live_at_most_if_nothing
     # a quarter is grown, and 0.4 are zero: 0.4 / 0.75 of the rest
     assert lines(plan)[:3] == [
         "prune all to 0.5333 by random: 0",
-        "prune all to 0.5333, grow S0 to dense: 6",
-        "prune all to 0.6667, grow S1 to dense: 6",
+        "prune all to 0.5333, grow S0 to dense within 0.6: 6",
+        "prune all to 0.6667, grow S1 to dense within 0.6: 6",
     ]
 
 

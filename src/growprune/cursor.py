@@ -343,14 +343,16 @@ def _next_edits(schedule: Sequence[ScheduledPhase], current: ScheduledPhase) -> 
 
 def _onward(trail: str, scheduled: ScheduledPhase) -> str:
     phase, returns = scheduled.phase, scheduled.returns
-    edits = [(e.action.value, _digest(e.part), e.by.value, e.to, e.share, *_spread(e)) for e in phase.edits]
+    edits = [(e.action.value, _digest(e.part), e.by.value, e.to, e.share, *_later(e)) for e in phase.edits]
     place = (scheduled.stage, scheduled.branch, None if returns is None else _digest(returns))
     how = (phase.epochs, phase.iterations, phase.restart, repr(phase.rule))
     return hashlib.sha256(f"{trail}{edits}{place}{how}".encode()).hexdigest()
 
 
-def _spread(edit: Edit) -> tuple[str, ...]:
-    return () if edit.spread is None else (edit.spread.value,)  # nothing, so that states of before there was any load
+def _later(edit: Edit) -> tuple[str | float, ...]:
+    """What edits have had only later; nothing where it is not used, so that states of before load."""
+    spread = () if edit.spread is None else (edit.spread.value,)
+    return spread if edit.within is None else (*spread, edit.within)
 
 
 @functools.lru_cache(maxsize=4096)

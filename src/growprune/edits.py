@@ -18,6 +18,7 @@ from growprune.optimizers import Optimizers
 from growprune.patterns import Pattern, count_groups, in_one_go, write_groups
 from growprune.plan import Action, By, Edit, Part, Spread
 from growprune.scores import check_finite
+from growprune.selection import num_kept
 from growprune.storage import SparseParameter
 from growprune.warn import warn
 
@@ -66,6 +67,8 @@ class Editor:
                 gradient is looked at: what is spread by momentum is taken to go with the live weights.
         """
         part = self.weights_of(edit.part)
+        if edit.within is not None and part:
+            return [self._fitting(edit.within, part, alive)]
         if edit.spread in (Spread.LIVE, Spread.MOMENTUM) and part:
             return self._spread_out(edit, part, alive)
         if edit.to is None:
@@ -77,6 +80,16 @@ class Editor:
             self._pattern.check(weight, edit.to)
         scope = self._scope if edit.action is Action.PRUNE else Scope.PART  # to grow a part leaves the others alone
         return self._allocate(self.weights, part, edit.to, self._pattern, scope) if part else []
+
+    def _fitting(self, within: float, part: tuple[Weight, ...], alive: Mapping[str, int] | None) -> Pool:
+        """All of a part, or as much of it as leaves the model no more live groups than it may have."""
+        alive = self.num_alive(self.weights) if alive is None else alive
+        num_groups = sum(map(self._pattern.num_groups, self.weights))
+        room = num_kept(1 - within, num_groups) - sum(alive[weight.name] for weight in self.weights)
+        room += len(self.weights)  # since each layer rounds for itself
+        now, most = sum(alive[weight.name] for weight in part), sum(map(self._pattern.most_alive, part))
+        whole = sum(map(self._pattern.num_groups, part))
+        return Pool(part, whole if now + room >= whole else max(now, min(now + room, most)))
 
     def _spread_out(self, edit: Edit, part: tuple[Weight, ...], alive: Mapping[str, int] | None) -> list[Pool]:
         """Pools of one weight each, which share the growth of all."""
@@ -105,10 +118,15 @@ class Editor:
     def apply(self, edit: Edit) -> None:
         if edit.by is By.AS_IS:
             self._check_as_is(edit)
-        elif edit.to == 0:
+        elif edit.to == 0 and self._is_whole(edit):
             self._grow_all(edit)
         else:
             self.select(self.pools(edit), edit)
+
+    def _is_whole(self, edit: Edit) -> bool:
+        """Whether an edit to dense is not held back."""
+        pools = self.pools(edit) if edit.within is not None else []
+        return all(pool.kept == sum(map(self._pattern.num_groups, pool.weights)) for pool in pools)
 
     def _grow_all(self, edit: Edit) -> None:
         weights = self.weights_of(edit.part) if edit.action is Action.GROW else ()

@@ -62,7 +62,7 @@ def fold(schedule: Iterable[ScheduledPhase]) -> list[Row]:
 def _alike(scheduled: ScheduledPhase) -> tuple[Any, ...]:
     """Equal for phases that differ in the degree of their edits only; last of all, which parts they edit."""
     phase = scheduled.phase
-    what = tuple((edit.action, edit.by, edit.to is None, edit.spread) for edit in phase.edits)
+    what = tuple((edit.action, edit.by, edit.to is None, edit.spread, edit.within) for edit in phase.edits)
     return (what, phase.epochs, phase.iterations, phase.restart, phase.rule, scheduled.returns, _parts(scheduled))
 
 

@@ -131,6 +131,8 @@ class Edit:
     """How many weights of each layer it takes or adds, as a share of those that live there, rounded down."""
     spread: Spread | None = None
     """How the layers share it; None for as the allocation says, or each its own share."""
+    within: float | None = None
+    """The share of all weights of the model that may live after it: growth to dense stops there."""
 
     def __post_init__(self) -> None:
         if (self.to is None) is (self.share is None):
@@ -147,6 +149,8 @@ class Edit:
             raise GrowpruneError(f"{self.action.value} goes by as_is, which is for prune with to=: give another by")
         if self.spread is not None:
             self._check_spread()
+        if self.within is not None:
+            self._check_within(self.within)
 
     def _check_spread(self) -> None:
         spread = self.spread if isinstance(self.spread, Spread) else parse_spread(str(self.spread))
@@ -158,9 +162,16 @@ class Edit:
         if spread is Spread.MOMENTUM and self.by is not By.MOMENTUM:
             raise GrowpruneError(f"grow has spread=momentum, but goes by {self.by.value}: give by=By.MOMENTUM too")
 
+    def _check_within(self, within: float) -> None:
+        check_share(within=within)
+        object.__setattr__(self, "within", as_float(within))
+        if self.action is Action.PRUNE or self.to != 0 or self.by is not By.RANDOM or self.spread is not None:
+            raise GrowpruneError(f"within={within:g} is for growth to dense: give grow a part and within alone")
+
     def __str__(self) -> str:
         how = "" if self.is_usual else f" by {self.by.value}"
         how += "" if self.spread is None else f" spread by {self.spread.value}"
+        how += "" if self.within is None else f" within {self.within:.4g}"
         if self.share is not None:
             more = "more of " if self.action is Action.GROW else "of "
             return f"{self.action.value} {self.share:.4g} {more}{self.part.name}{how}"
@@ -203,10 +214,13 @@ def grow(
     share: float | None = None,
     by: By = By.RANDOM,
     spread: Spread | None = None,
+    within: float | None = None,
 ) -> Edit:
     """ArgGrowTo: let more of a part's weights live, all of them by default. A grown weight starts at exactly zero.
 
-    With `spread`, the part as a whole gets as many as the allocation says, but its layers share them otherwise.
+    With `spread`, the part as a whole gets as many as the allocation says, but its layers share them otherwise. With
+    `within`, growth to dense stops where this share of the whole model's weights lives, to a group a layer: which of
+    the part's weights there is no room for is drawn anew at each growth.
 
     Examples:
         >>> print(grow(Part("S0", ("fc.weight",))))
@@ -215,8 +229,10 @@ def grow(
         grow S0 to 0.9 by gradient
         >>> print(grow(Part("S0", ("fc.weight",)), to=0.9, spread=Spread.LIVE))
         grow S0 to 0.9 spread by live
+        >>> print(grow(Part("S0", ("fc.weight",)), within=0.6))
+        grow S0 to dense within 0.6
     """
-    return Edit(Action.GROW, part, by, 0.0 if to is None and share is None else to, share, spread)
+    return Edit(Action.GROW, part, by, 0.0 if to is None and share is None else to, share, spread, within)
 
 
 @dataclass(frozen=True)

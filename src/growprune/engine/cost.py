@@ -113,7 +113,7 @@ def _edited(sparse: SparseModel, scheduled: ScheduledPhase, density: Densities) 
     density = dict(density)
     sizes = {w.name: sparse.pattern.num_groups(w) for w in sparse.weights}
     for edit in scheduled.phase.edits:
-        if edit.to == 0:
+        if edit.to == 0 and edit.within is None:
             whole = sparse.editor.weights_of(edit.part) if edit.action is Action.GROW else ()
             density |= {w.name: 1.0 for w in whole}
             continue

@@ -48,7 +48,8 @@ def gradual_gap(
         every: the iterations of each step; a sixtieth of the training if not given.
         start: the fraction of zeros to begin with.
         peak_density: instead of `start`: the largest share of the weights that may live at any time. If neither is
-            given it is 0.6, or as near to it as the parts and the sparsity allow.
+            given it is 0.6, or as near to it as the parts and the sparsity allow. Growth keeps to it: of a part that
+            has fewer live weights than its share, not quite all may grow at once.
         until: when the steps end and fine-tuning begins, as a share of the training.
         power: how the sparsity rises: 1 evenly; 3 fast at first and slowly at the end, as in GMP.
         initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
@@ -65,12 +66,13 @@ def gradual_gap(
     first = first_sparsity(S, sparsity, start, peak_density)
     if control not in (None, "start", "peak"):
         raise GrowpruneError(f"control is {control!r}, but must be 'start', 'peak', or None for no control")
+    within = peak_of(S, first) if start is None else None
     first *= 1 - S.largest_share if control == "peak" else 1
     last = round(until * iterations)
     yield Phase(prune(S.whole, to=first, by=first_by(initial_mask)))
     for step, t in enumerate(range(0, last, every)):
         now = sparsity + (first - sparsity) * (1 - t / last) ** power
-        growth = [] if control else [grow(S[step % len(S)])]
+        growth = [] if control else [grow(S[step % len(S)], within=within)]
         yield Phase(prune(S.whole, to=now), *growth, iterations=min(every, last - t))
     yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)
 
@@ -88,6 +90,11 @@ def first_sparsity(S: Parts, sparsity: float, start: float | None, peak_density:
         _check_peak(peak_density, grown, sparsity)
     room = 1 - (PEAK_DENSITY if peak_density is None else peak_density)
     return 0.0 if grown == 1 else min(sparsity, room / (1 - grown))
+
+
+def peak_of(S: Parts, first: float) -> float:
+    """The share of the weights that live if the largest part is grown at the first sparsity, which is the lowest."""
+    return 1 - first * (1 - S.largest_share)
 
 
 def _check_peak(peak_density: float, grown: float, sparsity: float) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from growprune.methods.gradual_gap import first_sparsity
+from growprune.methods.gradual_gap import first_sparsity, peak_of
 from growprune.plan import (
     Branch,
     Fork,
@@ -54,10 +54,11 @@ def parallel_gradual_gap(
     check_counts(0, iterations=iterations)
     check_share(until=until)
     first = first_sparsity(S, sparsity, start, peak_density)
+    within = peak_of(S, first) if start is None else None
     last = round(until * iterations)
     yield Phase(prune(S.whole, to=first, by=first_by(initial_mask)))
     for t in range(0, last, every):
         length = min(every, last - t)
         yield Phase(prune(S.whole, to=sparsity + (first - sparsity) * (1 - t / last) ** power))
-        yield Fork(*(Branch(Phase(grow(P), iterations=length), returns=P) for P in S))
+        yield Fork(*(Branch(Phase(grow(P, within=within), iterations=length), returns=P) for P in S))
     yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)

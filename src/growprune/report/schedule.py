@@ -16,7 +16,10 @@ MAX_PARTS = 12
 MIN_SHARE = 0.07
 """How much of the time a stretch must take for its density to be written into it."""
 
-_EDIT = re.compile(r"(prune|grow) (?:([\d.e-]+) (?:more )?of (.+?)|(.+?) to (dense|[\d.e-]+))(?: by \w+| at random)?$")
+_EDIT = re.compile(
+    r"(prune|grow) (?:([\d.e-]+) (?:more )?of (.+?)|(.+?) to (dense|[\d.e-]+))"
+    r"(?: by \w+| at random)?(?: within [\d.e-]+)?$"
+)
 
 
 Row = tuple[str, float, float, float]
