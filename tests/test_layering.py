@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "state": "snapshot storage optimizers",
     "gradients": "plan storage",
     "choosing": "plan layers selection patterns scores allocation storage gradients",
-    "edits": "plan layers patterns scores allocation storage optimizers gradients choosing",
+    "edits": "plan layers patterns scores selection allocation storage optimizers gradients choosing",
     "running": "optimizers",
     "wrapped": "",
     "storing": "patterns storage adapters",
