@@ -161,14 +161,14 @@ def test_when_a_host_is_unplugged_mid_round_all_end_and_say_where(
 ) -> None:
     settings = ("--set", "timeout_seconds=10", "--set", "task.pause=0.1")
     hosts.torchrun("train", recipe_of("slow_parallel"), "--out", str(tmp_path / "run"), *settings)
-    wait_until(lambda: "step 3: grow" in hosts.output(0).read_text(), 40)  # the second round
+    wait_until(lambda: "stage 3: grow" in hosts.output(0).read_text(), 40)  # the second round
     hosts.unplug(host)
     codes = hosts.exit_codes(45)
     said = hosts.outputs()
     assert None not in codes, said
     assert 0 not in codes, said
     for rank, text in enumerate(said):  # where the rendezvous is lost, torchrun may notice first, and end its process
-        gave_up = rf"growprune: rank {rank} of 3 gave up in .* while waiting for the branches of step 3"
+        gave_up = rf"growprune: rank {rank} of 3 gave up in .* while waiting for the branches of stage 3"
         assert re.search(gave_up, text) or (rank > 0 and "RendezvousConnectionError" in text), text
     assert missed in said[0]
     assert not (tmp_path / "run" / "result.json").exists()
