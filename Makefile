@@ -21,7 +21,8 @@ types: .venv/dev
 # Three at a time on two cores, as many wait for processes they have started; what is marked slow is part of it. What is
 # compiled is kept, whatever the environment says: each of them, and what they start, imports all of it.
 unit: .venv/dev
-	TMPDIR=$(or $(MEMORY),$${TMPDIR:-/tmp}) PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadgroup
+	files=$$(mktemp -d "$(or $(MEMORY),$${TMPDIR:-/tmp})/growprune.XXXXXX") && \
+	TMPDIR=$$files PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadgroup && rm -rf "$$files"
 
 # Tests write and sync files all the time, which is quicker where files are memory: if there is room, and what is built there can be run.
 MEMORY := $(shell grep -qs ' /dev/shm .*noexec' /proc/mounts || \
