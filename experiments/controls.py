@@ -6,12 +6,11 @@ python experiments/controls.py --write   # bring the page up to date
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 from comparing import RESULTS
-from page import put
+from page import put, write_or_print
 
 from growprune.compare import of_runs
 from growprune.compare.statistics import paired
@@ -68,14 +67,5 @@ def page(text: str) -> str:
     return put(text, "<!-- controls -->\n", "<!-- end of controls -->", table())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
-        PAGE.write_text(page(PAGE.read_text()))
-    else:
-        print(table())
-
-
 if __name__ == "__main__":
-    main()
+    write_or_print(__doc__, PAGE, page, table())

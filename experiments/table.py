@@ -6,13 +6,12 @@ python experiments/table.py --write   # put them into docs/results.md
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
-from page import put
+from page import put, write_or_print
 from run import NARROW, RECIPES_OF, VARIANTS
 
 HERE = Path(__file__).parent
@@ -96,14 +95,5 @@ def page(text: str) -> str:
     return text
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
-        PAGE.write_text(page(PAGE.read_text()))
-    else:
-        print("\n\n".join(table(study) for study in METRICS))
-
-
 if __name__ == "__main__":
-    main()
+    write_or_print(__doc__, PAGE, page, "\n\n".join(table(study) for study in METRICS))
