@@ -103,5 +103,6 @@ def _check_peak(peak_density: float, grown: float, sparsity: float) -> None:
     if peak_density < least:
         raise GrowpruneError(
             f"peak_density is {peak_density}, but with a part of {grown:.3g} of the weights grown at a sparsity of "
-            f"{sparsity}, {least:.4g} of them live: give at least that, or cut the model into more parts"
+            f"{sparsity}, {least:.4g} of them live: give at least that, or cut the model into more parts, if "
+            "the largest is not a single layer"
         )
