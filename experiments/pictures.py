@@ -86,7 +86,7 @@ class Frame:
     bottom: float = 316.0
 
     def at(self, peak: float, score: float) -> tuple[float, float]:
-        return self.left + 460 * peak, self.bottom - (score - self.low) / (self.high - self.low) * 300
+        return self.left + 410 * peak, self.bottom - (score - self.low) / (self.high - self.low) * 300
 
     def draw(self, unit: str) -> list[str]:
         body = []
@@ -129,10 +129,11 @@ def frontier(study: str, frame: Frame, unit: str, title: str) -> str:
         body.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>' for x, y in places]
         ends.append((*places[-1], f"{name}, {points[-1][1]:.1f}", colour))
-    for is_last in (False, True):  # names at the right edge stand one below the other
-        here = sorted((end for end in ends if (end[0] > 500) is is_last), key=lambda end: end[1])
-        heights = apart([end[1] for end in here], 17) if is_last else [end[1] for end in here]
-        body += [text(x + 10, y + 5, words, colour=c) for (x, _, words, c), y in zip(here, heights, strict=True)]
+    right, _ = frame.at(0.99, 0)
+    beside = sorted((end for end in ends if end[0] > right), key=lambda end: end[1])
+    heights = apart([y for _, y, _, _ in beside], 17)  # names at the right edge stand one below the other
+    body += [text(x + 10, y + 5, words, colour=c) for (x, _, words, c), y in zip(beside, heights, strict=True)]
+    body += [text(x, y + 22, words, anchor="middle", colour=c) for x, y, words, c in ends if x <= right]
     return svg(640, 374, body, title)
 
 
