@@ -390,6 +390,23 @@ def test_in_a_fork_each_part_is_as_dense_as_where_it_is_trained(tmp_path: Path) 
     }
 
 
+def test_a_bare_result_with_forks_shows_what_was_pruned_between_them(tmp_path: Path) -> None:
+    """Its epochs have no row of a pruning that is not followed by training; the live weights tell of it."""
+    made = recipe("parallel_gradual_gap", 0.8, 0)
+    rows = [  # 1,000 weights: S0 has 600 of them, S1 400
+        row(1, 1, 760, "grow S0 to dense", branch=0),  # with 0.4 of the rest
+        row(2, 1, 760, "grow S0 to dense", branch=0),
+        row(1, 1, 640, "grow S1 to dense", branch=1),  # a history has one branch after the other
+        row(2, 1, 640, "grow S1 to dense", branch=1),
+        row(3, 3, 700, "grow S0 to dense", branch=0),  # with 0.25
+        row(3, 3, 550, "grow S1 to dense", branch=1),
+        row(4, 5, 200),
+        row(5, 5, 200),
+    ]
+    path = write_bare(tmp_path / "result.json", result(made, 88.0, rows))
+    assert stretches(only_group(path)) == {"S0": [(0, 3, 1.0), (3, 5, 0.2)], "S1": [(0, 3, 1.0), (3, 5, 0.2)]}
+
+
 def test_a_method_that_edits_the_whole_model_has_one_row_by_its_live_weights(tmp_path: Path) -> None:
     rows = [
         row(n, n, alive, "prune 0.3 of all, grow all to 0.9 by gradient") for n, alive in ((1, 400), (2, 400), (3, 100))

@@ -35,9 +35,22 @@ SMALLEST = {
         "--data",
         "TEXT",
     ],
+    "rise": ["--seeds", "1", "--iterations", "8"],
+    "rise characters": [
+        "--iterations",
+        "8",
+        "--sparsity",
+        "0.7",
+        "--task",
+        "characters",
+        "--data",
+        "TEXT",
+        "--seeds",
+        "1",
+    ],
 }
 """By the name of the script: arguments with which it takes a second or two."""
-SHARED = {"common", "deep_tasks", "digits", "draw"}
+SHARED = {"common", "deep_tasks", "digits", "draw", "paired"}
 
 
 @pytest.fixture(autouse=True)

@@ -118,17 +118,19 @@ def run(
     sparsity: float,
     seed: int,
     allocation: str = "uniform",
+    cut: Callable[[nn.Module], gp.Partition] = gp.Partition.per_layer,
     watch: Callable[[gp.SparseModel], tuple[Hook, Hook]] | None = None,
 ) -> tuple[Trace, dict[str, float]]:
     """Train a task by a plan over its layers; what was seen, and the metrics of the last model on the test split.
 
-    With the same seed, every plan begins with the same weights, and sees the same batches in the same order.
+    With the same seed, every plan begins with the same weights, and sees the same batches in the same order. With
+    `cut`, the plan is over other parts than single layers.
     """
     torch.manual_seed(seed)
     model = task.build_model()
     sparse = gp.SparseModel(model, sparsity=sparsity, allocation=allocation, seed=seed)
     hooks = {} if watch is None else dict(zip(("before_edits", "after_edits"), watch(sparse), strict=True))
-    plan, per_epoch = make_plan(gp.Partition.per_layer(model)), task.num_batches()
+    plan, per_epoch = make_plan(cut(model)), task.num_batches()
 
     def batches(epoch: int) -> Iterator[Any]:
         return task.batches(seed=random.Random(f"{seed} {epoch}").getrandbits(32), start=0, device=CPU)

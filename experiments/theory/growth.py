@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import clock, keep, parser, run, table, told
+from common import clock, keep, parser, run
 from deep_tasks import Characters, DeepDigits
+from paired import ADAM, SGD, Figures, compare
 
 import growprune as gp
 from growprune.plan import Parts
@@ -57,12 +58,6 @@ def peak_density(plan: gp.Plan, model: torch.nn.Module, sparsity: float) -> floa
     return max(held) / sparse.num_prunable
 
 
-DIVERGED = 10.0
-"""A test loss above this is no model; guessing gives 2.3, or 4.2 for characters."""
-SGD = partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=5e-4)
-ADAM = partial(torch.optim.AdamW, weight_decay=0.01)
-
-
 def arms(
     task: gp.tasks.Task, iterations: int, every: int, target: float, start: float
 ) -> dict[str, Callable[..., gp.Plan]]:
@@ -98,37 +93,13 @@ def main() -> None:
     task = DeepDigits() if arguments.task == "digits" else Characters(arguments.data)
     rates = {"SGD": partial(SGD, lr=0.1), "AdamW": partial(ADAM, lr=3e-3 if arguments.task == "digits" else 4e-3)}
     settings = (arguments.iterations, arguments.every, arguments.sparsity, arguments.start)
-    rows, figures = [], []
-    for optimizer, make in rates.items():
-        base: list[dict[str, float]] = []
-        for name, plan in arms(task, *settings).items():
-            runs = [once(task, plan, make, arguments.sparsity, seed) for seed in range(arguments.seeds)]
-            base = base or runs
-            rows.append([f"{optimizer}: {name}", *cells(runs, base)])
-            figures.append({"optimizer": optimizer, "arm": name, "runs": runs})
-            print(rows[-1], flush=True)
-    columns = [key for key in ("accuracy", "loss") if key in base[0]]
-    heads = [head for key in columns for head in (f"test {key}", "minus the first")]
-    print(table(["", "peak", "average live", *heads], rows))
-    keep(arguments.out, seconds(), task=arguments.task, settings=settings, rows=figures)
+    rows = compare(rates, arms(task, *settings), partial(once, task, sparsity=arguments.sparsity), arguments.seeds)
+    keep(arguments.out, seconds(), task=arguments.task, settings=settings, rows=rows)
 
 
-def once(task: gp.tasks.Task, plan: Callable[..., gp.Plan], make: Any, sparsity: float, seed: int) -> dict[str, float]:
+def once(task: gp.tasks.Task, plan: Callable[..., gp.Plan], make: Any, seed: int, *, sparsity: float) -> Figures:
     trace, metrics = run(task, lambda S: plan(S, seed), make, sparsity=sparsity, seed=seed)
     return {"peak": trace.peak, "average": trace.average, **metrics}
-
-
-def cells(runs: list[dict[str, float]], base: list[dict[str, float]]) -> list[str]:
-    """Mean ± standard error; of the difference between runs of the same seed, too. What diverged is counted apart."""
-    pairs = [(one, other) for one, other in zip(runs, base, strict=True) if one["loss"] < DIVERGED]
-    lost = "" if len(pairs) == len(runs) else f" ({len(runs) - len(pairs)} of {len(runs)} diverged)"
-    found = [f"{sum(one[key] for one in runs) / len(runs):.2f}" for key in ("peak", "average")]
-    for key, digits in (("accuracy", 2), ("loss", 3)):
-        if key in runs[0] and pairs:
-            gaps = [one[key] - other[key] for one, other in pairs]
-            found.append(told([one[key] for one, _ in pairs], digits) + lost)
-            found.append("" if runs is base else told(gaps, digits, sign=True))
-    return found
 
 
 if __name__ == "__main__":

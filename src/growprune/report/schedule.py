@@ -124,7 +124,11 @@ def _part_states(record: Record, spans: Sequence[Span], parts: Sequence[str]) ->
     states: dict[str, list[tuple[float, float]]] = {part: [] for part in parts}
     # a log has the edits of all phases; rows of a history may lack the first ones, which every method spends on pruning
     now = dict.fromkeys(parts, 1.0 if record.phases else 1 - record.sparsity)
+    is_forked, stage = not record.phases and any(span.branch is not None for span in spans), 0
     for same in _by_time(spans):
+        if is_forked and same[0].stage > stage + 1:  # nor those between forks, which prune what the branches grew
+            now = dict.fromkeys(parts, _left(same, record))
+        stage = same[0].stage
         branches = [_edited(now, span.edits) for span in same]
         shown = {part: max(branch[part] for branch in branches) for part in parts}
         now = shown  # after a fork, each part is as it was where it grew
@@ -132,6 +136,13 @@ def _part_states(record: Record, spans: Sequence[Span], parts: Sequence[str]) ->
             for part in parts:
                 states[part].append((_end(same), shown[part]))
     return states
+
+
+def _left(spans: Sequence[Span], record: Record) -> float:
+    """How dense a pruning left the parts: as the live weights say, if nothing was grown since."""
+    if spans[0].branch is None and record.prunable:
+        return spans[0].alive / record.prunable
+    return 1 - record.sparsity
 
 
 def _edited(now: dict[str, float], edits: str) -> dict[str, float]:
@@ -162,8 +173,8 @@ def _is_known(edits: str) -> bool:
 
 def _spans(record: Record) -> list[Span]:
     """From the log, which has every phase; without one, from the history, which has what each epoch ended with."""
-    if not record.phases:
-        return [_of_row(row) for row in record.history]
+    if not record.phases:  # its rows have one branch after the other
+        return sorted(map(_of_row, record.history), key=lambda span: (span.stage, span.start))
     rows = [row for row in record.history if row.get("iteration")]
     per_epoch = rows[0]["iteration"] / rows[0]["epoch"] if rows else 1.0
     trained = [phase["iterations"] / phase["epochs"] for phase in record.phases if phase.get("epochs")]
