@@ -43,7 +43,7 @@ def parallel_gradual_gap(
         peak_density: instead of `start`: the largest share of the weights that may live on any machine. If neither
             is given it is 0.6, or as near to it as the parts and the sparsity allow.
         until: when the steps end and fine-tuning begins, as a share of the training.
-        power: how the sparsity rises: 1 evenly; 3 fast at first and slowly at the end.
+        power: how the sparsity rises: 1 evenly; 3 fast at first and slowly at the end, as in GMP. Take 3 with Adam.
         initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
             "as_is", for a model that has the sparsity to begin with already.
 
