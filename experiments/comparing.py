@@ -25,6 +25,9 @@ BEST_PLANS = (
     "gradual_gap-global",
     "gradual_gap-global-control=peak",
     "gradual_gap-global-control=start",
+    "gradual_gap-global-power=1",
+    "gradual_gap-global-power=1 control=peak",
+    "gradual_gap-global-power=1 control=start",
     "granet-erk",
     "dpf-global",
     "gmp-global",
@@ -53,7 +56,7 @@ class Study:
 
 def of_patterns(base: str) -> Study:
     """The same method with other patterns."""
-    return Study(f"{base}-patterns", (f"{base}/dense", f"{base}/gradual_gap-global"), ("pattern",))
+    return Study(f"{base}-patterns", (f"{base}/dense", f"{base}/gradual_gap-global-power=1"), ("pattern",))
 
 
 def of_peaks(base: str) -> Study:

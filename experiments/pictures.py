@@ -32,8 +32,8 @@ SERIES = (
     ("RigL", "rigl:", GREY),
     ("C-GaP (paper)", "cyclic_gap:", GREY),
     ("GraNet", "granet:", GREEN),
-    ("never growing", "gradual_gap:.*control=peak", BLUE),
-    ("gradual_gap", "gradual_gap:global( peak_density=[0-9.]+)?$", RED),
+    ("never growing", "gradual_gap:global power=1 .*control=peak", BLUE),
+    ("gradual_gap", "gradual_gap:global power=1( peak_density=[0-9.]+)?$", RED),
 )
 """What plans are called in the picture, how the names of their rows begin, and their colours."""
 
