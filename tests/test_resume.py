@@ -184,6 +184,36 @@ def test_resuming_with_another_recipe_is_refused_and_names_the_field(tmp_path: P
         engine.resume(replace(cyclic(), sparsity=0.5), tmp_path / "run")
 
 
+def stopped(folder: Path) -> Path:
+    """A run in its second phase; its plan."""
+    countdown = iter([False] * 3)
+    with pytest.raises(engine.Interrupted):
+        engine.train(cyclic(), folder, should_stop=lambda: next(countdown, True))
+    return folder / "plan.json"
+
+
+def test_resuming_after_a_default_of_the_method_changed_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    plan = stopped(tmp_path / "run")
+    plan.write_text(plan.read_text().replace("prune all to 0.8", "prune all to 0.7"))  # as an older version had it
+    before = plan.read_bytes()
+    with pytest.raises(
+        gp.GrowpruneError, match=r"another plan: where it has 'prune all to 0\.7.*gives 'prune all to 0\.8"
+    ):
+        engine.resume(cyclic(), tmp_path / "run")
+    assert plan.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "{}", '{"phases": 1}', "[" * 100_000], ids=["lost", "empty", "no phases", "a number", "deep"]
+)
+def test_a_run_goes_on_without_its_plan_file_which_is_written_again(content: str | None, tmp_path: Path) -> None:
+    plan = stopped(tmp_path / "run")
+    whole = plan.read_bytes()
+    plan.unlink() if content is None else plan.write_text(content)
+    engine.resume(cyclic(), tmp_path / "run")
+    assert plan.read_bytes() == whole
+
+
 def test_resuming_a_finished_run_returns_its_result_and_trains_nothing(tmp_path: Path) -> None:
     result = engine.train(cyclic(), tmp_path / "run")
     before = (tmp_path / "run" / "log.jsonl").read_bytes()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from growprune.engine.folder import RunFolder
+from growprune.engine.folder import RunFolder, phases_of
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError, shorten
 from growprune.layers import dense_shape
+from growprune.plan import Plan
 from growprune.sparse import SparseModel
 
 MAY_CHANGE = {
@@ -53,6 +55,21 @@ def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:
                 f"{folder.path} was started {with_what}, but the recipe now says {_short(given[name])}: put it back, "
                 f"or start a new run"
             )
+
+
+def check_same_plan(folder: RunFolder, plan: Plan) -> None:
+    """Raise, naming the first phase that differs, if the same recipe now gives another plan: a default has changed."""
+    began, now = folder.read_phases(), json.loads(json.dumps(phases_of(plan)))
+    for old, new in zip_longest(began, now) if began else ():
+        if old != new:
+            raise GrowpruneError(
+                f"{folder.path} was started with another plan: where it has {_short(_edits(old))}, its recipe now "
+                f"gives {_short(_edits(new))}; go on with the version of growprune that began it, or start anew"
+            )
+
+
+def _edits(phase: Any) -> Any:
+    return "no phase" if phase is None else phase.get("edits", phase) if isinstance(phase, dict) else phase
 
 
 def fields_of(recipe: Recipe) -> dict[str, Any]:

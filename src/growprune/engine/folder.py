@@ -240,7 +240,15 @@ class RunFolder:
     def write_plan(self, plan: Plan) -> None:
         """The parts, and the phases with those that are alike folded into one row; a long plan has thousands."""
         parts = {part.name: part.tensors for part in plan.partition}
-        checkpoint.write_json(self.plan, {"parts": parts, "phases": [row.to_dict() for row in fold(walk(plan))]})
+        checkpoint.write_json(self.plan, {"parts": parts, "phases": phases_of(plan)})
+
+    def read_phases(self) -> list[Any]:
+        """The phases as they were written; none if the file is lost or damaged, since no training depends on it."""
+        try:
+            phases = json.loads(self.plan.read_text())["phases"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return []
+        return phases if isinstance(phases, list) else []
 
     def append(self, event: Event) -> None:
         """Add a line to the log. A line cut short by a kill is ended first, so that it spoils no other."""
@@ -268,6 +276,11 @@ class RunFolder:
             if path.exists():
                 path.rename(target / path.name)
         return target
+
+
+def phases_of(plan: Plan) -> list[dict[str, Any]]:
+    """The phases of a plan as plan.json has them."""
+    return [row.to_dict() for row in fold(walk(plan))]
 
 
 class OtherLogs:

@@ -15,7 +15,7 @@ import torch
 
 from growprune.engine import checkpoint
 from growprune.engine.batch_split import digest
-from growprune.engine.compatibility import check_same_recipe, fields_of
+from growprune.engine.compatibility import check_same_plan, check_same_recipe, fields_of
 from growprune.engine.device import choose_device, environment
 from growprune.engine.events import Event
 from growprune.engine.folder import RunFolder
@@ -114,6 +114,8 @@ def resume(
         elif ask_first(folder.result.exists()):
             return folder.read_result()
         run = Run(recipe, folder, listeners=[on_event], should_stop=should_stop)
+        if not extend:
+            check_same_plan(folder, run.plan)
         folder.store_files(run.files)
         run.mesh.barrier("resuming")
         if run.mesh.is_first:
