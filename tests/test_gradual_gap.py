@@ -12,7 +12,7 @@ import growprune as gp
 from growprune.engine.partitions import Balanced, parse_partition
 from growprune.methods import gradual_gap, parallel_gradual_gap
 from growprune.partition import Partition
-from growprune.plan import Fork, Part, Phase
+from growprune.plan import Action, Fork, Part, Phase
 from plan_cases import phases_of
 
 FOUR = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(4)))
@@ -120,6 +120,15 @@ def test_a_peak_density_is_exact_for_parts_that_differ() -> None:
     assert str(next(iter(plan))) == "prune all to 0.4333 by random"
     alive = [sparse.num_alive for _ in phases_of(sparse, plan)]
     assert alive[1] == 28 + 9 + 5  # of 16 and 8, as many as rounding leaves; 0.8 of 52 is 41.6
+
+
+def test_the_parallel_form_rises_as_the_other_does() -> None:
+    def sparsities(method: Any) -> list[float]:
+        stages = method(FOUR, sparsity=0.9, iterations=40, every=5)
+        edits = [edit for stage in stages if isinstance(stage, Phase) for edit in stage.edits]
+        return [edit.to for edit in edits if edit.action is Action.PRUNE]
+
+    assert sparsities(parallel_gradual_gap) == sparsities(gradual_gap)
 
 
 def test_each_machine_of_the_parallel_form_grows_another_part() -> None:
