@@ -241,3 +241,21 @@ def test_validation_and_not_test_chooses_the_best_rival(
     assert comparison.to_dict()["lower_is_better"] == is_lower_better
     assert ("- a lower accuracy is better\n" in comparison.to_markdown()) == is_lower_better
     assert best_rival(0, [{0: 1.0}, {1: 5.0}], [0, 1], Metric("accuracy")) is None
+
+
+def test_a_rival_is_another_method_and_not_a_control_of_ones_own(
+    write: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    base = json.loads(write()[2].read_text())
+    made = []
+    for validation, (method, options) in enumerate([("b", {}), ("b", {"start": 4}), ("a", {}), ("a", {"power": 1})]):
+        base["recipe"] |= {"method": method, "options": options, "allocation": "uniform"}
+        base["validation"]["accuracy"] = float(validation)
+        made.append(tmp_path / f"{validation}" / "result.json")
+        made[-1].parent.mkdir()
+        made[-1].write_text(json.dumps(base))
+    a, power, b, start = "a:uniform", "a:uniform power=1", "b:uniform", "b:uniform start=4"
+    rivals = {row.name: row.summary["rival"] for row in of_runs(made).rows}
+    assert rivals == {a: start, power: start, b: power, start: power}
+    alone = {row.name: row.summary["rival"] for row in of_runs(made[2:]).rows}
+    assert alone == {a: power, power: a}  # no other method is there

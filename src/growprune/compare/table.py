@@ -155,8 +155,7 @@ def _sum_up(rows: Sequence[TableRow], metric: Metric) -> None:
     validation = [row.values("validation") for row in rows]
     dense = next((row for row in rows if row.method == "dense"), None)
     for index, row in enumerate(rows):
-        others = [i for i, other in enumerate(rows) if other.sparsity == row.sparsity and other.method != "dense"]
-        rival = best_rival(index, validation, others, metric) if row.method != "dense" else None
+        rival = best_rival(index, validation, _rivals(row, rows), metric) if row.method != "dense" else None
         test = row.values("test")
         row.summary = {"test": spread(list(test.values())), "validation": spread(list(validation[index].values()))}
         row.summary["reached"] = _mean(row, "reached")
@@ -167,6 +166,12 @@ def _sum_up(rows: Sequence[TableRow], metric: Metric) -> None:
         row.summary["peak_bytes"] = max(row.values("peak_bytes").values(), default=None)
         states = [run["status"] for run in row.runs]
         row.summary |= {status: states.count(status) for status in ("finished", "failed", "unfinished")}
+
+
+def _rivals(row: TableRow, rows: Sequence[TableRow]) -> list[int]:
+    """Other methods at its sparsity. Its own with other options, as controls are, only where there is no other."""
+    sparse = [i for i, other in enumerate(rows) if other.sparsity == row.sparsity and other.method != "dense"]
+    return [i for i in sparse if rows[i].method != row.method] or sparse
 
 
 def _mean(row: TableRow, figure: str) -> float | None:
@@ -184,7 +189,7 @@ def _notes(outcomes: Sequence[Outcome], rows: Sequence[TableRow]) -> list[str]:
 
 
 def _say_rivals(rows: Sequence[TableRow]) -> str:
-    """All rows have the same best rival, but for itself, and for rows that lack some seeds."""
+    """All rows have the same best rival, but for those of its own method, and for rows that lack some seeds."""
     by_rival: dict[str, list[str]] = {}
     for row in rows:
         by_rival.setdefault(row.summary["rival"], []).append(row.name)
