@@ -25,9 +25,8 @@ BEST_PLANS = (
     "gradual_gap-global",
     "gradual_gap-global-control=peak",
     "gradual_gap-global-control=start",
-    "gradual_gap-global-power=1",
-    "gradual_gap-global-power=1-control=peak",
-    "gradual_gap-global-power=1-control=start",
+    "gradual_gap-global-power=3",
+    "gradual_gap-global-power=3-control=peak",
     "granet-erk",
     "dpf-global",
     "gmp-global",
@@ -56,7 +55,7 @@ class Study:
 
 def of_patterns(base: str) -> Study:
     """The same method with other patterns."""
-    return Study(f"{base}-patterns", (f"{base}/dense", f"{base}/gradual_gap-global-power=1"), ("pattern",))
+    return Study(f"{base}-patterns", (f"{base}/dense", f"{base}/gradual_gap-global"), ("pattern",))
 
 
 def of_peaks(base: str) -> Study:

@@ -1,6 +1,6 @@
-"""What growth itself brings: gradual_gap against its two controls, which never grow, in every study that has them.
+"""What growth itself brings, and what the rise of the sparsity does: gradual_gap against its controls, in every study.
 
-python experiments/controls.py           # the table of docs/theory.md, from the results beside this file
+python experiments/controls.py           # the tables of docs/theory.md, from the results beside this file
 python experiments/controls.py --write   # bring the page up to date
 """
 
@@ -25,37 +25,69 @@ STUDIES = {
     "multi30k": ("Multi30k, Transformer", "Adam"),
 }
 """What their task and optimizer are called. In all of them more is better."""
-RISES = {"gradual_gap:global": "cubic", "gradual_gap:global power=1": "even"}
-"""Rows that grow, and how their sparsity rises."""
-HEADS = (
-    "task",
-    "optimizer",
-    "sparsity",
-    "rise",
-    "growing",
-    "minus never growing, equal peak",
-    "minus never growing, equal start",
-)
+EVEN, CUBIC = "gradual_gap:global", "gradual_gap:global power=3"
+"""Rows that grow, as their sparsity rises."""
+
+Rows = dict[str, TableRow]
+"""Those of one sparsity, by name."""
 
 
-def table() -> str:
-    """A line for each study and sparsity of which there are all three rows."""
-    lines = ["| " + " | ".join(HEADS) + " |", "|---|---|" + "---:|" * (len(HEADS) - 2)]
+def growth(rows: Rows) -> list[str] | None:
+    """The cells of a line about growing, against never growing."""
+    ours, controls = scores(rows, EVEN), [scores(rows, f"{EVEN} control={kind}") for kind in ("peak", "start")]
+    return [_mean(ours), *(_difference(ours, control) for control in controls)] if ours else None
+
+
+def rise(rows: Rows) -> list[str] | None:
+    """The cells of a line about a cubic rise, against an even one: growing, and never growing from the same peak."""
+    pairs = [(CUBIC, EVEN), (f"{CUBIC} control=peak", f"{EVEN} control=peak")]
+    gaps = [_difference(scores(rows, a, split), scores(rows, b, split)) for a, b in pairs for split in SPLITS]
+    return [_mean(scores(rows, EVEN)), _mean(scores(rows, CUBIC)), *gaps] if CUBIC in rows else None
+
+
+def scores(rows: Rows, name: str, split: str = "test") -> dict[int, float]:
+    """By seed; none if there is no such row."""
+    return rows[name].values(split) if name in rows else {}
+
+
+SPLITS = ("validation", "test")
+TABLES = {
+    "controls": (growth, ("growing", "minus never growing, equal peak", "minus never growing, equal start")),
+    "rises": (
+        rise,
+        (
+            "growing, even",
+            "growing, cubic",
+            "cubic minus even: growing, validation",
+            "test",
+            "never growing, validation",
+            "test",
+        ),
+    ),
+}
+"""What makes their lines, and the heads of these, by the name of their place in the page."""
+
+
+def table(name: str) -> str:
+    """A line for each study and sparsity that has the rows."""
+    cells, heads = TABLES[name]
+    lines = ["| " + " | ".join(("task", "optimizer", "sparsity", *heads)) + " |"]
+    lines += ["|---|---|" + "---:|" * (1 + len(heads))]
     for study, names in STUDIES.items():
-        rows = of_runs([RESULTS / study]).rows if (RESULTS / study).is_dir() else []
-        lines += ["| " + " | ".join([*names, *cells]) + " |" for cells in _cells(rows)]
+        for sparsity, rows in _by_sparsity(study):
+            if found := cells(rows):
+                lines.append("| " + " | ".join((*names, f"{sparsity:g}", *found)) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _cells(rows: list[TableRow]) -> Iterator[list[str]]:
-    found = {(row.name, row.sparsity): row.values("test") for row in rows}
+def _by_sparsity(study: str) -> Iterator[tuple[float, Rows]]:
+    rows = of_runs([RESULTS / study]).rows
     for sparsity in sorted({row.sparsity for row in rows if row.sparsity}):
-        for name, rise in RISES.items():
-            growing = found.get((name, sparsity), {})
-            controls = [found.get((f"{name} control={kind}", sparsity), {}) for kind in ("peak", "start")]
-            if growing and controls[0]:
-                mean = sum(growing.values()) / len(growing)
-                yield [f"{sparsity:g}", rise, f"{mean:.2f}", *(_difference(growing, control) for control in controls)]
+        yield sparsity, {row.name: row for row in rows if row.sparsity == sparsity}
+
+
+def _mean(values: dict[int, float]) -> str:
+    return f"{sum(values.values()) / len(values):.2f}"
 
 
 def _difference(ours: dict[int, float], theirs: dict[int, float]) -> str:
@@ -67,8 +99,10 @@ def _difference(ours: dict[int, float], theirs: dict[int, float]) -> str:
 
 
 def page(text: str) -> str:
-    return put(text, "<!-- controls -->\n", "<!-- end of controls -->", table())
+    for name in TABLES:
+        text = put(text, f"<!-- {name} -->\n", f"<!-- end of {name} -->", table(name))
+    return text
 
 
 if __name__ == "__main__":
-    write_or_print(__doc__, PAGE, page, table())
+    write_or_print(__doc__, PAGE, page, "\n".join(table(name) for name in TABLES))

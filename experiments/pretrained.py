@@ -57,7 +57,7 @@ MAIN = ("classification-cifar10", "translation-multi30k")
 def rows(study: Study) -> dict[str, dict[str, Any]]:
     """By row, what is set in the dense recipe; the reference trains on dense."""
     E = study.epochs
-    gradual = {"method": "gradual_gap", "options.epochs": E, "options.power": 1, "partition": "balanced(4)"}
+    gradual = {"method": "gradual_gap", "options.epochs": E, "partition": "balanced(4)"}
     step = max(1, E // 24)
     cyclic = {"method": "cyclic_gap", "options.steps": 8, "options.epochs": step, "options.finetune": E - 8 * step}
     return {

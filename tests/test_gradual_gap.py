@@ -34,13 +34,13 @@ def test_the_sparsity_rises_evenly_while_the_parts_grow_in_turns() -> None:
     ]
 
 
-def test_it_rises_in_a_cubic_and_three_fifths_of_the_weights_live_at_most_if_nothing_is_said() -> None:
+def test_it_rises_evenly_and_three_fifths_of_the_weights_live_at_most_if_nothing_is_said() -> None:
     plan = gradual_gap(FOUR, sparsity=0.8, iterations=12, every=6, until=1.0)
-    # a quarter is grown, and 0.4 are zero: 0.4 / 0.75 of the rest; half way, an eighth of the rise is left
+    # a quarter is grown, and 0.4 are zero: 0.4 / 0.75 of the rest
     assert lines(plan)[:3] == [
         "prune all to 0.5333 by random: 0",
         "prune all to 0.5333, grow S0 to dense within 0.6: 6",
-        "prune all to 0.7667, grow S1 to dense within 0.6: 6",
+        "prune all to 0.6667, grow S1 to dense within 0.6: 6",
     ]
 
 
