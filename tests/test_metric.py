@@ -53,6 +53,8 @@ def test_the_best_rival_is_the_one_with_the_best_mean() -> None:
     assert best_rival(0, validation, [0, 1, 2], LOWER) == 1
     assert LOWER.best({}) is None
     assert LOWER.best({"a": 1.0, "b": 1.0}) == "a"
+    assert [metric.best({"a": math.nan, "b": 2.0, "c": math.nan}) for metric in (LOWER, HIGHER)] == ["b", "b"]
+    assert HIGHER.best({"a": math.nan}) is None
 
 
 def test_results_from_before_it_was_said_have_more_of_a_better_one() -> None:
@@ -77,7 +79,10 @@ def test_a_report_calls_the_lowest_the_best_and_says_so(tmp_path: Path) -> None:
     of_bits(tmp_path / "dense", "dense", 0.0, 2.0)
     page = render(find_runs([tmp_path]), "/* drawn by nobody */")
     assert "Without removing anything, bits (lower is better) on test data is 2.000." in page
-    assert "At sparsity 0.9, gmp is the best of 3 and reaches bits 2.125 on test data, 0.125 above dense." in page
+    assert (
+        "At sparsity 0.9, gmp, the best of 3 on validation data, reaches bits 2.125 on test data, 0.125 above dense."
+        in page
+    )
     assert "bits, test (lower is better)" in page
     assert "down and to the left is better" in page and "up and to the left" not in page
     assert "what is on or below it lost nothing" in page
@@ -90,3 +95,13 @@ def test_a_report_of_an_unfinished_run_goes_by_its_log(tmp_path: Path) -> None:
     (record,) = find_runs([tmp_path])
     assert record.metric == LOWER
     assert "The lower a line, the better" in render([record], "/* drawn by nobody */")
+
+
+def test_a_report_lets_validation_and_not_test_data_say_who_is_best(tmp_path: Path) -> None:
+    for method, (validation, test) in {"rigl": (1.0, 3.0), "gmp": (2.0, 1.5)}.items():
+        made = recipe(method, 0.9, 0, task={"name": "Language"})
+        scores: dict[str, Any] = {"metric": "bits", "lower_is_better": True}
+        scores |= {"validation": {"bits": validation}, "test": {"bits": test}}
+        write_run(tmp_path / method, made, result(made, 0.0, history([1000, 500]), **scores))
+    page = render(find_runs([tmp_path]), "/* drawn by nobody */")
+    assert "At sparsity 0.9, rigl, the best of 2 on validation data, reaches bits 3.000 on test data." in page

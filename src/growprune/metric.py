@@ -34,13 +34,14 @@ class Metric:
         return score <= than if self.lower_is_better else score >= than
 
     def best(self, scores: Mapping[Key, float]) -> Key | None:
-        """Whose score is the best; of equals, the first.
+        """Whose score is the best; of equals, the first. What is no number is nobody's best.
 
         >>> Metric("accuracy").best({"a": 1.0, "b": 2.0}), Metric("loss", True).best({"a": 1.0, "b": 2.0})
         ('b', 'a')
         """
         choose = min if self.lower_is_better else max
-        return choose(scores, key=lambda key: scores[key], default=None)
+        numbers = {key: score for key, score in scores.items() if not math.isnan(score)}
+        return choose(numbers, key=lambda key: numbers[key], default=None)
 
     @property
     def direction(self) -> str:

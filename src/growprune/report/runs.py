@@ -106,6 +106,12 @@ class Record:
         return None if self.result is None else self.result["test"].get(self.metric.name)
 
     @property
+    def validation(self) -> float | None:
+        """Of the last model, on validation data: what may choose between runs."""
+        scores = {} if self.result is None else self.result.get("validation") or {}
+        return scores.get(self.metric.name)
+
+    @property
     def epochs(self) -> int:
         """Of all phases and of all branches, as far as the run went."""
         if self.result is not None and "phases" in self.result:  # the first format: a row a phase

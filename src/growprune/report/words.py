@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from growprune.methods import METHODS
-from growprune.metric import decimals
+from growprune.metric import Metric, decimals
 from growprune.report.frontier import quality
 from growprune.report.groups import Cell, Group, what_differs
 from growprune.report.runs import Record
@@ -64,11 +64,20 @@ def _how_good(group: Group, finished: Sequence[Cell]) -> list[str]:
         sentences.append(f"Without removing anything, {what} on test data is {spread(dense, quality)}.")
     for sparsity in sorted({cell.sparsity for cell in finished if cell.sparsity > 0}):
         cells = [cell for cell in finished if cell.sparsity == sparsity]
-        best = cells[group.metric.best({n: cell.mean(quality) or 0.0 for n, cell in enumerate(cells)}) or 0]
-        who = f"{best.series} is the best of {len(cells)} and" if len(cells) > 1 else best.series
+        if (best := _best(cells, group.metric)) is None:  # nothing but test data, which choose nothing
+            continue
+        who = f"{best.series}, the best of {len(cells)} on validation data," if len(cells) > 1 else best.series
         text = f"At sparsity {sparsity:.4g}, {who} reaches {group.metric.name} {spread(best, quality)} on test data"
         sentences.append(text + (f", {_gap(best, dense)}." if dense is not None else "."))
     return sentences
+
+
+def _best(cells: Sequence[Cell], metric: Metric) -> Cell | None:
+    if len(cells) == 1:
+        return cells[0]
+    scores = {n: cell.mean(lambda record: record.validation) for n, cell in enumerate(cells)}
+    best = metric.best({n: score for n, score in scores.items() if score is not None})
+    return None if best is None else cells[best]
 
 
 def _gap(cell: Cell, dense: Cell) -> str:
