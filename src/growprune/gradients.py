@@ -105,8 +105,13 @@ class Gradients:
         else:  # not in place: a state that was taken does not change
             self._sums[name] = before + gradient
 
-    def end_iteration(self) -> None:
-        """An optimizer has stepped: what is watched next belongs to another iteration."""
+    def end_iteration(self, *, scale: Tensor | None = None) -> None:
+        """An optimizer has stepped: what is watched next belongs to another iteration.
+
+        Args:
+            scale: what the loss was multiplied by, if that is known. It is the same for all weights, so that a ranking
+                does not change with it; but an average over iterations does, as it may be another in each.
+        """
         if self._watched is None or self._is_over or not self._sums:
             return
         self._is_over = True
@@ -114,6 +119,7 @@ class Gradients:
             self._sums = {name: self.add_up(total) for name, total in self._sums.items()}
         if self._watched is By.MOMENTUM:
             for name, total in self._sums.items():
+                total = total if scale is None else total / scale
                 average = self._averages.get(name, torch.zeros_like(total))
                 self._averages[name] = average.mul(DECAY).add_(total, alpha=1 - DECAY)
 

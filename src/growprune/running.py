@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from growprune.optimizers import Optimizers, when_gradients_are_there
+from growprune.optimizers import Optimizers, is_skipped, unscale, when_gradients_are_there
 
 if TYPE_CHECKING:
     from growprune.sparse import SparseModel
@@ -59,8 +59,9 @@ def _before_step(
 ) -> Any:
     """Let a rule act before an optimizer's step, as long as there is somebody to have one."""
     sparse = reference()
-    if sparse is None or sparse.rule is None:
+    if sparse is None or sparse.rule is None or is_skipped(optimizer):
         return None
+    unscale(optimizer)
     trained = optimizers.learning_rates(optimizer)
     return when_gradients_are_there(args, kwargs, functools.partial(sparse.rule.before_step, trained))
 
@@ -69,8 +70,8 @@ def _after_step(
     reference: weakref.ref[SparseModel], optimizers: Optimizers, optimizer: torch.optim.Optimizer, *_: Any
 ) -> None:
     sparse = reference()
-    if sparse is None:
+    if sparse is None or is_skipped(optimizer):
         return
-    sparse.gradients.end_iteration()
+    sparse.gradients.end_iteration(scale=vars(optimizer).get("grad_scale"))
     if sparse.rule is not None:
         sparse.rule.after_step(optimizers.learning_rates(optimizer))
