@@ -165,6 +165,11 @@ class Gradients:
         """What the sums are of."""
         return {"is_over": self._is_over, "is_hessian": self._is_hessian}
 
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        """The moving averages over the iterations of a phase, by parameter."""
+        return dict(self._averages)
+
     def all_shares(self) -> dict[str, Tensor]:
         """What this process keeps of all gradients, flat, by parameter."""
         sums = {name: total.to_dense() if total.is_sparse else total for name, total in self._sums.items()}
@@ -177,7 +182,7 @@ class Gradients:
 
     def state_dict(self) -> dict[str, Any]:
         sums = {name: self._whole(name, total) for name, total in self._sums.items()}
-        return {"sums": sums, "averages": dict(self._averages), **self.flags()}
+        return {"sums": sums, "averages": self.averages, **self.flags()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for mine, stored in ((self._sums, state["sums"]), (self._averages, state["averages"])):
