@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from growprune.allocation import Scope, parse_scope
-from growprune.checks import check_model, check_not_taken, check_parts, check_same_layers, sharded_in
+from growprune.checks import (
+    check_model,
+    check_not_taken,
+    check_parts,
+    check_same_layers,
+    check_settings,
+    sharded_in,
+)
 from growprune.copies import mask_copy
 from growprune.edits import Editor
 from growprune.errors import GrowpruneError
@@ -426,7 +433,13 @@ class SparseModel:
             "num_edits": self.editor.num_edits,
             "gradients": self.gradients.state_dict(),
             "cursor": self.place,
+            "settings": self.settings,
         }
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a state is gone on with, or not at all: it decides which weights the edits to come choose."""
+        return {"seed": self.seed, "allocation": self.allocation, "pattern": self.pattern.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state back. Load the model's own state before, or, if the model is sparse already, after."""
@@ -436,6 +449,7 @@ class SparseModel:
             raise GrowpruneError(
                 f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"
             )
+        check_settings(state.get("settings", {}), self.settings)
         set_packed_masks(state["masks"], self._parameters, self._optimizers)
         self.editor.num_edits = state["num_edits"]
         self.gradients.load_state_dict(state["gradients"])

@@ -60,6 +60,7 @@ def save_state(
         "format": "growprune-state",
         "version": VERSION,
         "num_edits": sparse.editor.num_edits,
+        "settings": sparse.settings,
         "alive": {name: parameter.parameter.numel() for name, parameter in sparse.stored.items()},
         "cursor": place,
         "gradients": sparse.gradients.flags(),
@@ -100,7 +101,8 @@ def load_state(
     _read(folder, {**masks, **averages})
     seen = {"sums": {}, "averages": _named(averages, "averages."), **index["gradients"]}
     place = {"num_edits": index["num_edits"], "cursor": None if cursor else index["cursor"]}
-    sparse.load_state_dict({"masks": _named(masks, "masks."), "gradients": seen, **place})
+    made = {"settings": index.get("settings", {})}
+    sparse.load_state_dict({"masks": _named(masks, "masks."), "gradients": seen, **place, **made})
     tensors = _model(sparse)
     if optimizer is not None and index["optimizer"] is not None:
         _prepare_optimizer(folder, sparse, optimizer, index["optimizer"])
