@@ -79,6 +79,8 @@ class Optimizers:
         self._has_warned = False
         self._is_released = False
         self._replaced: list[weakref.ref[Tensor]] = []
+        self.num_mask_changes = 0
+        """How many masks were set that optimizers had to follow, by edits, by rules, or from a state."""
 
     def attach(self, optimizer: Optimizer, *, own: Set[int]) -> None:
         """Follow an optimizer, which must train some of the model's own parameters, given by their ids."""
@@ -169,6 +171,7 @@ class Optimizers:
     @contextmanager
     def following(self, sparse_parameter: SparseParameter) -> Iterator[None]:
         """While a mask changes: optimizers go on with the live weights, or with the new parameter that has them."""
+        self.num_mask_changes += 1
         old = sparse_parameter.parameter
         dense = {
             o: _reshaped(o.state[old], old.shape, sparse_parameter.to_dense) for o in self.attached if old in o.state

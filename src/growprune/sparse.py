@@ -429,7 +429,7 @@ class SparseModel:
     def state_dict(self) -> dict[str, Any]:
         """Masks and place in the plan: beside the model's and the optimizer's state, all that an exact resume needs."""
         return {
-            "masks": packed_masks(self._parameters),
+            "masks": self.packed_masks(),
             "num_edits": self.editor.num_edits,
             "gradients": self.gradients.state_dict(),
             "cursor": self.place,
@@ -487,6 +487,15 @@ class SparseModel:
     def masks(self) -> dict[str, Tensor]:
         """The masks of all prunable parameters, by name."""
         return {name: self.mask(name) for name in self._parameters}
+
+    @property
+    def num_mask_changes(self) -> int:
+        """Another number whenever masks may have changed: by edits, by a rule, or with a state that was loaded."""
+        return self._optimizers.num_mask_changes
+
+    def packed_masks(self) -> dict[str, Tensor]:
+        """The masks of all prunable parameters, by name, eight weights to a byte."""
+        return packed_masks(self._parameters)
 
     @property
     def num_alive(self) -> int:
