@@ -442,7 +442,11 @@ class SparseModel:
         return {"seed": self.seed, "allocation": self.allocation, "pattern": self.pattern.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state back. Load the model's own state before, or, if the model is sparse already, after."""
+        """Take the state back. Load the model's own state after it: compact weights are as long as masks say.
+
+        With masked storage the order does not matter. The state of a model that was made with another seed, allocation
+        or pattern is refused.
+        """
         self._check_not_released()
         self.notice_shards()
         if missing := {"masks", "num_edits", "gradients", "cursor"} - state.keys():
