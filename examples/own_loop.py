@@ -50,7 +50,12 @@ def train(model: nn.Module, out: Path, *, resume: bool, stop_after: int) -> gp.S
     plan = gp.methods.gradual_gap(parts, sparsity=SPARSITY, iterations=EPOCHS * per_epoch)
     cursor = gp.Cursor(sparse, plan, iterations_per_epoch=per_epoch)
     optimizer = cursor.attach(torch.optim.SGD(model.parameters(), 0.2, momentum=0.9))
-    things = {"model": model, "sparse": sparse, "cursor": cursor, "optimizer": optimizer}  # all that goes on
+    things = {
+        "sparse": sparse,
+        "model": model,
+        "cursor": cursor,
+        "optimizer": optimizer,
+    }  # all that goes on, masks first
     if resume:
         for name, state in torch.load(out / "checkpoint.pt", weights_only=True).items():
             things[name].load_state_dict(state)

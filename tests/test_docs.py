@@ -53,6 +53,28 @@ def test_the_first_loop_ends_with_a_tenth_of_the_weights(tmp_path: Path, monkeyp
     assert names["cursor"].is_over
 
 
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_the_loop_that_stops_goes_on_to_the_same_bits_whatever_the_storage(storage: str) -> None:
+    (code,) = [code for code in blocks("own-loop") if "kept =" in code]
+    code = code.replace("sparsity=0.9)", f"sparsity=0.9, storage={storage!r})", 1)
+    making, loading = code.split("kept =")
+    loading = f"kept ={loading}"
+    keeping, loading = loading.split("\n\n")
+    train = """
+while cursor.iteration < {}:
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+"""
+    first = run(making + train.format(14) + f"import copy\n{keeping}\nkept = copy.deepcopy(kept)" + train.format(30))
+    second = run(making)
+    second["kept"] = first["kept"]
+    exec(loading + train.format(30), second)
+    for (name, mine), its in zip(first["model"].named_parameters(), second["model"].parameters(), strict=True):
+        assert torch.equal(mine, its), name
+
+
 def test_the_loop_over_phases_ends_sparse() -> None:
     (code,) = [code for code in blocks("own-loop") if "follow" in code]
     assert run(code)["sparse"].mask("blocks.2.weight").sum() == 461  # a tenth of 4,608

@@ -126,7 +126,7 @@ def test_as_is_looks_at_each_layer_unless_all_are_ranked_together() -> None:
     assert uneven.num_alive == 32 + 1 + 16 + 15
     with pytest.raises(gp.GrowpruneError, match=r"32 are alive in 0.weight.*allocation='global' counts all layers"):
         uneven.prune(to=0.75, by=By.AS_IS)
-    together.load_state_dict(uneven.state_dict())
+    together.restore(uneven.snapshot())
     together.prune(to=0.75, by=By.AS_IS)
     assert together.alive_by_weight == uneven.alive_by_weight
 

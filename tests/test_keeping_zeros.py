@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import growprune.storage.masked as masked_storage
 from growprune.errors import GrowpruneError
+from growprune.file import save
 from growprune.optimizers import KEEPS_ZEROS, keeps_zeros
 from growprune.plan import Part, grow, prune
 from growprune.sparse import SparseModel
@@ -260,3 +262,17 @@ def test_two_edits_mask_the_whole_model_once_and_then_what_they_edit(monkeypatch
     first = Part("first", ("0.weight",))
     sparse.apply(prune(first, to=0.75), grow(first, to=0.5))
     assert listed == [3, 1, 1]
+
+
+def test_what_is_written_through_data_goes_unseen_but_is_not_saved_and_ends_with_the_next_edit(tmp_path: Path) -> None:
+    """As the promises say: of such a write torch tells nobody."""
+    model = nn.Linear(8, 8)
+    sparse = SparseModel(model, sparsity=0.5)
+    sparse.prune()
+    for end in (sparse.enforce, lambda: sparse.prune(to=0.75)):
+        model.weight.data.add_(1)
+        with pytest.raises(GrowpruneError, match=r"weight is not zero everywhere .* call enforce\(\) before saving"):
+            save(sparse, tmp_path / "model.safetensors")
+        end()
+        assert is_positive_zero(model.weight[~sparse.mask("weight")])
+        save(sparse, tmp_path / "model.safetensors")

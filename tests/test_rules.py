@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from growprune.cursor import Cursor
 from growprune.errors import GrowpruneError
-from growprune.methods import admm
+from growprune.methods import METHODS, admm
 from growprune.methods.admm import Admm
 from growprune.partition import Partition
 from growprune.plan import Part, Phase, prune
@@ -226,3 +226,34 @@ def test_admm_refuses_other_bad_options() -> None:
         Admm(ALL, to=1.5)
     with pytest.raises(GrowpruneError, match=r"every is 0, but must be a whole number of at least 1"):
         Admm(ALL, to=0.5, every=0)
+
+
+class Relative(torch.optim.SGD):
+    """Finds a learning rate by itself, as transformers' Adafactor does: its groups have lr=None."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["lr"] = None
+
+    def step(self, closure: Any = None) -> None:
+        del closure
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(0.1 * parameter.grad)
+
+
+@pytest.mark.parametrize(("method", "who"), [("deepr", "DeepR"), ("str_", "STR"), ("dpf", None), ("admm", None)])
+def test_a_rule_that_goes_by_the_learning_rate_asks_for_one(method: str, who: str | None) -> None:
+    model = small_net()
+    sparse = SparseModel(model, sparsity=0.5, allocation="global")
+    cursor = Cursor(sparse, METHODS[method](Partition.contiguous(model, 1), sparsity=0.5, iterations=4))
+    optimizer = cursor.attach(Relative(model.parameters()))
+    before = frozen(model.state_dict())
+    model(torch.ones(2, 4, 3, 3)).sum().backward()
+    if who is None:
+        optimizer.step()
+        assert cursor.iteration == 1
+    else:
+        with pytest.raises(GrowpruneError, match=f"^{who} goes by the learning rate .* no lr for .*: give it one"):
+            optimizer.step()
+        assert frozen(model.state_dict()) == before
+    assert not any(parameter.isnan().any() for parameter in model.parameters())

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import forked
 import growprune as gp
 from growprune import By, Partition, methods
+from growprune.sharding import state
 from sharded import Run, Transformer, assert_same, batches, loss_of, make, mine, ranks, weights_of
 
 ROOT = Path(__file__).parent.parent
@@ -157,6 +158,51 @@ def test_a_checkpoint_is_resumed_on_the_same_and_on_another_number_of_ranks(on_t
     assert_same(second_half(None, str(tmp_path / "two")), expected)  # one process, not sharded at all
     first_half(None, str(tmp_path / "one"))
     on_two(going_on_with_two, str(tmp_path / "one"))
+
+
+def averaging() -> tuple[gp.Cursor, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    sparse = gp.SparseModel(model, sparsity=0.5, allocation="global")
+    plan = methods.snfs(Partition.contiguous(model, 1), sparsity=0.5, iterations=12, every=4)
+    cursor = gp.Cursor(sparse, plan)
+    return cursor, cursor.attach(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def average_on(cursor: gp.Cursor, optimizer: torch.optim.Optimizer, to: int) -> None:
+    while cursor.iteration < to:
+        batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(cursor.iteration))
+        optimizer.zero_grad()
+        cursor.sparse.model(batch).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_checkpoint_has_the_averages_of_gradients_that_an_edit_to_come_looks_at(tmp_path: Path) -> None:
+    """SNFS grows by a moving average over a phase, of which a checkpoint in its middle has the first half."""
+    cursor, optimizer = averaging()
+    average_on(cursor, optimizer, 6)
+    gp.save_state(tmp_path / "six", cursor.sparse, optimizer, cursor=cursor)
+    average_on(cursor, optimizer, 12)
+    again, other = averaging()
+    gp.load_state(tmp_path / "six", again.sparse, other, cursor=again)
+    average_on(again, other, 12)
+    for name, mask in cursor.sparse.masks.items():
+        assert torch.equal(mask, again.sparse.mask(name))
+    assert_same(weights_of(again.sparse), weights_of(cursor.sparse), tolerance=0)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_checkpoint_is_loaded_to_where_torch_would_keep_the_state_of_an_optimizer(is_fused: bool) -> None:
+    """The meta device stands in for a GPU: a fused kernel counts steps there, others count them on the CPU."""
+    model = torch.nn.Linear(8, 8, device="meta")
+    sparse = gp.SparseModel(model, sparsity=0.5)
+    optimizer = sparse.attach(torch.optim.AdamW(model.parameters()))
+    group = {"params": ["weight", "bias"], "lr": 0.1, "fused": is_fused}
+    about = {"like": ["exp_avg"], "own": {"step": [[], "float32"], "row": [[8], "float32"]}, "plain": {}}
+    index = {"kind": "AdamW", "groups": [group], "states": {"weight": about, "bias": about}}
+    state._prepare_optimizer(Path("unused"), sparse, optimizer, index)
+    found = {key: entry.device.type for key, entry in optimizer.state[model.weight].items()}
+    assert found == {"exp_avg": "meta", "step": "meta" if is_fused else "cpu", "row": "meta"}
 
 
 def going_on_with_two(mesh: DeviceMesh, folder: str) -> None:

@@ -1,12 +1,15 @@
-"""The masks of a state: all of them are taken back, or none."""
+"""The state of a sparse model: all masks are taken back, or none, and only by a model that was made alike."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from growprune import GrowpruneError, SparseModel
+from growprune import GrowpruneError, SparseModel, load_state, save_state
 
 
 def two_layers() -> SparseModel:
@@ -35,3 +38,51 @@ def test_a_state_with_a_mask_that_does_not_fit_changes_no_mask(masks: dict[str, 
     assert sparse.mask("0.weight").flatten().tolist() == [False] * 8 + [True] * 8
     sparse.load_state_dict(state)
     assert sparse.mask("0.weight").flatten().tolist() == [True] + [False] * 15
+
+
+def made(**settings: Any) -> SparseModel:
+    return SparseModel(nn.Linear(8, 8), **{"sparsity": 0.5, "seed": 1, "allocation": "erk"} | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "its", "own"),
+    [
+        ({"seed": 2}, "seed=1", "seed=2"),
+        ({"allocation": "global"}, "allocation='erk'", "allocation='global'"),
+        ({"pattern": "1x4"}, "pattern='unstructured'", "pattern='1x4'"),
+        (
+            {"seed": 0, "allocation": "uniform", "pattern": "2:4"},
+            "seed=1, allocation='erk', pattern='unstructured'",
+            "seed=0, allocation='uniform', pattern='2:4'",
+        ),
+    ],
+)
+def test_a_state_is_refused_by_a_model_that_was_made_otherwise(settings: dict[str, Any], its: str, own: str) -> None:
+    sparse, other = made(), made(**settings)
+    sparse.prune()
+    with pytest.raises(
+        GrowpruneError, match=f"^the state is of a SparseModel with {its}, but this one has {own}: make"
+    ):
+        other.load_state_dict(sparse.state_dict())
+    assert other.num_alive == 64
+
+
+def test_a_state_of_before_which_does_not_say_how_its_model_was_made_is_taken() -> None:
+    sparse, other = made(), made(seed=2, allocation="global")
+    sparse.prune()
+    other.load_state_dict({name: entry for name, entry in sparse.state_dict().items() if name != "settings"})
+    assert torch.equal(other.mask("weight"), sparse.mask("weight"))
+
+
+def test_a_state_may_go_to_another_sparsity_and_storage() -> None:
+    sparse, other = made(), made(sparsity=0.75, storage="compact")
+    sparse.prune()
+    other.load_state_dict(sparse.state_dict())
+    assert torch.equal(other.mask("weight"), sparse.mask("weight"))
+
+
+def test_a_checkpoint_of_shards_is_refused_by_a_model_that_was_made_otherwise(tmp_path: Path) -> None:
+    save_state(tmp_path / "state", made())
+    with pytest.raises(GrowpruneError, match="with seed=1, but this one has seed=3"):
+        load_state(tmp_path / "state", made(seed=3))
+    load_state(tmp_path / "state", made())

@@ -65,3 +65,17 @@ def check_parts(model: nn.Module, parts: Iterable[Part]) -> None:
                 f"part {part.name} has {foreign[0]!r}, but the model has names like {next(iter(known))!r}: make "
                 f"the partition and the SparseModel of the same model"
             )
+
+
+def check_settings(saved: Mapping[str, object], mine: Mapping[str, object]) -> None:
+    """Refuse the state of a model that was made sparse with other settings, under which edits to come would differ.
+
+    Args:
+        saved: those of the state; states of before say nothing of them.
+    """
+    if differing := [name for name, value in mine.items() if saved.get(name, value) != value]:
+        its, own = (", ".join(f"{name}={given[name]!r}" for name in differing) for given in (saved, mine))
+        raise GrowpruneError(
+            f"the state is of a SparseModel with {its}, but this one has {own}: make it as that one was, or take its "
+            f"weights and masks alone, with restore(that.snapshot())"
+        )

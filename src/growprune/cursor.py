@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from growprune.errors import GrowpruneError
-from growprune.optimizers import unwrapped
+from growprune.optimizers import is_skipped, unwrapped
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, check_counts, walk
 from growprune.rules import running
 from growprune.snapshot import Snapshot
@@ -148,7 +148,7 @@ class Cursor:
         del args, kwargs
         is_clock = self._clock is not None and self._clock() is optimizer
         is_last = self.sparse.advancing is not None and self.sparse.advancing() is self
-        if is_clock and is_last and not self.is_over:
+        if is_clock and is_last and not self.is_over and not is_skipped(optimizer):
             self._advance_all(self.iteration + 1)
 
     def _advance_all(self, iteration: int) -> None:

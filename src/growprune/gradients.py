@@ -105,8 +105,13 @@ class Gradients:
         else:  # not in place: a state that was taken does not change
             self._sums[name] = before + gradient
 
-    def end_iteration(self) -> None:
-        """An optimizer has stepped: what is watched next belongs to another iteration."""
+    def end_iteration(self, *, scale: Tensor | None = None) -> None:
+        """An optimizer has stepped: what is watched next belongs to another iteration.
+
+        Args:
+            scale: what the loss was multiplied by, if that is known. It is the same for all weights, so that a ranking
+                does not change with it; but an average over iterations does, as it may be another in each.
+        """
         if self._watched is None or self._is_over or not self._sums:
             return
         self._is_over = True
@@ -114,6 +119,7 @@ class Gradients:
             self._sums = {name: self.add_up(total) for name, total in self._sums.items()}
         if self._watched is By.MOMENTUM:
             for name, total in self._sums.items():
+                total = total if scale is None else total / scale
                 average = self._averages.get(name, torch.zeros_like(total))
                 self._averages[name] = average.mul(DECAY).add_(total, alpha=1 - DECAY)
 
@@ -159,6 +165,11 @@ class Gradients:
         """What the sums are of."""
         return {"is_over": self._is_over, "is_hessian": self._is_hessian}
 
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        """The moving averages over the iterations of a phase, by parameter."""
+        return dict(self._averages)
+
     def all_shares(self) -> dict[str, Tensor]:
         """What this process keeps of all gradients, flat, by parameter."""
         sums = {name: total.to_dense() if total.is_sparse else total for name, total in self._sums.items()}
@@ -171,7 +182,7 @@ class Gradients:
 
     def state_dict(self) -> dict[str, Any]:
         sums = {name: self._whole(name, total) for name, total in self._sums.items()}
-        return {"sums": sums, "averages": dict(self._averages), **self.flags()}
+        return {"sums": sums, "averages": self.averages, **self.flags()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for mine, stored in ((self._sums, state["sums"]), (self._averages, state["averages"])):

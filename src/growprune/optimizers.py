@@ -79,6 +79,8 @@ class Optimizers:
         self._has_warned = False
         self._is_released = False
         self._replaced: list[weakref.ref[Tensor]] = []
+        self.num_mask_changes = 0
+        """How many masks were set that optimizers had to follow, by edits, by rules, or from a state."""
 
     def attach(self, optimizer: Optimizer, *, own: Set[int]) -> None:
         """Follow an optimizer, which must train some of the model's own parameters, given by their ids."""
@@ -169,6 +171,7 @@ class Optimizers:
     @contextmanager
     def following(self, sparse_parameter: SparseParameter) -> Iterator[None]:
         """While a mask changes: optimizers go on with the live weights, or with the new parameter that has them."""
+        self.num_mask_changes += 1
         old = sparse_parameter.parameter
         dense = {
             o: _reshaped(o.state[old], old.shape, sparse_parameter.to_dense) for o in self.attached if old in o.state
@@ -285,6 +288,28 @@ def when_gradients_are_there(args: tuple[Any, ...], kwargs: dict[str, Any], act:
         return loss
 
     return (args[0], acting, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
+
+
+def is_skipped(optimizer: Optimizer) -> bool:
+    """Asked in a hook of a step: whether the step changes nothing, since a GradScaler has found infinite gradients.
+
+    It makes no such step of most optimizers, but leaves the skipping to those that unscale gradients by themselves, as
+    fused ones do. To ask waits for the device, in this case only.
+    """
+    return bool(vars(optimizer).get("found_inf", False))
+
+
+def unscale(optimizer: Optimizer) -> None:
+    """In a hook before a step: make gradients those of the loss, if a GradScaler has left that to the optimizer."""
+    scale: Tensor | None = vars(optimizer).get("grad_scale")
+    if scale is None:
+        return
+    inverse = scale.double().reciprocal().float()  # as the GradScaler does it for others
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse.to(parameter.grad.device))
+    vars(optimizer)["grad_scale"] = None  # as after GradScaler.unscale_, so that they are not unscaled twice
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from growprune.optimizers import Optimizers, when_gradients_are_there
+from growprune.errors import GrowpruneError
+from growprune.optimizers import Optimizers, is_skipped, unscale, when_gradients_are_there
 
 if TYPE_CHECKING:
     from growprune.sparse import SparseModel
@@ -25,7 +27,7 @@ class RunningRule(Protocol):
         """Called when the gradients are there of the prunable parameters that an optimizer trains.
 
         Args:
-            trained: their learning rates, by name.
+            trained: their learning rates, by name; not a number where the optimizer has none (see `check_rates`).
         """
 
     def after_step(self, trained: Mapping[str, float], /) -> None:
@@ -36,6 +38,20 @@ class RunningRule(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
+def check_rates(who: str, trained: Mapping[str, float]) -> None:
+    """Raise, before anything is done, if a rule goes by learning rates and an optimizer has none.
+
+    Args:
+        who: the method's name, for the error.
+        trained: the learning rates that the rule goes by, by the names of parameters.
+    """
+    if unknown := [name for name, rate in trained.items() if math.isnan(rate)]:
+        raise GrowpruneError(
+            f"{who} goes by the learning rate of each step, but the optimizer has no lr for {unknown[0]}: give it one "
+            f"(of transformers' Adafactor, lr=1e-3 with relative_step=False), or use another optimizer"
+        )
 
 
 def hook_steps(optimizer: torch.optim.Optimizer, sparse: SparseModel, optimizers: Optimizers) -> None:
@@ -59,8 +75,9 @@ def _before_step(
 ) -> Any:
     """Let a rule act before an optimizer's step, as long as there is somebody to have one."""
     sparse = reference()
-    if sparse is None or sparse.rule is None:
+    if sparse is None or sparse.rule is None or is_skipped(optimizer):
         return None
+    unscale(optimizer)
     trained = optimizers.learning_rates(optimizer)
     return when_gradients_are_there(args, kwargs, functools.partial(sparse.rule.before_step, trained))
 
@@ -69,8 +86,8 @@ def _after_step(
     reference: weakref.ref[SparseModel], optimizers: Optimizers, optimizer: torch.optim.Optimizer, *_: Any
 ) -> None:
     sparse = reference()
-    if sparse is None:
+    if sparse is None or is_skipped(optimizer):
         return
-    sparse.gradients.end_iteration()
+    sparse.gradients.end_iteration(scale=vars(optimizer).get("grad_scale"))
     if sparse.rule is not None:
         sparse.rule.after_step(optimizers.learning_rates(optimizer))

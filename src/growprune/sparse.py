@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from growprune.allocation import Scope, parse_scope
-from growprune.checks import check_model, check_not_taken, check_parts, check_same_layers, sharded_in
+from growprune.checks import (
+    check_model,
+    check_not_taken,
+    check_parts,
+    check_same_layers,
+    check_settings,
+    sharded_in,
+)
 from growprune.copies import mask_copy
 from growprune.edits import Editor
 from growprune.errors import GrowpruneError
@@ -422,20 +429,31 @@ class SparseModel:
     def state_dict(self) -> dict[str, Any]:
         """Masks and place in the plan: beside the model's and the optimizer's state, all that an exact resume needs."""
         return {
-            "masks": packed_masks(self._parameters),
+            "masks": self.packed_masks(),
             "num_edits": self.editor.num_edits,
             "gradients": self.gradients.state_dict(),
             "cursor": self.place,
+            "settings": self.settings,
         }
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a state is gone on with, or not at all: it decides which weights the edits to come choose."""
+        return {"seed": self.seed, "allocation": self.allocation, "pattern": self.pattern.name}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state back. Load the model's own state before, or, if the model is sparse already, after."""
+        """Take the state back. Load the model's own state after it: compact weights are as long as masks say.
+
+        With masked storage the order does not matter. The state of a model that was made with another seed, allocation
+        or pattern is refused.
+        """
         self._check_not_released()
         self.notice_shards()
         if missing := {"masks", "num_edits", "gradients", "cursor"} - state.keys():
             raise GrowpruneError(
                 f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"
             )
+        check_settings(state.get("settings", {}), self.settings)
         set_packed_masks(state["masks"], self._parameters, self._optimizers)
         self.editor.num_edits = state["num_edits"]
         self.gradients.load_state_dict(state["gradients"])
@@ -473,6 +491,15 @@ class SparseModel:
     def masks(self) -> dict[str, Tensor]:
         """The masks of all prunable parameters, by name."""
         return {name: self.mask(name) for name in self._parameters}
+
+    @property
+    def num_mask_changes(self) -> int:
+        """Another number whenever masks may have changed: by edits, by a rule, or with a state that was loaded."""
+        return self._optimizers.num_mask_changes
+
+    def packed_masks(self) -> dict[str, Tensor]:
+        """The masks of all prunable parameters, by name, eight weights to a byte."""
+        return packed_masks(self._parameters)
 
     @property
     def num_alive(self) -> int:

@@ -49,7 +49,7 @@ METHODS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 @pytest.mark.parametrize("method", METHODS)
 def test_training_ends_with_exactly_as_many_weights_as_asked(method: str, storage: str, tmp_path: Path) -> None:
-    callback = GrowPrune(method, 0.9, 2, storage, **METHODS[method])
+    callback = GrowPrune(method, sparsity=0.9, kappa=2, storage=storage, **METHODS[method])
     module = fit(tmp_path, callback)
     assert callback.cursor.is_over
     assert callback.cursor.iteration == 18
@@ -68,7 +68,7 @@ def test_methods_that_look_at_gradients_first_see_those_of_the_first_batch(
             self.log("loss", loss, on_step=True, on_epoch=True)
             return {"loss": loss}
 
-    callback, (x, y) = GrowPrune(method, 0.9, storage=storage), examples(1)
+    callback, (x, y) = GrowPrune(method, sparsity=0.9, storage=storage), examples(1)
     torch.manual_seed(0)
     module = Logging(nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4)))
     by_hand = SparseModel(copy.deepcopy(module), sparsity=0.9, allocation="global", keep_dense=["net.4"])
@@ -77,7 +77,7 @@ def test_methods_that_look_at_gradients_first_see_those_of_the_first_batch(
     fit(tmp_path, callback, module, callbacks=[every(tmp_path, 5)])
     assert callback.sparse.num_alive == 192
     assert all(torch.equal(mask, by_hand.mask(name)) for name, mask in callback.sparse.masks.items())
-    again, other = GrowPrune(method, 0.9, storage=storage), Logging(copy.deepcopy(by_hand.model.net))
+    again, other = GrowPrune(method, sparsity=0.9, storage=storage), Logging(copy.deepcopy(by_hand.model.net))
     assert_same(fit(tmp_path, again, other, ckpt=tmp_path / "step=5.ckpt"), module)
 
 
@@ -98,14 +98,14 @@ def test_looking_first_leaves_batches_and_random_numbers_as_they_are(tmp_path: P
 @pytest.mark.parametrize(("net", "alive"), [(conv, 259), (Attention, 208)])
 def test_convolutions_and_attention_end_with_exact_counts(net: Any, alive: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    callback = GrowPrune("gradual_gap", 0.9, 2, every=2)
+    callback = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2)
     module = fit(tmp_path, callback, Module(net()))
     assert callback.sparse.num_alive == alive  # a tenth of 288 + 2,304, and of 32 + 4 x 256 + 2 x 512
     assert zeros(module, callback) == callback.sparse.num_prunable - alive
 
 
 def test_a_model_with_few_layers_is_cut_into_as_many_parts(tmp_path: Path) -> None:
-    callback = GrowPrune("cyclic_gap", 0.9)
+    callback = GrowPrune("cyclic_gap", sparsity=0.9)
     fit(tmp_path, callback)
     grown = {edit.part.name for scheduled in callback.cursor.schedule for edit in scheduled.phase.edits if edit.to == 0}
     assert len(grown) == 2  # all but the last layer
@@ -114,8 +114,8 @@ def test_a_model_with_few_layers_is_cut_into_as_many_parts(tmp_path: Path) -> No
 
 
 def test_masked_and_compact_give_the_same_bits(tmp_path: Path) -> None:
-    one = fit(tmp_path, GrowPrune("rigl", 0.9, 2, "masked", every=3))
-    other = fit(tmp_path, GrowPrune("rigl", 0.9, 2, "compact", every=3))
+    one = fit(tmp_path, GrowPrune("rigl", sparsity=0.9, kappa=2, storage="masked", every=3))
+    other = fit(tmp_path, GrowPrune("rigl", sparsity=0.9, kappa=2, storage="compact", every=3))
     assert_same(one, other)
 
 
@@ -131,7 +131,7 @@ def test_a_run_that_goes_on_within_an_epoch_ends_with_the_same_bits(
     method: str, options: dict[str, Any], storage: str, tmp_path: Path
 ) -> None:
     def make() -> GrowPrune:
-        return GrowPrune(method, 0.9, 2, storage, **options)
+        return GrowPrune(method, sparsity=0.9, kappa=2, storage=storage, **options)
 
     whole = fit(tmp_path, make(), callbacks=[every(tmp_path, 1)])
     for step in (5, 9):  # the edits of RigL at 6 and 9 look at gradients of the step before
@@ -149,8 +149,8 @@ def test_a_run_that_goes_on_after_an_epoch_draws_the_same_batches_from_a_shuffle
 
 def test_resuming_keeps_the_sparsity_where_lightnings_own_pruning_loses_it(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    fit(tmp_path, GrowPrune("one_shot", 0.8, 1, epochs=2, finetune=1), callbacks=[saving])
-    callback = GrowPrune("one_shot", 0.8, 1, epochs=2, finetune=1)
+    fit(tmp_path, GrowPrune("one_shot", sparsity=0.8, kappa=1, epochs=2, finetune=1), callbacks=[saving])
+    callback = GrowPrune("one_shot", sparsity=0.8, kappa=1, epochs=2, finetune=1)
     module = fit(tmp_path, callback, ckpt=tmp_path / "epoch=2.ckpt", max_epochs=4)  # one more, when the plan is over
     assert module.trainer.global_step == 24
     assert zeros(module, callback) == 1536  # 80 % of 1,920
@@ -189,7 +189,7 @@ def test_a_checkpoint_without_our_state_is_refused(is_weights_only: bool, tmp_pa
 def test_the_best_checkpoint_is_at_the_target_sparsity(tmp_path: Path) -> None:
     best = ModelCheckpoint(tmp_path, "best", monitor="val_loss", save_top_k=1)
     latest = ModelCheckpoint(tmp_path, "latest")
-    callback = GrowPrune("gradual_gap", 0.9, 2, every=2, until=0.8)
+    callback = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2, until=0.8)
 
     class Rising(Module):
         """Its first, half-dense models are the best."""
@@ -206,14 +206,14 @@ def test_the_best_checkpoint_is_at_the_target_sparsity(tmp_path: Path) -> None:
 
 def test_a_checkpoint_by_steps_is_not_judged_by_a_validation_from_before_an_edit(tmp_path: Path) -> None:
     best = ModelCheckpoint(tmp_path, "{step}", monitor="val_loss", save_top_k=-1, every_n_train_steps=1)
-    fit(tmp_path, GrowPrune("rigl", 0.9, 2, every=4, until=1.0), callbacks=[best])
+    fit(tmp_path, GrowPrune("rigl", sparsity=0.9, kappa=2, every=4, until=1.0), callbacks=[best])
     # always at the target. Edits after steps 4, 8, 12 and 16; validated after 6, 12 and 18, when 6, 12 and 18 are over
     assert {p.name for p in tmp_path.glob("step=*")} == {f"step={step}.ckpt" for step in (7, 13, 14, 15)}
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_testing_the_best_checkpoint_brings_its_masks_along(storage: str, tmp_path: Path) -> None:
-    callback = GrowPrune("rigl", 0.9, 2, storage, every=3)
+    callback = GrowPrune("rigl", sparsity=0.9, kappa=2, storage=storage, every=3)
     module = fit(tmp_path, callback, callbacks=[every(tmp_path, 4)])
     last = callback.sparse.masks
     module.trainer.validate(module, Loader(), ckpt_path=tmp_path / "step=4.ckpt", verbose=False)
@@ -234,7 +234,7 @@ def test_testing_the_best_checkpoint_brings_its_masks_along(storage: str, tmp_pa
 @pytest.mark.parametrize("is_first", [False, True])
 def test_an_average_of_weights_has_the_masks_of_the_model(is_first: bool, tmp_path: Path) -> None:
     average, saving = EMAWeightAveraging(decay=0.5), ModelCheckpoint(tmp_path, "last")
-    callback = GrowPrune("gradual_gap", 0.9, 2, every=2)
+    callback = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2)
     extra = [average] if is_first else []
     torch.manual_seed(0)
     trainer = pl.Trainer(
@@ -261,7 +261,7 @@ def test_a_run_with_an_average_goes_on_with_the_same_bits(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("net", [mlp, conv])
 def test_stochastic_weight_averaging_ends_at_the_target_with_and_without_batch_norm(net: Any, tmp_path: Path) -> None:
-    callback = GrowPrune("cyclic_gap", 0.9, 2, steps=4, epochs=1, finetune=2, restart=False)
+    callback = GrowPrune("cyclic_gap", sparsity=0.9, kappa=2, steps=4, epochs=1, finetune=2, restart=False)
     module = fit(tmp_path, callback, Module(net()), max_epochs=6, callbacks=[StochasticWeightAveraging(0.01, 2)])
     assert callback.cursor.is_over
     assert zeros(module, callback) == callback.sparse.num_prunable - callback.sparse.num_alive
@@ -269,7 +269,7 @@ def test_stochastic_weight_averaging_ends_at_the_target_with_and_without_batch_n
 
 
 def test_an_average_that_is_kept_elsewhere_is_named(tmp_path: Path) -> None:
-    module, callback = Module(), GrowPrune("gradual_gap", 0.9, 2, every=2)
+    module, callback = Module(), GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2)
     average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     callback.add_copy(average)
 
@@ -290,7 +290,7 @@ def test_averaging_compact_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_iteration_is_an_optimizer_step_whatever_is_accumulated(tmp_path: Path) -> None:
-    callback = GrowPrune("rigl", 0.9, 2, "compact", every=3)
+    callback = GrowPrune("rigl", sparsity=0.9, kappa=2, storage="compact", every=3)
     fit(tmp_path, callback, accumulate_grad_batches=4, gradient_clip_val=0.1)
     assert callback.cursor.iteration == 6  # 6 batches are two steps, of 4 and of 2
     assert callback.sparse.num_alive == 192
@@ -305,7 +305,7 @@ def test_a_step_that_a_gradient_scaler_skips_does_not_move_the_plan(tmp_path: Pa
                 assert callback.cursor.iteration == 6
             return super().training_step(batch, batch_idx) * (float("inf") if self.global_step == 5 else 1)
 
-    callback = GrowPrune("gmp", 0.9, 2, every=1, until=1.0)
+    callback = GrowPrune("gmp", sparsity=0.9, kappa=2, every=1, until=1.0)
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
     module = fit(tmp_path, callback, Overflowing(), plugins=[scaled])
     assert callback.cursor.is_over  # the edit that a skipped step left out is done at the end
@@ -323,7 +323,7 @@ def cosine(optimizer: Any) -> Any:
 
 def test_each_phase_has_a_schedule_of_its_own_or_one_goes_on(tmp_path: Path) -> None:
     def rates(restart: bool) -> list[float]:
-        callback = GrowPrune("cyclic_gap", 0.9, 2, steps=2, epochs=1, finetune=1, restart=restart)
+        callback = GrowPrune("cyclic_gap", sparsity=0.9, kappa=2, steps=2, epochs=1, finetune=1, restart=restart)
         module = fit(tmp_path, callback, Module(schedule=cosine, lr=0.4), train=Loader(4))
         return [round(rate, 6) for rate in module.rates]
 
@@ -333,7 +333,7 @@ def test_each_phase_has_a_schedule_of_its_own_or_one_goes_on(tmp_path: Path) -> 
 
 def test_a_schedule_that_restarts_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     def make() -> tuple[GrowPrune, Module]:
-        return GrowPrune("cyclic_gap", 0.9, 2, steps=2, epochs=1, finetune=1), Module(schedule=cosine)
+        return GrowPrune("cyclic_gap", sparsity=0.9, kappa=2, steps=2, epochs=1, finetune=1), Module(schedule=cosine)
 
     whole = fit(tmp_path, *make(), callbacks=[every(tmp_path, 5)])
     assert_same(fit(tmp_path, *make(), ckpt=tmp_path / "step=5.ckpt"), whole)
@@ -366,7 +366,7 @@ class Adversaries(Module):
 
 
 def test_where_a_module_steps_several_optimizers_itself_the_last_with_prunable_weights_counts(tmp_path: Path) -> None:
-    callback = GrowPrune("gradual_gap", 0.9, 2, every=2, iterations=36, keep_dense=["net.5", "other"])
+    callback = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2, iterations=36, keep_dense=["net.5", "other"])
     module = fit(tmp_path, callback, Adversaries())
     assert callback.cursor.iteration == 36
     assert zeros(module, callback) == 1728
@@ -376,7 +376,7 @@ def test_a_compiled_module_trains_to_the_same_masks(tmp_path: Path) -> None:
     def train(is_compiled: bool) -> Any:
         torch.manual_seed(0)
         module = Module(nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4)))
-        callback = GrowPrune("gradual_gap", 0.9, 2, every=2)
+        callback = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2)
         fit(tmp_path, callback, torch.compile(module, backend="aot_eager") if is_compiled else module)
         assert zeros(module, callback) == 1728
         return module
@@ -391,7 +391,7 @@ def test_a_compiled_module_trains_to_the_same_masks(tmp_path: Path) -> None:
 
 def test_loggers_have_sparsity_live_weights_phase_and_churn(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
-    fit(tmp_path, GrowPrune("rigl", 0.9, 2, every=4, drop=0.5), logger=logger, log_every_n_steps=1)
+    fit(tmp_path, GrowPrune("rigl", sparsity=0.9, kappa=2, every=4, drop=0.5), logger=logger, log_every_n_steps=1)
     with (Path(logger.log_dir) / "metrics.csv").open() as file:
         table = [row for row in csv.DictReader(file) if row["sparsity"]]
     rows = [{name: float(row[name]) for name in ("sparsity", "live_weights", "phase", "churn")} for row in table]
@@ -414,7 +414,7 @@ class Noting(pl.Callback):
 def test_the_density_of_layers_is_logged_before_other_callbacks_look(tmp_path: Path) -> None:
     noting, callback, logger = (
         Noting(),
-        GrowPrune("cyclic_gap", 0.9, 2, log_layers=True, **METHODS["cyclic_gap"]),
+        GrowPrune("cyclic_gap", sparsity=0.9, kappa=2, log_layers=True, **METHODS["cyclic_gap"]),
         CSVLogger(tmp_path),
     )
     trainer = pl.Trainer(
@@ -441,7 +441,7 @@ def test_the_density_of_layers_is_logged_before_other_callbacks_look(tmp_path: P
 
 def test_a_second_fit_goes_on_at_the_target(tmp_path: Path) -> None:
     for storage in ("masked", "compact"):
-        callback = GrowPrune("gradual_gap", 0.9, 2, storage, every=2)
+        callback = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, storage=storage, every=2)
         module = fit(tmp_path, callback)
         masks, before = callback.sparse.masks, {k: v.clone() for k, v in module.state_dict().items()}
         fit(tmp_path, callback, module, max_epochs=1)
@@ -456,7 +456,7 @@ def test_a_fit_that_stopped_goes_on_in_the_same_trainer_and_is_refused_in_anothe
         def on_train_epoch_end(self) -> None:
             self.trainer.should_stop = self.current_epoch == 0
 
-    callback, module = GrowPrune("gradual_gap", 0.9, 2, every=2), Stopping()
+    callback, module = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2), Stopping()
     fit(tmp_path, callback, module)
     trainer = module.trainer
     assert callback.cursor.iteration == 6
@@ -498,8 +498,10 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
         GrowPrune("cyclic")
     with pytest.raises(GrowpruneError, match="gradual_gap takes no option 'evry': did you mean every"):
         GrowPrune(evry=3)
-    with pytest.raises(GrowpruneError, match=r"has no model yet: it gets one when trainer.fit"):
+    with pytest.raises(GrowpruneError, match=r"^GrowPrune has no model yet: it gets one when the trainer begins to"):
         _ = GrowPrune().sparse
+    with pytest.raises(TypeError, match="positional"):
+        GrowPrune("rigl", 0.9)  # type: ignore[misc]
     with pytest.raises(GrowpruneError, match="the module steps its optimizers itself, so that its loss is not known"):
         fit(tmp_path, GrowPrune("snip", iterations=36), Adversaries())
     trainer = pl.Trainer(logger=False, accelerator="cpu")

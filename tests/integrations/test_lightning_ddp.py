@@ -53,13 +53,14 @@ def replica(rank: int, port: int, case: tuple[str, str, bool], results: Any) -> 
     os.environ.update({name: str(value) for name, value in names.items()})
     x = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(rank)  # the first weights differ, as do the data
-    options = {} if method == "snip" else {"every": 2}
-    module, callback = Module(drifts), GrowPrune(method, 0.9, 2, storage, **options)
+    options = {"snip": {}, "deepr": {"temperature": 1e-2}}.get(method, {"every": 2})
+    module, callback = Module(drifts), GrowPrune(method, sparsity=0.9, kappa=2, storage=storage, **options)
     quiet = {
         "logger": False,
         "enable_progress_bar": False,
         "enable_checkpointing": False,
         "enable_model_summary": False,
+        "log_every_n_steps": 2,  # and so often masks are compared that a rule may have changed
     }
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=3, callbacks=[callback], **quiet)
     try:
@@ -96,6 +97,7 @@ def test_two_processes_end_with_the_same_bits_and_exact_counts(
     assert sum(int((one[f"net.{layer}.weight"] != 0).sum()) for layer in (0, 2)) == 192
 
 
-def test_processes_that_drift_apart_are_told_both(server: ProcessPoolExecutor) -> None:
-    for told in server.submit(on_two_processes, "gmp", "masked", True).result():
+@pytest.mark.parametrize("method", ["gmp", "deepr"])
+def test_processes_that_drift_apart_are_told_both(method: str, server: ProcessPoolExecutor) -> None:
+    for told in server.submit(on_two_processes, method, "masked", True).result():
         assert told.startswith("the processes have chosen different weights")

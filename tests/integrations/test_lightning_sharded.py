@@ -79,7 +79,7 @@ def fit(
     """18 steps, a checkpoint after each epoch."""
     torch.manual_seed(0)
     module = Module(dropout, is_sharded=world > 1)
-    callback = GrowPrune(method, 0.8, 2, "compact", **METHODS[method])
+    callback = GrowPrune(method, sparsity=0.8, kappa=2, storage="compact", **METHODS[method])
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=6, save_top_k=-1)
     trainer = trainer_of([callback, saving], world, **settings)
     trainer.fit(module, data(world), data(), ckpt_path=ckpt)
@@ -111,7 +111,7 @@ def trained(folder: Path) -> dict[str, Any]:
         if case in RESUMED:
             trainer.validate(callback.sparse.model, data(), ckpt_path=folder / case / "step=6.ckpt", verbose=False)
             found[f"{case}, at the sixth step"] = callback.sparse.num_alive
-            fresh = GrowPrune(method, 0.8, 2, "compact", **METHODS[method])
+            fresh = GrowPrune(method, sparsity=0.8, kappa=2, storage="compact", **METHODS[method])
             place = {"ckpt_path": folder / case / "step=12.ckpt", "verbose": False}
             trainer_of([fresh], 2).validate(Module(), data(), **place)
             found[f"{case}, at the twelfth step"] = fresh.sparse.num_alive
@@ -134,8 +134,8 @@ def documented(folder: Path) -> int:
 def refused(folder: Path) -> list[str]:
     told = []
     for module, callback in (
-        (Module(), GrowPrune("rigl", 0.8, storage="masked")),
-        (Module(is_sharded=False), GrowPrune("rigl", 0.8, storage="compact")),
+        (Module(), GrowPrune("rigl", sparsity=0.8, storage="masked")),
+        (Module(is_sharded=False), GrowPrune("rigl", sparsity=0.8, storage="compact")),
     ):
         with pytest.raises(GrowpruneError) as caught:
             trainer_of([callback], 2).fit(module, data(2))

@@ -185,3 +185,11 @@ def test_a_model_that_is_not_at_the_target_can_still_be_evaluated(tmp_path: Path
     with pytest.warns(UserWarning, match="ended at step 2"):
         trainer.train()
     assert trainer.evaluate()["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("name", ["sparse", "cursor"])
+def test_a_callback_has_no_model_before_the_training(name: str) -> None:
+    with pytest.raises(
+        GrowpruneError, match=r"^GrowPruneCallback has no model yet: it gets one when the trainer begins to train with"
+    ):
+        getattr(GrowPruneCallback(), name)

@@ -61,7 +61,7 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
     axes = [axis for axis in range(x.dim()) if axis != 1]
     seen = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     weight = _here.weight
-    count = torch.tensor(weight * x.numel() / x.shape[1], device=x.device)
+    count = torch.full((), weight * x.numel() / x.shape[1], device=x.device)  # filled there: a copy would be waited for
     dist.all_reduce(count, group=norm._group)
     if not count.is_cuda and count <= 1:  # a GPU would have to be waited for
         raise GrowpruneError("BatchNorm needs more than one value per channel, but a batch leaves one: leave such out")

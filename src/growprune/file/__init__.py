@@ -83,7 +83,7 @@ from growprune.file.memory import give_memory
 from growprune.file.reader import match_model, open_sparse
 from growprune.file.sharded import check_written, restore_sharded, save_sharded
 from growprune.file.versions import FORMAT, write_metadata
-from growprune.file.writer import describe, stored, warn_of_unsaved, write_safetensors
+from growprune.file.writer import describe, stored, warn_of_unfinished, warn_of_unsaved, write_safetensors
 from growprune.sparse import SparseModel
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     warn_of_unsaved(sparse.model)
     sparse.notice_shards()
+    warn_of_unfinished(sparse)
     if sparse.ranks is not None:
         save_sharded(sparse, path, sparse.ranks)
         return

@@ -159,6 +159,20 @@ def warn_of_unsaved(model: nn.Module) -> None:
             warn(f"{what} is not saved: a sparse file holds parameters and buffers only")
 
 
+def warn_of_unfinished(sparse: SparseModel) -> None:
+    """Say so if the steps of an optimizer have not taken a model to the end of its plan, which may be what prunes it.
+
+    Always in the same words: Python then tells it once for each line that saves.
+    """
+    cursor = None if sparse.advancing is None else sparse.advancing()
+    if cursor is None or cursor.sparse is not sparse or cursor.is_over or sparse.is_at_target:
+        return
+    warn(
+        f"the model is saved before its plan is over, and is not at its sparsity of {sparse.sparsity:.4g}: train while "
+        f"not cursor.is_over (a step that a GradScaler skips does not count), or call sparse.prune() first"
+    )
+
+
 def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:
     """The live values, in row-major order, whatever the storage; its parameter must hold nothing else."""
     stored = sparse.stored[name]

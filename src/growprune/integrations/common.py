@@ -204,6 +204,15 @@ class Settings:
             )
 
 
+def begun(callback: object, cursor: Cursor | None) -> Cursor:
+    """The cursor of a callback; refused before there is one."""
+    if cursor is None:
+        raise GrowpruneError(
+            f"{type(callback).__name__} has no model yet: it gets one when the trainer begins to train with it"
+        )
+    return cursor
+
+
 def _options_of(method: Callable[..., Plan]) -> list[str]:
     """What a method takes beside the partition and what all are told."""
     return [name for name in list(inspect.signature(method).parameters)[1:] if name not in ("sparsity", "kappa")]

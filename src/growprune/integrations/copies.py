@@ -1,9 +1,10 @@
 """Copies of the model that people keep beside a trainer, such as moving averages: they are to be as sparse as it is.
 
 An edit changes which weights live, and an average over it has those of both masks. So copies are masked after each
-edit; averaged with the model from there on, they stay as sparse as it is. One that averages is found by itself, if a
-callback keeps it as an attribute: `torch.optim.swa_utils.AveragedModel`, timm's `ModelEmaV3`, or any other module with
-a copy of the model inside. Others are named by `add`.
+edit, and after each step of a rule that changes masks, as DeepR's does; averaged with the model from there on, they
+stay as sparse as it is. One that averages is found by itself, if a callback keeps it as an attribute:
+`torch.optim.swa_utils.AveragedModel`, timm's `ModelEmaV3`, or any other module with a copy of the model inside. Others
+are named by `add`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class Copies:
     def __init__(self, *, are_bare: bool = False) -> None:
         self._are_bare = are_bare
         self._added: list[nn.Module] = []
-        self._num_edits = -1
-        """How many edits there had been when copies were masked last."""
+        self._num_changes = -1
+        """How many changes of masks there had been when copies were masked last."""
 
     def add(self, copy: nn.Module) -> None:
         """Have a copy masked from now on, that is not found by itself."""
         if not any(copy is other for other in self._added):
             self._added.append(copy)
-        self._num_edits = -1
+        self._num_changes = -1
 
     def check(self, sparse: SparseModel, owners: Iterable[object]) -> None:
         """Raise if there are copies that cannot follow edits."""
@@ -44,17 +45,17 @@ class Copies:
             )
 
     def follow(self, sparse: SparseModel, owners: Iterable[object]) -> None:
-        """If the model was edited, make all copies as sparse as it is.
+        """If masks have changed, by an edit or by a rule, make all copies as sparse as it is.
 
         Args:
             owners: what may have copies as attributes.
         """
-        if sparse.editor.num_edits == self._num_edits:
+        if sparse.num_mask_changes == self._num_changes:
             return
         self.check(sparse, owners)
         for copy in self._all(sparse, owners):
             sparse.mask_copy(copy)
-        self._num_edits = sparse.editor.num_edits
+        self._num_changes = sparse.num_mask_changes
 
     def _all(self, sparse: SparseModel, owners: Iterable[object]) -> list[nn.Module]:
         values = [value for owner in owners for value in vars(owner).values() if isinstance(value, nn.Module)]

@@ -17,7 +17,7 @@ class Figures:
 
     def __init__(self, cursor: Cursor, *, by_weight: bool = False) -> None:
         self._cursor, self._by_weight = cursor, by_weight
-        self._num_edits, self._masks = cursor.sparse.editor.num_edits, cursor.sparse.state_dict()["masks"]
+        self._num_changes, self._masks = cursor.sparse.num_mask_changes, cursor.sparse.packed_masks()
 
     def read(self) -> dict[str, float]:
         """Sparsity, live weights, phase, and churn: the share of live weights that were dead at the last reading."""
@@ -37,10 +37,10 @@ class Figures:
     def _born(self) -> int:
         """How many weights live that were dead at the last reading."""
         sparse = self._cursor.sparse
-        if sparse.editor.num_edits == self._num_edits:
+        if sparse.num_mask_changes == self._num_changes:
             return 0
-        before, self._masks = self._masks, sparse.state_dict()["masks"]
-        self._num_edits = sparse.editor.num_edits
+        before, self._masks = self._masks, sparse.packed_masks()
+        self._num_changes = sparse.num_mask_changes
         return sum(_ones(mask & ~before[name].to(mask.device)) for name, mask in self._masks.items())
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from growprune.cursor import Cursor
 from growprune.engine.rng import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
-from growprune.integrations.common import Settings
+from growprune.integrations.common import Settings, begun
 from growprune.integrations.copies import Copies
 from growprune.integrations.figures import Figures
 from growprune.integrations.gradients import looking, share_gradients
@@ -79,10 +79,10 @@ class GrowPrune(Callback):
     def __init__(
         self,
         method: str | Callable[..., Plan] = "gradual_gap",
+        *,
         sparsity: float = 0.9,
         kappa: int | None = None,
         storage: str = "masked",
-        *,
         allocation: str | None = None,
         pattern: str = "unstructured",
         keep_dense: str | Sequence[str] = "auto",
@@ -117,9 +117,7 @@ class GrowPrune(Callback):
     @property
     def cursor(self) -> Cursor:
         """Where the model stands in its plan."""
-        if self._cursor is None:
-            raise GrowpruneError("GrowPrune has no model yet: it gets one when trainer.fit(model) begins to train")
-        return self._cursor
+        return begun(self, self._cursor)
 
     @property
     def sparse(self) -> SparseModel:
@@ -335,8 +333,8 @@ class GrowPrune(Callback):
         del outputs, batch, batch_idx
         if pl_module.automatic_optimization and trainer.global_step >= self._lengths[0] and not self.cursor.is_over:
             self.cursor.advance(self._lengths[0])  # some steps were skipped by a gradient scaler: do the edits left
-        restarts = [scheduled.phase.restart for scheduled in self.cursor.schedule]
-        if any(restarts[self._position + 1 : self.cursor.position + 1]) and not self.cursor.is_over:
+        entered = self.cursor.schedule[self._position + 1 : self.cursor.position + 1]
+        if any(scheduled.phase.restart for scheduled in entered) and not self.cursor.is_over:
             self._schedules.restart(trainer)
         self._position = self.cursor.position
         self._follow_edits(trainer)
@@ -348,12 +346,12 @@ class GrowPrune(Callback):
         assert self._figures is not None
         is_edited, self._num_edits = self.sparse.editor.num_edits != self._num_edits, self.sparse.editor.num_edits
         self._copies.follow(self.sparse, callbacks_of(trainer))
-        if is_edited:
-            if self.settings.storage == "compact":
-                wrap_again(trainer)
-            check_ranks(self.sparse, trainer)
+        if is_edited and self.settings.storage == "compact":
+            wrap_again(trainer)
         every = vars(trainer)["log_every_n_steps"]
-        is_ruled = self.sparse.rule is not None and trainer.global_step % every == 0
+        is_ruled = self.sparse.rule is not None and trainer.global_step % every == 0  # and may have changed masks
+        if is_edited or is_ruled:  # on all processes alike, whatever masks they have
+            check_ranks(self.sparse, trainer)
         if is_edited or is_ruled or not self._told:
             self._told = self._figures.read()
 

@@ -89,7 +89,7 @@ def check_ranks(sparse: SparseModel, trainer: Trainer) -> None:
     if trainer.world_size == 1:
         return
     digest = hashlib.sha256()
-    for mask in sparse.state_dict()["masks"].values():
+    for mask in sparse.packed_masks().values():
         digest.update(mask.cpu().numpy().tobytes())
     mine = digest.hexdigest()
     if not trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(mine) == mine):

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from growprune.cursor import Cursor
 from growprune.errors import GrowpruneError
 from growprune.integrations.checkpoints import read_state, write_state
-from growprune.integrations.common import Settings
+from growprune.integrations.common import Settings, begun
 from growprune.integrations.copies import Copies
 from growprune.integrations.figures import Figures
 from growprune.integrations.gradients import share_gradients
@@ -107,8 +107,7 @@ class GrowPruneCallback(TrainerCallback):
             iterations_per_epoch=iterations_per_epoch,
             options=options,
         )
-        self.cursor: Cursor | None = None
-        """Where the model stands in its plan; None before the training."""
+        self._cursor: Cursor | None = None
         self._lengths: dict[str, int | None] = {}
         """How many optimizer steps the training has that the plan was made for, and an epoch of it."""
         self._copies = Copies()
@@ -119,9 +118,14 @@ class GrowPruneCallback(TrainerCallback):
         self.is_training = False
 
     @property
-    def sparse(self) -> SparseModel | None:
-        """The sparse model; None before the training."""
-        return None if self.cursor is None else self.cursor.sparse
+    def cursor(self) -> Cursor:
+        """Where the model stands in its plan."""
+        return begun(self, self._cursor)
+
+    @property
+    def sparse(self) -> SparseModel:
+        """The sparse model."""
+        return self.cursor.sparse
 
     def add_copy(self, copy: nn.Module) -> None:
         """Have a copy of the model, such as a moving average, made as sparse as it is after each edit.
@@ -145,12 +149,12 @@ class GrowPruneCallback(TrainerCallback):
         model = sharded.plain(trainer.model)
         self._refuse(trainer, model)
         saved = read_state(folder, MISSING)
-        if self.cursor is None:
+        if self._cursor is None:
             self._lengths = saved["lengths"]
-            self.cursor = self._make_cursor(model, trainer, None)  # it looks at no batches: its plan has begun
+            self._cursor = self._make_cursor(model, trainer, None)  # it looks at no batches: its plan has begun
         self._check_alike(saved, trainer.state.max_steps)
-        self.cursor.sparse.attach(trainer.optimizer)
-        self.cursor.sparse.load_state_dict(saved["sparse"])
+        self.sparse.attach(trainer.optimizer)
+        self.sparse.load_state_dict(saved["sparse"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the model sparse and begin its plan, or go on with it."""
@@ -158,12 +162,12 @@ class GrowPruneCallback(TrainerCallback):
         model, optimizer = sharded.plain(kwargs["model"]), kwargs["optimizer"]
         self._refuse(trainer, model)
         saved = None if folder is None else read_state(Path(folder), MISSING)
-        if self.cursor is None:
+        if self._cursor is None:
             lengths = {"iterations": state.max_steps, "per_epoch": steps_per_epoch(args, kwargs["train_dataloader"])}
             self._lengths = lengths if saved is None else saved["lengths"]
-            self.cursor = self._make_cursor(model, trainer, kwargs["train_dataloader"])
+            self._cursor = self._make_cursor(model, trainer, kwargs["train_dataloader"])
         self._others = trainer.callback_handler.callbacks
-        self._copies.check(self.cursor.sparse, self._others)
+        self._copies.check(self.sparse, self._others)
         if saved is not None:
             self._check_alike(saved, state.max_steps)
             self._go_on(saved, optimizer)
@@ -173,13 +177,13 @@ class GrowPruneCallback(TrainerCallback):
                 f"train(resume_from_checkpoint=True), or make a new model and a new GrowPruneCallback"
             )
         self.cursor.attach(optimizer)
-        if self.cursor.sparse.ranks is not None:
-            sharded.save_dense(trainer, self.cursor.sparse)
+        if self.sparse.ranks is not None:
+            sharded.save_dense(trainer, self.sparse)
         if not self.cursor.is_over and has_restarts(self.cursor):
             restart_rates(args, trainer.lr_scheduler, restarts(self.cursor))
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
         _place(trainer, self)
-        self._copies.follow(self.cursor.sparse, self._others)
+        self._copies.follow(self.sparse, self._others)
         self.is_training = True
 
     def _refuse(self, trainer: Any, model: nn.Module) -> None:
@@ -189,7 +193,7 @@ class GrowPruneCallback(TrainerCallback):
             storage=self.settings.storage,
         )
         sharded.check_trainer(trainer)
-        if self.sparse is not None and self.sparse.model is not model:
+        if self._cursor is not None and self.sparse.model is not model:
             raise GrowpruneError("the GrowPruneCallback is of another model: make a new one for each model")
         if trainer.state.is_hyper_param_search:
             raise GrowpruneError("GrowPruneCallback does not work in hyperparameter_search(): make a Trainer per trial")
@@ -232,19 +236,18 @@ class GrowPruneCallback(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse copies that other callbacks have made when the training began."""
-        if self.sparse is not None:
+        if self._cursor is not None:
             self._copies.check(self.sparse, self._others)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The optimizer's own steps advance the plan. At the end, those that a gradient scaler skipped are made up."""
-        if self.cursor is None:
+        if self._cursor is None:
             return
         if not self.cursor.is_over and state.global_step >= state.max_steps:
             self.cursor.advance(self.cursor.iteration + sum(map(self.cursor.length_of, self._phases_left())))
-        self._copies.follow(self.cursor.sparse, self._others)
+        self._copies.follow(self.sparse, self._others)
 
     def _phases_left(self) -> list[Any]:
-        assert self.cursor is not None
         return [scheduled.phase for scheduled in self.cursor.schedule[max(0, self.cursor.position) :]]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -256,7 +259,6 @@ class GrowPruneCallback(TrainerCallback):
             logs.update(figures)
             state.log_history[-1].update(figures)
         if "train_loss" in logs and args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            assert self.sparse is not None
             best = read_state(Path(state.best_model_checkpoint))
             self.sparse.load_state_dict(best["sparse"])
             self.sparse.restore(best["weights"])
@@ -264,7 +266,7 @@ class GrowPruneCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say so if the training was stopped before the model is as sparse as it should be."""
         self.is_training = False
-        if self.sparse is not None and not self.sparse.is_at_target:
+        if self._cursor is not None and not self.sparse.is_at_target:
             share = 1 - self.sparse.num_alive / self.sparse.num_prunable
             warn(
                 f"the training ended at step {state.global_step} of {state.max_steps}, with {share:.4g} of the weights "
@@ -275,22 +277,20 @@ class GrowPruneCallback(TrainerCallback):
 
     def save(self, folder: Path) -> None:
         """Add our state to a checkpoint that has the weights already."""
-        assert self.cursor is not None
-        states = {"sparse": self.cursor.sparse.state_dict(), "cursor": self.cursor.state_dict()}
-        is_sharded = self.cursor.sparse.ranks is not None  # and only the first process is here
-        weights = {} if is_sharded else self.cursor.sparse.snapshot(left_out(self.cursor.sparse.model, folder))
+        states = {"sparse": self.sparse.state_dict(), "cursor": self.cursor.state_dict()}
+        is_sharded = self.sparse.ranks is not None  # and only the first process is here
+        weights = {} if is_sharded else self.sparse.snapshot(left_out(self.sparse.model, folder))
         write_state(folder, {**states, "weights": weights, "lengths": self._lengths, "made": self._made()})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait until our state is written (see `_Last`): others may be about to read it, as the best."""
         if args.world_size > 1:
             distributed.barrier()
-        if self.sparse is not None and self.sparse.ranks is not None:
+        if self._cursor is not None and self.sparse.ranks is not None:
             sharded.agree_on_the_best(args, state)
 
     def _made(self) -> dict[str, Any]:
         """How the model was made sparse, as far as masks and the plan do not tell."""
-        assert self.sparse is not None
         names = ("sparsity", "allocation", "storage", "seed")
         return {**{name: getattr(self.sparse, name) for name in names}, "pattern": self.settings.pattern}
 
@@ -309,17 +309,16 @@ class GrowPruneCallback(TrainerCallback):
 
     def _go_on(self, saved: dict[str, Any], optimizer: Any) -> None:
         """Go on from a checkpoint, of which the Trainer has loaded the weights and the optimizer."""
-        assert self.cursor is not None
-        if self.cursor.sparse.ranks is not None:  # and `_make_fitting` has seen to the masks
+        if self.sparse.ranks is not None:  # and `_make_fitting` has seen to the masks
             self.cursor.load_state_dict(saved["cursor"])
             return
-        check_zeros(self.cursor.sparse, saved["sparse"]["masks"], saved["weights"])
+        check_zeros(self.sparse, saved["sparse"]["masks"], saved["weights"])
         state = optimizer.state_dict()
         optimizer.state.clear()  # it is of the weights as they are stored after their masks are loaded
         if self.cursor.position < 0:  # all live, so that nothing is lost; compact weights are followed from here on
-            self.cursor.sparse.attach(optimizer)
-        self.cursor.sparse.load_state_dict(saved["sparse"])
-        self.cursor.sparse.restore(saved["weights"])
+            self.sparse.attach(optimizer)
+        self.sparse.load_state_dict(saved["sparse"])
+        self.sparse.restore(saved["weights"])
         optimizer.load_state_dict(state)
         self.cursor.load_state_dict(saved["cursor"])
 
@@ -333,8 +332,8 @@ class _Last(TrainerCallback, ExportableState):
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
         """Keep a model that is not at the target sparsity from being the best."""
         assert self._callback is not None
-        sparse, name = self._callback.sparse, args.metric_for_best_model
-        if sparse is None or not self._callback.is_training or name is None or sparse.is_at_target:
+        name = args.metric_for_best_model
+        if not self._callback.is_training or name is None or self._callback.sparse.is_at_target:
             return
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name in metrics:

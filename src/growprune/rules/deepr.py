@@ -13,6 +13,7 @@ from growprune.errors import GrowpruneError
 from growprune.layers import Weight
 from growprune.methods.deepr import Deepr
 from growprune.patterns import in_one_go
+from growprune.running import check_rates
 from growprune.scores import random_keys, salt_of
 from growprune.selection import choose
 from growprune.sparse import SparseModel
@@ -43,6 +44,7 @@ class DeeprRule:
 
     @torch.no_grad()
     def before_step(self, trained: Mapping[str, float]) -> None:
+        check_rates("DeepR", {name: trained[name] for name in self._own(trained)})
         for name in self._own(trained):
             parameter = self._sparse.model.get_parameter(name)
             self._sign[name] = parameter.sign()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from growprune.methods.str_ import Str
 from growprune.rules.aside import Aside
+from growprune.running import check_rates
 from growprune.sparse import SparseModel
 
 
@@ -36,6 +37,7 @@ class StrRule:
 
     @torch.no_grad()
     def before_step(self, trained: Mapping[str, float]) -> None:
+        check_rates("STR", {name: rate for name, rate in trained.items() if name in self.w.names})
         for weight in self.w.weights:
             gradient = self.w.gradient(weight.parameter)
             if weight.parameter in trained and gradient is not None:

@@ -29,6 +29,7 @@ from growprune.snapshot import pack
 if TYPE_CHECKING:
     from growprune.cursor import Cursor
     from growprune.sparse import SparseModel
+    from growprune.storage import SparseParameter
 
 INDEX = "growprune.json"
 VERSION = 1
@@ -52,15 +53,19 @@ def save_state(
         raise GrowpruneError(f"{folder} has a checkpoint already: give a new folder, such as state-{{iteration}}")
     place = sparse.place if cursor is None else cursor.state_dict()
     _check_place(place)
+    averages = {f"averages.{name}": average for name, average in sparse.gradients.averages.items()}
     tensors = {**_model(sparse), **_masks(sparse), **_optimizer_tensors(sparse, optimizer), **_gradients(sparse)}
+    tensors |= averages
     index = {
         "format": "growprune-state",
         "version": VERSION,
         "num_edits": sparse.editor.num_edits,
+        "settings": sparse.settings,
         "alive": {name: parameter.parameter.numel() for name, parameter in sparse.stored.items()},
         "cursor": place,
         "gradients": sparse.gradients.flags(),
         "watched": [key for key in tensors if key.startswith("gradients.")],
+        "averages": list(averages),
         "optimizer": None if optimizer is None else _optimizer_index(sparse, optimizer),
     }
     text = json.dumps(index)
@@ -92,19 +97,19 @@ def load_state(
     masks = {
         f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in sparse.stored.items()
     }
-    _read(folder, masks)
-    state = {"masks": {name.removeprefix("masks."): mask for name, mask in masks.items()}}
-    nothing = {"sums": {}, "averages": {}, **index["gradients"]}
-    sparse.load_state_dict(
-        {**state, "num_edits": index["num_edits"], "gradients": nothing, "cursor": None if cursor else index["cursor"]}
-    )
+    averages = _empty_averages(sparse, index.get("averages", []))  # folders of before have none
+    _read(folder, {**masks, **averages})
+    seen = {"sums": {}, "averages": _named(averages, "averages."), **index["gradients"]}
+    place = {"num_edits": index["num_edits"], "cursor": None if cursor else index["cursor"]}
+    made = {"settings": index.get("settings", {})}
+    sparse.load_state_dict({"masks": _named(masks, "masks."), "gradients": seen, **place, **made})
     tensors = _model(sparse)
     if optimizer is not None and index["optimizer"] is not None:
         _prepare_optimizer(folder, sparse, optimizer, index["optimizer"])
         tensors |= _optimizer_tensors(sparse, optimizer)
     watched = _empty_gradients(sparse, index["watched"])
     _read(folder, {**tensors, **watched})
-    sparse.gradients.take_shares({key.removeprefix("gradients."): _local(part) for key, part in watched.items()})
+    sparse.gradients.take_shares({name: _local(part) for name, part in _named(watched, "gradients.").items()})
     if cursor is not None:
         cursor.load_state_dict(index["cursor"])
 
@@ -227,12 +232,16 @@ def _prepare_optimizer(folder: Path, sparse: SparseModel, optimizer: Optimizer, 
         raise GrowpruneError(f"{folder} has an optimizer with other groups of parameters: make it as it was")
     for group, saved in zip(optimizer.param_groups, index["groups"], strict=True):
         group |= {key: _like(group.get(key), value) for key, value in saved.items() if key != "params"}
+    on_device = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    counting = {id(parameter) for group in on_device for parameter in group["params"]}
     optimizer.state.clear()
     for name, about in index["states"].items():
         parameter = parameters[name]
         state = {key: torch.zeros_like(parameter.detach()) for key in about["like"]}
         for key, (shape, dtype) in about["own"].items():
-            state[key] = torch.zeros(shape, dtype=getattr(torch, dtype))
+            # torch keeps the number of steps on the CPU, but for kernels that count on the device
+            is_apart = key == "step" and id(parameter) not in counting
+            state[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu" if is_apart else parameter.device)
         optimizer.state[parameter] = {**state, **about["plain"]}
 
 
@@ -249,12 +258,29 @@ def _gradients(sparse: SparseModel) -> dict[str, Any]:
     return {f"gradients.{name}": _as_sharded(sparse, name, part) for name, part in parts.items()}
 
 
+def _named(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """By the names that parameters have, without that of what it is of them."""
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+
+
+def _empty_averages(sparse: SparseModel, keys: list[str]) -> dict[str, Any]:
+    """Room for moving averages of gradients, which are dense: compact storage has none."""
+    stored = {key: sparse.stored[key.removeprefix("averages.")] for key in keys}
+    return {key: _zero(parameter).expand(parameter.shape).clone() for key, parameter in stored.items()}
+
+
+def _zero(parameter: SparseParameter) -> Tensor:
+    """As gradients are kept: in float32 at least."""
+    stored = parameter.parameter
+    return torch.zeros(1, dtype=torch.promote_types(stored.dtype, torch.float32), device=stored.device)
+
+
 def _empty_gradients(sparse: SparseModel, keys: list[str]) -> dict[str, Any]:
     found = {}
     for key in keys:
         name = key.removeprefix("gradients.")
         parameter = sparse.stored[name]
-        flat = torch.zeros(1, device=parameter.parameter.device).expand(parameter.shape.numel())
+        flat = _zero(parameter).expand(parameter.shape.numel())
         part = flat if sparse.ranks is None else sparse.ranks.cut(flat)
         found[key] = _as_sharded(sparse, name, part.clone())
     return found
