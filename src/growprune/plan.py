@@ -88,6 +88,12 @@ class Spread(Enum):
     """In proportion to the live weights that each layer has. For growth; a layer without any gets none."""
     MOMENTUM = "momentum"
     """In proportion to the mean |momentum| of each layer's live weights. For growth by momentum."""
+    LOST = "lost"
+    """Each layer gets back what it lost by the edit before. For growth right after a prune of the same part, in one
+    phase, under one ranking (allocation="global"); other allocations say themselves what a layer has."""
+    ERK = "erk"
+    """Each layer gets its share under ERK. For the mask that a method begins with, `prune(..., to=)`, under one ranking
+    (allocation="global"); other allocations say themselves what a layer has."""
 
 
 def parse_spread(name: str) -> Spread:
@@ -157,8 +163,10 @@ class Edit:
         object.__setattr__(self, "spread", spread)
         if spread is Spread.RANKING and self.share is None:
             raise GrowpruneError(f"{self.action.value} has spread=ranking and to={self.to}: give share instead of to")
-        if spread is not Spread.RANKING and self.action is Action.PRUNE:
-            raise GrowpruneError(f"prune has spread={spread.value}, which is for grow: give ranking, or None")
+        if spread is Spread.ERK and (self.action is Action.GROW or self.to is None):
+            raise GrowpruneError(f"{self.action.value} has spread=erk, which is for prune with to=: give another, or None")
+        if spread not in (Spread.RANKING, Spread.ERK) and self.action is Action.PRUNE:
+            raise GrowpruneError(f"prune has spread={spread.value}, which is for grow: give ranking, erk, or None")
         if spread is Spread.MOMENTUM and self.by is not By.MOMENTUM:
             raise GrowpruneError(f"grow has spread=momentum, but goes by {self.by.value}: give by=By.MOMENTUM too")
 
@@ -264,6 +272,9 @@ class Phase:
         check_counts(0, epochs=epochs, iterations=iterations)
         if epochs and iterations:
             raise GrowpruneError(f"a phase has epochs={epochs} and iterations={iterations}: give one of the two")
+        for before, edit in zip((None, *edits), edits, strict=False):
+            if edit.spread is Spread.LOST and not _is_prune_of(before, edit.part):
+                raise GrowpruneError(f"{edit!s} has no prune of {edit.part.name} right before it in its phase: give one")
         for name, value in zip(Phase.__dataclass_fields__, (edits, epochs, iterations, restart, rule), strict=True):
             object.__setattr__(self, name, value)
 
@@ -288,6 +299,10 @@ class Phase:
         """What it does, with its edits in these words."""
         edits = edits or "train"
         return edits if self.rule is None else f"{edits} ({type(self.rule).__name__} on {self.rule.part.name})"
+
+
+def _is_prune_of(edit: Edit | None, part: Part) -> bool:
+    return edit is not None and edit.action is Action.PRUNE and edit.part == part
 
 
 @dataclass(frozen=True)
