@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
 
@@ -209,16 +210,21 @@ class Editor:
         return self._choosing.chosen(pool, edit, values, mask, number=self.num_edits)
 
     def preview(self, edit: Edit) -> list[Callable[[], None]]:
-        """Prune, but leave optimizers alone; returns what undoes it, to be called in reverse."""
+        """Prune, but leave optimizers alone; returns what undoes it, to be called in reverse.
+
+        If it cannot be done, or fails on the way, all is as it was.
+        """
         alive, values = self.num_alive(self.weights), self._choosing.values(edit)
-        undo: list[Callable[[], None]] = []
-
-        def set_mask(name: str, mask: Tensor) -> None:
-            undo.append(self._parameters[name].preview(mask))
-
         pools = _within_one(self.pools(edit, alive), alive, edit.action)
-        self._choose(pools, edit, alive, self._by_values(values), set_mask)
-        return undo
+        for pool in pools:
+            self._check(pool, edit, _total(pool, alive))
+        with ExitStack() as undo:
+
+            def set_mask(name: str, mask: Tensor) -> None:
+                undo.callback(self._parameters[name].preview(mask))
+
+            self._choose(pools, edit, alive, self._by_values(values), set_mask)
+            return [undo.pop_all().close]
 
     def projected(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """By parameter: these values, but zero where pruning them would prune. No mask changes."""

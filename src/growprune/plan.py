@@ -164,7 +164,7 @@ class Edit:
         if spread is Spread.RANKING and self.share is None:
             raise GrowpruneError(f"{self.action.value} has spread=ranking and to={self.to}: give share instead of to")
         if spread is Spread.ERK and (self.action is Action.GROW or self.to is None):
-            raise GrowpruneError(f"{self.action.value} has spread=erk, which is for prune with to=: give another, or None")
+            raise GrowpruneError(f"{self.action.value} has spread=erk, which is for prune with to=: give None")
         if spread not in (Spread.RANKING, Spread.ERK) and self.action is Action.PRUNE:
             raise GrowpruneError(f"prune has spread={spread.value}, which is for grow: give ranking, erk, or None")
         if spread is Spread.MOMENTUM and self.by is not By.MOMENTUM:
@@ -274,7 +274,7 @@ class Phase:
             raise GrowpruneError(f"a phase has epochs={epochs} and iterations={iterations}: give one of the two")
         for before, edit in zip((None, *edits), edits, strict=False):
             if edit.spread is Spread.LOST and not _is_prune_of(before, edit.part):
-                raise GrowpruneError(f"{edit!s} has no prune of {edit.part.name} right before it in its phase: give one")
+                raise GrowpruneError(f"{edit} has no prune of {edit.part.name} right before it in its phase: give one")
         for name, value in zip(Phase.__dataclass_fields__, (edits, epochs, iterations, restart, rule), strict=True):
             object.__setattr__(self, name, value)
 
