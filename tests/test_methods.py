@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -198,6 +198,16 @@ def test_an_unknown_option_is_refused_at_the_call(name: str) -> None:
 def test_a_method_says_what_it_is(name: str) -> None:
     assert METHODS[name].__name__ == name
     assert (METHODS[name].__doc__ or "").strip()
+
+
+def test_an_option_of_several_methods_is_of_one_kind_in_all_of_them() -> None:
+    """A recipe keeps the options that it shares with another method: one with two units would mean something else."""
+    kinds: dict[str, set[Any]] = {}
+    for method in METHODS.values():
+        hints = get_type_hints(method.__wrapped__)  # type: ignore[attr-defined]
+        for name in list(inspect.signature(method).parameters)[1:]:
+            kinds.setdefault(name, set()).add(frozenset(get_args(hints[name]) or [hints[name]]) - {type(None)})
+    assert {name: kind for name, kind in kinds.items() if len(kind) > 1} == {}
 
 
 @every_method
