@@ -19,7 +19,6 @@ from growprune.optimizers import Optimizers
 from growprune.patterns import Pattern, count_groups, in_one_go, write_groups
 from growprune.plan import Action, By, Edit, Part, Spread
 from growprune.scores import check_finite
-from growprune.selection import num_kept
 from growprune.storage import SparseParameter
 from growprune.warn import warn
 
@@ -80,11 +79,18 @@ class Editor:
             if spread is Spread.RANKING:
                 return [Pool(part, _shared(edit, sum(alive[w.name] for w in part)))] if part else []
             return [Pool((w,), _shared(edit, alive[w.name])) for w in part]
-        for weight in part:
-            self._pattern.check(weight, edit.to)
+        self._check_pattern(part, edit.to)
         scope = self._scope if edit.action is Action.PRUNE else Scope.PART  # to grow a part leaves the others alone
         allocate = erk if spread is Spread.ERK else self._allocate
         return allocate(self.weights, part, edit.to, self._pattern, scope) if part else []
+
+    def _check_pattern(self, part: Sequence[Weight], to: float) -> None:
+        try:
+            for weight in part:
+                self._pattern.check(weight, to)
+        except GrowpruneError as error:
+            remedy = "a method whose sparsity rises is told so by `start`, or by a lower `peak_density`"
+            raise GrowpruneError(f"{error}; {remedy}") from error
 
     def _spread_of(self, edit: Edit) -> Spread | None:
         """How layers share an edit: some spreads are for one ranking only, where layers have no count of their own."""
@@ -95,8 +101,9 @@ class Editor:
         """All of a part, or as much of it as leaves the model no more live groups than it may have."""
         alive = self.num_alive(self.weights) if alive is None else alive
         num_groups = sum(map(self._pattern.num_groups, self.weights))
-        room = num_kept(1 - within, num_groups) - sum(alive[weight.name] for weight in self.weights)
-        room += len(self.weights)  # since each layer rounds for itself
+        # where each layer rounds for itself, half a group of each may live too much, and the part is still to fit
+        rounded = 0 if self._allocate is global_ else Fraction(len(self.weights), 2)
+        room = int(Fraction(str(within)) * num_groups + rounded) - sum(alive[weight.name] for weight in self.weights)
         now, most = sum(alive[weight.name] for weight in part), sum(map(self._pattern.most_alive, part))
         whole = sum(map(self._pattern.num_groups, part))
         return Pool(part, whole if now + room >= whole else max(now, min(now + room, most)))
