@@ -22,6 +22,7 @@ from growprune.errors import GrowpruneError
 from growprune.optimizers import unwrapped
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, check_counts, walk
 from growprune.rules import running
+from growprune.settings import plain
 from growprune.snapshot import Snapshot
 from growprune.sparse import SparseModel
 
@@ -77,7 +78,7 @@ class Cursor:
         self.sparse = sparse
         self.schedule = tuple(walk(plan))
         _check(sparse, self.schedule)
-        self._per_epoch, self._accumulate = iterations_per_epoch, accumulate
+        self._per_epoch, self._accumulate = plain(iterations_per_epoch), plain(accumulate)
         self._is_begun, self._is_local, self._combine = is_begun, is_local, combine
         self._score, self._on_enter, self._on_leave = score, on_enter, on_leave
         self._is_counting = False

@@ -12,6 +12,7 @@ what is done, with no model, no GPU and no torch.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from numbers import Real
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias, get_args, overload
 
 from growprune.errors import GrowpruneError
-from growprune.settings import as_float
+from growprune.settings import as_float, plain
 
 MAX_STAGES = 100_000
 """The longest plan: an edit every iteration of a run of that many."""
@@ -227,8 +228,9 @@ def grow(
     """ArgGrowTo: let more of a part's weights live, all of them by default. A grown weight starts at exactly zero.
 
     With `spread`, the part as a whole gets as many as the allocation says, but its layers share them otherwise. With
-    `within`, growth to dense stops where this share of the whole model's weights lives, to a group a layer: which of
-    the part's weights there is no room for is drawn anew at each growth.
+    `within`, growth to dense stops where this share of the whole model's weights lives (under "uniform" and "erk",
+    where each layer rounds for itself, and half a group a layer): which of the part's weights there is no room for is
+    drawn anew at each growth.
 
     Examples:
         >>> print(grow(Part("S0", ("fc.weight",))))
@@ -270,6 +272,7 @@ class Phase:
         self, *edits: Edit, epochs: int = 0, iterations: int = 0, restart: bool = False, rule: Rule | None = None
     ) -> None:
         check_counts(0, epochs=epochs, iterations=iterations)
+        epochs, iterations = plain(epochs), plain(iterations)
         if epochs and iterations:
             raise GrowpruneError(f"a phase has epochs={epochs} and iterations={iterations}: give one of the two")
         for before, edit in zip((None, *edits), edits, strict=False):
@@ -329,6 +332,10 @@ class Fork:
 Stage: TypeAlias = Phase | Fork
 
 
+_SHORTER = {"every": "raise `every`", "steps": "lower `steps`"}
+"""What makes a plan shorter, by the option of its method."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A method together with its arguments: list it as often as you like, it yields the same stages."""
@@ -341,9 +348,10 @@ class Plan:
         # all of it, since a wrong option should fail where the plan is written, not where it is run
         count = sum(1 for _ in itertools.islice(self, MAX_STAGES + 1))
         if count > MAX_STAGES:
-            raise GrowpruneError(
-                f"the plan of {self.method.__name__} has over {MAX_STAGES:,} phases: raise `every`, or lower `steps`"
-            )
+            known = inspect.signature(self.method).parameters
+            ways = [way for name, way in _SHORTER.items() if name in known] or ["yield fewer"]
+            name = self.method.__name__
+            raise GrowpruneError(f"the plan of {name} has over {MAX_STAGES:,} phases: {', or '.join(ways)}")
 
     def __iter__(self) -> Iterator[Stage]:
         return self.method(self.partition, **self.options)
@@ -385,7 +393,10 @@ def _method(generator: Generator[Options], *, allocation: str, partition: str) -
     def plan(S: Parts, /, *args: Options.args, **kwargs: Options.kwargs) -> Plan:
         if args:
             raise TypeError(f"{generator.__name__} takes the partition, then keyword arguments only")
-        return Plan(generator, S, dict(kwargs))
+        if not hasattr(S, "whole"):
+            what = "a partition of the model, such as Partition.balanced(model, 4)"
+            raise GrowpruneError(f"{generator.__name__} was given a {type(S).__name__}, but takes {what}")
+        return Plan(generator, S, {name: plain(value) for name, value in kwargs.items()})
 
     functools.update_wrapper(plan, generator)
     plan.__dict__.update(allocation=allocation, partition=partition)
@@ -459,5 +470,14 @@ def check_span(*, begin: float, until: float) -> None:
 
 def check_counts(least: int, **counts: int) -> None:
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+        whole = plain(count)
+        if isinstance(whole, bool) or not isinstance(whole, int) or whole < least:
             raise GrowpruneError(f"{name} is {count!r}, but must be a whole number of at least {least}")
+
+
+def step_length(*, iterations: int, every: int | None, steps: int) -> int:
+    """The iterations of a step: `every`, or, where that is None, as many as cut the training into so many steps."""
+    check_counts(0, iterations=iterations)
+    every = max(1, iterations // steps) if every is None else every
+    check_counts(1, every=every)
+    return every

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from growprune.plan import Parts, Phase, check_counts, check_share, check_span, grow, method, prune
+from growprune.plan import Parts, Phase, check_share, check_span, grow, method, prune, step_length
 
 
 @method(allocation="global")
@@ -30,9 +30,7 @@ def acdc(
 
     Example: acdc(S, sparsity=0.8, iterations=20)
     """
-    check_counts(0, iterations=iterations)
-    every = max(1, iterations // 20) if every is None else every
-    check_counts(1, every=every)
+    every = step_length(iterations=iterations, every=every, steps=20)
     check_span(begin=begin, until=until)
     check_share(dense_until=dense_until)
     first, last = round(begin * iterations), round(until * iterations)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from growprune.methods.gradual_gap import first_sparsity, peak_of
+from growprune.methods.gradual_gap import first_and_peak
 from growprune.plan import (
     Branch,
     Fork,
@@ -16,6 +16,7 @@ from growprune.plan import (
     grow,
     method,
     prune,
+    step_length,
 )
 
 
@@ -50,12 +51,10 @@ def parallel_gradual_gap(
 
     Example: parallel_gradual_gap(S, sparsity=0.8, iterations=8, every=3)
     """
-    every = max(1, iterations // 10) if every is None else every
-    check_counts(1, every=every, power=power)
-    check_counts(0, iterations=iterations)
+    every = step_length(iterations=iterations, every=every, steps=10)
+    check_counts(1, power=power)
     check_share(until=until)
-    first = first_sparsity(S, sparsity, start, peak_density)
-    within = peak_of(S, first) if start is None else None
+    first, within = first_and_peak(S, sparsity, start, peak_density)
     last = round(until * iterations)
     yield Phase(prune(S.whole, to=first, by=first_by(initial_mask)))
     for t in range(0, last, every):
