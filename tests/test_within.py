@@ -114,7 +114,7 @@ def test_no_more_than_the_peak_ever_lives_whatever_the_ranking_says(
     for _ in phases_of(sparse, plan):
         found.append(sparse.num_alive)
         train(sparse, scales)
-    assert max(found) <= peak * total + (0 if allocation == "global" else size * len(scales) / 2) + 1e-6
+    assert max(found) <= peak * total + (0 if allocation != "uniform" else size * len(scales) / 2) + 1e-6
     assert found[-1] <= 0.1 * total + size
 
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from growprune.allocation import Pool, Scope, erk, global_, parse_allocation, shared_out
+from growprune.allocation import Pool, Scope, erk, global_, parse_allocation, shared_out, uniform
 from growprune.choosing import Choosing, Chosen, OneByOne, SetMask, Together, Values, Written
 from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients, Keep
@@ -102,7 +102,7 @@ class Editor:
         alive = self.num_alive(self.weights) if alive is None else alive
         num_groups = sum(map(self._pattern.num_groups, self.weights))
         # where each layer rounds for itself, half a group of each may live too much, and the part is still to fit
-        rounded = 0 if self._allocate is global_ else Fraction(len(self.weights), 2)
+        rounded = Fraction(len(self.weights), 2) if self._allocate is uniform else 0
         room = int(Fraction(str(within)) * num_groups + rounded) - sum(alive[weight.name] for weight in self.weights)
         now, most = sum(alive[weight.name] for weight in part), sum(map(self._pattern.most_alive, part))
         whole = sum(map(self._pattern.num_groups, part))

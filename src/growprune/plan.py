@@ -228,8 +228,8 @@ def grow(
     """ArgGrowTo: let more of a part's weights live, all of them by default. A grown weight starts at exactly zero.
 
     With `spread`, the part as a whole gets as many as the allocation says, but its layers share them otherwise. With
-    `within`, growth to dense stops where this share of the whole model's weights lives (under "uniform" and "erk",
-    where each layer rounds for itself, and half a group a layer): which of the part's weights there is no room for is
+    `within`, growth to dense stops where this share of the whole model's weights lives (under "uniform", where
+    each layer rounds for itself, and half a group a layer): which of the part's weights there is no room for is
     drawn anew at each growth.
 
     Examples:

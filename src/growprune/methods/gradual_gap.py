@@ -50,8 +50,9 @@ def gradual_gap(
         every: the iterations of each step; a sixtieth of the training if not given.
         start: the fraction of zeros to begin with.
         peak_density: instead of `start`: the largest share of the weights that may live at any time. If neither is
-            given it is 0.6, or as near to it as the parts and the sparsity allow. Growth keeps to it: of a part that
-            has fewer live weights than its share, not quite all may grow at once.
+            given it is 0.6, or as near to it as the parts and the sparsity allow. Growth keeps to it (under
+            "uniform", to the rounding of each layer): of a part that has fewer live weights than its share, not quite
+            all may grow at once.
         until: when the steps end and fine-tuning begins, as a share of the training.
         power: how the sparsity rises: 1 evenly; 3 fast at first and slowly at the end, as in GMP. An even rise was as
             good or better on our four tasks, 3 far better in short trainings with AdamW (docs/theory.md, 7).

@@ -41,8 +41,10 @@ def parallel_gradual_gap(
         every: the iterations of each step; a tenth of the training if not given, since each begins with a fresh
             optimizer on every machine.
         start: the fraction of zeros to begin with.
-        peak_density: instead of `start`: the largest share of the weights that may live on any machine. If neither
-            is given it is 0.6, or as near to it as the parts and the sparsity allow.
+        peak_density: instead of `start`: the largest share of the weights that any machine may train at a time. If
+            neither is given it is 0.6, or as near to it as the parts and the sparsity allow. Where the parts are put
+            together after each step, more may live for a moment: with allocation="global" all of them, as one ranking
+            prunes them together; with "uniform" and "erk" each part is pruned before.
         until: when the steps end and fine-tuning begins, as a share of the training.
         power: how the sparsity rises: 1 evenly; 3 fast at first and slowly at the end, as in GMP. An even rise was as
             good or better on our four tasks, 3 far better in short trainings with AdamW (docs/theory.md, 7).
