@@ -39,9 +39,10 @@ def granet(
     At t the sparsity is s_f + (s_i - s_f) (1 - (t - t_0) / (n dt))^3, as in GMP. Right after it is reached, a share of
     each layer's live weights, the smallest, is swapped for those of the largest gradient. The swaps go on when the
     sparsity has stopped rising, and the share falls to 0 with a cosine over the whole training, as in the authors'
-    code. With allocation="global" it is theirs in all: the random mask at first has the shares of ERK, all weights are
-    pruned by one ranking, and each layer grows as many as it has just dropped. With "erk" or "uniform" layers have the
-    counts of that throughout.
+    code. With allocation="global" it is their method: the random mask at first has the shares of ERK, all weights are
+    pruned by one ranking, and each layer grows as many as it has just dropped. (They round the drop up, end the cosine
+    at 0.005, and let a weight that is dropped and grown at once keep its value; here it starts from zero.) With "erk"
+    or "uniform" layers have the counts of that throughout.
 
     Args:
         sparsity: s_f, the fraction of zeros to reach.
