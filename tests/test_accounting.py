@@ -11,6 +11,7 @@ import pytest
 
 from growprune import engine, methods
 from growprune.engine import checkpoint
+from growprune.engine.cost import estimate
 from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe
 from toy import Toy, cyclic, parallel, plain
@@ -97,6 +98,30 @@ def test_the_branches_of_a_fork_add_up(tmp_path: Path) -> None:
     assert result["training_examples"] == (3 + 1) * 50
     assert result["training_flops"] == 50 * 3 * 2 * (157 + 285 + 118 + 80)
     assert result["peak_alive"] == 285
+
+
+@pytest.mark.parametrize(
+    ("allocation", "peak"),
+    [
+        ("uniform", 285),  # each part is pruned before it is returned
+        ("global", 400),  # one ranking needs all of them dense
+    ],
+)
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_what_lives_where_branches_are_put_together_counts_in_the_peak(
+    allocation: str, peak: int, storage: str, tmp_path: Path
+) -> None:
+    recipe = short(replace(plain(), task=Toy(is_plain=True)), methods.parallel_gap, steps=1, epochs=1, finetune=1)
+    recipe = replace(recipe, allocation=allocation, storage=storage)
+    assert engine.train(recipe, tmp_path / "run")["peak_alive"] == peak
+    found = estimate(recipe)
+    assert found.peak_density == pytest.approx(peak / 400, abs=0.003)
+    assert found.merged_density == pytest.approx(1.0 if allocation == "global" else 0.2)
+    assert max(cost.density for cost in found.costs) < 0.75  # of what is trained
+
+
+def test_without_forks_nothing_is_put_together() -> None:
+    assert estimate(short(plain(), methods.cyclic_gap, steps=3, epochs=1, finetune=2)).merged_density == 0
 
 
 def test_a_run_that_began_before_there_were_figures_has_none(tmp_path: Path) -> None:

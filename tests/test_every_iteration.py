@@ -120,7 +120,7 @@ def test_the_sparsity_of_dpf_rises_with_gmps_cubic() -> None:
 
 
 def test_dpf_is_dense_then_ruled_then_pruned() -> None:
-    assert list(dpf(S, sparsity=0.75, iterations=20, every=2, begin=0.1, finetune=0.2)) == [
+    assert list(dpf(S, sparsity=0.75, iterations=20, every=2, begin=0.1, masks_until=0.8)) == [
         Phase(iterations=2),
         Phase(iterations=14, rule=Dpf(ALL, to=0.75, rise=13, every=2)),
         Phase(prune(ALL, to=0.75), iterations=4),
@@ -606,7 +606,7 @@ def test_dpf_that_would_rise_through_what_its_pattern_forbids_is_refused_at_firs
         (lambda: Deepr(ALL, iterations=4, l1=-1), "l1 is -1, but must be a number of at least 0"),
         (lambda: Deepr(ALL, iterations=4, temperature=math.inf), "temperature is inf, but must be a number"),
         (lambda: dpf(S, sparsity=0.9, iterations=10, begin=0.8, until=0.5), "begin is 0.8, but until is 0.5"),
-        (lambda: dpf(S, sparsity=0.9, iterations=10, finetune=2), "finetune is 2"),
+        (lambda: dpf(S, sparsity=0.9, iterations=10, masks_until=2), "masks_until is 2"),
         (lambda: str_(S, sparsity=0.9, iterations=10, until=2), "until is 2"),
         (lambda: deepr(S, sparsity=0.9, iterations=10, until=2), "until is 2"),
         (lambda: dpf(S, sparsity=0.9, iterations=-1), "iterations is -1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -160,7 +161,7 @@ def test_sparsity_never_falls(option: dict[str, float]) -> None:
     [
         ({"start": 0.95}, "start is 0.95, but the sparsity to reach is 0.9: give at most that"),
         ({"start": 0.5, "peak_density": 0.6}, "start is 0.5 and peak_density is 0.6: give one of the two"),
-        ({"peak_density": 0.3}, "a part of 0.25 of the weights grown at a sparsity of 0.9, 0.325 of them live"),
+        ({"peak_density": 0.3}, "a part of 0.25 of the weights grown at a sparsity of 0.9, up to 0.325 of them live"),
         ({"peak_density": 1.5}, "peak_density is 1.5"),
         ({"every": 0}, "every is 0"),
         ({"power": 0}, "power is 0"),
@@ -188,3 +189,43 @@ def test_a_text_that_is_no_partition_says_which_are(text: str) -> None:
 def test_balanced_refuses_more_parts_than_layers() -> None:
     with pytest.raises(gp.GrowpruneError, match="kappa is 5, but the model has 4 layers: give at most 4"):
         Partition.balanced(model(), 5)
+
+
+@pytest.mark.parametrize("method", [gradual_gap, parallel_gradual_gap])
+@pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.6, 0.9, 0.95, 2 / 3])
+def test_the_least_peak_that_a_refusal_names_is_accepted(method: Any, sparsity: float) -> None:
+    for sizes in [(28, 24), (7, 3, 1), (1, 1, 1), (11, 5, 5, 1)]:
+        parts = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(len(sizes))), sizes)
+        with pytest.raises(gp.GrowpruneError, match="live: give at least that") as refusal:
+            method(parts, sparsity=sparsity, iterations=100, peak_density=0.01)
+        named = re.search(r"up to ([0-9.]+) of them live", str(refusal.value))
+        assert named
+        assert 0 <= float(named[1]) - (1 - sparsity * (1 - parts.largest_share)) < 1.1e-4
+        assert len(list(method(parts, sparsity=sparsity, iterations=100, peak_density=float(named[1])))) > 2
+
+
+def test_growth_keeps_to_the_peak_as_it_was_given() -> None:
+    """Not to 1 - (1 - 0.45) / (1 - 1/3) (1 - 1/3), which is a little less."""
+    parts = Partition(FOUR[:3])
+    phases = list(gradual_gap(parts, sparsity=0.9, iterations=12, peak_density=0.45))
+    assert {edit.within for phase in phases for edit in phase.edits[1:]} == {0.45}  # type: ignore[union-attr]
+
+
+def test_a_pattern_that_a_first_mask_cannot_have_names_the_options_that_make_it() -> None:
+    """0.4 / 0.9 are zero at first, and of four weights two have to be."""
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
+    parts = Partition.balanced(net, 10)
+    sparse = gp.SparseModel(net, sparsity=0.9, pattern="2:4", allocation="global")
+    with pytest.raises(gp.GrowpruneError) as refusal:
+        next(sparse.follow(gradual_gap(parts, sparsity=0.9, iterations=60)))
+    assert str(refusal.value) == (
+        "phase 0 (stage 0: prune all to 0.4444 by random), at iteration 0: sparsity is 0.4444, but pattern 2:4 lets at "
+        "most 0.5 of the weights live: give a sparsity of at least 0.5; a method whose sparsity rises is told so by "
+        "`start`, or by a lower `peak_density`"
+    )
+    for options in ({"start": 0.5}, {"peak_density": 0.55}):  # 0.45 / 0.9 are a half, to a float's last digit
+        assert next(
+            gp.SparseModel(net, sparsity=0.9, pattern="2:4").follow(
+                gradual_gap(parts, sparsity=0.9, iterations=60, **options)
+            )
+        )

@@ -55,7 +55,7 @@ MAY_IMPORT = {
         "running copies zeros checks wrapped"
     ),
     "rules": "plan layers selection patterns scores storage methods running sparse",
-    "cursor": "plan snapshot optimizers rules sparse",
+    "cursor": "plan settings snapshot optimizers rules sparse",
     "sharding": "atomic plan layers selection patterns scores allocation snapshot storage gradients choosing sparse",
     "init": "plan layers selection scores allocation sparse",
     # what reads sparse models
@@ -72,7 +72,7 @@ MAY_IMPORT = {
     "metric": "",
     "tasks": "",
     "logs": "atomic",
-    "engine": f"atomic {CORE} init folding rules methods flops file summary logs metric tasks.task",
+    "engine": f"atomic settings {CORE} init folding rules methods flops file summary logs metric tasks.task",
     "recipes": "plan partition methods tasks engine",
     "compare": "atomic lengths metric plan partition methods tasks engine recipes",
     # who runs it

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,7 +22,7 @@ from growprune.methods import METHODS, cyclic_gap, dense, one_shot, parallel_gap
 from growprune.partition import Partition
 from growprune.plan import Action, Branch, By, Fork, Part, Phase, Plan, grow, prune, walk
 from growprune.sparse import SparseModel
-from plan_cases import all_of, check_same_bits, frozen, phases_of, plan_of, thawed
+from plan_cases import all_of, check_same_bits, frozen, options_of, phases_of, plan_of, thawed
 
 every_method = pytest.mark.parametrize("name", list(METHODS))
 at_random = By.RANDOM
@@ -198,6 +201,57 @@ def test_an_unknown_option_is_refused_at_the_call(name: str) -> None:
 def test_a_method_says_what_it_is(name: str) -> None:
     assert METHODS[name].__name__ == name
     assert (METHODS[name].__doc__ or "").strip()
+
+
+@every_method
+def test_a_model_in_the_place_of_its_partition_is_refused_in_a_line(name: str) -> None:
+    with pytest.raises(
+        GrowpruneError, match=rf"^{name} was given a Linear, but takes a partition of the model, such as"
+    ):
+        METHODS[name](nn.Linear(2, 2), **options_of(name))  # type: ignore[arg-type]
+
+
+COUNTS = [
+    (name, count)
+    for name in METHODS
+    for count in ("iterations", "epochs", "steps", "every")
+    if count in options_of(name)
+]
+
+
+@pytest.mark.parametrize(("name", "count"), COUNTS)
+def test_a_count_may_be_any_whole_number_and_else_is_named(name: str, count: str) -> None:
+    options, S = options_of(name), Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(4)))
+    plan = METHODS[name](S, **options)
+    for whole in (numpy.int64(options[count]), torch.tensor(options[count])):
+        ours = METHODS[name](S, **{**options, count: whole})
+        assert (list(ours), repr(ours)) == (list(plan), repr(plan))
+        json.dumps(ours.options)
+    less = {key: value for key, value in options.items() if key == count or key != "every"}
+    for bad in (float(options[count]), str(options[count]), None, True, torch.tensor(2.0), -1):
+        if (count, bad) != ("every", None):  # which is what a method may be given for its own choice
+            with pytest.raises(
+                GrowpruneError, match=rf"^{count} is {re.escape(repr(bad))}, but must be a whole number"
+            ):
+                METHODS[name](S, **{**less, count: bad})
+
+
+def test_a_plan_that_is_too_long_names_an_option_of_its_method() -> None:
+    S = Partition.contiguous(nn.Linear(2, 2), 1)
+    with pytest.raises(GrowpruneError, match=r"the plan of gradual_gap has over 100,000 phases: raise `every`$"):
+        METHODS["gradual_gap"](S, sparsity=0.9, iterations=200_000, every=1)
+    with pytest.raises(GrowpruneError, match=r"the plan of cyclic_gap has over 100,000 phases: lower `steps`$"):
+        cyclic_gap(S, sparsity=0.9, steps=200_000, epochs=1, finetune=1)
+
+
+def test_an_option_of_several_methods_is_of_one_kind_in_all_of_them() -> None:
+    """A recipe keeps the options that it shares with another method: one with two units would mean something else."""
+    kinds: dict[str, set[Any]] = {}
+    for method in METHODS.values():
+        hints = get_type_hints(method.__wrapped__)  # type: ignore[attr-defined]
+        for name in list(inspect.signature(method).parameters)[1:]:
+            kinds.setdefault(name, set()).add(frozenset(get_args(hints[name]) or [hints[name]]) - {type(None)})
+    assert {name: kind for name, kind in kinds.items() if len(kind) > 1} == {}
 
 
 @every_method

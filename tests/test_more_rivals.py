@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from growprune.errors import GrowpruneError
 from growprune.methods import dsr, granet, grasp, iterative, iterative_admm, rigl, snfs, snip
 from growprune.methods.admm import Admm
 from growprune.partition import Partition
-from growprune.plan import By, Phase, grow, prune
+from growprune.plan import By, Phase, Spread, grow, prune
 from growprune.selection import num_kept
 from growprune.sparse import SparseModel
 from plan_cases import all_of, check_same_bits, loss_of, sgd, small_net, train_step
@@ -184,11 +185,12 @@ def test_snip_in_one_s_own_loop_says_what_to_call() -> None:
 def test_granet_rises_with_a_cubic_and_swaps_a_falling_share() -> None:
     """From 0.5 to 0.9 over 12 of 16: 0.9 - 0.4 (1 - t / 12)^3 at t = 3, 6, 9, 12; 0.25 (1 + cos(pi t / 16))."""
     plan = list(granet(S, sparsity=0.9, iterations=16, every=3, until=0.75))
-    assert plan[0] == Phase(prune(ALL, to=0.5, by=By.RANDOM), iterations=3)
+    assert plan[0] == Phase(prune(ALL, to=0.5, by=By.RANDOM, spread=Spread.ERK), iterations=3)
     rising, shares = [0.73125, 0.85, 0.89375, 0.9, 0.9], [0.45786740, 0.34567086, 0.20122742, 0.07322330, 0.00480368]
     for stage, to, share in zip(plan[1:], rising, shares, strict=True):
         prune_to, drop, regrow = stage.edits
-        assert (prune_to, regrow) == (prune(ALL, to=prune_to.to), grow(ALL, to=prune_to.to, by=By.GRADIENT))
+        assert prune_to == prune(ALL, to=prune_to.to)
+        assert regrow == grow(ALL, to=prune_to.to, by=By.GRADIENT, spread=Spread.LOST)
         assert (prune_to.to, drop.share) == (pytest.approx(to, abs=1e-12), pytest.approx(share, abs=1e-8))
     assert [stage.iterations for stage in plan] == [3, 3, 3, 3, 3, 1]
     assert plan[-1].edits[0].to == plan[-2].edits[0].to == 0.9
@@ -329,6 +331,7 @@ def run_plan(method: Any, storage: str, *, accumulate: int | None, **settings: A
     ("method", "accumulate", "pattern", "allocation"),
     [  # each method with each pattern, and one ranking or several
         (granet, 1, "unstructured", "erk"),
+        (granet, 1, "unstructured", "global"),
         (granet, 1, "1x4", "global"),
         (granet, None, "unstructured", "global"),
         (granet, None, "1x4", "uniform"),
@@ -361,3 +364,30 @@ def test_compact_storage_keeps_no_more_of_a_gradient_than_granet_may_grow() -> N
     assert sparse.editor.can_be_bounded(edits)
     first = Partition.per_layer(model)[0]
     assert not sparse.editor.can_be_bounded([prune(first, to=0.75), grow(first, to=0.5, by=By.GRADIENT)])
+
+
+def test_compact_storage_keeps_of_a_layer_s_gradient_what_granet_may_drop_there() -> None:
+    """One ranking may leave a layer all that it has, 288, 1152 or 64; a tenth of that is the most that comes back."""
+    model = small_net()
+    sparse = SparseModel(model, sparsity=0.75, storage="compact", allocation="global")
+    part = Partition.contiguous(model, 1).whole
+    swap = prune(part, share=0.1), grow(part, to=0.75, by=By.GRADIENT, spread=Spread.LOST)
+    edits = prune(part, to=0.75), *swap
+    assert sparse.editor.can_be_bounded(edits)
+    assert list(sparse.editor.num_grown(edits).values()) == [28, 115, 6]
+
+
+def test_granet_under_one_ranking_leaves_every_layer_its_number_once_the_sparsity_has_risen() -> None:
+    model = small_net()
+    sparse = SparseModel(model, sparsity=0.9, allocation="global")
+    plan = granet(Partition.per_layer(model), sparsity=0.9, iterations=24, every=2, until=0.5)
+    cursor = Cursor(sparse, plan)
+    optimizer = cursor.attach(sgd(model.parameters()))
+    seen, masks = [], []
+    for iteration in range(24):
+        seen.append(counts(sparse))
+        masks.append(sparse.masks)
+        train_step(model, optimizer, iteration)
+    assert all(now <= before for a, b in pairwise(seen) for before, now in zip(a, b, strict=True))
+    assert {tuple(count) for count in seen[12:]} == {tuple(seen[12])}
+    assert any(not torch.equal(masks[12][name], masks[-1][name]) for name in masks[12])  # but weights are swapped

@@ -11,6 +11,7 @@ import growprune as gp
 from growprune import GrowpruneError, methods
 from growprune.engine.override import override, parse_settings
 from growprune.engine.partitions import contiguous, per_layer
+from growprune.engine.recipe import own_options
 from growprune.recipes.study import total_epochs
 from toy import cyclic, parallel
 
@@ -65,6 +66,16 @@ def test_another_method_keeps_the_options_it_shares() -> None:
     recipe = override(cyclic(), {"method": "one_shot", "options.epochs": "4"})
     assert recipe.method is methods.one_shot
     assert recipe.options == {"epochs": 4, "finetune": 3}
+
+
+COUNT_ITERATIONS = [name for name, method in methods.METHODS.items() if "iterations" in own_options(method)]
+
+
+@pytest.mark.parametrize("name", COUNT_ITERATIONS)
+def test_a_method_that_counts_iterations_takes_no_epochs_of_one_that_counts_steps(name: str) -> None:
+    recipe = replace(cyclic(), options={"steps": 3, "epochs": 2, "finetune": 40})
+    found = override(recipe, {"method": name, "options.epochs": "20"})
+    assert found.options == {"epochs": 20}
 
 
 @pytest.mark.parametrize(

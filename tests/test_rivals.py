@@ -368,7 +368,7 @@ def test_acdc_of_a_hundred_epochs_is_the_schedule_of_the_paper() -> None:
 def test_acdc_masks_of_six_weights() -> None:
     model = Eight(0.1, -0.2, 0.3, -0.4, 0.5, -0.6)
     sparse = SparseModel(model, sparsity=0.5)
-    cursor = Cursor(sparse, acdc(S, sparsity=0.5, iterations=8, every=2, begin=0.25, until=0.75, finetune=0.125))
+    cursor = Cursor(sparse, acdc(S, sparsity=0.5, iterations=8, every=2, begin=0.25, until=0.75, dense_until=0.875))
     masks = []
     for iteration in range(8):
         cursor.advance(iteration)
@@ -382,11 +382,11 @@ def test_acdc_masks_of_six_weights() -> None:
 
 @pytest.mark.parametrize("begin", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("until", [0.0, 0.5, 0.75, 1.0])
-@pytest.mark.parametrize("finetune", [0.0, 0.15, 0.5, 1.0])
-def test_acdc_trains_as_long_as_it_is_told_whatever_the_shares(begin: float, until: float, finetune: float) -> None:
+@pytest.mark.parametrize("dense_until", [0.0, 0.5, 0.85, 1.0])
+def test_acdc_trains_as_long_as_it_is_told_whatever_the_shares(begin: float, until: float, dense_until: float) -> None:
     if begin > until:
         pytest.skip("refused")
-    plan = acdc(S, sparsity=0.9, iterations=33, every=4, begin=begin, until=until, finetune=finetune)
+    plan = acdc(S, sparsity=0.9, iterations=33, every=4, begin=begin, until=until, dense_until=dense_until)
     assert sum(stage.iterations for stage in plan) == 33
     assert plan[-1].edits == (prune(ALL, to=0.9),)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from growprune import patterns
+from growprune.errors import GrowpruneError
 from growprune.layers import Weight
 from growprune.partition import Partition
 from growprune.patterns import Block, NofM
@@ -542,3 +543,31 @@ def test_an_edit_that_cannot_be_done_changes_nothing() -> None:
         sparse.prune()
     assert torch.equal(model[0].weight, before)
     assert sparse.num_alive == 32
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_preview_that_is_refused_leaves_the_model_as_it_was(storage: str) -> None:
+    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(3)))
+    sparse = SparseModel(model, sparsity=0.5, storage=storage)
+    sparse.prune(Part("last", ("2.weight",)), to=0.9)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(GrowpruneError, match=r"that is 50 alive, but 10 are alive in 2.weight; grow first"):
+        sparse.pruned().__enter__()
+    assert list(sparse.alive_by_weight.values()) == [100, 100, 10]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_preview_that_fails_on_the_way_is_undone(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(3)))
+    sparse = SparseModel(model, sparsity=0.5, storage=storage)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def fail(mask: torch.Tensor) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(sparse._parameters["2.weight"], "preview", fail)
+    with pytest.raises(MemoryError):
+        sparse.pruned().__enter__()
+    assert list(sparse.alive_by_weight.values()) == [100, 100, 100]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

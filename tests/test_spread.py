@@ -16,14 +16,14 @@ from growprune.cursor import Cursor
 from growprune.engine.cost import estimate
 from growprune.errors import GrowpruneError
 from growprune.folding import fold
-from growprune.methods import dsr, snfs
+from growprune.methods import dsr, granet, snfs
 from growprune.partition import Partition
 from growprune.plan import By, Part, Phase, Spread, grow, prune, walk
 from growprune.sparse import SparseModel
 from test_rivals import Eight, still
 from toy import cyclic
 
-A = Part("A", ("a.weight",))
+A, B = Part("A", ("a.weight",)), Part("B", ("b.weight",))
 
 
 # How a number is shared
@@ -80,6 +80,11 @@ def test_an_edit_says_how_layers_share_it() -> None:
         (lambda: grow(A, to=0.9, spread="live weights"), "spread is 'live weights', but must be one of ranking, live"),
         (lambda: prune(A, to=0.9, spread=Spread.RANKING), "spread=ranking and to=0.9: give share instead of to"),
         (lambda: prune(A, share=0.1, spread=Spread.LIVE), "prune has spread=live, which is for grow: give ranking"),
+        (lambda: grow(A, to=0.9, spread=Spread.ERK), "grow has spread=erk, which is for prune with to="),
+        (lambda: prune(A, share=0.9, spread=Spread.ERK), "prune has spread=erk, which is for prune with to="),
+        (lambda: prune(A, to=0.9, spread=Spread.LOST), "prune has spread=lost, which is for grow: give ranking, erk"),
+        (lambda: Phase(grow(A, to=0.9, spread=Spread.LOST)), "has no prune of A right before it in its phase"),
+        (lambda: Phase(prune(B, to=0.9), grow(A, to=0.9, spread=Spread.LOST)), "has no prune of A right before it"),
         (lambda: grow(A, to=0.9, spread=Spread.MOMENTUM), "spread=momentum, but goes by random: give by=By.MOMENTUM"),
     ],
 )
@@ -216,6 +221,73 @@ def test_a_layer_without_momentum_gets_nothing_and_nan_is_an_error() -> None:
     assert counts(sparse) == [2, 6]
 
 
+LARGE_FIRST = [0.9, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1], [0.8, 0.7, 0.6, 0.5, 0.4, 0.1, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize(
+    ("allocation", "masks"),
+    [
+        # 6 of 16 stay, 1 and 5; half of them, rounded down, are swapped: none and two, 0.4 and 0.5
+        ("global", [[1, 0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 1, 0, 1]]),
+        # 3 of 8 stay, and one of them is swapped
+        ("uniform", [[1, 1, 0, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 1]]),
+    ],
+)
+def test_granet_prunes_by_one_ranking_and_returns_to_each_layer_what_it_dropped(
+    allocation: str, masks: list[list[int]], storage: str
+) -> None:
+    sparse = two_layers(*LARGE_FIRST, (0xFF, 0xFF), allocation=allocation, storage=storage)
+    plan = granet(Partition.contiguous(sparse.model, 1), sparsity=0.625, iterations=2, every=1, start=0.0, drop=1.0)
+    assert isinstance(plan[1], Phase)
+    assert plan[1].edits[1].share == 0.5
+    cursor = Cursor(sparse, plan, accumulate=1)
+    optimizer = cursor.attach(still(sparse.model))
+    optimizer.zero_grad()
+    loss(sparse.model, [0, 1, 0, 9, 1, 1, 1, 1], [0, 0, 0, 0, 0, -2, 0, 3]).backward()
+    optimizer.step()
+    assert lives(sparse) == masks
+
+
+def test_what_a_layer_lost_comes_back_to_it_to_the_last_weight() -> None:
+    """Of 1 and 5 live ones 0 and 2 go; in proportion to those left, 1 and 3, the first would get a half, and so one."""
+    for spread, after in ((Spread.LOST, [1, 5]), (Spread.LIVE, [2, 4])):
+        sparse = two_layers(*LARGE_FIRST, (0b1, 0b11111), allocation="global")
+        sparse.apply(prune(whole(sparse), share=0.5), grow(whole(sparse), to=0.625, spread=spread))
+        assert counts(sparse) == after
+
+
+def test_a_prune_that_takes_nothing_is_not_mistaken_for_the_one_before() -> None:
+    sparse = two_layers(*LARGE_FIRST, (0xFF, 0xFF), allocation="global")
+    part = whole(sparse)
+    sparse.apply(prune(part, to=0.625), grow(part), prune(part, to=0.0))
+    sparse.apply(prune(part, to=0.0), grow(part, to=0.0, spread=Spread.LOST))
+    assert counts(sparse) == [8, 8]
+    assert not sparse.editor._lost
+
+
+@pytest.mark.parametrize(
+    ("allocation", "counted"), [("global", [92, 918]), ("erk", [92, 918]), ("uniform", [10, 1000])]
+)
+def test_granet_begins_with_the_shares_of_erk_where_layers_have_no_count_of_their_own(
+    allocation: str, counted: list[int]
+) -> None:
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(100, 100))
+    sparse = SparseModel(model, sparsity=0.95, allocation=allocation)
+    plan = granet(Partition.contiguous(model, 1), sparsity=0.95, iterations=4, start=0.9)
+    Cursor(sparse, plan).advance(0)
+    assert counts(sparse) == counted
+
+
+def test_trained_weights_are_pruned_by_one_ranking_to_granets_start_and_masks_may_stay() -> None:
+    sparse = two_layers(*LARGE_FIRST, (0xFF, 0xFF), allocation="global")
+    parts = Partition.contiguous(sparse.model, 1)
+    for initial_mask in ("magnitude", "as_is"):
+        plan = granet(parts, sparsity=0.75, iterations=4, start=0.625, initial_mask=initial_mask)  # type: ignore[arg-type]
+        Cursor(sparse, plan).advance(0)
+        assert counts(sparse) == [1, 5]
+
+
 # What it costs, and how it is written
 
 
@@ -231,6 +303,8 @@ def test_a_plan_with_spreads_is_priced_and_written() -> None:
     ]
     momentum = replace(recipe, method=snfs, options={"epochs": 8, "every": 1})
     assert {round(cost.density, 3) for cost in estimate(momentum).costs} == {0.2}
+    lost = replace(recipe, method=granet, options={"epochs": 8, "every": 1, "until": 0.0}, allocation="global")
+    assert {round(cost.density, 2) for cost in estimate(lost).costs} == {0.5, 0.2}
 
 
 def test_a_state_of_a_plan_with_another_spread_is_refused() -> None:

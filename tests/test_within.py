@@ -23,7 +23,7 @@ def four_layers(*scales: float, **options: object) -> gp.SparseModel:
     model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in scales))
     for layer, scale in zip(model, scales, strict=True):
         layer.weight.data.uniform_(0.5 * scale, scale)
-    return gp.SparseModel(model, sparsity=0.9, allocation="global", **options)  # type: ignore[arg-type]
+    return gp.SparseModel(model, **{"sparsity": 0.9, "allocation": "global", **options})  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -48,8 +48,26 @@ def test_as_much_of_a_part_grows_as_the_share_leaves_room_for() -> None:
     assert before[0] == 0
     assert sum(before) == 200
     sparse.apply(gp.grow(first, within=0.6))
-    # 240 of 400 may live, and one more for each of four layers, which may round
-    assert alive(sparse) == [44, *before[1:]]
+    assert alive(sparse) == [40, *before[1:]]  # 240 of 400 may live
+    sparse.apply(prune(parts.whole, to=0.5))
+    sparse.apply(gp.grow(first, within=0.6024))
+    assert sum(alive(sparse)) == 240  # 240.96 are no 241
+
+
+def test_where_each_layer_rounds_for_itself_a_part_grows_whole_in_spite_of_it() -> None:
+    """At 0.35 sparse, 2 of 3 live in each of 5 layers, as 1.95 is rounded; with one of them dense, 11 of 15.
+
+    That is more than 0.65 + 0.35 / 5 = 0.72 of them, 10.8, but by less than half a weight a layer.
+    """
+    model = nn.Sequential(*(nn.Linear(3, 1, bias=False) for _ in range(5)))
+    sparse = gp.SparseModel(model, sparsity=0.9)
+    parts = gp.Partition.per_layer(model)
+    sparse.apply(prune(parts.whole, to=0.35), gp.grow(parts[0], within=0.72))
+    assert alive(sparse) == [3, 2, 2, 2, 2]
+    sparse.apply(gp.grow(parts[1], within=0.85), gp.grow(parts[2], within=0.85))  # 12.75 and 2.5 are 15, no more
+    assert alive(sparse) == [3, 3, 3, 2, 2]
+    sparse.apply(gp.grow(parts[3], within=0.7))
+    assert alive(sparse) == [3, 3, 3, 2, 2]
 
 
 @pytest.mark.filterwarnings("ignore:no weight lives in")
@@ -82,11 +100,12 @@ def test_a_part_that_fits_becomes_dense_and_one_without_room_stays_as_it_is() ->
     peak=st.sampled_from([0.45, 0.6, 0.8]),
     storage=st.sampled_from(["masked", "compact"]),
     pattern=st.sampled_from(["unstructured", "1x5"]),
+    allocation=st.sampled_from(["global", "uniform", "erk"]),
 )
 def test_no_more_than_the_peak_ever_lives_whatever_the_ranking_says(
-    scales: list[float], peak: float, storage: str, pattern: str
+    scales: list[float], peak: float, storage: str, pattern: str, allocation: str
 ) -> None:
-    sparse = four_layers(*scales, storage=storage, pattern=pattern)
+    sparse = four_layers(*scales, storage=storage, pattern=pattern, allocation=allocation)
     total, size = sparse.num_prunable, 1 if pattern == "unstructured" else 5
     parts = gp.Partition.balanced(sparse.model, 4)
     peak = max(peak, 1 - 0.9 * (1 - parts.largest_share))
@@ -95,7 +114,7 @@ def test_no_more_than_the_peak_ever_lives_whatever_the_ranking_says(
     for _ in phases_of(sparse, plan):
         found.append(sparse.num_alive)
         train(sparse, scales)
-    assert max(found) <= peak * total + size * (len(scales) + 1)
+    assert max(found) <= peak * total + (0 if allocation != "uniform" else size * len(scales) / 2) + 1e-6
     assert found[-1] <= 0.1 * total + size
 
 

@@ -22,6 +22,7 @@ from growprune.errors import GrowpruneError
 from growprune.optimizers import is_skipped, unwrapped
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, check_counts, walk
 from growprune.rules import running
+from growprune.settings import plain
 from growprune.snapshot import Snapshot
 from growprune.sparse import SparseModel
 
@@ -77,7 +78,7 @@ class Cursor:
         self.sparse = sparse
         self.schedule = tuple(walk(plan))
         _check(sparse, self.schedule)
-        self._per_epoch, self._accumulate = iterations_per_epoch, accumulate
+        self._per_epoch, self._accumulate = plain(iterations_per_epoch), plain(accumulate)
         self._is_begun, self._is_local, self._combine = is_begun, is_local, combine
         self._score, self._on_enter, self._on_leave = score, on_enter, on_leave
         self._is_counting = False
@@ -363,16 +364,22 @@ def _digest(part: Part) -> str:
 def _prune_early(sparse: SparseModel, scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase]) -> None:
     """Prune a part where it was trained, as the plan does right after the fork, if that does not look at the others.
 
-    The result is the same, but no more than one part is ever dense, and only live weights have to be sent.
+    The result is the same, but no more than one part is ever dense, and only live weights have to be sent. One ranking
+    of the whole model does look at the others: there all parts live until they are together.
     """
     assert scheduled.returns is not None
-    later = (schedule[index] for index in range(scheduled.index + 1, len(schedule)))
-    after = next((phase for phase in later if phase.stage > scheduled.stage), None)
-    edits = () if after is None or after.branch is not None else after.phase.edits
-    if any(edit.action is not Action.PRUNE or edit.by is not By.MAGNITUDE or edit.to is None for edit in edits):
-        return
-    own = set(scheduled.returns.tensors)
+    own, edits = set(scheduled.returns.tensors), prunes_after_fork(scheduled, schedule)
     for edit in edits:
         pools = sparse.editor.pools(edit) if edit.to else []
         sparse.editor.select([pool for pool in pools if {weight.parameter for weight in pool.weights} <= own], edit)
-    sparse.enforce()
+    if edits:
+        sparse.enforce()
+
+
+def prunes_after_fork(scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase]) -> tuple[Edit, ...]:
+    """What is pruned right after the fork that a branch belongs to, if that is all that is done."""
+    later = (schedule[index] for index in range(scheduled.index + 1, len(schedule)))
+    after = next((phase for phase in later if phase.stage > scheduled.stage), None)
+    edits = () if after is None or after.branch is not None else after.phase.edits
+    is_plain = all(e.action is Action.PRUNE and e.by is By.MAGNITUDE and e.to is not None for e in edits)
+    return edits if is_plain else ()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from growprune.allocation import Pool, Scope, parse_allocation, shared_out
+from growprune.allocation import Pool, Scope, erk, global_, parse_allocation, shared_out, uniform
 from growprune.choosing import Choosing, Chosen, OneByOne, SetMask, Together, Values, Written
 from growprune.errors import GrowpruneError
 from growprune.gradients import Gradients, Keep
@@ -18,7 +19,6 @@ from growprune.optimizers import Optimizers
 from growprune.patterns import Pattern, count_groups, in_one_go, write_groups
 from growprune.plan import Action, By, Edit, Part, Spread
 from growprune.scores import check_finite
-from growprune.selection import num_kept
 from growprune.storage import SparseParameter
 from growprune.warn import warn
 
@@ -52,6 +52,8 @@ class Editor:
         self._pattern, self._allocate, self._scope = pattern, parse_allocation(allocation), scope
         self.num_edits = 0
         """How many edits there were, which makes each random one draw its own numbers."""
+        self._lost: dict[str, int] = {}
+        """By the name of a weight, how many groups the edit before took of it."""
         self.together: Together | None = None
         """If the weights are sharded: what chooses without gathering them."""
 
@@ -64,36 +66,51 @@ class Editor:
 
         Args:
             alive: how many groups of each weight live before it, by name; counted if not given. If it is given, no
-                gradient is looked at: what is spread by momentum is taken to go with the live weights.
+                gradient is looked at: what is spread by momentum, or by what was lost, is taken to go with the live
+                weights.
         """
-        part = self.weights_of(edit.part)
+        part, spread = self.weights_of(edit.part), self._spread_of(edit)
         if edit.within is not None and part:
             return [self._fitting(edit.within, part, alive)]
-        if edit.spread in (Spread.LIVE, Spread.MOMENTUM) and part:
+        if spread in (Spread.LIVE, Spread.MOMENTUM, Spread.LOST) and part:
             return self._spread_out(edit, part, alive)
         if edit.to is None:
             alive = self.num_alive(part) if alive is None else alive
-            if edit.spread is Spread.RANKING:
+            if spread is Spread.RANKING:
                 return [Pool(part, _shared(edit, sum(alive[w.name] for w in part)))] if part else []
             return [Pool((w,), _shared(edit, alive[w.name])) for w in part]
-        for weight in part:
-            self._pattern.check(weight, edit.to)
+        self._check_pattern(part, edit.to)
         scope = self._scope if edit.action is Action.PRUNE else Scope.PART  # to grow a part leaves the others alone
-        return self._allocate(self.weights, part, edit.to, self._pattern, scope) if part else []
+        allocate = erk if spread is Spread.ERK else self._allocate
+        return allocate(self.weights, part, edit.to, self._pattern, scope) if part else []
+
+    def _check_pattern(self, part: Sequence[Weight], to: float) -> None:
+        try:
+            for weight in part:
+                self._pattern.check(weight, to)
+        except GrowpruneError as error:
+            remedy = "a method whose sparsity rises is told so by `start`, or by a lower `peak_density`"
+            raise GrowpruneError(f"{error}; {remedy}") from error
+
+    def _spread_of(self, edit: Edit) -> Spread | None:
+        """How layers share an edit: some spreads are for one ranking only, where layers have no count of their own."""
+        is_ranked = self._allocate is global_
+        return edit.spread if is_ranked or edit.spread not in (Spread.LOST, Spread.ERK) else None
 
     def _fitting(self, within: float, part: tuple[Weight, ...], alive: Mapping[str, int] | None) -> Pool:
         """All of a part, or as much of it as leaves the model no more live groups than it may have."""
         alive = self.num_alive(self.weights) if alive is None else alive
         num_groups = sum(map(self._pattern.num_groups, self.weights))
-        room = num_kept(1 - within, num_groups) - sum(alive[weight.name] for weight in self.weights)
-        room += len(self.weights)  # since each layer rounds for itself
+        # where each layer rounds for itself, half a group of each may live too much, and the part is still to fit
+        rounded = Fraction(len(self.weights), 2) if self._allocate is uniform else 0
+        room = int(Fraction(str(within)) * num_groups + rounded) - sum(alive[weight.name] for weight in self.weights)
         now, most = sum(alive[weight.name] for weight in part), sum(map(self._pattern.most_alive, part))
         whole = sum(map(self._pattern.num_groups, part))
         return Pool(part, whole if now + room >= whole else max(now, min(now + room, most)))
 
     def _spread_out(self, edit: Edit, part: tuple[Weight, ...], alive: Mapping[str, int] | None) -> list[Pool]:
         """Pools of one weight each, which share the growth of all."""
-        among = self._momenta(part) if edit.spread is Spread.MOMENTUM and alive is None else None
+        among = None if alive is not None else self._among(edit, part)
         alive = self.num_alive(part) if alive is None else alive
         now = [alive[weight.name] for weight in part]
         total = sum(pool.kept for pool in self.pools(replace(edit, spread=None), alive))
@@ -102,6 +119,12 @@ class Editor:
             return [Pool(part, total)]  # which cannot be done, and the check of it says so
         more = shared_out(total - sum(now), now if among is None else among, room)
         return [Pool((w,), count + some) for w, count, some in zip(part, now, more, strict=True)]
+
+    def _among(self, edit: Edit, part: Sequence[Weight]) -> Sequence[float] | None:
+        """What the growth of each weight goes with; None for its live groups."""
+        if edit.spread is Spread.MOMENTUM:
+            return self._momenta(part)
+        return [self._lost.get(weight.name, 0) for weight in part] if edit.spread is Spread.LOST else None
 
     def _momenta(self, part: Sequence[Weight]) -> list[float]:
         """The mean magnitude that the momentum of each weight's live elements has."""
@@ -116,12 +139,10 @@ class Editor:
         return [float(mean) for mean in torch.stack(means).tolist()]
 
     def apply(self, edit: Edit) -> None:
-        if edit.by is By.AS_IS:
-            self._check_as_is(edit)
-        elif edit.to == 0 and self._is_whole(edit):
-            self._grow_all(edit)
-        else:
-            self.select(self.pools(edit), edit)
+        if edit.by is not By.AS_IS and not (edit.to == 0 and self._is_whole(edit)):
+            return self.select(self.pools(edit), edit)
+        self._lost = {}
+        return self._check_as_is(edit) if edit.by is By.AS_IS else self._grow_all(edit)
 
     def _is_whole(self, edit: Edit) -> bool:
         """Whether an edit to dense is not held back."""
@@ -168,6 +189,7 @@ class Editor:
                 check_finite(values(weight), weight)
             self._choose(pools, edit, alive, self._by_values(values), self.set_mask)
             left = self.num_alive(weights)
+        self._lost = {weight.name: alive[weight.name] - left[weight.name] for weight in weights}
         if dead := [weight for weight in weights if not left[weight.name]]:
             warn(f"no weight lives in {_names(dead)}: {_why(dead, pools)}; see keep_dense")
 
@@ -195,16 +217,21 @@ class Editor:
         return self._choosing.chosen(pool, edit, values, mask, number=self.num_edits)
 
     def preview(self, edit: Edit) -> list[Callable[[], None]]:
-        """Prune, but leave optimizers alone; returns what undoes it, to be called in reverse."""
+        """Prune, but leave optimizers alone; returns what undoes it, to be called in reverse.
+
+        If it cannot be done, or fails on the way, all is as it was.
+        """
         alive, values = self.num_alive(self.weights), self._choosing.values(edit)
-        undo: list[Callable[[], None]] = []
-
-        def set_mask(name: str, mask: Tensor) -> None:
-            undo.append(self._parameters[name].preview(mask))
-
         pools = _within_one(self.pools(edit, alive), alive, edit.action)
-        self._choose(pools, edit, alive, self._by_values(values), set_mask)
-        return undo
+        for pool in pools:
+            self._check(pool, edit, _total(pool, alive))
+        with ExitStack() as undo:
+
+            def set_mask(name: str, mask: Tensor) -> None:
+                undo.callback(self._parameters[name].preview(mask))
+
+            self._choose(pools, edit, alive, self._by_values(values), set_mask)
+            return [undo.pop_all().close]
 
     def projected(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """By parameter: these values, but zero where pruning them would prune. No mask changes."""
@@ -252,14 +279,17 @@ class Editor:
     def num_grown(self, edits: Sequence[Edit]) -> dict[str, int]:
         """How many groups of each weight edits may grow at most, by its name. Those `can_be_bounded`."""
         alive = self.num_alive(self.weights)
-        grown = dict.fromkeys(alive, 0)
-        for edit in edits:
+        most, grown = dict(alive), dict.fromkeys(alive, 0)
+        for before_it, edit in zip((None, *edits), edits, strict=False):
+            lost = before_it if self._spread_of(edit) is Spread.LOST else None
             for pool in _within_one(self.pools(edit, alive), alive, edit.action):
                 before, several = _total(pool, alive), len(pool.weights) > 1
                 # of several ranked together the total is known, but what each has is a guess, and may be rounded
                 more = max(0, pool.kept - before) + (len(pool.weights) * len(edits) if several else 0)
                 for weight in pool.weights if edit.action is Action.GROW else ():
+                    more = more if lost is None else _most_lost(lost, most[weight.name])
                     grown[weight.name] = min(self._pattern.num_groups(weight), grown[weight.name] + more)
+                    most[weight.name] = min(self._pattern.num_groups(weight), most[weight.name] + more)
                 for weight in pool.weights:
                     alive[weight.name] = alive[weight.name] * pool.kept // max(1, before) if several else pool.kept
         return grown
@@ -270,7 +300,8 @@ class Editor:
         pools = [self.pools(edit, alive) for edit in edits]
         is_ranked = any(len(pool.weights) > 1 for several in pools for pool in several)
         changed = {frozenset(weight for pool in several for weight in pool.weights) for several in pools}
-        return all(edit.spread is None for edit in edits) and (not is_ranked or len(changed) == 1)
+        is_known = all(self._spread_of(edit) in (None, Spread.LOST) for edit in edits)
+        return is_known and (not is_ranked or len(changed) == 1)
 
     def _check(self, pool: Pool, edit: Edit, alive: int) -> None:
         """Raise if an edit cannot reach its count."""
@@ -328,6 +359,12 @@ def _shared(edit: Edit, alive: int) -> int:
     """How many live after an edit by a share of them, rounded down, in exact arithmetic."""
     change = int(Fraction(str(edit.share)) * alive)
     return alive - change if edit.action is Action.PRUNE else alive + change
+
+
+def _most_lost(edit: Edit, alive: int) -> int:
+    """How many an edit may take of a weight that has at most so many."""
+    is_own = edit.share is not None and edit.spread is None
+    return alive - _shared(edit, alive) if is_own else alive
 
 
 def _total(pool: Pool, alive: Mapping[str, int]) -> int:

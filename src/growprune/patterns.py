@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -173,10 +172,11 @@ class NofM(Folded):
                 f"pattern {self.name} needs a multiple of {self.m} inputs, but {weight.name} has {columns}: "
                 f"add it to keep_dense"
             )
-        if 0 < Fraction(str(sparsity)) < 1 - Fraction(self.n, self.m):
+        least = 1 - self.n / self.m
+        if 0 < sparsity < least - 1e-9:  # a plan may compute what it begins with
             raise GrowpruneError(
-                f"sparsity is {sparsity}, but pattern {self.name} lets at most {self.n / self.m:g} of the weights "
-                f"live: give a sparsity of at least {1 - self.n / self.m:g}"
+                f"sparsity is {sparsity:.4g}, but pattern {self.name} lets at most {self.n / self.m:g} of the weights "
+                f"live: give a sparsity of at least {least:g}"
             )
 
     def most_alive(self, weight: Weight) -> int:

@@ -12,6 +12,7 @@ what is done, with no model, no GPU and no torch.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from numbers import Real
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias, get_args, overload
 
 from growprune.errors import GrowpruneError
-from growprune.settings import as_float
+from growprune.settings import as_float, plain
 
 MAX_STAGES = 100_000
 """The longest plan: an edit every iteration of a run of that many."""
@@ -88,6 +89,12 @@ class Spread(Enum):
     """In proportion to the live weights that each layer has. For growth; a layer without any gets none."""
     MOMENTUM = "momentum"
     """In proportion to the mean |momentum| of each layer's live weights. For growth by momentum."""
+    LOST = "lost"
+    """Each layer gets back what it lost by the edit before. For growth right after a prune of the same part, in one
+    phase, under one ranking (allocation="global"); other allocations say themselves what a layer has."""
+    ERK = "erk"
+    """Each layer gets its share under ERK. For the mask that a method begins with, `prune(..., to=)`, under one ranking
+    (allocation="global"); other allocations say themselves what a layer has."""
 
 
 def parse_spread(name: str) -> Spread:
@@ -157,8 +164,10 @@ class Edit:
         object.__setattr__(self, "spread", spread)
         if spread is Spread.RANKING and self.share is None:
             raise GrowpruneError(f"{self.action.value} has spread=ranking and to={self.to}: give share instead of to")
-        if spread is not Spread.RANKING and self.action is Action.PRUNE:
-            raise GrowpruneError(f"prune has spread={spread.value}, which is for grow: give ranking, or None")
+        if spread is Spread.ERK and (self.action is Action.GROW or self.to is None):
+            raise GrowpruneError(f"{self.action.value} has spread=erk, which is for prune with to=: give None")
+        if spread not in (Spread.RANKING, Spread.ERK) and self.action is Action.PRUNE:
+            raise GrowpruneError(f"prune has spread={spread.value}, which is for grow: give ranking, erk, or None")
         if spread is Spread.MOMENTUM and self.by is not By.MOMENTUM:
             raise GrowpruneError(f"grow has spread=momentum, but goes by {self.by.value}: give by=By.MOMENTUM too")
 
@@ -219,8 +228,9 @@ def grow(
     """ArgGrowTo: let more of a part's weights live, all of them by default. A grown weight starts at exactly zero.
 
     With `spread`, the part as a whole gets as many as the allocation says, but its layers share them otherwise. With
-    `within`, growth to dense stops where this share of the whole model's weights lives, to a group a layer: which of
-    the part's weights there is no room for is drawn anew at each growth.
+    `within`, growth to dense stops where this share of the whole model's weights lives (under "uniform", where
+    each layer rounds for itself, and half a group a layer): which of the part's weights there is no room for is
+    drawn anew at each growth.
 
     Examples:
         >>> print(grow(Part("S0", ("fc.weight",))))
@@ -262,8 +272,12 @@ class Phase:
         self, *edits: Edit, epochs: int = 0, iterations: int = 0, restart: bool = False, rule: Rule | None = None
     ) -> None:
         check_counts(0, epochs=epochs, iterations=iterations)
+        epochs, iterations = plain(epochs), plain(iterations)
         if epochs and iterations:
             raise GrowpruneError(f"a phase has epochs={epochs} and iterations={iterations}: give one of the two")
+        for before, edit in zip((None, *edits), edits, strict=False):
+            if edit.spread is Spread.LOST and not _is_prune_of(before, edit.part):
+                raise GrowpruneError(f"{edit} has no prune of {edit.part.name} right before it in its phase: give one")
         for name, value in zip(Phase.__dataclass_fields__, (edits, epochs, iterations, restart, rule), strict=True):
             object.__setattr__(self, name, value)
 
@@ -290,6 +304,10 @@ class Phase:
         return edits if self.rule is None else f"{edits} ({type(self.rule).__name__} on {self.rule.part.name})"
 
 
+def _is_prune_of(edit: Edit | None, part: Part) -> bool:
+    return edit is not None and edit.action is Action.PRUNE and edit.part == part
+
+
 @dataclass(frozen=True)
 class Branch:
     """What one machine does in a fork: a phase, after which it returns the part. Its optimizer is always fresh."""
@@ -314,6 +332,10 @@ class Fork:
 Stage: TypeAlias = Phase | Fork
 
 
+_SHORTER = {"every": "raise `every`", "steps": "lower `steps`"}
+"""What makes a plan shorter, by the option of its method."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A method together with its arguments: list it as often as you like, it yields the same stages."""
@@ -326,9 +348,10 @@ class Plan:
         # all of it, since a wrong option should fail where the plan is written, not where it is run
         count = sum(1 for _ in itertools.islice(self, MAX_STAGES + 1))
         if count > MAX_STAGES:
-            raise GrowpruneError(
-                f"the plan of {self.method.__name__} has over {MAX_STAGES:,} phases: raise `every`, or lower `steps`"
-            )
+            known = inspect.signature(self.method).parameters
+            ways = [way for name, way in _SHORTER.items() if name in known] or ["yield fewer"]
+            name = self.method.__name__
+            raise GrowpruneError(f"the plan of {name} has over {MAX_STAGES:,} phases: {', or '.join(ways)}")
 
     def __iter__(self) -> Iterator[Stage]:
         return self.method(self.partition, **self.options)
@@ -370,7 +393,10 @@ def _method(generator: Generator[Options], *, allocation: str, partition: str) -
     def plan(S: Parts, /, *args: Options.args, **kwargs: Options.kwargs) -> Plan:
         if args:
             raise TypeError(f"{generator.__name__} takes the partition, then keyword arguments only")
-        return Plan(generator, S, dict(kwargs))
+        if not hasattr(S, "whole"):
+            what = "a partition of the model, such as Partition.balanced(model, 4)"
+            raise GrowpruneError(f"{generator.__name__} was given a {type(S).__name__}, but takes {what}")
+        return Plan(generator, S, {name: plain(value) for name, value in kwargs.items()})
 
     functools.update_wrapper(plan, generator)
     plan.__dict__.update(allocation=allocation, partition=partition)
@@ -444,5 +470,14 @@ def check_span(*, begin: float, until: float) -> None:
 
 def check_counts(least: int, **counts: int) -> None:
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+        whole = plain(count)
+        if isinstance(whole, bool) or not isinstance(whole, int) or whole < least:
             raise GrowpruneError(f"{name} is {count!r}, but must be a whole number of at least {least}")
+
+
+def step_length(*, iterations: int, every: int | None, steps: int) -> int:
+    """The iterations of a step: `every`, or, where that is None, as many as cut the training into so many steps."""
+    check_counts(0, iterations=iterations)
+    every = max(1, iterations // steps) if every is None else every
+    check_counts(1, every=every)
+    return every

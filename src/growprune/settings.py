@@ -5,6 +5,8 @@ Standard library only. What comes out can be used twice, compared, and written a
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Iterable
 from numbers import Integral, Rational
 from typing import Any
@@ -35,6 +37,20 @@ def as_float(number: Any) -> float:
     0.9
     """
     return float(number) if isinstance(number, float | Rational) else float(str(number))
+
+
+def plain(value: Any) -> Any:
+    """A whole number of another kind (numpy's, torch's) as a Python int; anything else, switches too, as it is.
+
+    >>> import numpy
+    >>> plain(numpy.int64(3)), plain(0.5), plain(True)
+    (3, 0.5, True)
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return value
+    with contextlib.suppress(TypeError):  # a tensor of floats has an __index__ too, which refuses
+        return operator.index(value)
+    return value
 
 
 def as_seed(seed: Any) -> int:

@@ -1,9 +1,10 @@
 """What a run really cost: the weights that lived in each of its iterations, and the FLOPs of training them.
 
-It is measured where a phase begins and where an epoch ends, so a rule that changes masks inside a phase is seen once an
-epoch. An iteration costs three forward passes (one forward, two for the gradients) of each of its examples, by the one
-FLOPs rule, at the densities the layers have then. All branches of a fork count, wherever they are trained: what came
-of a branch is written to the run folder, and added up where the fork ends, by one process as by many.
+It is measured where a phase begins, where an epoch ends, so that a rule that changes masks inside a phase is seen once
+an epoch, and where the branches of a fork are put together. An iteration costs three forward passes (one forward, two
+for the gradients) of each of its examples, by the one FLOPs rule, at the densities the layers have then. All branches
+of a fork count, wherever they are trained: what came of a branch is written to the run folder, and added up where the
+fork ends, by one process as by many.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from growprune.flops import Flops, count_flops
+from growprune.snapshot import Snapshot
 from growprune.sparse import SparseModel
 
 
@@ -104,6 +106,11 @@ class Accounting:
 
     def add_branch(self, stored: Mapping[str, Any] | None) -> None:
         self.total += _tally(stored)
+
+    def merge(self, combined: Snapshot) -> None:
+        """The branches of a fork are put together: what lives then counts in the peak, however soon it is pruned."""
+        alive = sum(values.numel() for values, mask in combined.values() if mask is not None)
+        self.total.peak_alive = max(self.total.peak_alive, alive)
 
     def state_dict(self) -> dict[str, Any]:
         branch = None if self.branch is None else asdict(self.branch)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from growprune.cursor import prunes_after_fork
 from growprune.engine.recipe import Recipe
 from growprune.flops import count_flops
 from growprune.plan import Action, Edit, Plan, ScheduledPhase, Spread, walk
@@ -52,6 +54,9 @@ class Estimate:
     memory: Memory
     can_be_sharded: bool
     """Whether the recipe's storage can be."""
+    merged_density: float
+    """The largest share of the weights that lives where the branches of a fork are put together, before any training;
+    0 without forks. Under one ranking they are dense there: they can be pruned only when all are together."""
 
     @property
     def training_flops(self) -> int:
@@ -63,7 +68,7 @@ class Estimate:
 
     @property
     def peak_density(self) -> float:
-        return max(cost.density for cost in self.costs)
+        return max(self.merged_density, *(cost.density for cost in self.costs))
 
 
 def estimate(recipe: Recipe) -> Estimate:
@@ -77,23 +82,26 @@ def estimate(recipe: Recipe) -> Estimate:
     sparse, plan = SparseModel(model, **recipe.sparse_settings()), recipe.plan(model, per_epoch)
     flops = count_flops(model, example)
     now = before_fork = after_fork = dict.fromkeys((w.name for w in sparse.weights), 1.0)
-    costs = []
-    for scheduled in walk(plan):
+    costs, merged = [], 0.0
+    schedule = tuple(walk(plan))
+    for scheduled in schedule:
         if scheduled.branch == 0:
             before_fork, after_fork = now, dict(now)
         now = _edited(sparse, scheduled, now if scheduled.branch is None else before_fork)
-        alive = sum(now[w.name] * w.numel for w in sparse.weights) / sparse.num_prunable
+        alive = _alive(sparse, now)
         epochs = scheduled.phase.num_iterations(per_epoch) / per_epoch
         forward = flops.at(now)
         costs.append(Cost(scheduled, alive, forward, epochs, round(3 * forward * epochs)))
         if scheduled.returns is not None:  # what no branch returns is as it was before the fork
             after_fork |= {w.name: now[w.name] for w in sparse.editor.weights_of(scheduled.returns)}
+            after_fork |= _pruned_early(sparse, scheduled, schedule, after_fork)
             now = after_fork if scheduled.is_last_branch else now
+            merged = max(merged, _alive(sparse, after_fork)) if scheduled.is_last_branch else merged
     is_exact = recipe.allocation != "global" and not any(
         _is_open(edit) for cost in costs for edit in cost.scheduled.phase.edits
     )
     memory = _memory(recipe, sparse, max(cost.density for cost in costs))
-    return Estimate(costs, flops.dense, plan, is_exact, memory, recipe.storage == "compact")
+    return Estimate(costs, flops.dense, plan, is_exact, memory, recipe.storage == "compact", merged)
 
 
 def _memory(recipe: Recipe, sparse: SparseModel, peak_density: float) -> Memory:
@@ -102,6 +110,24 @@ def _memory(recipe: Recipe, sparse: SparseModel, peak_density: float) -> Memory:
     values = others + round(peak_density * prunable if is_compact else prunable)
     bits = -(-prunable // 8) + -(-prunable // 128)  # and how many live before each 1,024th
     return Memory(4 * (2 + recipe.optimizer.num_states) * values, bits if is_compact else prunable)
+
+
+def _alive(sparse: SparseModel, density: Densities) -> float:
+    return sum(density[w.name] * w.numel for w in sparse.weights) / sparse.num_prunable
+
+
+def _pruned_early(
+    sparse: SparseModel, scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase], density: Densities
+) -> Densities:
+    """The densities of what a branch prunes before it returns its part, as a cursor does."""
+    assert scheduled.returns is not None
+    own = set(scheduled.returns.tensors)
+    sizes = {w.name: sparse.pattern.num_groups(w) for w in sparse.weights}
+    alive = {name: round(density[name] * size) for name, size in sizes.items()}
+    edits = prunes_after_fork(scheduled, schedule)
+    pools = [pool for edit in edits if edit.to for pool in sparse.editor.pools(edit, alive)]
+    early = [pool for pool in pools if {weight.parameter for weight in pool.weights} <= own]
+    return {w.name: pool.kept / sum(sizes[w.name] for w in pool.weights) for pool in early for w in pool.weights}
 
 
 def _is_open(edit: Edit) -> bool:

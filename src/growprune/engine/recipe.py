@@ -18,6 +18,7 @@ from growprune.errors import GrowpruneError
 from growprune.logs import check_names
 from growprune.partition import Partition
 from growprune.plan import Plan, check_counts
+from growprune.settings import plain
 from growprune.sparse import SparseModel
 from growprune.tasks.task import Task
 
@@ -175,4 +176,4 @@ def describe(value: Any) -> Any:
         return {str(name): describe(item) for name, item in value.items()}
     if isinstance(value, tuple | list):
         return [describe(item) for item in value]
-    return value.__name__ if callable(value) else value
+    return value.__name__ if callable(value) else plain(value)

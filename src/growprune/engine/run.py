@@ -272,6 +272,7 @@ class Run:
         self._show_others()
         before = self.mesh.bytes_received
         combined = self.mesh.combine(returned, parts, like)
+        self.accounting.merge({**like, **combined})
         for branch in range(len(parts)):
             rows, tally = self.folder.read_rows(stage, branch)
             self.history += rows

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from growprune.plan import Parts, Phase, check_counts, check_share, check_span, grow, method, prune
+from growprune.plan import Parts, Phase, check_share, check_span, grow, method, prune, step_length
 
 
 @method(allocation="global")
@@ -14,7 +14,7 @@ def acdc(
     every: int | None = None,
     begin: float = 0.1,
     until: float = 0.75,
-    finetune: float = 0.15,
+    dense_until: float = 0.85,
 ) -> Iterator[Phase]:
     """Train dense, then sparse and dense in turns; a last, longer dense phase, and end sparse.
 
@@ -26,17 +26,15 @@ def acdc(
         iterations: of the whole training.
         every: the iterations between two edits; a twentieth of the training if not given.
         begin, until: when the turns begin and end, as shares of the training.
-        finetune: the share of the training at its end that is sparse.
+        dense_until: when the last dense phase ends, as a share of the training; not before `until`.
 
     Example: acdc(S, sparsity=0.8, iterations=20)
     """
-    check_counts(0, iterations=iterations)
-    every = max(1, iterations // 20) if every is None else every
-    check_counts(1, every=every)
+    every = step_length(iterations=iterations, every=every, steps=20)
     check_span(begin=begin, until=until)
-    check_share(finetune=finetune)
+    check_share(dense_until=dense_until)
     first, last = round(begin * iterations), round(until * iterations)
-    end = max(last, iterations - round(finetune * iterations))
+    end = max(last, round(dense_until * iterations))
     yield Phase(iterations=first)
     for turn, t in enumerate(range(first, last, every)):
         edit = prune(S.whole, to=sparsity) if turn % 2 == 0 else grow(S.whole)

@@ -40,28 +40,28 @@ def dpf(
     every: int = 16,
     begin: float = 0.0,
     until: float = 0.75,
-    finetune: float = 0.0,
+    masks_until: float = 1.0,
 ) -> Iterator[Phase]:
     """Train a dense model by the gradients of its pruned self, with a new mask every so many iterations.
 
     All weights live until the hard prune: it trains the memory of a dense model. In the paper the sparsity is reached
     where the learning rate falls for the second time, masks go on changing to the end, and training on with the last
-    mask is an extra; so `finetune` is 0 here.
+    mask is an extra; so `masks_until` is 1 here.
 
     Args:
         sparsity: the fraction of zeros to reach.
         iterations: of the whole training.
         every: the iterations from one mask to the next.
         begin, until: when masks begin, and when they have the sparsity, rising as GMP's, as shares of the training.
-        finetune: the share of the training at its end in which the mask stays, and nothing else is trained.
+        masks_until: when masks end to change and the model is pruned, as a share of the training; not before `until`.
 
     Example: dpf(S, sparsity=0.8, iterations=8, every=2)
     """
     check_counts(0, iterations=iterations)
     check_span(begin=begin, until=until)
-    check_share(finetune=finetune)
+    check_share(masks_until=masks_until)
     first, last = round(begin * iterations), round(until * iterations)
-    end = max(last, iterations - round(finetune * iterations))
+    end = max(last, round(masks_until * iterations))
     yield Phase(iterations=first)
     yield Phase(iterations=end - first, rule=Dpf(S.whole, to=sparsity, rise=last - first, every=every))
     yield Phase(prune(S.whole, to=sparsity), iterations=iterations - end)

@@ -1,6 +1,7 @@
 """Gradual grow-and-prune: the cyclic GaP of Ma et al. (ICLR 2022) with a sparsity that rises, as in GMP (Zhu and Gupta,
 2017), and one learning-rate curve. The method we recommend; docs/results.md has what it was compared with."""
 
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -17,6 +18,7 @@ from growprune.plan import (
     grow,
     method,
     prune,
+    step_length,
 )
 
 PEAK_DENSITY = 0.6
@@ -48,8 +50,9 @@ def gradual_gap(
         every: the iterations of each step; a sixtieth of the training if not given.
         start: the fraction of zeros to begin with.
         peak_density: instead of `start`: the largest share of the weights that may live at any time. If neither is
-            given it is 0.6, or as near to it as the parts and the sparsity allow. Growth keeps to it: of a part that
-            has fewer live weights than its share, not quite all may grow at once.
+            given it is 0.6, or as near to it as the parts and the sparsity allow. Growth keeps to it (under
+            "uniform", to the rounding of each layer): of a part that has fewer live weights than its share, not quite
+            all may grow at once.
         until: when the steps end and fine-tuning begins, as a share of the training.
         power: how the sparsity rises: 1 evenly; 3 fast at first and slowly at the end, as in GMP. An even rise was as
             good or better on our four tasks, 3 far better in short trainings with AdamW (docs/theory.md, 7).
@@ -60,14 +63,12 @@ def gradual_gap(
 
     Example: gradual_gap(S, sparsity=0.8, iterations=8, every=2)
     """
-    every = max(1, iterations // 60) if every is None else every
-    check_counts(1, every=every, power=power)
-    check_counts(0, iterations=iterations)
+    every = step_length(iterations=iterations, every=every, steps=60)
+    check_counts(1, power=power)
     check_share(until=until)
-    first = first_sparsity(S, sparsity, start, peak_density)
+    first, within = first_and_peak(S, sparsity, start, peak_density)
     if control not in (None, "start", "peak"):
         raise GrowpruneError(f"control is {control!r}, but must be 'start', 'peak', or None for no control")
-    within = peak_of(S, first) if start is None else None
     first *= 1 - S.largest_share if control == "peak" else 1
     last = round(until * iterations)
     yield Phase(prune(S.whole, to=first, by=first_by(initial_mask)))
@@ -78,32 +79,33 @@ def gradual_gap(
     yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)
 
 
-def first_sparsity(S: Parts, sparsity: float, start: float | None, peak_density: float | None) -> float:
-    """The sparsity to begin with, given as it is, or as what it leaves room for: the largest part, dense."""
+def first_and_peak(
+    S: Parts, sparsity: float, start: float | None, peak_density: float | None
+) -> tuple[float, float | None]:
+    """The sparsity to begin with, and the share of the weights that growth keeps to; None for all that grow.
+
+    The one is given as it is, or as what the other leaves room for: the largest part, dense.
+    """
     check_sparsity(sparsity)
     if start is not None and peak_density is not None:
         raise GrowpruneError(f"start is {start} and peak_density is {peak_density}: give one of the two")
     if start is not None:
         check_rise(start=start, sparsity=sparsity)
-        return start
+        return start, None
     grown = S.largest_share
-    if peak_density is not None:
-        _check_peak(peak_density, grown, sparsity)
-    room = 1 - (PEAK_DENSITY if peak_density is None else peak_density)
-    return 0.0 if grown == 1 else min(sparsity, room / (1 - grown))
-
-
-def peak_of(S: Parts, first: float) -> float:
-    """The share of the weights that live if the largest part is grown at the first sparsity, which is the lowest."""
-    return 1 - first * (1 - S.largest_share)
-
-
-def _check_peak(peak_density: float, grown: float, sparsity: float) -> None:
-    check_share(peak_density=peak_density)
     least = 1 - sparsity * (1 - grown)
-    if peak_density < least:
+    if peak_density is not None:
+        _check_peak(peak_density, least, grown, sparsity)
+    peak = PEAK_DENSITY if peak_density is None else peak_density
+    return 0.0 if grown == 1 else min(sparsity, (1 - peak) / (1 - grown)), max(peak, least)
+
+
+def _check_peak(peak_density: float, least: float, grown: float, sparsity: float) -> None:
+    check_share(peak_density=peak_density)
+    if peak_density < least - 1e-9:  # it may have been computed in another order
+        shown = math.ceil(round(least * 1e4, 6)) / 1e4  # up, so that it may be given
         raise GrowpruneError(
             f"peak_density is {peak_density}, but with a part of {grown:.3g} of the weights grown at a sparsity of "
-            f"{sparsity}, {least:.4g} of them live: give at least that, or cut the model into more parts, if "
+            f"{sparsity}, up to {shown:g} of them live: give at least that, or cut the model into more parts, if "
             "the largest is not a single layer"
         )

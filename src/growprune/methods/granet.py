@@ -9,6 +9,7 @@ from growprune.plan import (
     InitialMask,
     Parts,
     Phase,
+    Spread,
     check_counts,
     check_rise,
     check_share,
@@ -20,7 +21,7 @@ from growprune.plan import (
 )
 
 
-@method(allocation="erk")
+@method(allocation="global")
 def granet(
     S: Parts,
     *,
@@ -38,7 +39,10 @@ def granet(
     At t the sparsity is s_f + (s_i - s_f) (1 - (t - t_0) / (n dt))^3, as in GMP. Right after it is reached, a share of
     each layer's live weights, the smallest, is swapped for those of the largest gradient. The swaps go on when the
     sparsity has stopped rising, and the share falls to 0 with a cosine over the whole training, as in the authors'
-    code.
+    code. With allocation="global" it is their method: the random mask at first has the shares of ERK, all weights are
+    pruned by one ranking, and each layer grows as many as it has just dropped. (They round the drop up, end the cosine
+    at 0.005, and let a weight that is dropped and grown at once keep its value; here it starts from zero.) With "erk"
+    or "uniform" layers have the counts of that throughout.
 
     Args:
         sparsity: s_f, the fraction of zeros to reach.
@@ -59,10 +63,12 @@ def granet(
     check_rise(start=start, sparsity=sparsity)
     first, last = round(begin * iterations), max(1, round(until * iterations))
     times = [0, *sorted({t for t in range(every, iterations, every) if t >= first} | {last})] if iterations else []
-    begin_with = prune(S.whole, to=start if times else sparsity, by=first_by(initial_mask))
+    spread = Spread.ERK if initial_mask == "random" else None
+    begin_with = prune(S.whole, to=start if times else sparsity, by=first_by(initial_mask), spread=spread)
     yield Phase(begin_with, iterations=min(times[1:2], default=0))
     for t, after in itertools.pairwise([*times[1:], iterations]):
         left = min(1.0, max(0.0, (last - t) / max(1, last - first)))
         to = sparsity + (start - sparsity) * left**3
-        swap = prune(S.whole, share=falling(drop, t, iterations)), grow(S.whole, to=to, by=By.GRADIENT)
-        yield Phase(prune(S.whole, to=to), *swap, iterations=after - t)
+        drop_some = prune(S.whole, share=falling(drop, t, iterations))
+        regrow = grow(S.whole, to=to, by=By.GRADIENT, spread=Spread.LOST)
+        yield Phase(prune(S.whole, to=to), drop_some, regrow, iterations=after - t)

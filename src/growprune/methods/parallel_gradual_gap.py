@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from growprune.methods.gradual_gap import first_sparsity, peak_of
+from growprune.methods.gradual_gap import first_and_peak
 from growprune.plan import (
     Branch,
     Fork,
@@ -16,6 +16,7 @@ from growprune.plan import (
     grow,
     method,
     prune,
+    step_length,
 )
 
 
@@ -40,8 +41,10 @@ def parallel_gradual_gap(
         every: the iterations of each step; a tenth of the training if not given, since each begins with a fresh
             optimizer on every machine.
         start: the fraction of zeros to begin with.
-        peak_density: instead of `start`: the largest share of the weights that may live on any machine. If neither
-            is given it is 0.6, or as near to it as the parts and the sparsity allow.
+        peak_density: instead of `start`: the largest share of the weights that any machine may train at a time. If
+            neither is given it is 0.6, or as near to it as the parts and the sparsity allow. Where the parts are put
+            together after each step, more may live for a moment: with allocation="global" all of them, as one ranking
+            prunes them together; with "uniform" and "erk" each part is pruned before.
         until: when the steps end and fine-tuning begins, as a share of the training.
         power: how the sparsity rises: 1 evenly; 3 fast at first and slowly at the end, as in GMP. An even rise was as
             good or better on our four tasks, 3 far better in short trainings with AdamW (docs/theory.md, 7).
@@ -50,12 +53,10 @@ def parallel_gradual_gap(
 
     Example: parallel_gradual_gap(S, sparsity=0.8, iterations=8, every=3)
     """
-    every = max(1, iterations // 10) if every is None else every
-    check_counts(1, every=every, power=power)
-    check_counts(0, iterations=iterations)
+    every = step_length(iterations=iterations, every=every, steps=10)
+    check_counts(1, power=power)
     check_share(until=until)
-    first = first_sparsity(S, sparsity, start, peak_density)
-    within = peak_of(S, first) if start is None else None
+    first, within = first_and_peak(S, sparsity, start, peak_density)
     last = round(until * iterations)
     yield Phase(prune(S.whole, to=first, by=first_by(initial_mask)))
     for t in range(0, last, every):

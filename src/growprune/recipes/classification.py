@@ -157,7 +157,7 @@ RIVALS = (
     Rival("rigl", methods.rigl, "erk", 1200, ("77.4", "76.8"), times=12, options=LONG),
     Rival("static", methods.static_random, "erk", 100),
     Rival("snfs", methods.snfs, "global", 100),
-    Rival("granet", methods.granet, "erk", 100),
+    Rival("granet", methods.granet, "global", 100),
     Rival("acdc", methods.acdc, "global", 100),
     Rival("deepr", methods.deepr, "global", 100, ("71.7", "70.2")),
     Rival("dpf", methods.dpf, "global", 90, ("75.1", None)),
