@@ -20,7 +20,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from growprune import file
@@ -194,9 +193,9 @@ class Run:
     def _score(self, by: By) -> None:
         """Look at the first batches of the data, for an edit by gradient before there was any training."""
         self.accounting.measure()  # what lives now is seen by no phase, but all of it takes part
+        self.training.backward.unwrap()  # each replica looks by itself
         self.sparse.model.train()
-        losses = [partial(self.training.backward.loss, batch) for batch in self.training.first_batches()]
-        self.sparse.score(by, losses)
+        self.sparse.score(by, self.training.first_losses())
 
     # Iterations
 
