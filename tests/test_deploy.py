@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 import growprune as gp
 from growprune.inference import arena, build, library, measure
+from growprune.inference import measure, parts
 from growprune.inference.parts import MOST_PLANS, LinearPart, Part
 from growprune.inference.strides import Strides, as_matrix, feature_major
 from growprune.tasks.classification.resnet import ResNet
@@ -405,6 +406,24 @@ def example_of(about: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def test_a_model_that_is_nearly_dense_in_all_is_saved_with_its_sparse_layer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2048))
+
+    model, x = make(), torch.randn(4, 32)
+    with torch.no_grad():
+        model[0].weight.view(-1)[:921] = 0  # type: ignore[operator,union-attr]
+    deployed = gp.deploy(model, x, seconds=0)
+    deployed.save(tmp_path)
+    sparse = gp.load(tmp_path / "model.safetensors", make())
+    assert sparse.alive_by_weight == {"0.weight": 1024 - 921, "2.weight": 32 * 2048}
+    assert sparse.sparsity == pytest.approx(921 / (1024 + 32 * 2048))
+    assert sparse.allocation == "global"
+    assert_same(gp.load_deployed(tmp_path, make())(x), deployed(x))
+
+
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(gp.GrowpruneError, match="holds no deployed model"):
         gp.load_deployed(tmp_path, Small())
@@ -424,6 +443,27 @@ def test_inputs_of_other_shapes_get_plans_of_their_own_which_is_said_once() -> N
             assert_same(deployed(x), model(x))
     assert len(said) == 1
     assert len(deployed.module._plans) == MOST_PLANS  # type: ignore[arg-type]
+
+
+def test_a_layer_by_itself_keeps_a_few_shapes_and_measures_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32))
+    deployed = gp.deploy(sparse_of(model), torch.randn(1, 32), seconds=0, whole=False)
+    (part,) = deployed.module
+    known = []
+
+    def choosing(*args: Any, **options: Any) -> Any:
+        known.append(options["known"] is not None)
+        return measure.choose_layer(*args, **options)
+
+    monkeypatch.setattr(parts, "choose_layer", choosing)
+    tokens = [2, 4, 8, 16, 32, 48, 64, 80, 96, 112]  # each a number that layers are made for
+    with torch.no_grad():
+        for count in [*tokens, 2, 112]:
+            x = torch.randn(count, 32)
+            assert_same(deployed(x), model(x))
+    assert len(part._calls) == MOST_PLANS
+    assert known == [False] * 10 + [True], "of what is made again; 112 is still there"
 
 
 def test_more_threads_give_the_same() -> None:

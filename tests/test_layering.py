@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "importers": "layers patterns snapshot zeros sparse file",
     "exporters": "atomic layers sparse file pretrained",
     "convert": "layers snapshot sparse file importers exporters",
-    "inference": f"atomic {CORE} flops file",
+    "inference": f"atomic {CORE} zeros flops file",
     # what trains them
     "metric": "",
     "tasks": "",
