@@ -170,7 +170,7 @@ class Run:
         self.exploration.enter(scheduled)
         if self.cursor.left > 0 or not scheduled.phase.is_trained:
             phase: dict[str, Any] = {"edits": str(scheduled.phase), "epochs": scheduled.phase.epochs}
-            alive = self.sparse.num_alive
+            alive = self.accounting.alive
             phase |= {"iterations": self.cursor.length, "iteration": self._iteration(scheduled), "alive": alive}
             phase |= {"density": self._density(alive), **self._progress(scheduled), **self.exploration.figures}
             self.events.log_event("phase", scheduled, **phase)
