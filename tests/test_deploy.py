@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import growprune as gp
-from growprune.inference import arena, build, library, measure
-from growprune.inference import measure, parts
+from growprune.inference import arena, build, library, measure, parts
 from growprune.inference.parts import MOST_PLANS, LinearPart, Part
 from growprune.inference.strides import Strides, as_matrix, feature_major
 from growprune.tasks.classification.resnet import ResNet

@@ -116,7 +116,7 @@ class Training:
         weights = [self.recipe.task.weigh(batch) for batch in batches]
         return [partial(self._share_of_loss, b, w / sum(weights)) for b, w in zip(batches, weights, strict=True)]
 
-    def _share_of_loss(self, batch: Any, share: Any) -> Tensor:
+    def _share_of_loss(self, batch: Any, share: float | Tensor) -> Tensor:
         return self.backward.loss(batch) * share
 
     def shown_loss(self) -> float | None:
