@@ -24,7 +24,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        _check_plain(path)
+        meant(path)
         with temporary.open("xb") as file:
             yield file
             file.flush()
@@ -39,10 +39,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     sync_folder(target.parent)
 
 
-def _check_plain(path: Path) -> None:
+def meant(path: Path) -> Path:
+    """The file that a path means, through links; an OSError if there is something that is not a plain file."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError(errno.EINVAL, "it is not a plain file")
+            raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+    return Path(os.path.realpath(path))
 
 
 def remove_leftovers(folder: Path) -> None:
