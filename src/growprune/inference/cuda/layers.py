@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ def sparse_layers(model: nn.Module | SparseModel) -> dict[str, SparseSource]:
             source = source_of(part, mask)
             if source is not None and source.entries.sparsity >= LEAST_SPARSITY:
                 found[path] = source
-    shared = set(_shared(module, found))
+    shared = _shared(module, found)
     return {path: source for path, source in found.items() if path not in shared}
 
 
@@ -51,17 +52,11 @@ def _mask(model: SparseModel, path: str) -> Tensor | None:
     return model.mask(name) if is_sparse and not is_compact else None
 
 
-def _shared(module: nn.Module, found: Mapping[str, object]) -> Iterator[str]:
-    """Those whose weight is also that of a module which is not among them, such as an embedding."""
-    others = {
-        id(parameter)
-        for path, part in module.named_modules()
-        for local, parameter in part._parameters.items()
-        if parameter is not None and not (path in found and local == "weight")
-    }
-    for path in found:
-        if id(module.get_submodule(path)._parameters["weight"]) in others:
-            yield path
+def _shared(module: nn.Module, found: Iterable[str]) -> set[str]:
+    """Those whose weight another module has too, such as an embedding, or that have several names themselves."""
+    parts = (part for _, part in module.named_modules(remove_duplicate=False))
+    places = Counter(id(parameter) for part in parts for parameter in part._parameters.values())
+    return {path for path in found if places[id(module.get_submodule(path)._parameters["weight"])] > 1}
 
 
 def is_linear(module: nn.Module) -> bool:
