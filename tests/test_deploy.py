@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 import growprune as gp
 from growprune.inference import arena, build, library, measure, parts
+from growprune.inference.deployed import Example, deploy_on_gpu
 from growprune.inference.parts import MOST_PLANS, LinearPart, Part
 from growprune.inference.skeleton import empty, fill_in, skeleton_of
 from growprune.inference.strides import Strides, as_matrix, feature_major
@@ -512,6 +513,29 @@ def test_attention_with_a_scale_of_zero_is_a_mean() -> None:
 def test_a_bias_that_all_features_share() -> None:
     torch.manual_seed(0)
     check(Doing(lambda model, x: torch.addmm(model.second.bias[:1], x, model.first.weight.t())), torch.randn(4, 16))
+
+
+def hooked(model: nn.Sequential, kind: str) -> None:
+    if kind == "after":
+        model[0].register_forward_hook(lambda module, args, result: result + 1)
+    elif kind == "before":
+        model[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    else:
+        model[0].forward = lambda x: F.linear(x, model[0].weight) * 3
+
+
+@pytest.mark.parametrize("kind", ["after", "before", "forward"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_layer_does_what_hooks_and_a_forward_of_its_own_make_it_do(kind: str, whole: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(4, 64)
+    sparse = sparse_of(model)
+    hooked(model, kind)
+    with torch.no_grad():
+        expected = model(x)
+    assert_same(gp.deploy(sparse, x, seconds=0, whole=whole)(x), expected)
+    on_gpu = deploy_on_gpu(sparse, Example.of(x), device=torch.device("cpu"), seconds=0, chosen={})
+    assert_same(on_gpu(x), expected)
 
 
 class Tied(nn.Module):

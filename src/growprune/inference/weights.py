@@ -12,6 +12,11 @@ from growprune.patterns import Pattern, Unstructured
 from growprune.storage.compact_modules import layouts_of
 
 
+def does_more(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class says: it has hooks, or a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
+
+
 def matrix_of_module(
     module: nn.Module, mask: Tensor | None = None, *, name: str = "weight", weights: Sequence[Weight], pattern: Pattern
 ) -> SparseMatrix:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from growprune.inference.cuda.entries import Entries, from_bits, from_dense
 from growprune.inference.cuda.products import DTYPES
+from growprune.inference.weights import does_more
 from growprune.sparse import SparseModel
 from growprune.storage.compact_modules import layouts_of, make_plain
 
@@ -62,7 +63,7 @@ def _shared(module: nn.Module, found: Iterable[str]) -> set[str]:
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a plain Linear, or transformers' Conv1D, in either storage."""
     plain = getattr(type(module), "_plain_class", type(module))
-    return plain is nn.Linear or _is_conv1d(plain)
+    return (plain is nn.Linear or _is_conv1d(plain)) and not does_more(module)
 
 
 def _is_conv1d(kind: type[nn.Module]) -> bool:
