@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import growprune as gp
 from growprune import engine, methods
 from growprune.engine import checkpoint
 from growprune.engine.cost import estimate
@@ -50,6 +51,29 @@ def test_a_cyclic_run_is_charged_for_the_part_that_is_dense_in_each_step(tmp_pat
     assert result["average_alive"] == (157 + 285 + 118 + 2 * 80) / 5
     # a forward pass has two operations for each live weight
     assert result["training_flops"] == 50 * 3 * 2 * (157 + 285 + 118 + 2 * 80)
+
+
+def test_live_weights_are_counted_once_where_a_phase_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+    enter, count = engine.Run._enter, gp.SparseModel.alive_by_weight.fget
+    assert count is not None
+
+    def entering(run: engine.Run, scheduled: Any) -> None:
+        counted.append("phase")
+        enter(run, scheduled)
+        counted.append("entered")
+
+    def counting(sparse: gp.SparseModel) -> dict[str, int]:
+        counted.append("count")  # which a GPU has to be waited for
+        return count(sparse)
+
+    monkeypatch.setattr(engine.Run, "_enter", entering)
+    monkeypatch.setattr(gp.SparseModel, "alive_by_weight", property(counting))
+    recipe = replace(short(plain(), methods.gmp, iterations=4, every=1, begin=0.25, until=1.0), exploration=False)
+    engine.train(recipe, tmp_path / "run")
+    inside = " ".join(counted).split("phase")[1:]
+    assert [part.split("entered")[0].split() for part in inside] == [["count"]] * len(inside)
+    assert len(inside) > 2
 
 
 def test_phases_that_end_within_an_epoch_are_charged_by_the_examples_they_had(tmp_path: Path) -> None:

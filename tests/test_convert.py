@@ -250,6 +250,43 @@ def test_a_folder_is_replaced_only_by_force_and_only_if_it_holds_a_model(pruned:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "home", "pruned.pt"]
 
 
+def test_a_folder_that_a_link_means_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    convert(BITMASK, tmp_path / "link", force=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "growprune.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_whoever_is_interrupted_while_a_folder_is_replaced_has_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    replace = Path.replace
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.name.endswith(".tmp") and self.is_dir():
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(BITMASK, tmp_path / "folder", force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["config.json"]
+
+
+def test_names_may_have_what_globs_have(tmp_path: Path) -> None:
+    tensors = {"a[0].weight": zeroed()["0.weight"], "a[1].weight": torch.ones(8, 8)}
+    save_file(tensors, tmp_path / "dense.safetensors")
+    (matrix,) = convert(tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors").matrices
+    assert matrix.name == "a[0].weight"
+    found = gp.read(tmp_path / "sparse.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: Any) -> None:
         raise OSError("the disk is full")

@@ -19,8 +19,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import growprune as gp
-from growprune.inference import arena, build, library, measure
+from growprune.inference import arena, build, library, measure, parts
+from growprune.inference.deployed import Example, deploy_on_gpu
 from growprune.inference.parts import MOST_PLANS, LinearPart, Part
+from growprune.inference.skeleton import empty, fill_in, skeleton_of
 from growprune.inference.strides import Strides, as_matrix, feature_major
 from growprune.tasks.classification.resnet import ResNet
 from growprune.tasks.translation import Translation
@@ -405,9 +407,173 @@ def example_of(about: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def test_a_model_that_is_nearly_dense_in_all_is_saved_with_its_sparse_layer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2048))
+
+    model, x = make(), torch.randn(4, 32)
+    with torch.no_grad():
+        model[0].weight.view(-1)[:921] = 0  # type: ignore[operator,union-attr]
+    deployed = gp.deploy(model, x, seconds=0)
+    deployed.save(tmp_path)
+    sparse = gp.load(tmp_path / "model.safetensors", make())
+    assert sparse.alive_by_weight == {"0.weight": 1024 - 921, "2.weight": 32 * 2048}
+    assert sparse.sparsity == pytest.approx(921 / (1024 + 32 * 2048))
+    assert sparse.allocation == "global"
+    assert_same(gp.load_deployed(tmp_path, make())(x), deployed(x))
+
+
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(gp.GrowpruneError, match="holds no deployed model"):
         gp.load_deployed(tmp_path, Small())
+
+
+# What a model may do
+
+
+class Doing(nn.Module):
+    """Two layers, and what a function does with them."""
+
+    def __init__(self, does: Any) -> None:
+        super().__init__()
+        self.first, self.second, self._does = nn.Linear(16, 16), nn.Linear(16, 16), does
+
+    def forward(self, x: Tensor) -> Any:
+        return self._does(self, x)
+
+
+@pytest.mark.parametrize("tokens", [8, 5], ids=["as many as features", "fewer"])
+def test_a_norm_over_another_dimension_than_the_features_is_not_folded_to_them(tokens: int) -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(tokens)
+    for tensor in (norm.running_mean, norm.weight.data, norm.bias.data):
+        assert tensor is not None
+        tensor.normal_()
+    check(nn.Sequential(nn.Linear(16, 8), norm), torch.randn(4, tokens, 16))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [Tensor.diagonal, lambda y: y.mT, lambda y: y.swapaxes(0, 1), lambda y: y.view_as(y), lambda y: y.unfold(0, 2, 2)],
+    ids=["diagonal", "mT", "swapaxes", "view_as", "unfold"],
+)
+def test_what_is_written_through_a_view_is_seen_by_all(view: Any) -> None:
+    torch.manual_seed(0)
+
+    def does(model: Any, x: Tensor) -> Tensor:
+        y = model.first(x)
+        view(y).add_(1)
+        return model.second(y)
+
+    check(Doing(does), torch.randn(16, 16))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.empty(16).uniform_(),
+        lambda: torch.empty(16).exponential_(),
+        lambda: torch.poisson(torch.full((16,), 9.0)),
+        lambda: torch.randn(16),
+    ],
+    ids=["uniform", "exponential", "poisson", "normal"],
+)
+def test_what_a_model_draws_is_drawn_anew_in_each_call(draw: Any) -> None:
+    deployed = gp.deploy(sparse_of(Doing(lambda model, x: model.first(x) + draw())), torch.randn(4, 16), seconds=0)
+    x = torch.zeros(4, 16)
+    assert not torch.equal(deployed(x), deployed(x))
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.view(x.shape[0], -1, 4, 4).transpose(1, 2)
+
+
+def test_attention_to_values_that_all_of_a_batch_share() -> None:
+    torch.manual_seed(0)
+
+    def does(model: Any, x: Tensor) -> Tensor:
+        query = heads(model.first(x))
+        return F.scaled_dot_product_attention(query, query, heads(model.second(x[:1])))
+
+    check(Doing(does), torch.randn(2, 5, 16))
+
+
+def test_attention_with_a_scale_of_zero_is_a_mean() -> None:
+    torch.manual_seed(0)
+
+    def does(model: Any, x: Tensor) -> Tensor:
+        query, value = heads(model.first(x)), heads(model.second(x))
+        return F.scaled_dot_product_attention(query, query, value, scale=0.0)
+
+    check(Doing(does), torch.randn(2, 5, 16))
+
+
+def test_a_bias_that_all_features_share() -> None:
+    torch.manual_seed(0)
+    check(Doing(lambda model, x: torch.addmm(model.second.bias[:1], x, model.first.weight.t())), torch.randn(4, 16))
+
+
+def hooked(model: nn.Sequential, kind: str) -> None:
+    if kind == "after":
+        model[0].register_forward_hook(lambda module, args, result: result + 1)
+    elif kind == "before":
+        model[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    else:
+        model[0].forward = lambda x: F.linear(x, model[0].weight) * 3
+
+
+@pytest.mark.parametrize("kind", ["after", "before", "forward"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_layer_does_what_hooks_and_a_forward_of_its_own_make_it_do(kind: str, whole: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(4, 64)
+    sparse = sparse_of(model)
+    hooked(model, kind)
+    with torch.no_grad():
+        expected = model(x)
+    assert_same(gp.deploy(sparse, x, seconds=0, whole=whole)(x), expected)
+    on_gpu = deploy_on_gpu(sparse, Example.of(x), device=torch.device("cpu"), seconds=0, chosen={})
+    assert_same(on_gpu(x), expected)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(F.relu(self.first(x)))
+        return found
+
+
+def test_tied_weights_are_in_all_their_places_however_the_model_runs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randn(4, 16)
+    sparse = sparse_of(model)
+    whole, by_layer = (gp.deploy(sparse, x, seconds=0, whole=whole) for whole in (True, False))
+    whole.save(tmp_path)
+    with torch.no_grad():
+        expected = model(x)
+    assert_same(whole(x), expected)
+    assert_same(by_layer(x), expected)
+    assert_same(gp.load_deployed(tmp_path, Tied())(x), expected)
+    whole.stay_in_torch()
+    assert_same(whole(x), expected)
+
+
+def test_tied_weights_outlive_a_measurement() -> None:
+    torch.manual_seed(0)
+    skeleton = skeleton_of(sparse_of(model := Tied()))
+    fill_in(skeleton)
+    assert skeleton.module.first.weight is skeleton.module.second.weight
+    assert torch.equal(skeleton.module.second.weight, model.first.weight)
+    empty(skeleton)
+    assert {module.weight.untyped_storage().nbytes() for module in skeleton.module.children()} == {4}
 
 
 # Inputs
@@ -424,6 +590,27 @@ def test_inputs_of_other_shapes_get_plans_of_their_own_which_is_said_once() -> N
             assert_same(deployed(x), model(x))
     assert len(said) == 1
     assert len(deployed.module._plans) == MOST_PLANS  # type: ignore[arg-type]
+
+
+def test_a_layer_by_itself_keeps_a_few_shapes_and_measures_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32))
+    deployed = gp.deploy(sparse_of(model), torch.randn(1, 32), seconds=0, whole=False)
+    (part,) = deployed.module
+    known = []
+
+    def choosing(*args: Any, **options: Any) -> Any:
+        known.append(options["known"] is not None)
+        return measure.choose_layer(*args, **options)
+
+    monkeypatch.setattr(parts, "choose_layer", choosing)
+    tokens = [2, 4, 8, 16, 32, 48, 64, 80, 96, 112]  # each a number that layers are made for
+    with torch.no_grad():
+        for count in [*tokens, 2, 112]:
+            x = torch.randn(count, 32)
+            assert_same(deployed(x), model(x))
+    assert len(part._calls) == MOST_PLANS
+    assert known == [False] * 10 + [True], "of what is made again; 112 is still there"
 
 
 def test_more_threads_give_the_same() -> None:

@@ -146,6 +146,36 @@ def test_a_weight_that_an_embedding_shares_stays_in_torch() -> None:
     assert fast.module.embed.weight is fast.module.head.weight
 
 
+class Twice(nn.Module):
+    """A layer under two names, or two layers with one weight."""
+
+    def __init__(self, is_one_layer: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.second = self.first if is_one_layer else nn.Linear(64, 64)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.second(F.relu(self.first(x))))
+        return found
+
+
+@pytest.mark.parametrize("is_one_layer", [True, False])
+def test_a_layer_or_a_weight_with_two_names_stays_in_torch(is_one_layer: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Twice(is_one_layer).eval(), torch.randn(4, 64)
+    with torch.no_grad():
+        for layer in (model.first, model.last):
+            layer.weight[torch.rand_like(layer.weight) < 0.8] = 0
+        expected = model(x)
+    fast = deploy_on_gpu(model, Example.of(x), device=CPU, seconds=0, chosen={})
+    assert [row.layer for row in fast.table] == ["last"]
+    assert torch.allclose(fast(x), expected, atol=1e-5)
+    fast.save(tmp_path)
+    loaded = gp.load(tmp_path / "model.safetensors", Twice(is_one_layer))
+    assert torch.allclose(loaded.model(x), expected, atol=1e-5)
+
+
 def test_a_model_without_sparse_layers_works_and_says_so() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(1, 4)
     with pytest.warns(UserWarning, match="no sparse linear layers: it stays in torch"):

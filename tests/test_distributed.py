@@ -153,6 +153,37 @@ def test_batchnorm_sees_the_examples_of_all_replicas_and_no_others(
     assert two["test"]["accuracy"] == one["test"]["accuracy"]
 
 
+@pytest.mark.parametrize(
+    ("method", "change"),
+    [
+        (methods.snip, {}),
+        (methods.snip, {"accumulate": 3}),
+        (methods.snip, {"storage": "compact"}),
+        (methods.snip, {"task": Toy(is_normed=True)}),
+        (methods.grasp, {}),
+    ],
+    ids=["snip", "accumulated", "compact", "BatchNorm", "grasp"],
+)
+def test_a_first_edit_by_gradient_is_the_same_on_any_number_of_replicas(
+    method: Any, change: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    recipe = replace(plain(), method=method, options={"iterations": 0}, partition=contiguous(1), allocation="global")
+    recipe = replace(recipe, **change)
+    engine.train(recipe, tmp_path / "1")
+    for world in (2, 3):
+        assert run_on(world, recipe, tmp_path / str(world)) == []
+        assert model_bytes(tmp_path / str(world)) == model_bytes(tmp_path / "1")
+
+
+def test_a_first_edit_by_gradient_is_the_same_where_the_model_is_sharded(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    recipe = replace(plain(), method=methods.snip, options={"iterations": 0}, storage="compact")
+    engine.train(recipe, tmp_path / "1")
+    assert run_on(2, replace(recipe, shard="fsdp", replicas=2), tmp_path / "2") == []
+    assert model_bytes(tmp_path / "2") == model_bytes(tmp_path / "1")
+
+
 def test_batchnorm_of_a_single_example_is_refused_on_replicas_too(tmp_path: Path) -> None:
     recipe = replace(plain(), task=Toy(is_normed=True, num_examples=49), partition=contiguous(2))
     errors = run_on(2, recipe, tmp_path / "two")

@@ -185,6 +185,16 @@ def test_accumulated_batches_equal_one_of_all_their_examples(tmp_path: Path) -> 
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-4)
 
 
+def test_a_first_edit_by_gradient_weighs_accumulated_batches_as_training_does(tmp_path: Path) -> None:
+    models = []
+    for batch_size, accumulate in ((48, 2), (50, 1)):  # batches of 48 and 2
+        task = Toy(num_examples=50, batch_size=batch_size, is_plain=True)
+        recipe = replace(cyclic(), task=task, accumulate=accumulate, method=methods.snip, options={"iterations": 0})
+        engine.train(recipe, tmp_path / str(batch_size))
+        models.append((tmp_path / str(batch_size) / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
+
+
 def test_batches_may_be_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.train(replace(cyclic(), accumulate=2), tmp_path / "made")
     batches = Toy.batches

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +37,26 @@ ALIVE = {(8, 3, 3, 3): 22, (10, 288): 288}
 def expected(sparse: gp.SparseModel) -> torch.Tensor:
     with exporters.plain(sparse) as module, torch.no_grad():
         return module(EXAMPLE)
+
+
+def test_a_graph_goes_where_a_link_means_and_never_over_what_is_no_plain_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(converted: nn.Module, path: Path, **options: Any) -> None:
+        path.write_text("graph")
+        path.with_suffix(".bin").write_text("weights")
+
+    fake = SimpleNamespace(convert_model=lambda module, **options: module, save_model=save)
+    monkeypatch.setattr(exporters, "need", lambda *names: fake)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link.xml").symlink_to(tmp_path / "elsewhere" / "real.xml")
+    exporters.to_openvino(make(), tmp_path / "link.xml", EXAMPLE)
+    assert (tmp_path / "link.xml").is_symlink()
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["real.bin", "real.xml"]
+    os.mkfifo(tmp_path / "pipe.xml")
+    with pytest.raises(OSError, match="it is not a plain file"):
+        exporters.to_openvino(make(), tmp_path / "pipe.xml", EXAMPLE)
+    assert (tmp_path / "pipe.xml").is_fifo()
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])

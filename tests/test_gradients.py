@@ -132,6 +132,16 @@ def test_grasp_multiplies_the_hessian_with_the_gradient_of_all_losses() -> None:
     assert sparse.gradients.scores(By.GRASP, "weight").tolist() == [[48, -12, 1, 2.25]]
 
 
+def test_what_replicas_score_is_added_up_so_that_all_choose_by_the_same_bits() -> None:
+    model = Few(*W)
+    sparse = SparseModel(model, sparsity=0.5)
+    sparse.gradients.add_up = lambda mine: mine + torch.tensor([[0.0, 10, 0, 0]])  # of the other replica
+    sparse.score(By.GRASP, [model.quadratic(A)])
+    assert sparse.gradients.scores(By.GRASP, "weight").tolist() == [[48, -32, 1, 2.25]]
+    sparse.score(By.SNIP, [model.quadratic(A)])
+    assert sparse.gradients.scores(By.SNIP, "weight").tolist() == [[24, -20, 1, 0.75]]
+
+
 def test_grasp_of_blocks_adds_signed_scores_up() -> None:
     # A couples the first and the third: A^2 has 5 and 4 there, and the scores are 48, 0.25 | -12, 2.25 | 1, 4
     coupled = [[float(i == j) for j in range(6)] for i in range(6)]

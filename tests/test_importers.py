@@ -107,6 +107,12 @@ def test_torch_prune_in_the_old_format_of_torch_save_and_wrapped_by_ddp(tmp_path
     assert (found.format, found.num_alive, "0.weight" in found.tensors) == ("torch-prune", 12, True)
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
+def test_what_was_compiled_and_wrapped_has_its_plain_names(prefix: str) -> None:
+    found = importers.read({f"{prefix}{name}": tensor for name, tensor in zeroed().items()})
+    assert set(found.tensors) == set(zeroed())
+
+
 def test_a_pruned_bias_is_zero_where_its_mask_is_and_is_no_matrix() -> None:
     model = pruned_by_torch()
     prune.l1_unstructured(model[0], "bias", amount=4)

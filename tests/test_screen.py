@@ -186,7 +186,7 @@ def test_doctor_says_what_is_slow_and_what_to_do(
 
 def test_doctor_sees_threads_that_other_processes_keep_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(doctor, "_num_cores", lambda: 4)
+    monkeypatch.setattr(doctor, "num_cores", lambda: 4)
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (3.0, 0.0, 0.0))
     found = next(finding for finding in doctor.examine() if finding.name == "load")
     assert (found.state, found.do) == ("slow", "wait for them, or set OMP_NUM_THREADS=1")

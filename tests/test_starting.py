@@ -18,7 +18,7 @@ from growprune import engine
 from growprune.engine import RunFolder
 from growprune.engine.optim import OptimizerConfig
 from growprune.engine.recipe import Recipe
-from toy import Toy, cyclic
+from toy import Toy, cyclic, parallel
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +138,19 @@ def test_a_run_in_use_is_not_extended(tmp_path: Path) -> None:
 def test_a_folder_that_a_kill_left_before_its_recipe_was_written_is_free(tmp_path: Path) -> None:
     (tmp_path / ".recipe.json.12345678.tmp").write_text('{"form')
     assert engine.train(cyclic(), tmp_path)["test"]
+
+
+def test_whoever_takes_the_lock_removes_what_killed_writes_left(tmp_path: Path) -> None:
+    engine.train(parallel(), tmp_path)
+    names = [".best.safetensors.deadbeef.tmp", "checkpoints/.search_end.deadbeef.tmp"]
+    names += ["checkpoints/branches/1-0/.rows.json.deadbeef.tmp"]
+    (tmp_path / "checkpoints" / "branches" / "1-0").mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (tmp_path / name).write_bytes(b"half a mod")
+    with RunFolder(tmp_path, rank=1).locked():
+        assert all((tmp_path / name).exists() for name in names), "only the first process has the lock"
+    with RunFolder(tmp_path).locked():
+        assert not any((tmp_path / name).exists() for name in names)
 
 
 # torchrun

@@ -246,7 +246,8 @@ def _globs(names: Iterable[str], others: Collection[str]) -> list[str]:
         alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
     found: list[str] = []
     for glob, group in alike.items():
-        found += group if len(found) > MAX_GLOBS or any(matches(other, glob) for other in others) else [glob]
+        is_right = all(matches(name, glob) for name in group) and not any(matches(other, glob) for other in others)
+        found += [glob] if len(found) <= MAX_GLOBS and is_right else group
     return found
 
 
@@ -264,8 +265,8 @@ def _notes(found: Imported, source: Path, to: str, model: nn.Module | None) -> t
 
 
 def _replace_folder(dest: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder that takes its place when it is whole; what was there before goes last."""
-    token = secrets.token_hex(4)
+    """Write a folder that takes its place when it is whole; what was there before goes last. A link stays one."""
+    dest, token = dest.resolve(), secrets.token_hex(4)
     new, old = dest.with_name(f".{dest.name}.{token}.tmp"), dest.with_name(f".{dest.name}.{token}.old")
     try:
         write(new)
@@ -273,6 +274,8 @@ def _replace_folder(dest: Path, write: Callable[[Path], None]) -> None:
             dest.replace(old)
         new.replace(dest)
     finally:
+        if old.exists() and not dest.exists():  # interrupted just here
+            old.replace(dest)
         for left in (new, old):
             shutil.rmtree(left, ignore_errors=True)
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 import growprune
+from growprune.cores import num_cores
 from growprune.storage import kernels
 
 State = Literal["ok", "absent", "slow", "broken"]
@@ -83,7 +84,7 @@ def _version(distribution: str) -> str | None:
 
 def _devices() -> Iterator[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    yield Finding("cpu", "ok", f"{_num_cores()} cores, {memory / 2**30:.1f} GiB of memory, {platform.machine()}")
+    yield Finding("cpu", "ok", f"{num_cores()} cores, {memory / 2**30:.1f} GiB of memory, {platform.machine()}")
     if not torch.cuda.is_available():
         yield from _no_cuda()
         return
@@ -105,11 +106,6 @@ def _no_cuda() -> Iterator[Finding]:
         )
     else:
         yield Finding("cuda", "absent", "no GPU, and torch is built for the CPU")
-
-
-def _num_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # Kernels
@@ -174,7 +170,7 @@ def _which(name: str | None) -> str | None:
 
 
 def _threads() -> Iterator[Finding]:
-    threads, cores = torch.get_num_threads(), _num_cores()
+    threads, cores = torch.get_num_threads(), num_cores()
     text = f"torch uses {threads} threads of {cores} cores"
     launched = next((int(os.environ[name]) for name in MANY_PROCESSES if os.environ.get(name, "").isdigit()), 1)
     if threads > cores:

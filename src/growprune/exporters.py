@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growprune.atomic import replacing, sync_folder
+from growprune.atomic import meant, replacing, sync_folder
 from growprune.errors import GrowpruneError
 from growprune.file.entries import DTYPES
 from growprune.file.writer import tensors_of, write_safetensors
@@ -39,7 +39,7 @@ def to_onnx(model: SparseModel | nn.Module, path: str | os.PathLike[str], exampl
         example: an input of the model, or a tuple of them.
         options: further arguments of `torch.onnx.export`, such as dynamic_shapes.
     """
-    path = Path(path)
+    path = meant(Path(path))
     onnx = need("onnx", "onnx", "writing ONNX")
     need("onnxscript", "onnx", "writing ONNX")
     with plain(model) as module, _to_be_moved(path) as folder:
@@ -56,7 +56,7 @@ def to_openvino(model: SparseModel | nn.Module, path: str | os.PathLike[str], ex
     Args:
         example: an input of the model, or a tuple of them.
     """
-    path = Path(path)
+    path = meant(Path(path))
     if path.suffix != ".xml":
         raise GrowpruneError(f"{path} is to be OpenVINO's IR, whose name ends with .xml: give such a name")
     openvino = need("openvino", "openvino", "writing OpenVINO's IR")

@@ -115,13 +115,16 @@ class Gradients:
         if self._watched is None or self._is_over or not self._sums:
             return
         self._is_over = True
-        if self.add_up is not None:
-            self._sums = {name: self.add_up(total) for name, total in self._sums.items()}
+        self._add_up_sums()
         if self._watched is By.MOMENTUM:
             for name, total in self._sums.items():
                 total = total if scale is None else total / scale
                 average = self._averages.get(name, torch.zeros_like(total))
                 self._averages[name] = average.mul(DECAY).add_(total, alpha=1 - DECAY)
+
+    def _add_up_sums(self) -> None:
+        if self.add_up is not None:
+            self._sums = {name: self.add_up(total) for name, total in self._sums.items()}
 
     def are_seen(self, by: By) -> bool:
         """Whether there is what an edit looks at, of an iteration that an attached optimizer has ended."""
@@ -197,6 +200,7 @@ class Gradients:
         self.clear()
         if by is By.GRASP:
             self._sums, self._is_hessian = self._hessian_gradient(losses), True
+            self._add_up_sums()  # replicas choose by the same bits, whatever their GPUs make of the same batch
             return
         model.zero_grad(set_to_none=True)  # what was there is of other losses
         self.watch(by)

@@ -78,6 +78,11 @@ class Accounting:
         self.measure()
 
     @property
+    def alive(self) -> int:
+        """How many weights lived when this was last measured: asking the model makes a GPU wait."""
+        return sum(self._alive.values())
+
+    @property
     def densities(self) -> dict[str, float]:
         """By weight, the share that lived when this was last measured."""
         return {name: count / self._sizes[name] if self._sizes[name] else 1.0 for name, count in self._alive.items()}
@@ -85,12 +90,12 @@ class Accounting:
     def measure(self) -> int:
         """Look at how many weights live now, and return their number."""
         self._price(self.sparse.alive_by_weight)
-        return sum(self._alive.values())
+        return self.alive
 
     def _price(self, alive: Mapping[str, int]) -> None:
         self._alive = dict(alive)
         self._forward = self._flops.at({name: count / self._sizes[name] for name, count in alive.items()})
-        self._now.peak_alive = max(self._now.peak_alive, sum(alive.values()))
+        self._now.peak_alive = max(self._now.peak_alive, self.alive)
 
     def count(self, num_examples: int) -> None:
         """An iteration is over."""
@@ -98,7 +103,7 @@ class Accounting:
         now.flops += 3 * self._forward * num_examples
         now.iterations += 1
         now.examples += num_examples
-        now.alive_sum += sum(self._alive.values())
+        now.alive_sum += self.alive
 
     def branch_dict(self) -> dict[str, Any]:
         """What came of the branch the run is in, for `add_branch` of whoever combines it."""

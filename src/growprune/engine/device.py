@@ -29,10 +29,19 @@ def choose_device(name: str) -> torch.device:
         raise GrowpruneError(f"device is {name!r}, but torch sees no CUDA device: set device=cpu or device=auto")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     if device.type == "cuda":
+        if device.index is not None:
+            _make_current(device)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
     return device
+
+
+def _make_current(device: torch.device) -> None:
+    """Streams, events and graphs are of the current device, and must be of the one that trains."""
+    if device.index >= (count := torch.cuda.device_count()):
+        raise GrowpruneError(f"device is '{device}', but torch sees only cuda:0 to cuda:{count - 1}: name one of those")
+    torch.cuda.set_device(device)
 
 
 def move(value: Any, device: torch.device) -> Any:

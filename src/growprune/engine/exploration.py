@@ -14,7 +14,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -26,8 +25,6 @@ from growprune.errors import GrowpruneError
 from growprune.plan import ScheduledPhase
 from growprune.sparse import SparseModel
 from growprune.storage import kernels
-
-_ONES = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint8)
 
 
 class Exploration:
@@ -54,7 +51,7 @@ class Exploration:
         ever = self._ever if self._ever is not None else torch.zeros_like(live)
         explored = ever | live if scheduled.phase.is_trained else ever
         churn = None if self._before is None else _distance(live, self._before)
-        self.figures = {"explored": _count(explored) / max(1, self._sparse.num_prunable), "churn": churn}
+        self.figures = {"explored": kernels.count_bits(explored) / max(1, self._sparse.num_prunable), "churn": churn}
         if scheduled.branch is None:
             self._ever, self._before = explored, live
         elif self._is_writer:
@@ -64,7 +61,7 @@ class Exploration:
         """Look at the masks within a phase, whose rule may have changed them; not those of branches."""
         if self._is_on and self._ever is not None:
             self._ever = self._ever | pack_masks(self._sparse)
-            self.figures["explored"] = _count(self._ever) / max(1, self._sparse.num_prunable)
+            self.figures["explored"] = kernels.count_bits(self._ever) / max(1, self._sparse.num_prunable)
 
     def combine(self, stage: int, num_branches: int) -> None:
         """At the end of a fork: what any of its branches has explored."""
@@ -89,14 +86,10 @@ def pack_masks(sparse: SparseModel) -> Tensor:
     return torch.cat(packed).cpu() if packed else torch.zeros(0, dtype=torch.uint8)
 
 
-def _count(bits: Tensor) -> int:
-    return int(_ONES[bits.numpy()].sum(dtype=np.int64))
-
-
 def _distance(one: Tensor, other: Tensor) -> float:
     """0 for equal masks, 1 for masks without a common weight."""
-    total = _count(one) + _count(other)
-    return _count(one ^ other) / total if total else 0.0
+    total = kernels.count_bits(one) + kernels.count_bits(other)
+    return kernels.count_bits(one ^ other) / total if total else 0.0
 
 
 def _write(path: Path, bits: Tensor) -> None:

@@ -136,6 +136,8 @@ class RunFolder:
         try:
             if not _lock(descriptor):
                 raise GrowpruneError(f"{self.path} is in use by another process: wait for it, or stop it first")
+            for folder in (self.path, self.checkpoints, *self.checkpoints.glob("branches/*")):
+                atomic.remove_leftovers(folder)
             yield
         finally:
             os.close(descriptor)

@@ -27,17 +27,20 @@ def join(device: torch.device, timeout_seconds: float) -> int:
     """Join the processes that torchrun started, if it did, and return the rank of this one."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         wait = timedelta(seconds=timeout_seconds)
-        backend = _take_a_gpu() if device.type == "cuda" else "gloo"
+        backend = _take_a_gpu(device) if device.type == "cuda" else "gloo"
         store, rank, world = _find_store(wait)
         fresh = PrefixStore(_meeting_name(store, rank, world, timeout_seconds), store)
         dist.init_process_group(backend, store=fresh, rank=rank, world_size=world, timeout=wait)
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _take_a_gpu() -> str:
-    """Choose this process' GPU, and how to talk: NCCL, unless processes share GPUs, which it does not do."""
+def _take_a_gpu(device: torch.device) -> str:
+    """Choose this process' GPU, unless the recipe does, and how to talk: NCCL, which lets no processes share a GPU."""
     gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    if device.index is None:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    else:  # the recipe names one, for all processes of this machine
+        gpus = 1
     return "nccl" if processes <= gpus else "gloo"
 
 

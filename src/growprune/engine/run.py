@@ -20,7 +20,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from growprune import file
@@ -171,7 +170,7 @@ class Run:
         self.exploration.enter(scheduled)
         if self.cursor.left > 0 or not scheduled.phase.is_trained:
             phase: dict[str, Any] = {"edits": str(scheduled.phase), "epochs": scheduled.phase.epochs}
-            alive = self.sparse.num_alive
+            alive = self.accounting.alive
             phase |= {"iterations": self.cursor.length, "iteration": self._iteration(scheduled), "alive": alive}
             phase |= {"density": self._density(alive), **self._progress(scheduled), **self.exploration.figures}
             self.events.log_event("phase", scheduled, **phase)
@@ -194,9 +193,9 @@ class Run:
     def _score(self, by: By) -> None:
         """Look at the first batches of the data, for an edit by gradient before there was any training."""
         self.accounting.measure()  # what lives now is seen by no phase, but all of it takes part
+        self.training.backward.unwrap()  # each replica looks by itself
         self.sparse.model.train()
-        losses = [partial(self.training.backward.loss, batch) for batch in self.training.first_batches()]
-        self.sparse.score(by, losses)
+        self.sparse.score(by, self.training.first_losses())
 
     # Iterations
 

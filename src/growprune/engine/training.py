@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,9 +107,17 @@ class Training:
                 parameter.grad /= sum(weights)
         return loss_sum / sum(weights)
 
-    def first_batches(self) -> list[Any]:
-        """Those of the first iteration."""
-        return list(self._batches.of(None, 0))
+    def first_losses(self) -> list[Callable[[], Tensor]]:
+        """Functions that compute the losses of the first iteration's batches, which add up to that of the iteration.
+
+        Of the whole batches on every replica: BatchNorm and second derivatives (GraSP) then are as in one process.
+        """
+        batches = list(Batches(self.recipe, self.recipe.task, self.device, self.per_epoch).of(None, 0))
+        weights = [self.recipe.task.weigh(batch) for batch in batches]
+        return [partial(self._share_of_loss, b, w / sum(weights)) for b, w in zip(batches, weights, strict=True)]
+
+    def _share_of_loss(self, batch: Any, share: float | Tensor) -> Tensor:
+        return self.backward.loss(batch) * share
 
     def shown_loss(self) -> float | None:
         """The mean loss of the epoch, on a GPU as it was when this was last asked."""

@@ -12,6 +12,7 @@ from growprune.errors import GrowpruneError
 from growprune.file.entries import GAP_DTYPES, MAX_EXPANSION, Entry
 from growprune.layers import Weight
 from growprune.patterns import Pattern, walk_groups, write_groups
+from growprune.snapshot import pack, unpack
 
 CHUNK = 1 << 22
 """How many bits are looked at in one go: a whole number of bytes, so that chunks of bits are slices."""
@@ -30,7 +31,7 @@ def pack_mask(mask: Tensor, weights: Sequence[Weight], pattern: Pattern, name: s
     bits_of = pattern.bit_pattern
     walks = (walk_groups(bits_of, weight.of(mask), weight) for weight in weights)
     none = torch.zeros(0, dtype=torch.bool)
-    packed = to_bits(torch.cat([none, *(groups.cpu() for walk in walks for groups in walk)]))
+    packed = pack(torch.cat([none, *(groups.cpu() for walk in walks for groups in walk)]))
     if not torch.equal(unpack_mask(packed, tuple(mask.shape), weights, pattern), mask.cpu()):
         raise GrowpruneError(f"the mask of {name} does not keep to pattern {pattern.name}: prune it before saving")
     return packed
@@ -38,7 +39,7 @@ def pack_mask(mask: Tensor, weights: Sequence[Weight], pattern: Pattern, name: s
 
 def unpack_mask(packed: Tensor, shape: tuple[int, ...], weights: Sequence[Weight], pattern: Pattern) -> Tensor:
     bits_of = pattern.bit_pattern
-    bits = to_bools(packed, num_bits(weights, pattern))
+    bits = unpack(packed, (num_bits(weights, pattern),))
     if has_one_bit_a_weight(weights, pattern, shape):
         return bits.view(shape)
     mask = torch.ones(shape, dtype=torch.bool)
@@ -61,20 +62,6 @@ def _cut_like(walk: Iterator[Tensor], flat: Tensor) -> Iterator[Tensor]:
     for chunk in walk:
         yield flat[start : start + chunk.numel()]
         start += chunk.numel()
-
-
-def to_bits(mask: Tensor) -> Tensor:
-    """A bool tensor as bytes, eight to a byte, the first in the lowest bit; `growprune.snapshot.pack`, quickly.
-
-    >>> to_bits(torch.tensor([True, False, True, True, False, False, False, False, True])).tolist()
-    [13, 1]
-    """
-    return torch.from_numpy(np.packbits(mask.reshape(-1).numpy(), bitorder="little"))
-
-
-def to_bools(bits: Tensor, count: int) -> Tensor:
-    """The inverse of `to_bits`, flat, for a mask of so many."""
-    return torch.from_numpy(np.unpackbits(bits.numpy(), count=count, bitorder="little").view(np.bool_))
 
 
 def to_gaps(bits: Tensor, entry: Entry, pattern: Pattern) -> Tensor | None:
@@ -152,7 +139,7 @@ def row_major(bits: Tensor, entry: Entry, pattern: Pattern) -> Tensor:
         count = num_bits(entry.weights, pattern)
         octets = np.unpackbits(bits.numpy(), count=count, bitorder="little") * np.uint8(255)
         return torch.from_numpy(octets if run == 8 else octets.repeat(run // 8))
-    return to_bits(unpack_mask(bits, entry.shape, entry.weights, pattern))
+    return pack(unpack_mask(bits, entry.shape, entry.weights, pattern))
 
 
 def scatter(values: Tensor, bits: Tensor, count: int) -> Tensor:
@@ -169,16 +156,3 @@ def scatter(values: Tensor, bits: Tensor, count: int) -> Tensor:
         to[start + positions] = live[taken : taken + positions.size]
         taken += positions.size
     return dense
-
-
-def count_bits(bits: Tensor) -> int:
-    octets = bits.numpy()
-    if not hasattr(np, "bitwise_count"):
-        return int(_ONES[octets].sum(dtype=np.int64))
-    end = octets.size // 8 * 8  # eight bytes at a time, and what is left
-    parts = np.ascontiguousarray(octets[:end]).view(np.uint64), octets[end:]
-    return sum(int(np.bitwise_count(part).sum(dtype=np.int64)) for part in parts)
-
-
-_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
-"""How many bits are set in each byte, for a numpy older than 2."""

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.file.entries import DTYPES, GAP_DTYPES, Entry, check_blocks, crc32, digest, parse_entry, whole
-from growprune.file.masks import count_bits, from_gaps, num_bits, num_mask_bytes, row_major, scatter, to_bits, to_bools
+from growprune.file.masks import from_gaps, num_bits, num_mask_bytes, row_major, scatter
 from growprune.file.versions import FORMAT, VERSIONS
 from growprune.file.writer import tensors_of
 from growprune.layers import is_compact, prunable_weights
 from growprune.patterns import parse_pattern
+from growprune.snapshot import pack, unpack
 from growprune.sparse import SparseModel
-from growprune.storage.kernels import padded_copy
+from growprune.storage.kernels import count_bits, padded_copy
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ class SparseFile:
         """Which weights live, as bools. All must agree with the manifest and with the number of values."""
         if not entry.is_sparse:
             return torch.ones(entry.shape, dtype=torch.bool)
-        return to_bools(self.bits(entry), entry.numel).view(entry.shape)
+        return unpack(self.bits(entry), entry.shape)
 
     def bits(self, entry: Entry) -> Tensor:
         """Which weights live: one bit each in row-major order, eight to a byte, the first in the lowest bit.
@@ -79,7 +80,7 @@ class SparseFile:
         It is checked as `mask` is. Where the file has just these bits, it is a view of the file.
         """
         if not entry.is_sparse:
-            return to_bits(torch.ones(entry.numel, dtype=torch.bool))
+            return pack(torch.ones(entry.numel, dtype=torch.bool))
         bits = row_major(self._stored_bits(entry), entry, self.pattern)
         if (alive := count_bits(bits)) != entry.nnz:
             self.refuse(f"has a mask of {entry.name} with {alive} alive, but {entry.nnz} values")

@@ -21,7 +21,7 @@ STATES = ("state_dict", "model_state_dict", "model", "net", "module")
 """Where in a checkpoint the tensors of the model are; the first that is there counts."""
 
 WRAPPINGS = ("module.", "_orig_mod.")
-"""What DataParallel and torch.compile put before all names."""
+"""What DataParallel and torch.compile put before all names, one of them or both."""
 
 SPARE_BYTES = 64 << 20
 """How much more than its file the tensors of a checkpoint may take, if they overlap in it."""
@@ -133,8 +133,9 @@ def _check_plain(tensors: Mapping[str, Tensor], where: str) -> None:
 
 
 def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    prefix = next((p for p in WRAPPINGS if tensors and all(name.startswith(p) for name in tensors)), "")
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    while prefix := next((p for p in WRAPPINGS if tensors and all(name.startswith(p) for name in tensors)), ""):
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _without_twins(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -13,6 +13,7 @@ from growprune.inference.measure import Chosen, Row
 from growprune.inference.parts import LinearPart, Part
 from growprune.inference.skeleton import Skeleton, fill_in
 from growprune.inference.trace import NotTraceable
+from growprune.inference.weights import does_more
 
 Inputs = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -153,5 +154,7 @@ class _Walk:
 
 
 def _is_linear(module: nn.Module) -> bool:
+    if does_more(module):  # which a part sees, and a single layer does not
+        return False
     is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(module, "nf")
     return is_conv1d or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)

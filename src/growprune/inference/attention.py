@@ -24,13 +24,13 @@ def attention(lowering: Lowering, node: fx.Node) -> Stored | None:
     stored = [lowering.stored(n) for n in (query, key, value)]
     is_plain = not options["dropout_p"] and not options.get("enable_gqa", False)
     inputs = [v for v in stored if v is not None and len(v.place.shape) == 4 and v.place.torch is not None]
-    if len(inputs) < 3 or not is_plain or (inputs[1].place.shape[:2] != inputs[0].place.shape[:2]):
+    if len(inputs) < 3 or not is_plain or len({v.place.shape[:2] for v in inputs}) > 1:
         return None
     batch, heads, tokens, features = (*inputs[0].place.shape[:3], inputs[2].place.shape[3])
     place = Strides.ordered((batch, heads, tokens, features), (1, 3, 0, 2))
     out = lowering.store(place)
     given = lowering.value(options["attn_mask"])
-    scale = options.get("scale") or 1 / math.sqrt(inputs[0].place.shape[3])
+    scale = 1 / math.sqrt(inputs[0].place.shape[3]) if (asked := options.get("scale")) is None else asked
     if given is None and options["is_causal"]:
         given = torch.ones(tokens, inputs[1].place.shape[2], dtype=torch.bool).tril()
     if isinstance(given, Stored):

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from growprune.atomic import replacing
 from growprune.warn import warn
 
 SOURCES = Path(__file__).parent / "native"
@@ -118,18 +119,14 @@ def cpu() -> str:
 
 def compile_to(path: Path, compiler: Compiler) -> Path:
     """Build the library; the file is there whole or not at all. Some compilers have no OpenMP: then without."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    rest = [str(SOURCES / "api.cpp"), "-o", str(temporary)]
-    try:
+    with replacing(path) as file:
+        rest = [str(SOURCES / "api.cpp"), "-o", file.name]
         try:
             _compile([*compiler.command, *FLAGS, *rest], path.with_suffix(".log"))
         except BuildError as error:
             alone = [flag for flag in FLAGS if flag != "-fopenmp"]
             if _run([*compiler.command, *alone, *rest])[0]:
                 raise error  # the first try tells more
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 

@@ -17,7 +17,6 @@ IDENTITIES = {
     *(aten.contiguous.default, aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default),
 }
 """Operations that change no number, dropouts only where a model is not trained."""
-RANDOM = ("rand", "bernoulli", "multinomial", "normal", "dropout")
 LARGEST = 1 << 24
 """The most numbers that a constant may have that is made of smaller ones."""
 
@@ -79,7 +78,7 @@ def _is_same_type(node: fx.Node) -> bool:
 def _is_pure(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
-    is_random = any(word in str(node.target) for word in RANDOM) and node.target not in IDENTITIES
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     value = node.meta.get("val")
     sizes = [value] if isinstance(value, Tensor) else value if isinstance(value, (tuple, list)) else ()
     return not is_random and all(isinstance(v, Tensor) and v.numel() <= LARGEST for v in sizes)

@@ -135,7 +135,7 @@ def _linear(node: fx.Node, weights: _Weights) -> Made:
 
 def _addmm(node: fx.Node, weights: _Weights) -> Made:
     bias, x, weight = node.args
-    if node.kwargs or not isinstance(bias, fx.Node) or bias.meta["val"].dim() != 1:
+    if node.kwargs or not isinstance(bias, fx.Node) or bias.meta["val"].shape != node.meta["val"].shape[-1:]:
         return None
     return _product(x, weights.matrix(weight, transposed=True), bias)
 
@@ -214,7 +214,7 @@ def _absorb(node: fx.Node, fused: Fused) -> tuple[list[fx.Node], fx.Node | None]
             pending.append(at)
             continue
         if at.target is aten.batch_norm.default and residual is None and not pending and at.args[0] is before:
-            if not _fold_batch_norm(at, fused):
+            if fused.axis != 1 or not _fold_batch_norm(at, fused):  # it is of dimension 1, which may not be features
                 break
         elif residual is None and (other := _residual(at, before)) is not None:
             residual, fused.before = other, [*map(Reshape.of, pending)]

@@ -149,8 +149,10 @@ class LinearPart(nn.Module):
         bias = getattr(module, "bias", None)
         self._name, self._matrix = name, skeleton.matrices[f"{name}.weight"]
         self._bias = None if bias is None else bias.detach()
-        self._calls, self._lock = dict[tuple[int, int], _Call](), threading.Lock()
+        self._calls, self._lock = OrderedDict[tuple[int, int], _Call](), threading.Lock()
         self._seconds, self._known = seconds, known
+        self._chosen: dict[tuple[int, int], Chosen] = {}
+        """What was measured, of shapes whose calls are no longer kept too."""
         self.row: Row | None = None
 
     __getattr__, __reduce_ex__, _apply = Part.__getattr__, refuse_to_copy, stay_as_made
@@ -169,14 +171,21 @@ class LinearPart(nn.Module):
     def _call(self, columns: int) -> _Call:
         key = rounded(columns), torch.get_num_threads()
         if key not in self._calls:
-            geometry = Geometry.linear(self._matrix.columns, key[0])
-            fused = Fused(self._name, self._matrix, geometry, self._bias, 1, is_sparse=True)
-            known = self._known if self.row is None else None  # of the first shape only
-            layer, row = choose_layer(fused, seconds=self._seconds, threads=key[1], known=known)
-            self.row = self.row or row
-            x, out = torch.zeros(self._matrix.columns, key[0]), torch.empty(self._matrix.rows, key[0])
-            self._calls[key] = _Call(x, out, layer.bind(x, out))
+            self._calls[key] = self._make_call(key)
+            if len(self._calls) > MOST_PLANS:
+                self._calls.popitem(last=False)
+        self._calls.move_to_end(key)
         return self._calls[key]
+
+    def _make_call(self, key: tuple[int, int]) -> _Call:
+        geometry = Geometry.linear(self._matrix.columns, key[0])
+        fused = Fused(self._name, self._matrix, geometry, self._bias, 1, is_sparse=True)
+        known = self._known if self.row is None else self._chosen.get(key)  # what was given is of the first shape
+        layer, row = choose_layer(fused, seconds=self._seconds, threads=key[1], known=known)
+        self.row = self.row or row
+        self._chosen[key] = Chosen(row.choice == "sparse", row.tile)
+        x, out = torch.zeros(self._matrix.columns, key[0]), torch.empty(self._matrix.rows, key[0])
+        return _Call(x, out, layer.bind(x, out))
 
 
 class _Call:

@@ -31,6 +31,7 @@ from growprune.inference.measure import Chosen
 from growprune.inference.parsing import UNREADABLE, read_device, read_example, read_table
 from growprune.inference.skeleton import Skeleton, fill_in
 from growprune.sparse import SparseModel
+from growprune.zeros import masks_of_zeros
 
 WEIGHTS, ABOUT = "model.safetensors", "deployed.json"
 FORMAT = 1
@@ -141,10 +142,17 @@ def _save_weights(made: Made, path: Path) -> None:
     memo: dict[int, Any] = {id(parameter): parameter for parameter in skeleton.module.parameters()}
     bare = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
     fill_in(bare)
-    if skeleton.matrices or (made.found is not None and made.found.rows):  # sparse, though it may run dense
-        file.save(SparseModel.from_zeros(bare.module, **made.settings), path)
-    else:
-        file.save(SparseModel(bare.module, sparsity=0.0), path)
+    is_sparse = skeleton.matrices or (made.found is not None and made.found.rows)  # though it may run dense
+    file.save(_of_zeros(bare.module, made.settings) if is_sparse else SparseModel(bare.module, sparsity=0.0), path)
+
+
+def _of_zeros(module: nn.Module, settings: Mapping[str, Any]) -> SparseModel:
+    """As `SparseModel.from_zeros`, however few: what is dense may outweigh the layers that are not."""
+    sparse = SparseModel(module, **{"sparsity": 0.0, "allocation": "global", **settings})
+    for name, mask in masks_of_zeros(module, sparse.weights, sparse.pattern).items():
+        sparse.stored[name].set_mask(mask)
+    sparse.sparsity = settings.get("sparsity", 1 - sparse.num_alive / sparse.num_prunable)
+    return sparse
 
 
 def _encode(value: Any) -> Any:

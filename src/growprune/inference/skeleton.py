@@ -63,20 +63,27 @@ def skeleton_of(model: nn.Module | SparseModel) -> Skeleton:
 
 def fill_in(skeleton: Skeleton) -> None:
     """Give the module its weights, dense, for those parts of it that stay in torch."""
-    parameters = skeleton._parameters
+    parameters, filled = skeleton._parameters, dict[nn.Parameter, nn.Parameter]()
     for name, matrix in skeleton.matrices.items():
         parameter = parameters.get(name)  # none, if a part is in the place of its module, which then is filled
         if parameter is not None and parameter.stride() == (0,) * parameter.dim():
-            path, _, local = name.rpartition(".")
             weight = dense_weight(matrix, tuple(parameter.shape), is_transposed=name in skeleton.transposed)
-            skeleton.module.get_submodule(path)._parameters[local] = nn.Parameter(weight, requires_grad=False)
+            filled[parameter] = nn.Parameter(weight, requires_grad=False)
+    _exchange(skeleton.module, filled)
 
 
 def empty(skeleton: Skeleton) -> None:
     """Let go of the weights again."""
-    for name in skeleton.matrices:
-        path, _, local = name.rpartition(".")
-        skeleton.module.get_submodule(path)._parameters[local] = _empty(skeleton.module, name)
+    parameters = skeleton._parameters
+    _exchange(skeleton.module, {parameters[name]: _empty(skeleton.module, name) for name in skeleton.matrices})
+
+
+def _exchange(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Put parameters in the place of others, wherever those are: tied weights have several modules."""
+    for part in module.modules():
+        for local, parameter in part._parameters.items():
+            if parameter is not None and parameter in new:
+                part._parameters[local] = new[parameter]
 
 
 def dense_weight(matrix: SparseMatrix, shape: tuple[int, ...], *, is_transposed: bool) -> Tensor:

@@ -100,8 +100,8 @@ def _make_functional(graph: fx.Graph, tensors: Mapping[fx.Node, Tensor]) -> None
             continue
         written = node.args[0]
         functional = _functional(node.target)
-        is_shared = written in tensors or written.op == "placeholder" or written.target in VIEWS
-        is_seen_elsewhere = any(user.target in VIEWS and positions[user] < positions[node] for user in written.users)
+        is_shared = written in tensors or written.op == "placeholder" or _is_view(written)
+        is_seen_elsewhere = any(_is_view(user) and positions[user] < positions[node] for user in written.users)
         if functional is None or is_shared or is_seen_elsewhere:
             raise NotTraceable(f"{node.target} writes to what others see")
         node.target = functional
@@ -111,6 +111,12 @@ def _make_functional(graph: fx.Graph, tensors: Mapping[fx.Node, Tensor]) -> None
 
 def _mutates(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether its result is, or may be, memory that it was given."""
+    returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    return node.target in VIEWS or any(one.alias_info is not None for one in returned)
 
 
 def _functional(target: Any) -> Any:

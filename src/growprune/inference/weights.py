@@ -1,4 +1,4 @@
-"""Sparse matrices straight from where weights are kept: sparse files, and the modules of a model in either storage."""
+"""Sparse matrices straight from where weights are kept: the modules of a model in either storage."""
 
 from __future__ import annotations
 
@@ -6,24 +6,15 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from growprune.errors import GrowpruneError
-from growprune.file.reader import SparseFile
 from growprune.inference.matrix import SparseMatrix, block_of, from_dense, from_live
 from growprune.layers import Weight
 from growprune.patterns import Pattern, Unstructured
 from growprune.storage.compact_modules import layouts_of
 
 
-def matrix_of_file(file: SparseFile, name: str) -> SparseMatrix:
-    """A parameter of an open sparse file, of its values and bits; beside the result only its mask is made."""
-    if name not in file.entries or not file.entries[name].weights:
-        raise GrowpruneError(f"{file.path} has no prunable parameter {name!r}: give a name of its manifest")
-    entry = file.entries[name]
-    first = entry.weights[0]
-    if len(first.shape) < len(entry.shape):
-        raise GrowpruneError(f"{name} is a stack of matrices, which cannot be taken for one: run it dense")
-    pattern = _pattern_of_all(file.pattern, entry.weights)
-    return from_live(file.values(entry), file.mask(entry), pattern=pattern, transposed=first.transposed)
+def does_more(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class says: it has hooks, or a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
 def matrix_of_module(

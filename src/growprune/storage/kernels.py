@@ -94,7 +94,7 @@ def _count_in_blocks(bits: Tensor) -> Tensor:
     if bits.device.type == "cpu":
         if hasattr(np, "bitwise_count"):
             return torch.from_numpy(_add_sixteen(np.bitwise_count(bits.numpy().view(np.uint64))))
-        return torch.from_numpy(_count(bits.numpy()).reshape(-1, BLOCK // 8).sum(1, dtype=np.int64))
+        return torch.from_numpy(_ONES[bits.numpy()].reshape(-1, BLOCK // 8).sum(1, dtype=np.int64))
     counts = bits - ((bits >> 1) & 0x55)  # in each pair of bits, how many are set; then in each four, then in all
     counts = (counts & 0x33) + ((counts >> 2) & 0x33)
     return ((counts + (counts >> 4)) & 0x0F).view(-1, BLOCK // 8).sum(1)
@@ -111,10 +111,22 @@ def _add_sixteen(counts: np.ndarray) -> np.ndarray:
 _EVEN_BYTES = np.uint64(0x00FF00FF00FF00FF)
 
 
-def _count(bits: np.ndarray) -> np.ndarray:
-    """How many bits are set in each number; numpy before 2 counts those of bytes only."""
-    counts: np.ndarray = np.bitwise_count(bits) if hasattr(np, "bitwise_count") else _ONES[bits]
-    return counts
+def count_bits(bits: Tensor) -> int:
+    """How many bits are set in bytes on the CPU, in all.
+
+    >>> count_bits(torch.tensor([255, 5], dtype=torch.uint8))
+    10
+    """
+    octets = bits.numpy()
+    if not hasattr(np, "bitwise_count"):
+        return int(_ONES[octets].sum(dtype=np.int64))
+    end = octets.size // 8 * 8  # eight bytes at a time, and what is left
+    parts = np.ascontiguousarray(octets[:end]).view(np.uint64), octets[end:]
+    return sum(int(np.bitwise_count(part).sum(dtype=np.int64)) for part in parts)
+
+
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
+"""How many bits are set in each byte, for a numpy older than 2."""
 
 
 def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, *, dtype: torch.dtype, group: int = 1) -> Tensor:
@@ -244,7 +256,7 @@ def scatter_live(dense: Tensor, mask: Tensor, values: Tensor, packed: Tensor) ->
     to, live = (tensor.detach().view(torch.uint8).numpy().view(integers) for tensor in (dense, values.contiguous()))
     lives, bits = mask.numpy(), packed.numpy()
     spans = [slice(start, start + FILLED) for start in range(0, dense.numel(), FILLED)]
-    counts = [int(_count(bits[span.start // 8 : span.stop // 8]).sum(dtype=np.int64)) for span in spans]
+    counts = [count_bits(packed[span.start // 8 : span.stop // 8]) for span in spans]
 
     def fill_span(span: slice, end: int, count: int) -> None:
         some = lives[span]
@@ -258,9 +270,6 @@ def scatter_live(dense: Tensor, mask: Tensor, values: Tensor, packed: Tensor) ->
 
 FILLED = 1 << 20
 """How many elements a thread fills in one go."""
-
-_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
-"""How many bits are set in each byte."""
 
 
 def can_zero_off(device: torch.device) -> bool:

@@ -43,17 +43,10 @@ def keep_largest(
     """
     from growprune.storage import triton_ranking
 
-    return triton_ranking.keep_largest(values, masks, pools, kept)
+    with torch.cuda.device(values[0].device):  # Triton starts kernels on the current one
+        return triton_ranking.keep_largest(values, masks, pools, kept)
 
 
 def count_alive(masks: Sequence[Tensor]) -> list[int]:
     """How many weights live in each mask; waits for the device once for all."""
     return torch.stack([torch.count_nonzero(mask) for mask in masks]).tolist() if masks else []
-
-
-def are_finite(values: Sequence[Tensor]) -> list[bool]:
-    """Whether each tensor is free of NaN and infinity; waits for the device once for all."""
-    if not values:
-        return []
-    ends = torch.stack([torch.stack(v.aminmax()).float() for v in values])
-    return torch.isfinite(ends).all(1).tolist()

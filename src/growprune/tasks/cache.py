@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
+
+from growprune.atomic import replacing
 
 
 def folder() -> Path:
@@ -18,12 +18,6 @@ def folder() -> Path:
 
 def write(path: Path, write_content: Callable[[IO[bytes]], object]) -> None:
     """Put a file there whole: whoever reads at the same time sees the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with temporary.open("xb") as stream:
-            write_content(stream)
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):  # it is gone if all went well
-            temporary.unlink()
+    with replacing(path) as stream:
+        write_content(stream)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from growprune.cores import num_cores
 from growprune.errors import GrowpruneError
 from growprune.tasks.task import Task
 
@@ -63,13 +63,8 @@ def decoding(
     return DataLoader(
         dataset,
         batch_sampler=batches,  # type: ignore[arg-type]  # torch says lists, and takes any sequence
-        num_workers=min(workers, _num_cores()),
+        num_workers=min(workers, num_cores()),  # more are slower, and torch warns of them
         collate_fn=collate,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # else it draws from the global one, and resuming within an epoch would show
     )
-
-
-def _num_cores() -> int:
-    """Those this process may use; more workers than that are slower, and torch warns of them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from growprune.inference.cuda.entries import Entries, from_bits, from_dense
 from growprune.inference.cuda.products import DTYPES
+from growprune.inference.weights import does_more
 from growprune.sparse import SparseModel
 from growprune.storage.compact_modules import layouts_of, make_plain
 
@@ -40,7 +42,7 @@ def sparse_layers(model: nn.Module | SparseModel) -> dict[str, SparseSource]:
             source = source_of(part, mask)
             if source is not None and source.entries.sparsity >= LEAST_SPARSITY:
                 found[path] = source
-    shared = set(_shared(module, found))
+    shared = _shared(module, found)
     return {path: source for path, source in found.items() if path not in shared}
 
 
@@ -51,23 +53,17 @@ def _mask(model: SparseModel, path: str) -> Tensor | None:
     return model.mask(name) if is_sparse and not is_compact else None
 
 
-def _shared(module: nn.Module, found: Mapping[str, object]) -> Iterator[str]:
-    """Those whose weight is also that of a module which is not among them, such as an embedding."""
-    others = {
-        id(parameter)
-        for path, part in module.named_modules()
-        for local, parameter in part._parameters.items()
-        if parameter is not None and not (path in found and local == "weight")
-    }
-    for path in found:
-        if id(module.get_submodule(path)._parameters["weight"]) in others:
-            yield path
+def _shared(module: nn.Module, found: Iterable[str]) -> set[str]:
+    """Those whose weight another module has too, such as an embedding, or that have several names themselves."""
+    parts = (part for _, part in module.named_modules(remove_duplicate=False))
+    places = Counter(id(parameter) for part in parts for parameter in part._parameters.values())
+    return {path for path in found if places[id(module.get_submodule(path)._parameters["weight"])] > 1}
 
 
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a plain Linear, or transformers' Conv1D, in either storage."""
     plain = getattr(type(module), "_plain_class", type(module))
-    return plain is nn.Linear or _is_conv1d(plain)
+    return (plain is nn.Linear or _is_conv1d(plain)) and not does_more(module)
 
 
 def _is_conv1d(kind: type[nn.Module]) -> bool:
