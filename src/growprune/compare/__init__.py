@@ -54,7 +54,7 @@ class Request:
         jobs = make_jobs(source, rows, sparsities, seeds, self.budget, self.out, self._settings, self.allow)
         self._check(jobs)
         for job in jobs:
-            outcomes.check_same_run(job)
+            outcomes.check_same_run(job, self._iterations_per_epoch(job.recipe))
         return jobs
 
     def table(self, jobs: Sequence[Job]) -> Comparison:
@@ -95,11 +95,20 @@ class Request:
         return Budget(self.budget_kind, epochs, self.max_epochs or 5 * epochs)
 
     def _own_epochs(self) -> int:
-        base = self._base
-        epochs = num_epochs(base, num_iterations_per_epoch(base))
+        epochs = num_epochs(self._base, self._usual_iterations_per_epoch)
         if epochs != int(epochs) or epochs < 1:
             raise GrowpruneError(f"{self._source} trains for {epochs:g} epochs: give --epochs")
         return int(epochs)
+
+    def _iterations_per_epoch(self, recipe: Recipe) -> int:
+        """Of a row; the data are looked at again only where a row has a task of its own."""
+        base = self._base
+        is_same = (recipe.task, recipe.accumulate) == (base.task, base.accumulate)
+        return self._usual_iterations_per_epoch if is_same else num_iterations_per_epoch(recipe)
+
+    @cached_property
+    def _usual_iterations_per_epoch(self) -> int:
+        return num_iterations_per_epoch(self._base)
 
     @property
     def _source(self) -> str:

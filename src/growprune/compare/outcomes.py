@@ -11,7 +11,7 @@ from typing import Any
 from growprune.compare.fairness import Facts, facts_of, varying
 from growprune.compare.jobs import Job
 from growprune.engine import json_file
-from growprune.engine.compatibility import MAY_CHANGE, check_same_recipe, fields_of, flat
+from growprune.engine.compatibility import MAY_CHANGE, check_same_plan, check_same_recipe, fields_of, flat, plan_of
 from growprune.engine.folder import RunFolder
 from growprune.engine.json_file import NUMBER
 from growprune.engine.recipe import describe
@@ -196,11 +196,13 @@ def _num_epochs(result: Mapping[str, Any]) -> int:
     return len(result.get("history") or ())
 
 
-def check_same_run(job: Job) -> None:
-    """Raise if the folder of a job holds another run than the job's."""
+def check_same_run(job: Job, iterations_per_epoch: int) -> None:
+    """Raise if the folder of a job holds another run than the job's: of another recipe, or of another plan."""
     folder = RunFolder(job.folder)
     if folder.recipe.exists():
         check_same_recipe(folder, job.recipe)
+        if folder.plan.exists():
+            check_same_plan(folder, plan_of(job.recipe, iterations_per_epoch))
     elif job.is_finished:  # a result that was brought from elsewhere
         stored, wanted = flat(read_result(folder.result)["recipe"]), fields_of(job.recipe)
         for name in [name for name in wanted if name in stored and name not in MAY_CHANGE]:

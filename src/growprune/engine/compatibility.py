@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from growprune.engine.folder import RunFolder, phases_of
+from growprune.engine.folder import RunFolder, digest_of, phases_of
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError, shorten
@@ -58,14 +59,39 @@ def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:
 
 
 def check_same_plan(folder: RunFolder, plan: Plan) -> None:
-    """Raise, naming the first phase that differs, if the same recipe now gives another plan: a default has changed."""
+    """Raise, naming the first phase that differs, if the same recipe now gives another plan.
+
+    A default has changed then, or the code of a method.
+    """
     began, now = folder.read_phases(), json.loads(json.dumps(phases_of(plan)))
     for old, new in zip_longest(began, now) if began else ():
         if old != new:
             raise GrowpruneError(
                 f"{folder.path} was started with another plan: where it has {_short(_edits(old))}, its recipe now "
-                f"gives {_short(_edits(new))}; go on with the version of growprune that began it, or start anew"
+                f"gives {_short(_edits(new))}; {_SAME_CODE}"
             )
+    if folder.read_digest() not in ("", digest_of(plan)):  # a way from one sparsity to another is one row of phases
+        raise GrowpruneError(
+            f"{folder.path} was started with another plan: its phases look the same in plan.json, but not each "
+            f"sparsity in them, or not the parts; {_SAME_CODE}"
+        )
+
+
+_SAME_CODE = "go on with the version of growprune, and of your own method, that began it, or start anew"
+
+
+def plan_of(recipe: Recipe, iterations_per_epoch: int) -> Plan:
+    """The plan that a recipe gives now; a model without weights is enough for it."""
+    with torch.device("meta"):
+        model = recipe.task.build_model()
+    return recipe.plan(model, iterations_per_epoch)
+
+
+def check_same_result(folder: RunFolder, recipe: Recipe, result: Mapping[str, Any]) -> None:
+    """As `check_same_plan`, of a run that is finished: its result says how long an epoch is, so no data are read."""
+    num_batches = (result.get("data") or {}).get("num_batches")
+    if num_batches or not recipe.counts_iterations:
+        check_same_plan(folder, plan_of(recipe, math.ceil((num_batches or 1) / recipe.accumulate)))
 
 
 def _edits(phase: Any) -> Any:
