@@ -19,6 +19,7 @@ from growprune.compare.table import Comparison
 from growprune.engine.override import override, parse_settings
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
+from growprune.metric import in_full
 from growprune.recipes import find
 
 __all__ = ["Comparison", "Job", "Request", "of_runs"]
@@ -74,7 +75,7 @@ class Request:
         """Raise if rows differ in what they may not; gives what they differ in."""
         facts: dict[str, fairness.Facts] = {}
         for job in jobs:
-            name = f"{job.row.name} {job.sparsity:g}"
+            name = f"{job.row.name} {in_full(job.sparsity)}"
             epochs = job.epochs if self._is_equal else None
             facts.setdefault(name, fairness.facts_of(name, describe(job.recipe), epochs=epochs))
         return fairness.check([*facts.values()], self.allow)
@@ -82,7 +83,7 @@ class Request:
     def _capped(self, jobs: Sequence[Job]) -> list[str]:
         most = self.budget.max_epochs
         rows = [job for job in jobs if job.epochs >= most and self.budget.kind == "flops"]
-        return [*dict.fromkeys(f"{job.row.name} {job.sparsity:g} is capped at {most} epochs" for job in rows)]
+        return [*dict.fromkeys(f"{job.row.name} {in_full(job.sparsity)} is capped at {most} epochs" for job in rows)]
 
     @property
     def _is_equal(self) -> bool:

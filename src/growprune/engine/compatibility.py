@@ -125,6 +125,19 @@ def _with_defaults(stored: Any, value: Any) -> Any:
     return whole
 
 
+def is_dense(recipe: Mapping[str, Any]) -> bool:
+    """Whether a run, by its recipe as JSON has it, is the dense reference: its method is called `dense`.
+
+    Any other method is one of those compared, also at sparsity 0.
+    """
+    return recipe.get("method") == "dense"
+
+
+def asked_sparsity(recipe: Mapping[str, Any]) -> float:
+    """What a run was to reach; dense training leaves a sparsity that its recipe may have aside."""
+    return 0.0 if is_dense(recipe) else float(recipe.get("sparsity") or 0.0)
+
+
 def recipe_defaults() -> dict[str, Any]:
     """By dotted names, what fields are where nothing is said: a recipe that was stored before them did just that."""
     nested = {"optimizer.": OptimizerConfig, "lr_schedule.": LRSchedule}
