@@ -492,7 +492,7 @@ def test_bad_input_is_one_line_and_no_page(tmp_path: Path) -> None:
 def test_without_plotly_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     records: list[Record] = find_runs([finished(tmp_path / "run", "rigl", 0.9, 0, 88.0)])
-    with pytest.raises(GrowpruneError, match=r"growprune\[report\]"):
+    with pytest.raises(GrowpruneError, match=r"'growprune\[report\]', or '\.\[report\]' in a copy of the repository"):
         write_page(records, tmp_path / "page.html")
 
 

@@ -68,6 +68,15 @@ def test_sparsities_that_are_nearly_the_same_are_told_apart_in_every_chart(tmp_p
     assert all(len(chart.data) == 2 for chart in charts_over_time(group, styles_for(group.cells)))
 
 
+def test_who_misses_the_sparsity_is_not_the_best_at_it(tmp_path: Path) -> None:
+    for method, score in {"rigl": 88.0, "gmp": 87.0, "set_": 90.0}.items():
+        folder = write(tmp_path / method, method, 0.9, score)
+    content = json.loads((folder / "result.json").read_text())
+    content["sparsity"]["totals"] |= {"alive": 200, "sparsity": 0.8}
+    (folder / "result.json").write_text(json.dumps(content))
+    assert "At sparsity 0.9, rigl, the best of 2 on validation data, reaches" in render(find_runs([tmp_path]), "")
+
+
 # Budgets
 
 
@@ -175,7 +184,9 @@ def test_data_that_are_named_by_more_than_a_path_are_shown(where: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "name, value", [("loss", "x"), ("validation", [1]), ("branch", []), ("explored", "a"), ("alive", 10**400)]
+    "name, value",
+    [("loss", "x"), ("validation", [1]), ("branch", []), ("explored", "a"), ("alive", 10**400)],
+    ids=["loss", "validation", "branch", "explored", "alive"],
 )
 def test_a_line_of_a_log_that_someone_changed_is_passed_over(name: str, value: Any, tmp_path: Path) -> None:
     whole = {"event": "epoch", "index": 0, **row(1, 0, 1000)}

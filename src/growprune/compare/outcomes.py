@@ -173,9 +173,8 @@ def row_name(recipe: Mapping[str, Any]) -> str:
     options = recipe.get("options") or {}
     hidden = ("epochs", "iterations") if _is_plain(options) else ()
     shown = (f"{key}={value}" for key, value in options.items() if key not in hidden)
-    return " ".join(
-        [recipe["method"] if is_dense(recipe) else f"{recipe['method']}:{recipe.get('allocation')}", *shown]
-    )
+    name = recipe["method"] if is_dense(recipe) else f"{recipe['method']}:{recipe.get('allocation')}"
+    return " ".join([name, *shown])
 
 
 def _is_plain(options: Mapping[str, Any]) -> bool:
@@ -204,9 +203,9 @@ def metric_of(results: Sequence[Mapping[str, Any]]) -> Metric:
 def _num_epochs(result: Mapping[str, Any]) -> int:
     """By iterations where they are counted; results of before have a row an epoch, the first ones a row a phase."""
     if result.get("training_iterations") and result.get("data"):
-        per_epoch = max(1, math.ceil(result["data"]["num_batches"] / (result["recipe"].get("accumulate") or 1)))
+        per_epoch: int = max(1, math.ceil(result["data"]["num_batches"] / (result["recipe"].get("accumulate") or 1)))
         return round(int(result["training_iterations"]) / per_epoch)
-    if "phases" in result:
+    if result.get("phases") is not None:
         return sum(int(phase["epochs"]) for phase in result["phases"])
     return len(result.get("history") or ())
 

@@ -24,7 +24,7 @@ SKIPPED = ("checkpoints", "earlier")
 FILES = ("result.json", "recipe.json", "plan.json", "log.jsonl")
 """A folder with any of them is a run."""
 
-_ROW: json_file.Names = {"loss?": json_file.NUMBER, "iteration?": int, "validation?": dict}
+_ROW: json_file.Names = {"loss?": json_file.NUMBER, "iteration?": int, "epochs?": int, "validation?": dict}
 _RESULT: json_file.Names = {
     **{"recipe.task": dict, "recipe.method": str, "recipe.sparsity": json_file.NUMBER, "recipe.seed?": int},
     **{"recipe.accumulate?": int, "data?": dict, "data?.num_batches?": int, "training_iterations?": int},

@@ -14,7 +14,7 @@ from growprune.metric import Metric, decimals, in_full
 from growprune.report.frontier import quality
 from growprune.report.groups import Cell, Group, what_differs
 from growprune.report.runs import Record
-from growprune.report.tables import duration, spread
+from growprune.report.tables import duration, is_off, spread
 
 MEANINGS = {
     "sparsity": "the share of the weights that are exactly zero; at 0.9, one weight in ten is left",
@@ -66,12 +66,12 @@ def _how_good(group: Group, finished: Sequence[Cell]) -> list[str]:
     sparse = [cell for cell in finished if not cell.is_dense]
     for sparsity in sorted({cell.sparsity for cell in sparse}):
         cells = [cell for cell in sparse if cell.sparsity == sparsity]
+        cells = [cell for cell in cells if not is_off(cell)] or cells  # who misses it has it easier
         if (best := _best(cells, group.metric)) is None:  # nothing but test data, which choose nothing
             continue
         who = f"{best.series}, the best of {len(cells)} on validation data," if len(cells) > 1 else best.series
-        text = (
-            f"At sparsity {in_full(sparsity)}, {who} reaches {group.metric.name} {spread(best, quality)} on test data"
-        )
+        score = f"{group.metric.name} {spread(best, quality)}"
+        text = f"At sparsity {in_full(sparsity)}, {who} reaches {score} on test data"
         sentences.append(text + (f", {_gap(best, dense)}." if dense is not None else "."))
     return sentences
 
