@@ -14,12 +14,11 @@ from growprune.engine import json_file
 from growprune.engine.compatibility import (
     MAY_CHANGE,
     asked_sparsity,
-    check_same_plan,
     check_same_recipe,
+    check_same_work,
     fields_of,
     flat,
     is_dense,
-    plan_of,
 )
 from growprune.engine.folder import RunFolder
 from growprune.engine.json_file import NUMBER
@@ -211,12 +210,12 @@ def _num_epochs(result: Mapping[str, Any]) -> int:
 
 
 def check_same_run(job: Job, iterations_per_epoch: int) -> None:
-    """Raise if the folder of a job holds another run than the job's: of another recipe, or of another plan."""
+    """Raise if the folder of a job holds another run than the job's: of another recipe, plan or model."""
     folder = RunFolder(job.folder)
     if folder.recipe.exists():
         check_same_recipe(folder, job.recipe)
         if folder.plan.exists():
-            check_same_plan(folder, plan_of(job.recipe, iterations_per_epoch))
+            check_same_work(folder, job.recipe, iterations_per_epoch)
     elif job.is_finished:  # a result that was brought from elsewhere
         stored, wanted = flat(read_result(folder.result)["recipe"]), fields_of(job.recipe)
         for name in [name for name in wanted if name in stored and name not in MAY_CHANGE]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from growprune.engine.folder import RunFolder, digest_of, phases_of
+from growprune.engine.folder import RunFolder, digest_of, parts_of, phases_of
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError, shorten
@@ -72,26 +72,42 @@ def check_same_plan(folder: RunFolder, plan: Plan) -> None:
             )
     if folder.read_digest() not in ("", digest_of(plan)):  # a way from one sparsity to another is one row of phases
         raise GrowpruneError(
-            f"{folder.path} was started with another plan: its phases look the same in plan.json, but not each "
-            f"sparsity in them, or not the parts; {_SAME_CODE}"
+            f"{folder.path} was started with another plan: its phases look the same in plan.json, but not each number "
+            f"in them is; {_SAME_CODE}"
         )
 
 
-_SAME_CODE = "go on with the version of growprune, and of your own method, that began it, or start anew"
+def check_same_parts(folder: RunFolder, plan: Plan) -> None:
+    """Raise, naming the first part that differs, if the model is another, or cut otherwise.
+
+    Of a run that is not finished, the checkpoint tells the same of every tensor.
+    """
+    began, now = folder.read_parts(), parts_of(plan)
+    for name in {**began, **now} if began else ():
+        if began.get(name) != now.get(name):
+            raise GrowpruneError(
+                f"{folder.path} was started with another model, or cut otherwise: its part {name} was "
+                f"{_short(began.get(name, 'not there'))}, and is {_short(now.get(name, 'not there'))} now; {_SAME_CODE}"
+            )
 
 
-def plan_of(recipe: Recipe, iterations_per_epoch: int) -> Plan:
-    """The plan that a recipe gives now; a model without weights is enough for it."""
-    with torch.device("meta"):
+_SAME_CODE = "go on with the version of growprune, and of your own code, that began it, or start anew"
+
+
+def check_same_work(folder: RunFolder, recipe: Recipe, iterations_per_epoch: int) -> None:
+    """Raise unless a run was of the plan, and of the parts, that its recipe gives now."""
+    with torch.device("meta"):  # a model without weights is enough
         model = recipe.task.build_model()
-    return recipe.plan(model, iterations_per_epoch)
+    plan = recipe.plan(model, iterations_per_epoch)
+    check_same_plan(folder, plan)
+    check_same_parts(folder, plan)
 
 
 def check_same_result(folder: RunFolder, recipe: Recipe, result: Mapping[str, Any]) -> None:
-    """As `check_same_plan`, of a run that is finished: its result says how long an epoch is, so no data are read."""
+    """As `check_same_work`, of a run that is finished: its result says how long an epoch is, so no data are read."""
     num_batches = (result.get("data") or {}).get("num_batches")
     if num_batches or not recipe.counts_iterations:
-        check_same_plan(folder, plan_of(recipe, math.ceil((num_batches or 1) / recipe.accumulate)))
+        check_same_work(folder, recipe, math.ceil((num_batches or 1) / recipe.accumulate))
 
 
 def _edits(phase: Any) -> Any:

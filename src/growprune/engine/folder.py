@@ -245,13 +245,18 @@ class RunFolder:
 
     def write_plan(self, plan: Plan) -> None:
         """The parts, and the phases with those that are alike folded into one row; a long plan has thousands."""
-        content = {"parts": _parts_of(plan), "phases": phases_of(plan), "sha256": digest_of(plan)}
+        content = {"parts": parts_of(plan), "phases": phases_of(plan), "sha256": digest_of(plan)}
         checkpoint.write_json(self.plan, content)
 
     def read_phases(self) -> list[Any]:
         """The phases as they were written; none if the file is lost or damaged, since no training depends on it."""
         phases = self._read_plan().get("phases")
         return phases if isinstance(phases, list) else []
+
+    def read_parts(self) -> dict[str, Any]:
+        """The parts as they were written; none if the file is lost or damaged."""
+        parts = self._read_plan().get("parts")
+        return parts if isinstance(parts, dict) else {}
 
     def read_digest(self) -> str:
         """Of the plan; nothing if the file is lost, damaged, or of before there was one."""
@@ -300,11 +305,12 @@ def phases_of(plan: Plan) -> list[dict[str, Any]]:
 def digest_of(plan: Plan) -> str:
     """Tells plans apart that look alike when folded, as two ways from one sparsity to another do."""
     phases = [Row((scheduled,)).to_dict() for scheduled in walk(plan)]
-    return hashlib.sha256(json.dumps([_parts_of(plan), phases]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(phases).encode()).hexdigest()
 
 
-def _parts_of(plan: Plan) -> dict[str, Sequence[str]]:
-    return {part.name: part.tensors for part in plan.partition}
+def parts_of(plan: Plan) -> dict[str, list[str]]:
+    """The tensors of each part of the model."""
+    return {part.name: list(part.tensors) for part in plan.partition}
 
 
 class OtherLogs:
