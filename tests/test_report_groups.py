@@ -60,6 +60,18 @@ def test_dense_training_leaves_a_sparsity_of_its_recipe_aside(tmp_path: Path) ->
     assert labels(groups_of(tmp_path)[0]) == {"dense": 2}
 
 
+def test_dense_runs_are_told_apart_by_what_differs_and_means_something_to_them(tmp_path: Path) -> None:
+    for name, more in {"a": {"clip": 1.0}, "b": {"clip": 2.0}, "c": {"clip": 2.0, "allocation": "erk"}}.items():
+        write(tmp_path / name, "dense", 0.0, 92.0, ord(name), recipe=more)
+    assert labels(groups_of(tmp_path)[0]) == {"dense, clip 1.0": 1, "dense, clip 2.0": 2}
+
+
+def test_runs_of_one_seed_that_would_count_as_two_are_said(tmp_path: Path) -> None:
+    for name, method, seed in (("a", "rigl", 0), ("b", "rigl", 0), ("c", "rigl", 1), ("d", "gmp", 0)):
+        write(tmp_path / name, method, 0.9, 88.0, seed)
+    assert notes(find_runs([tmp_path])) == ["a and b have one seed and the same settings: each counts as a seed here."]
+
+
 def test_sparsities_that_are_nearly_the_same_are_told_apart_in_every_chart(tmp_path: Path) -> None:
     for sparsity in (0.9, 0.90001):
         write(tmp_path / str(sparsity), "rigl", sparsity)

@@ -20,6 +20,19 @@ NOT_A_VARIANT = (
     *("exploration", "evaluate_every", "candidates", "replicas", "shard", "graph", "log"),
 )
 """Fields of a recipe in which runs of one series may differ, or which are told elsewhere."""
+OF_SPARSITY = (
+    "options",
+    "allocation",
+    "scope",
+    "partition",
+    "kappa",
+    "parts",
+    "pattern",
+    "keep_dense",
+    "include",
+    "also",
+)
+"""Those that mean nothing to a dense run."""
 SAME_FLOPS = 0.05
 """Training FLOPs that differ by no more than this share are one budget."""
 
@@ -213,14 +226,14 @@ def _num_kinds(settings: Sequence[dict[str, Any]], names: Sequence[str]) -> int:
 
 
 def _variant(record: Record) -> dict[str, Any]:
-    """What may tell runs of one method apart, by dotted names; of dense runs, how long they were."""
-    if record.is_dense:
-        return {"epochs": record.epochs}
+    """What may tell runs of one method apart, by dotted names; of dense runs, also how long they were."""
     settings = {name: value for name, value in record.recipe.items() if name not in NOT_A_VARIANT and value != {}}
     # where weights lie, and that each seed may have its own, tells nothing apart
     settings["weights"] = "trained before" if settings.get("weights") else "new"
     settings = recipe_defaults() | flat(settings)  # older recipes lack fields that came after them
-    return {name: value for name, value in settings.items() if name.partition(".")[0] not in NOT_A_VARIANT}
+    skipped = (*NOT_A_VARIANT, *OF_SPARSITY) if record.is_dense else NOT_A_VARIANT
+    length = {"epochs": record.epochs} if record.is_dense else {}
+    return length | {name: value for name, value in settings.items() if name.partition(".")[0] not in skipped}
 
 
 def _say(name: str, value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from growprune.methods import METHODS
 from growprune.metric import Metric, decimals, in_full
 from growprune.report.frontier import quality
-from growprune.report.groups import Cell, Group, what_differs
+from growprune.report.groups import Cell, Group, group_runs, what_differs
 from growprune.report.runs import Record
 from growprune.report.tables import duration, is_off, spread
 
@@ -112,11 +112,25 @@ def notes(records: Sequence[Record]) -> list[str]:
             f"Not all of these runs can be compared: {'; '.join(differ)}. Charts of quality are refused across them, "
             f"and drawn for each group by itself."
         )
+    said += _twice(records)
     counts = Counter(record.status for record in records if not record.is_finished)
     if counts:
         each = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
         said.append(f"Not all of these runs are whole ({each}): the table of all runs says why.")
     return said
+
+
+def _twice(records: Sequence[Record]) -> list[str]:
+    """Runs that look like copies of one another, which would make a spread too small."""
+    found: dict[tuple[str, ...], None] = {}
+    for cell in [cell for group in group_runs(records) for cell in group.cells]:
+        by_seed: dict[int, list[str]] = {}
+        for record in [record for record in cell.records if record.is_finished]:
+            by_seed.setdefault(record.seed, []).append(record.name)
+        found |= {tuple(sorted(names)): None for names in by_seed.values() if len(names) > 1}
+    return [
+        f"{' and '.join(names)} have one seed and the same settings: each counts as a seed here." for names in found
+    ]
 
 
 def commands(records: Sequence[Record]) -> str:
