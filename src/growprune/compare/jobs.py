@@ -82,8 +82,8 @@ def writing_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise GrowpruneError(
-            f"cannot write to {folder} ({error.strerror or error}): make room, or get leave to write there, or give "
-            f"another --out"
+            f"cannot write to {folder} ({error.strerror or error}): see that there is room and that you may write "
+            f"there, or give another --out"
         ) from error
 
 
