@@ -61,7 +61,7 @@ def bare(method: str, **options: Any) -> Recipe:
 def test_a_row_without_an_allocation_has_the_usual_one_of_its_method() -> None:
     rows = parse_rows("dense, rigl,gmp:uniform ,cyclic_gap")
     assert [row.name for row in rows] == ["dense", "rigl:erk", "gmp:uniform", "cyclic_gap:uniform"]
-    assert [row.is_dense for row in rows] == [True, False, False, False]
+    assert [row.takes_sparsity for row in rows] == [False, True, True, True]
 
 
 def test_a_row_may_have_options_of_its_own_which_are_in_its_name_and_its_folder() -> None:
@@ -223,6 +223,20 @@ def test_the_nearest_of_rising_prices_is_found_with_few_of_them(leaps: list[int]
 
 def test_equal_flops_stop_at_the_most_epochs_allowed() -> None:
     assert Budget("flops", 20, 30).epochs_of(methods.static_random, at("static_random")) == 30
+
+
+def test_equal_flops_let_a_method_have_the_epochs_it_needs_if_they_are_no_more_than_allowed(tmp_path: Path) -> None:
+    base = cut_as_usual(replace(bare("cyclic_gap"), partition=contiguous(4)))
+    with pytest.raises(GrowpruneError, match="needs 4 epochs"):
+        spend(base, 2, 4)
+    prices = {n: estimate(spend(base, n, 4)).training_flops for n in range(4, 11)}
+    target = 2 * 3 * estimate(spend(base, 4, 4)).dense_flops
+    nearest = min(prices, key=lambda n: abs(prices[n] - target))
+    assert Budget("flops", 2, 10).epochs_of(methods.cyclic_gap, lambda n: spend(base, n, 4)) == nearest
+    with pytest.raises(GrowpruneError, match="needs 4 epochs for 4 steps, but the budget is 3"):
+        Budget("flops", 2, 3).epochs_of(methods.cyclic_gap, lambda n: spend(base, n, 4))
+    jobs = replace(request("cyclic_gap", tmp_path, settings=["partition=contiguous(3)"]), epochs=2, budget_kind="flops")
+    assert {job.epochs >= 3 for job in jobs.jobs()} == {True}
 
 
 def test_the_papers_ratio_is_four_times_as_long_for_the_gap_methods() -> None:

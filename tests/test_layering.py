@@ -81,7 +81,7 @@ MAY_IMPORT = {
     "console": "folding plan engine file summary logs doctor convert inference",
     "integrations": f"{CORE} wrapped lengths methods engine.checkpoint engine.rng",
     "report": "atomic methods metric engine",
-    "console_compare": "compare console",
+    "console_compare": "compare console metric",
     "cli": (
         f"{CORE} methods flops file summary convert inference tasks engine recipes compare console console_compare "
         "report doctor"

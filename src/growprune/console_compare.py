@@ -14,6 +14,7 @@ from growprune.compare.table import COST, QUALITY, Comparison, TableRow, cost_ce
 from growprune.compare.working import carry_out as work
 from growprune.console import err, print_json
 from growprune.console import out as console
+from growprune.metric import in_full
 
 
 def carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool], *, retry: bool) -> bool:
@@ -64,10 +65,10 @@ def show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_json
 
 def _terms(comparison: Comparison) -> str:
     """What all rows have in common."""
-    sparsities = {row.sparsity for row in comparison.rows if row.sparsity}
+    sparsities = {row.sparsity for row in comparison.rows if row.has_sparsity}
     epochs = {row.epochs for row in comparison.rows}
     words = [f" on {comparison.base}"] if comparison.base else []
-    words += [f" at sparsity {sparsity:g}" for sparsity in sparsities if len(sparsities) == 1]
+    words += [f" at sparsity {in_full(sparsity)}" for sparsity in sparsities if len(sparsities) == 1]
     words += [f", {each:g} epochs" for each in epochs if each is not None and len(epochs) == 1]
     return "".join(words)
 
@@ -82,8 +83,8 @@ def _say(line: str) -> None:
 
 def _names(rows: Sequence[TableRow]) -> list[str]:
     """What each row is called: its sparsity too, where there are several, or where it is not what was asked for."""
-    is_one = len({row.sparsity for row in rows if row.sparsity}) == 1
-    plain = [row.name if not row.sparsity or (is_one and not is_off(row)) else "" for row in rows]
+    is_one = len({row.sparsity for row in rows if row.has_sparsity}) == 1
+    plain = [row.name if not row.has_sparsity or (is_one and not is_off(row)) else "" for row in rows]
     return [name or f"{row.name} {quality_cells(row)['sparsity']}" for name, row in zip(plain, rows, strict=True)]
 
 

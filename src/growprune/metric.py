@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,6 +48,36 @@ class Metric:
     def direction(self) -> str:
         """In words, where a reader would not expect it."""
         return " (lower is better)" if self.lower_is_better else ""
+
+
+def mean(values: Collection[float]) -> float | None:
+    """Of some figures; nan if any of them is no number, or endless: a diverged run is not left out of its row.
+
+    >>> mean([1.0, 2.0]), mean([1.0, math.inf]), mean([])
+    (1.5, nan, None)
+    """
+    if not values:
+        return None
+    return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def deviation(values: Collection[float]) -> float | None:
+    """The standard deviation over seeds; none if there is one only, or if any figure is no number.
+
+    >>> deviation([1.0, 3.0]), deviation([1.0, math.nan])
+    (1.4142135623730951, None)
+    """
+    is_known = len(values) > 1 and all(map(math.isfinite, values))
+    return statistics.stdev(values) if is_known else None
+
+
+def in_full(number: float) -> str:
+    """A number with all its digits, and no more than it needs: sparsities that differ are never written alike.
+
+    >>> in_full(0.9), in_full(0.0), in_full(0.9000001)
+    ('0.9', '0', '0.9000001')
+    """
+    return repr(float(number)).removesuffix(".0")
 
 
 def decimals(score: float | None) -> int:

@@ -19,6 +19,7 @@ from growprune.compare.table import Comparison
 from growprune.engine.override import override, parse_settings
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
+from growprune.metric import in_full
 from growprune.recipes import find
 
 __all__ = ["Comparison", "Job", "Request", "of_runs"]
@@ -54,7 +55,7 @@ class Request:
         jobs = make_jobs(source, rows, sparsities, seeds, self.budget, self.out, self._settings, self.allow)
         self._check(jobs)
         for job in jobs:
-            outcomes.check_same_run(job)
+            outcomes.check_same_run(job, self._iterations_per_epoch(job.recipe))
         return jobs
 
     def table(self, jobs: Sequence[Job]) -> Comparison:
@@ -74,7 +75,7 @@ class Request:
         """Raise if rows differ in what they may not; gives what they differ in."""
         facts: dict[str, fairness.Facts] = {}
         for job in jobs:
-            name = f"{job.row.name} {job.sparsity:g}"
+            name = f"{job.row.name} {in_full(job.sparsity)}"
             epochs = job.epochs if self._is_equal else None
             facts.setdefault(name, fairness.facts_of(name, describe(job.recipe), epochs=epochs))
         return fairness.check([*facts.values()], self.allow)
@@ -82,7 +83,7 @@ class Request:
     def _capped(self, jobs: Sequence[Job]) -> list[str]:
         most = self.budget.max_epochs
         rows = [job for job in jobs if job.epochs >= most and self.budget.kind == "flops"]
-        return [*dict.fromkeys(f"{job.row.name} {job.sparsity:g} is capped at {most} epochs" for job in rows)]
+        return [*dict.fromkeys(f"{job.row.name} {in_full(job.sparsity)} is capped at {most} epochs" for job in rows)]
 
     @property
     def _is_equal(self) -> bool:
@@ -95,11 +96,20 @@ class Request:
         return Budget(self.budget_kind, epochs, self.max_epochs or 5 * epochs)
 
     def _own_epochs(self) -> int:
-        base = self._base
-        epochs = num_epochs(base, num_iterations_per_epoch(base))
+        epochs = num_epochs(self._base, self._usual_iterations_per_epoch)
         if epochs != int(epochs) or epochs < 1:
             raise GrowpruneError(f"{self._source} trains for {epochs:g} epochs: give --epochs")
         return int(epochs)
+
+    def _iterations_per_epoch(self, recipe: Recipe) -> int:
+        """Of a row; the data are looked at again only where a row has a task of its own."""
+        base = self._base
+        is_same = (recipe.task, recipe.accumulate) == (base.task, base.accumulate)
+        return self._usual_iterations_per_epoch if is_same else num_iterations_per_epoch(recipe)
+
+    @cached_property
+    def _usual_iterations_per_epoch(self) -> int:
+        return num_iterations_per_epoch(self._base)
 
     @property
     def _source(self) -> str:

@@ -52,9 +52,24 @@ class Budget:
         if self.kind == "paper":
             return self.epochs * PAPER_RATIO.get(method.__name__, 1)
         if self.kind == "flops":
-            target = 3 * estimate(at(self.epochs)).dense_flops * self.epochs
-            return _nearest(lambda epochs: estimate(at(epochs)).training_flops, target, self.epochs, self.max_epochs)
+            least = _fewest(at, self.epochs, self.max_epochs)
+            target = 3 * estimate(at(least)).dense_flops * self.epochs
+            return _nearest(lambda epochs: estimate(at(epochs)).training_flops, target, least, self.max_epochs)
         return self.epochs
+
+
+def _fewest(at: Callable[[int], Recipe], least: int, most: int) -> int:
+    """The fewest epochs that a method can do with, such as one for each part; raises if the most are too few."""
+
+    def is_enough(epochs: int) -> bool:
+        try:
+            at(epochs)
+        except GrowpruneError:
+            return False
+        return True
+
+    at(most)  # what is wrong with every number of epochs is said here
+    return least + bisect.bisect_left(range(least, most), True, key=is_enough)
 
 
 def _nearest(price: Callable[[int], int], target: int, least: int, most: int) -> int:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from growprune.engine.compatibility import MAY_CHANGE, defaults_of, flat, recipe_defaults
+from growprune.engine.compatibility import MAY_CHANGE, defaults_of, flat, is_dense, recipe_defaults
 from growprune.errors import GrowpruneError, shorten
+from growprune.metric import in_full
 from growprune.tasks import TASKS
 
 OF_THE_ROW = {"method", "options", "sparsity", "allocation", "scope", "partition", "seed"}
@@ -46,7 +47,7 @@ def facts_of(
 ) -> Facts:
     """Of a run with this recipe; `more` are other things that must be the same, such as epochs."""
     fields = _defaults(recipe) | flat(dict(recipe))
-    skipped = OF_THE_ROW | OLD_PARTITION | NO_INFLUENCE | (OF_SPARSITY if not recipe.get("sparsity") else set())
+    skipped = OF_THE_ROW | OLD_PARTITION | NO_INFLUENCE | (OF_SPARSITY if is_dense(recipe) else set())
     kept = {key: value for key, value in fields.items() if not ({key, key.partition(".")[0]} & skipped)}
     if "task.data" in kept:  # it may lie elsewhere on each machine
         kept["task.data"] = PurePath(str(kept["task.data"])).name
@@ -126,7 +127,7 @@ def _by_value(values: Sequence[tuple[str, Any]]) -> dict[str, list[str]]:
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return in_full(value) if isinstance(value, float) else str(value)
 
 
 def _say(name: str, values: Mapping[str, Sequence[str]]) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from growprune.compare.budget import Budget, check_length, cut_as_usual, num_epochs, num_iterations_per_epoch, spend
 from growprune.compare.rows import Row
+from growprune.engine.folder import RunFolder
 from growprune.engine.override import override
 from growprune.engine.recipe import Recipe, describe, own_options
 from growprune.engine.source import absolute
 from growprune.errors import GrowpruneError
+from growprune.metric import in_full
 from growprune.plan import check_counts, check_sparsity
 from growprune.recipes import find
 
@@ -38,7 +41,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        sparsity = "" if self.row.is_dense else f" {self.sparsity:g}"
+        sparsity = f" {in_full(self.sparsity)}" if self.row.takes_sparsity else ""
         return f"{self.row.name}{sparsity} seed {self.seed}"
 
     @property
@@ -72,6 +75,18 @@ class Job:
         return self.failure.read_text() if self.failure.exists() and not self.is_finished else ""
 
 
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Say of what cannot be written where it was to go, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise GrowpruneError(
+            f"cannot write to {folder} ({error.strerror or error}): see that there is room and that you may write "
+            f"there, or give another --out"
+        ) from error
+
+
 def make_jobs(
     source: str,
     rows: Sequence[Row],
@@ -87,16 +102,23 @@ def make_jobs(
     found = find(source)
     base = override(found, settings)
     per_epoch = num_iterations_per_epoch(base)
-    cells = [(row, s) for row in rows for s in ([0.0] if row.is_dense else sparsities)]
+    cells = [(row, s) for row in rows for s in (sparsities if row.takes_sparsity else [0.0])]
     made = [_settle(base, row, sparsity, budget, per_epoch, "epochs" in allowed) for row, sparsity in cells]
     jobs = []
     for seed in seeds:
         for (row, sparsity), (own, epochs) in zip(cells, made, strict=True):
             whole = {**settings, **own, "seed": str(seed)}
-            folder = out.resolve() / row.folder / f"{sparsity:g}" / f"seed{seed}"
+            folder = _folder(out.resolve() / row.folder, sparsity, seed)
             recipe = override(found, whole)
             jobs.append(Job(row, sparsity, seed, epochs, absolute(source), whole, recipe, folder))
     return jobs
+
+
+def _folder(row: Path, sparsity: float, seed: int) -> Path:
+    """Of a run; one that an older growprune named by six digits of its sparsity stays where it is."""
+    exact, short = (RunFolder(row / name / f"seed{seed}") for name in (in_full(sparsity), f"{sparsity:g}"))
+    is_old = exact != short and short.recipe.exists() and short.read_recipe()["recipe"]["sparsity"] == sparsity
+    return short.path if is_old else exact.path
 
 
 def _check(sparsities: Sequence[float], seeds: Sequence[int], settings: Mapping[str, str]) -> None:
@@ -116,11 +138,8 @@ def _settle(
     base: Recipe, row: Row, sparsity: float, budget: Budget, per_epoch: int, is_free: bool
 ) -> tuple[dict[str, str], float]:
     """What is set in the recipe for a row, and how many epochs it trains for; its own options may say, if free."""
-    own = {"method": row.method, "options": "{}"}
-    if not row.is_dense:
-        own |= {"sparsity": f"{sparsity:.12g}", "allocation": row.allocation}
-    else:
-        own |= {"sparsity": "0.0"}
+    own = {"method": row.method, "options": "{}", "sparsity": repr(sparsity)}
+    own |= {"allocation": row.allocation} if row.takes_sparsity else {}
     options = own_options(override(base, own).method)
     own |= {f"options.{key}" if key in options else key: value for key, value in row.settings}
     begun = chosen = override(base, own)

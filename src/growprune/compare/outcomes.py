@@ -11,12 +11,20 @@ from typing import Any
 from growprune.compare.fairness import Facts, facts_of, varying
 from growprune.compare.jobs import Job
 from growprune.engine import json_file
-from growprune.engine.compatibility import MAY_CHANGE, check_same_recipe, fields_of, flat
+from growprune.engine.compatibility import (
+    MAY_CHANGE,
+    asked_sparsity,
+    check_same_recipe,
+    check_same_work,
+    fields_of,
+    flat,
+    is_dense,
+)
 from growprune.engine.folder import RunFolder
 from growprune.engine.json_file import NUMBER
 from growprune.engine.recipe import describe
 from growprune.errors import GrowpruneError
-from growprune.metric import Metric
+from growprune.metric import Metric, in_full
 from growprune.tasks import TASKS
 
 _NAMES: json_file.Names = {
@@ -24,12 +32,17 @@ _NAMES: json_file.Names = {
     "recipe.method": str,
     "recipe.sparsity": NUMBER,
     "recipe.options": dict,
+    "recipe.seed?": int,
+    "recipe.accumulate?": int,
     "seed": int,
     "metric?": str,
     "lower_is_better?": bool,
     "data?.num_batches": int,
     "training_iterations?": int,
     "environment?": dict,
+    "history?": list,
+    "phases?": list,
+    "phases?.*.epochs": int,
     "validation": dict,
     "validation.*": NUMBER,
     "test": dict,
@@ -75,10 +88,10 @@ class Outcome:
 
     @property
     def is_dense(self) -> bool:
-        return self.recipe.get("method") == "dense"
+        return is_dense(self.recipe)
 
     def facts(self, *, with_epochs: bool) -> Facts:
-        name = f"{self.row} {self.sparsity:g} seed {self.seed}"
+        name = f"{self.row} {in_full(self.sparsity)} seed {self.seed}"
         result = self.result or {}
         more = {"epochs": self.epochs if with_epochs else None, "signature": result.get("signature") or None}
         return facts_of(name, self.recipe, data=result.get("data"), **more)
@@ -144,14 +157,14 @@ def _of_folder(path: Path) -> Outcome:
     if file.exists():
         result = read_result(file)
         recipe = result["recipe"]
-        return Outcome(row_name(recipe), recipe, recipe["sparsity"], result["seed"], file.parent, result)
+        return Outcome(row_name(recipe), recipe, asked_sparsity(recipe), result["seed"], file.parent, result)
     if not (path / "recipe.json").exists():
         return Outcome(str(path), {}, 0.0, 0, path)
     recipe = RunFolder(path).read_recipe()["recipe"]
     failure = path.with_name(f"{path.name}.failed")
     error = failure.read_text() if failure.exists() else ""
     seed = int(recipe.get("seed") or 0)
-    return Outcome(row_name(recipe), recipe, recipe["sparsity"], seed, path, None, error)
+    return Outcome(row_name(recipe), recipe, asked_sparsity(recipe), seed, path, None, error)
 
 
 def row_name(recipe: Mapping[str, Any]) -> str:
@@ -159,8 +172,8 @@ def row_name(recipe: Mapping[str, Any]) -> str:
     options = recipe.get("options") or {}
     hidden = ("epochs", "iterations") if _is_plain(options) else ()
     shown = (f"{key}={value}" for key, value in options.items() if key not in hidden)
-    dense = recipe["method"] == "dense"
-    return " ".join([recipe["method"] if dense else f"{recipe['method']}:{recipe.get('allocation')}", *shown])
+    name = recipe["method"] if is_dense(recipe) else f"{recipe['method']}:{recipe.get('allocation')}"
+    return " ".join([name, *shown])
 
 
 def _is_plain(options: Mapping[str, Any]) -> bool:
@@ -189,18 +202,20 @@ def metric_of(results: Sequence[Mapping[str, Any]]) -> Metric:
 def _num_epochs(result: Mapping[str, Any]) -> int:
     """By iterations where they are counted; results of before have a row an epoch, the first ones a row a phase."""
     if result.get("training_iterations") and result.get("data"):
-        per_epoch: int = math.ceil(result["data"]["num_batches"] / (result["recipe"].get("accumulate") or 1))
+        per_epoch: int = max(1, math.ceil(result["data"]["num_batches"] / (result["recipe"].get("accumulate") or 1)))
         return round(int(result["training_iterations"]) / per_epoch)
-    if "phases" in result:
+    if result.get("phases") is not None:
         return sum(int(phase["epochs"]) for phase in result["phases"])
     return len(result.get("history") or ())
 
 
-def check_same_run(job: Job) -> None:
-    """Raise if the folder of a job holds another run than the job's."""
+def check_same_run(job: Job, iterations_per_epoch: int) -> None:
+    """Raise if the folder of a job holds another run than the job's: of another recipe, plan or model."""
     folder = RunFolder(job.folder)
     if folder.recipe.exists():
         check_same_recipe(folder, job.recipe)
+        if folder.plan.exists():
+            check_same_work(folder, job.recipe, iterations_per_epoch)
     elif job.is_finished:  # a result that was brought from elsewhere
         stored, wanted = flat(read_result(folder.result)["recipe"]), fields_of(job.recipe)
         for name in [name for name in wanted if name in stored and name not in MAY_CHANGE]:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 
 from growprune.engine.override import find_method
 from growprune.engine.source import absolute, is_source
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, shorten
 from growprune.methods import METHODS
 
 CONTROLS = ("start", "peak")
 """The same plan never growing, and never growing from as many live weights as the plan has at its peak."""
 ALLOCATIONS = ("uniform", "erk", "global")
+LONGEST = 255
+"""Characters that file systems let the name of a folder have."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,15 @@ class Row:
     """Options of the method, or fields of the recipe, as they were typed."""
 
     @property
-    def is_dense(self) -> bool:
-        """Whether its method knows no sparsity: it is run once, and is the reference."""
-        return "sparsity" not in inspect.signature(find_method(self.method)).parameters
+    def takes_sparsity(self) -> bool:
+        """Whether its method does; one that does not, as dense, is run once, and has no allocation."""
+        return "sparsity" in inspect.signature(find_method(self.method)).parameters
 
     @property
     def name(self) -> str:
         """As it stands in the table."""
         method = self.method.rpartition(":")[2]
-        allocated = method if self.is_dense else f"{method}:{self.allocation}"
+        allocated = f"{method}:{self.allocation}" if self.takes_sparsity else method
         return " ".join([allocated, *(f"{key}={value}" for key, value in self.settings)])
 
     @property
@@ -109,5 +111,10 @@ def _method_and_allocation(head: str) -> tuple[str, str]:
 def _check_names(rows: Sequence[Row]) -> None:
     folders: dict[str, Row] = {}
     for row in rows:
+        if len(row.folder) > LONGEST:
+            raise GrowpruneError(
+                f"the row {shorten(row.name, 100)!r} has a name of {len(row.folder)} characters, but its folder can "
+                f"have {LONGEST}: leave options out, or write a method of your own that has them as defaults"
+            )
         if (other := folders.setdefault(row.folder, row)) != row:
             raise GrowpruneError(f"the rows {other.name!r} and {row.name!r} would share a folder: name them apart")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from growprune.metric import Metric
+from growprune.metric import Metric, deviation, mean
 
 BySeed = Mapping[int, float]
 
@@ -18,8 +17,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     >>> spread([1.0, 3.0])
     {'mean': 2.0, 'deviation': 1.4142135623730951, 'count': 2}
     """
-    mean = statistics.fmean(values) if values else None
-    return {"mean": mean, "deviation": statistics.stdev(values) if len(values) > 1 else None, "count": len(values)}
+    return {"mean": mean(values), "deviation": deviation(values), "count": len(values)}
 
 
 def paired(ours: BySeed, theirs: BySeed) -> dict[str, Any] | None:
@@ -31,12 +29,15 @@ def paired(ours: BySeed, theirs: BySeed) -> dict[str, Any] | None:
     gaps = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     if not gaps:
         return None
-    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None
-    return {"mean": statistics.fmean(gaps), "standard_error": error, "count": len(gaps)}
+    spread = deviation(gaps)
+    error = None if spread is None else spread / math.sqrt(len(gaps))
+    return {"mean": mean(gaps), "standard_error": error, "count": len(gaps)}
 
 
 def best_rival(row: int, validation: Sequence[BySeed], rivals: Sequence[int], metric: Metric) -> int | None:
     """The rival with the best mean validation metric over the seeds it has in common with a row; of equals, the first.
+
+    One of which any of these is no number is nobody's best.
 
     >>> best_rival(0, [{0: 9.0}, {0: 1.0, 1: 99.0}, {0: 2.0}], [1, 2], Metric("accuracy"))
     2
@@ -44,6 +45,6 @@ def best_rival(row: int, validation: Sequence[BySeed], rivals: Sequence[int], me
     means = {}
     for other in rivals:
         common = [validation[other][seed] for seed in validation[row] if seed in validation[other]]
-        if common and other != row:
-            means[other] = statistics.fmean(common)
+        if other != row and (score := mean(common)) is not None:
+            means[other] = score
     return metric.best(means)

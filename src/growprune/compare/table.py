@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import csv
 import io
-import statistics
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from growprune.atomic import replacing
+from growprune.compare.jobs import writing_to
 from growprune.compare.outcomes import Outcome, metric_of
 from growprune.compare.statistics import best_rival, paired, spread
-from growprune.engine.checkpoint import write_json
-from growprune.metric import Metric, decimals
+from growprune.engine.compatibility import is_dense
+from growprune.engine.json_file import finite
+from growprune.metric import Metric, decimals, in_full, mean
 
 FORMAT = 1
 """Of comparison.json."""
@@ -37,6 +40,15 @@ class TableRow:
     epochs: float | None
     runs: list[dict[str, Any]]
     summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_dense(self) -> bool:
+        return is_dense({"method": self.method})
+
+    @property
+    def has_sparsity(self) -> bool:
+        """Whether one was asked for; of the dense reference none is, and of a run that has not begun none is known."""
+        return bool(self.method) and not self.is_dense
 
     def values(self, figure: str) -> dict[int, float]:
         """By seed, a figure of the runs that have it."""
@@ -64,15 +76,17 @@ class Comparison:
     def errors(self) -> list[str]:
         """Of each run that failed, in one line."""
         failed = [(row, run) for row in self.rows for run in row.runs if run["status"] == "failed"]
-        return [f"{row.name} {row.sparsity:g} seed {run['seed']} failed: {run['error']}" for row, run in failed]
+        return [f"{row.name} {in_full(row.sparsity)} seed {run['seed']} failed: {run['error']}" for row, run in failed]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        """As JSON has it: null for what is no number too."""
+        return {"format": FORMAT, **finite(asdict(self))}
 
     def write(self, folder: Path, *, with_markdown: bool = False) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "comparison.json", self.to_dict())
-        texts = {"comparison.csv": self.to_csv()} | ({"comparison.md": self.to_markdown()} if with_markdown else {})
+        texts = {"comparison.json": json.dumps(self.to_dict(), indent=2) + "\n", "comparison.csv": self.to_csv()}
+        texts |= {"comparison.md": self.to_markdown()} if with_markdown else {}
+        with writing_to(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             with replacing(folder / name) as file:
                 file.write(text.encode())
@@ -153,12 +167,13 @@ def _share(part: float | None, whole: float | None) -> float | None:
 
 def _sum_up(rows: Sequence[TableRow], metric: Metric) -> None:
     validation = [row.values("validation") for row in rows]
-    dense = next((row for row in rows if row.method == "dense"), None)
-    for index, row in enumerate(rows):
-        rival = best_rival(index, validation, _rivals(row, rows), metric) if row.method != "dense" else None
-        test = row.values("test")
-        row.summary = {"test": spread(list(test.values())), "validation": spread(list(validation[index].values()))}
+    dense = next((row for row in rows if row.is_dense), None)
+    for row in rows:
         row.summary["reached"] = _mean(row, "reached")
+    for index, row in enumerate(rows):
+        rival = None if row.is_dense else best_rival(index, validation, _rivals(row, rows), metric)
+        test = row.values("test")
+        row.summary["test"], row.summary["validation"] = (spread([*v.values()]) for v in (test, validation[index]))
         row.summary["rival"] = None if rival is None else rows[rival].name
         row.summary["minus_rival"] = None if rival is None else paired(test, rows[rival].values("test"))
         row.summary["minus_dense"] = None if dense in (None, row) else paired(test, dense.values("test"))
@@ -169,13 +184,18 @@ def _sum_up(rows: Sequence[TableRow], metric: Metric) -> None:
 
 
 def _rivals(row: TableRow, rows: Sequence[TableRow]) -> list[int]:
-    """Other methods at its sparsity. Its own with other options, as controls are, only where there is no other."""
-    sparse = [i for i, other in enumerate(rows) if other.sparsity == row.sparsity and other.method != "dense"]
-    return [i for i in sparse if rows[i].method != row.method] or sparse
+    """Other methods at its sparsity, if they reach it.
+
+    Those that miss it are rivals only where all do. Its own method with other options, as controls are, only where
+    there is no other.
+    """
+    sparse = [i for i, other in enumerate(rows) if other.sparsity == row.sparsity and not other.is_dense]
+    fair = [i for i in sparse if not is_off(rows[i])] or sparse
+    return [i for i in fair if rows[i].method != row.method] or fair
 
 
 def _mean(row: TableRow, figure: str) -> float | None:
-    return statistics.fmean(values) if (values := row.values(figure).values()) else None
+    return mean(row.values(figure).values())
 
 
 def _notes(outcomes: Sequence[Outcome], rows: Sequence[TableRow]) -> list[str]:
@@ -185,7 +205,7 @@ def _notes(outcomes: Sequence[Outcome], rows: Sequence[TableRow]) -> list[str]:
     off = [row for row in rows if is_off(row)]
     for sparsity in dict.fromkeys(row.sparsity for row in rows if row.summary["rival"]):
         notes.append(_say_rivals([row for row in rows if row.sparsity == sparsity and row.summary["rival"]]))
-    return [*notes, *(f"{row.name} does not reach {row.sparsity:g} exactly: {_reached(row)}" for row in off)]
+    return [*notes, *(f"{row.name} does not reach {in_full(row.sparsity)} exactly: {_reached(row)}" for row in off)]
 
 
 def _say_rivals(rows: Sequence[TableRow]) -> str:
@@ -195,7 +215,7 @@ def _say_rivals(rows: Sequence[TableRow]) -> str:
         by_rival.setdefault(row.summary["rival"], []).append(row.name)
     (usual, _), *others = sorted(by_rival.items(), key=lambda item: -len(item[1]))
     exceptions = "".join(f"; that of {', '.join(names)} is {rival}" for rival, names in others)
-    return f"best rival at {rows[0].sparsity:g}, by validation: {usual}{exceptions}"
+    return f"best rival at {in_full(rows[0].sparsity)}, by validation: {usual}{exceptions}"
 
 
 def is_off(row: TableRow) -> bool:
@@ -212,7 +232,7 @@ COST = ("training FLOPs", "inference FLOPs", "peak alive", "average alive", "mem
 
 def quality_cells(row: TableRow) -> dict[str, str]:
     """How good a row is, by column, as text."""
-    sparsity = f"{row.sparsity:g}" + (f" (reached {_reached(row)})" if is_off(row) else "")
+    sparsity = in_full(row.sparsity) + (f" (reached {_reached(row)})" if is_off(row) else "")
     epochs = "-" if row.epochs is None else f"{row.epochs:g}"
     test = _mean_and(row.summary["test"], "deviation", _places(row))
     rest = [test, _gap(row, "minus_rival"), _gap(row, "minus_dense"), _runs(row)]
@@ -241,8 +261,8 @@ def _places(row: TableRow) -> int:
 
 
 def _mean_and(numbers: Mapping[str, Any], spread: str, places: int, sign: str = "") -> str:
-    if numbers["mean"] is None:
-        return "-"
+    if numbers["mean"] is None or math.isnan(numbers["mean"]):
+        return "-" if numbers["mean"] is None else "nan"
     more = "" if numbers[spread] is None else f" ± {numbers[spread]:.{places}f}"
     return f"{numbers['mean']:{sign}.{places}f}" + more
 

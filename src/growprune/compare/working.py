@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from growprune.compare.jobs import Job
+from growprune.compare.jobs import Job, writing_to
 from growprune.engine.folder import is_in_use
 
 STOPPED = {code for number in (signal.SIGINT, signal.SIGTERM) for code in (128 + number, -number)}
@@ -45,9 +45,11 @@ def _begin(job: Job, running: dict[Job, subprocess.Popen[bytes]], workers: int, 
     if is_in_use(job.folder):
         tell(job, "in use")
         return
-    job.log.parent.mkdir(parents=True, exist_ok=True)
+    with writing_to(job.log.parent):
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        log_file = job.log.open("ab")
     command = [sys.executable, "-m", "growprune", *job.arguments]
-    with job.log.open("ab") as log:
+    with log_file as log:
         # a session of its own, so that Ctrl-C reaches it once, from us: a second signal would end it unsaved
         running[job] = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(workers), start_new_session=True

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from growprune.engine.folder import RunFolder, phases_of
+from growprune.engine.folder import RunFolder, digest_of, parts_of, phases_of
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError, shorten
@@ -58,14 +59,55 @@ def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:
 
 
 def check_same_plan(folder: RunFolder, plan: Plan) -> None:
-    """Raise, naming the first phase that differs, if the same recipe now gives another plan: a default has changed."""
+    """Raise, naming the first phase that differs, if the same recipe now gives another plan.
+
+    A default has changed then, or the code of a method.
+    """
     began, now = folder.read_phases(), json.loads(json.dumps(phases_of(plan)))
     for old, new in zip_longest(began, now) if began else ():
         if old != new:
             raise GrowpruneError(
                 f"{folder.path} was started with another plan: where it has {_short(_edits(old))}, its recipe now "
-                f"gives {_short(_edits(new))}; go on with the version of growprune that began it, or start anew"
+                f"gives {_short(_edits(new))}; {_SAME_CODE}"
             )
+    if folder.read_digest() not in ("", digest_of(plan)):  # a way from one sparsity to another is one row of phases
+        raise GrowpruneError(
+            f"{folder.path} was started with another plan: its phases look the same in plan.json, but not each number "
+            f"in them is; {_SAME_CODE}"
+        )
+
+
+def check_same_parts(folder: RunFolder, plan: Plan) -> None:
+    """Raise, naming the first part that differs, if the model is another, or cut otherwise.
+
+    Of a run that is not finished, the checkpoint tells the same of every tensor.
+    """
+    began, now = folder.read_parts(), parts_of(plan)
+    for name in {**began, **now} if began else ():
+        if began.get(name) != now.get(name):
+            raise GrowpruneError(
+                f"{folder.path} was started with another model, or cut otherwise: its part {name} was "
+                f"{_short(began.get(name, 'not there'))}, and is {_short(now.get(name, 'not there'))} now; {_SAME_CODE}"
+            )
+
+
+_SAME_CODE = "go on with the version of growprune, and of your own code, that began it, or start anew"
+
+
+def check_same_work(folder: RunFolder, recipe: Recipe, iterations_per_epoch: int) -> None:
+    """Raise unless a run was of the plan, and of the parts, that its recipe gives now."""
+    with torch.device("meta"):  # a model without weights is enough
+        model = recipe.task.build_model()
+    plan = recipe.plan(model, iterations_per_epoch)
+    check_same_plan(folder, plan)
+    check_same_parts(folder, plan)
+
+
+def check_same_result(folder: RunFolder, recipe: Recipe, result: Mapping[str, Any]) -> None:
+    """As `check_same_work`, of a run that is finished: its result says how long an epoch is, so no data are read."""
+    num_batches = (result.get("data") or {}).get("num_batches")
+    if num_batches or not recipe.counts_iterations:
+        check_same_work(folder, recipe, math.ceil((num_batches or 1) / recipe.accumulate))
 
 
 def _edits(phase: Any) -> Any:
@@ -97,6 +139,19 @@ def _with_defaults(stored: Any, value: Any) -> Any:
         elif field.default_factory is not dataclasses.MISSING:
             whole[field.name] = _plain(field.default_factory())
     return whole
+
+
+def is_dense(recipe: Mapping[str, Any]) -> bool:
+    """Whether a run, by its recipe as JSON has it, is the dense reference: its method is called `dense`.
+
+    Any other method is one of those compared, also at sparsity 0.
+    """
+    return recipe.get("method") == "dense"
+
+
+def asked_sparsity(recipe: Mapping[str, Any]) -> float:
+    """What a run was to reach; dense training leaves a sparsity that its recipe may have aside."""
+    return 0.0 if is_dense(recipe) else float(recipe.get("sparsity") or 0.0)
 
 
 def recipe_defaults() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from growprune.engine import checkpoint, json_file, process_group
 from growprune.engine.events import Event
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
-from growprune.folding import fold
+from growprune.folding import Row, fold
 from growprune.plan import Plan, walk
 
 FORMAT = 2
@@ -31,6 +32,9 @@ _RECIPE: json_file.Names = {
     "recipe.task.name": str,
     "recipe.method": str,
     "recipe.sparsity": json_file.NUMBER,
+    "recipe.options?": dict,
+    "recipe.seed?": int,
+    "recipe.accumulate?": int,
     "format?": int,
     "job?": str,
     "source?": str,
@@ -60,6 +64,8 @@ _RESULT: json_file.Names = {
     "sparsity.totals.alive": int,
     "sparsity.totals.prunable": int,
     "file_bytes": int,
+    "data?": dict,
+    "data?.num_batches?": int,
 }
 
 
@@ -241,16 +247,29 @@ class RunFolder:
 
     def write_plan(self, plan: Plan) -> None:
         """The parts, and the phases with those that are alike folded into one row; a long plan has thousands."""
-        parts = {part.name: part.tensors for part in plan.partition}
-        checkpoint.write_json(self.plan, {"parts": parts, "phases": phases_of(plan)})
+        content = {"parts": parts_of(plan), "phases": phases_of(plan), "sha256": digest_of(plan)}
+        checkpoint.write_json(self.plan, content)
 
     def read_phases(self) -> list[Any]:
         """The phases as they were written; none if the file is lost or damaged, since no training depends on it."""
-        try:
-            phases = json.loads(self.plan.read_text())["phases"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return []
+        phases = self._read_plan().get("phases")
         return phases if isinstance(phases, list) else []
+
+    def read_parts(self) -> dict[str, Any]:
+        """The parts as they were written; none if the file is lost or damaged."""
+        parts = self._read_plan().get("parts")
+        return parts if isinstance(parts, dict) else {}
+
+    def read_digest(self) -> str:
+        """Of the plan; nothing if the file is lost, damaged, or of before there was one."""
+        return str(self._read_plan().get("sha256") or "")
+
+    def _read_plan(self) -> dict[str, Any]:
+        try:
+            content = json.loads(self.plan.read_text())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return content if isinstance(content, dict) else {}
 
     def append(self, event: Event) -> None:
         """Add a line to the log. A line cut short by a kill is ended first, so that it spoils no other."""
@@ -283,6 +302,17 @@ class RunFolder:
 def phases_of(plan: Plan) -> list[dict[str, Any]]:
     """The phases of a plan as plan.json has them."""
     return [row.to_dict() for row in fold(walk(plan))]
+
+
+def digest_of(plan: Plan) -> str:
+    """Tells plans apart that look alike when folded, as two ways from one sparsity to another do."""
+    phases = [Row((scheduled,)).to_dict() for scheduled in walk(plan)]
+    return hashlib.sha256(json.dumps(phases).encode()).hexdigest()
+
+
+def parts_of(plan: Plan) -> dict[str, list[str]]:
+    """The tensors of each part of the model."""
+    return {part.name: list(part.tensors) for part in plan.partition}
 
 
 class OtherLogs:

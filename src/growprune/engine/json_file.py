@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,14 +31,33 @@ def read(
         content = upgrade(json.loads(path.read_text()))
     except (ValueError, RecursionError) as error:
         raise GrowpruneError(f"{path} is damaged ({error}): {remedy}") from error
+    if wrong := fault(content, names):
+        raise GrowpruneError(f"{path} is damaged ({wrong}): {remedy}")
+    return content  # type: ignore[no-any-return]
+
+
+def fault(content: Any, names: Names) -> str:
+    """What is wrong with the content of a file, or of a line of one; nothing if it has all names.
+
+    >>> fault({"epoch": "one"}, {"epoch": int}), fault({"epoch": 1}, {"epoch": int, "loss?": NUMBER})
+    ("its epoch is 'one'", '')
+    """
     for name, kind in names.items():
         for value in _find(content, name):
             if value is _MISSING:
-                raise GrowpruneError(f"{path} is damaged (it has no {name.replace('?', '')}): {remedy}")
+                return f"it has no {name.replace('?', '')}"
             if not _is_of(value, kind):
-                wrong = f"its {name.replace('?', '')} is {shorten(repr(value), 100)}"
-                raise GrowpruneError(f"{path} is damaged ({wrong}): {remedy}")
-    return content  # type: ignore[no-any-return]
+                return f"its {name.replace('?', '')} is {shorten(repr(value), 100)}"
+    return ""
+
+
+def finite(value: Any) -> Any:
+    """The same with null for what is no number, or endless: JSON knows neither, though Python writes both."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: finite(item) for name, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _find(content: Any, name: str) -> Iterator[Any]:
@@ -59,5 +80,7 @@ def _find(content: Any, name: str) -> Iterator[Any]:
 
 def _is_of(value: Any, kind: Kind) -> bool:
     kinds = kind if isinstance(kind, tuple) else (kind,)
+    if isinstance(value, int) and abs(value) > sys.float_info.max:  # no count of ours, and nothing to reckon with
+        return False
     # true is a whole number to isinstance
     return isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)

@@ -15,7 +15,7 @@ import torch
 
 from growprune.engine import checkpoint
 from growprune.engine.batch_split import digest
-from growprune.engine.compatibility import check_same_plan, check_same_recipe, fields_of
+from growprune.engine.compatibility import check_same_plan, check_same_recipe, check_same_result, fields_of
 from growprune.engine.device import choose_device, environment
 from growprune.engine.events import Event
 from growprune.engine.folder import RunFolder
@@ -112,7 +112,9 @@ def resume(
         if extend:
             recipe = _extend(folder, recipe, extend)
         elif ask_first(folder.result.exists()):
-            return folder.read_result()
+            result = folder.read_result()
+            check_same_result(folder, recipe, result)
+            return result
         run = Run(recipe, folder, listeners=[on_event], should_stop=should_stop)
         if not extend:
             check_same_plan(folder, run.plan)

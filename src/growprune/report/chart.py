@@ -73,7 +73,7 @@ class Styles:
     sparsities: Sequence[float]
 
     def of(self, cell: Cell) -> Style:
-        if cell.sparsity == 0:
+        if cell.is_dense:
             return Style(INK, "asterisk-open", "dash")
         colour = COLOURS[self.methods.index(cell.method) % len(COLOURS)]
         symbol = SYMBOLS[self.series.index(cell.series) % len(SYMBOLS)]
@@ -84,7 +84,7 @@ class Styles:
 def styles_for(cells: Iterable[Cell]) -> Styles:
     """Methods in the order in which growprune lists them, then those it does not know."""
     order = [name.rstrip("_") for name in METHODS]
-    sparse = [cell for cell in cells if cell.sparsity > 0]
+    sparse = [cell for cell in cells if not cell.is_dense]
     ranks = {cell.method: order.index(cell.method) if cell.method in order else len(order) for cell in sparse}
     series = {cell.series: (ranks[cell.method], cell.series) for cell in sparse}
     methods = sorted(ranks, key=lambda name: (ranks[name], name))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from growprune.engine.compatibility import flat, recipe_defaults
-from growprune.metric import Metric
+from growprune.metric import Metric, deviation, in_full, mean
 from growprune.report.runs import Record
 
 OF_NO_INFLUENCE = ("workers", "in_memory", "channels_last")
@@ -20,6 +20,19 @@ NOT_A_VARIANT = (
     *("exploration", "evaluate_every", "candidates", "replicas", "shard", "graph", "log"),
 )
 """Fields of a recipe in which runs of one series may differ, or which are told elsewhere."""
+OF_SPARSITY = (
+    "options",
+    "allocation",
+    "scope",
+    "partition",
+    "kappa",
+    "parts",
+    "pattern",
+    "keep_dense",
+    "include",
+    "also",
+)
+"""Those that mean nothing to a dense run."""
 SAME_FLOPS = 0.05
 """Training FLOPs that differ by no more than this share are one budget."""
 
@@ -40,7 +53,11 @@ class Cell:
 
     @property
     def label(self) -> str:
-        return self.series if self.sparsity == 0 else f"{self.series} {self.sparsity:.4g}"
+        return self.series if self.is_dense else f"{self.series} {in_full(self.sparsity)}"
+
+    @property
+    def is_dense(self) -> bool:
+        return self.first.is_dense
 
     @property
     def first(self) -> Record:
@@ -50,13 +67,11 @@ class Cell:
         return [value for record in self.records if (value := of(record)) is not None]
 
     def mean(self, of: Callable[[Record], float | None]) -> float | None:
-        values = self.values(of)
-        return statistics.mean(values) if values else None
+        return mean(self.values(of))
 
     def spread(self, of: Callable[[Record], float | None]) -> float | None:
         """The standard deviation over seeds, if there are several."""
-        values = self.values(of)
-        return statistics.stdev(values) if len(values) > 1 else None
+        return deviation(self.values(of))
 
 
 @dataclass(frozen=True)
@@ -69,11 +84,11 @@ class Group:
 
     @property
     def sparse(self) -> list[Cell]:
-        return [cell for cell in self.cells if cell.sparsity > 0]
+        return [cell for cell in self.cells if not cell.is_dense]
 
     @property
     def dense(self) -> list[Cell]:
-        return [cell for cell in self.cells if cell.sparsity == 0]
+        return [cell for cell in self.cells if cell.is_dense]
 
     @property
     def metric(self) -> Metric:
@@ -134,11 +149,10 @@ def _task(record: Record) -> dict[str, Any]:
 def _split(records: list[Record], told_apart: dict[str, list[Any]]) -> list[Group]:
     """Runs of one task by their budget."""
     dense = [record for record in records if record.is_dense]
-    budgets: dict[str, list[Record]] = {}
+    by_epochs: dict[int, list[Record]] = {}
     for record in [record for record in records if not record.is_dense and record.is_finished]:
-        budgets.setdefault(f"{record.epochs} epochs", []).append(record)
-    if _is_one_by_flops([record for found in budgets.values() for record in found]) and len(budgets) > 1:
-        budgets = {"equal training FLOPs": [record for found in budgets.values() for record in found]}
+        by_epochs.setdefault(record.epochs, []).append(record)
+    budgets = _joined_by_flops(by_epochs)
     going_on = [record for record in records if not record.is_dense and not record.is_finished]
     if going_on:  # how long they are to be is not known: they stand with the largest budget there is
         budgets.setdefault(max(budgets, key=lambda name: len(budgets[name]), default=""), []).extend(going_on)
@@ -147,10 +161,30 @@ def _split(records: list[Record], told_apart: dict[str, list[Any]]) -> list[Grou
     return [Group(title, budget, tuple(_cells([*dense, *found]))) for budget, found in budgets.items()]
 
 
-def _is_one_by_flops(records: Sequence[Record]) -> bool:
+def _joined_by_flops(by_epochs: Mapping[int, list[Record]]) -> dict[str, list[Record]]:
+    """Budgets of different epochs are one if all their runs have the same training FLOPs, or nearly."""
+    ranges = {epochs: flops for epochs, records in by_epochs.items() if (flops := _flops(records)) is not None}
+    joined: list[list[int]] = []
+    for epochs in sorted(ranges, key=lambda epochs: ranges[epochs]):
+        least = ranges[joined[-1][0]][0] if joined else 0.0
+        if ranges[epochs][1] <= (1 + SAME_FLOPS) * least:
+            joined[-1].append(epochs)
+        else:
+            joined.append([epochs])
+    name_of = {epochs: f"{epochs} epochs" for epochs in by_epochs}
+    for same in [same for same in joined if len(same) > 1]:
+        name_of |= dict.fromkeys(same, f"equal training FLOPs ({min(same)} to {max(same)} epochs)")
+    found: dict[str, list[Record]] = {}
+    for epochs, records in by_epochs.items():
+        found.setdefault(name_of[epochs], []).extend(records)
+    return found
+
+
+def _flops(records: Sequence[Record]) -> tuple[float, float] | None:
+    """The least and the most that runs trained with; none if any of them does not say."""
     flops = [record.result.get("training_flops") for record in records if record.result is not None]
-    known = [each for each in flops if isinstance(each, int | float) and each > 0]
-    return bool(known) and len(known) == len(flops) and max(known) <= (1 + SAME_FLOPS) * min(known)
+    known = [each for each in flops if each is not None and math.isfinite(each) and each > 0]
+    return (min(known), max(known)) if known and len(known) == len(flops) else None
 
 
 def _title(record: Record, told_apart: dict[str, list[Any]]) -> str:
@@ -175,7 +209,7 @@ def _cells(records: Sequence[Record]) -> list[Cell]:
             found.setdefault((record.sparsity, variant), []).append(record)
         for (sparsity, variant), same in found.items():
             cells.append(Cell(method, variant, sparsity, tuple(sorted(same, key=lambda record: record.seed))))
-    return sorted(cells, key=lambda cell: (cell.sparsity > 0, cell.method, cell.variant, cell.sparsity))
+    return sorted(cells, key=lambda cell: (not cell.is_dense, cell.method, cell.variant, cell.sparsity))
 
 
 def _telling(settings: Sequence[dict[str, Any]]) -> list[str]:
@@ -192,14 +226,14 @@ def _num_kinds(settings: Sequence[dict[str, Any]], names: Sequence[str]) -> int:
 
 
 def _variant(record: Record) -> dict[str, Any]:
-    """What may tell runs of one method apart, by dotted names; of dense runs, how long they were."""
-    if record.is_dense:
-        return {"epochs": record.epochs}
+    """What may tell runs of one method apart, by dotted names; of dense runs, also how long they were."""
     settings = {name: value for name, value in record.recipe.items() if name not in NOT_A_VARIANT and value != {}}
     # where weights lie, and that each seed may have its own, tells nothing apart
     settings["weights"] = "trained before" if settings.get("weights") else "new"
     settings = recipe_defaults() | flat(settings)  # older recipes lack fields that came after them
-    return {name: value for name, value in settings.items() if name.partition(".")[0] not in NOT_A_VARIANT}
+    skipped = (*NOT_A_VARIANT, *OF_SPARSITY) if record.is_dense else NOT_A_VARIANT
+    length = {"epochs": record.epochs} if record.is_dense else {}
+    return length | {name: value for name, value in settings.items() if name.partition(".")[0] not in skipped}
 
 
 def _say(name: str, value: Any) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 import json
-import math
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from growprune.atomic import replacing
+from growprune.engine.json_file import finite
 from growprune.errors import GrowpruneError
 from growprune.report import tables, words
 from growprune.report.by_layer import layer_chart
@@ -25,6 +25,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 """Nothing may be fetched from anywhere: the browser itself sees to it."""
 
 WIDE = ("schedule",)
+INSTALL = "pages are drawn with plotly: pip install 'growprune[report]', or '.[report]' in a copy of the repository"
 
 
 def write_page(records: Sequence[Record], out: Path) -> None:
@@ -42,7 +43,7 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs  # an extra, and only pages need it
     except ImportError as error:
-        raise GrowpruneError("pages are drawn with plotly: pip install 'growprune[report]'") from error
+        raise GrowpruneError(INSTALL) from error
     return str(get_plotlyjs())
 
 
@@ -62,7 +63,7 @@ def render(records: Sequence[Record], plotly: str) -> str:
         title=_escape(words.title(groups, records)),
         style=_asset("page.css"),
         body="\n".join(body),
-        charts=json.dumps(_finite(specs)).replace("<", "\\u003c"),
+        charts=json.dumps(finite(specs)).replace("<", "\\u003c"),
         plotly=plotly.replace("</script", "<\\/script"),
         script=_asset("page.js"),
     )
@@ -215,12 +216,3 @@ def _asset(name: str) -> str:
 
 def _escape(text: str) -> str:
     return html.escape(text, quote=True)
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no infinity and no NaN, which a loss may be."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

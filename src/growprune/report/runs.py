@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from growprune.engine import json_file
+from growprune.engine.compatibility import asked_sparsity, is_dense
 from growprune.engine.folder import RunFolder
 from growprune.errors import GrowpruneError
 from growprune.metric import Metric
@@ -23,8 +24,11 @@ SKIPPED = ("checkpoints", "earlier")
 FILES = ("result.json", "recipe.json", "plan.json", "log.jsonl")
 """A folder with any of them is a run."""
 
+_ROW: json_file.Names = {"loss?": json_file.NUMBER, "iteration?": int, "epochs?": int, "validation?": dict}
 _RESULT: json_file.Names = {
     **{"recipe.task": dict, "recipe.method": str, "recipe.sparsity": json_file.NUMBER, "recipe.seed?": int},
+    **{"recipe.accumulate?": int, "data?": dict, "data?.num_batches?": int, "training_iterations?": int},
+    **{"validation?": dict, "validation?.*": json_file.NUMBER, "best?.test?": dict, "phases?.*.epochs?": int},
     **{
         "seconds": json_file.NUMBER,
         "metric?": str,
@@ -37,13 +41,20 @@ _RESULT: json_file.Names = {
         for name, kind in (("name", str), ("size", int), ("sparsity", json_file.NUMBER))
     },
     **{"sparsity.rows?.*.target?": json_file.NUMBER, "sparsity.totals.sparsity": json_file.NUMBER},
+    **{f"sparsity.totals.{name}?": json_file.NUMBER for name in ("flops_dense", "flops_sparse")},
     **{f"{name}?": json_file.NUMBER for name in ("peak_bytes", "training_flops", "peak_alive", "average_alive")},
-    **{"history?.*.loss?": json_file.NUMBER, "origin?": dict, "origin?.source?": str, "origin?.settings?": dict},
+    **{f"history?.*.{name}": kind for name, kind in _ROW.items()},
+    **{"origin?": dict, "origin?.source?": str, "origin?.settings?": dict},
 }
 """What the page needs of a result beside what the engine asks of it."""
-_EVENTS = {
-    "epoch": {"epoch": int, "stage": int, "alive": int, "edits": str},
-    "phase": {"index": int, "stage": int, "alive": int, "edits": str, "iterations": int, "epochs": int},
+_EVENTS: dict[str, json_file.Names] = {
+    "epoch": {
+        **{"epoch": int, "stage": int, "branch?": int, "alive": int, "edits": str, "metric?": str, **_ROW},
+        **{"validation?.*": json_file.NUMBER, "explored?": json_file.NUMBER, "churn?": json_file.NUMBER},
+    },
+    "phase": {
+        **{"index": int, "stage": int, "branch?": int, "alive": int, "edits": str, "iterations": int, "epochs": int},
+    },
 }
 """What an event must have to be shown."""
 
@@ -77,11 +88,11 @@ class Record:
 
     @property
     def sparsity(self) -> float:
-        return float(self.recipe.get("sparsity") or 0.0)
+        return asked_sparsity(self.recipe)
 
     @property
     def is_dense(self) -> bool:
-        return self.sparsity == 0
+        return is_dense(self.recipe)
 
     @property
     def seed(self) -> int:
@@ -231,8 +242,7 @@ def _events(folder: Path) -> Iterator[Json]:
 def _is_whole(event: Any) -> bool:
     if not isinstance(event, dict):
         return False
-    needed = _EVENTS.get(str(event.get("event")), {})
-    return all(isinstance(event.get(name), kind) for name, kind in needed.items())
+    return not json_file.fault(event, _EVENTS.get(str(event.get("event")), {}))
 
 
 def _phases(events: Sequence[Json]) -> list[Json]:

@@ -175,9 +175,10 @@ def _spans(record: Record) -> list[Span]:
     """From the log, which has every phase; without one, from the history, which has what each epoch ended with."""
     if not record.phases:  # its rows have one branch after the other
         return sorted(map(_of_row, record.history), key=lambda span: (span.stage, span.start))
-    rows = [row for row in record.history if row.get("iteration")]
+    rows = [row for row in record.history if row.get("iteration") and row["epoch"]]
     per_epoch = rows[0]["iteration"] / rows[0]["epoch"] if rows else 1.0
-    trained = [phase["iterations"] / phase["epochs"] for phase in record.phases if phase.get("epochs")]
+    lengths = [(phase["iterations"], phase["epochs"]) for phase in record.phases]
+    trained = [iterations / epochs for iterations, epochs in lengths if iterations and epochs]
     per_epoch = trained[0] if trained else per_epoch
     spans, now = [], 0.0
     for _, group in groupby(record.phases, key=lambda phase: phase["stage"]):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
-from growprune.metric import decimals
+from growprune.metric import decimals, in_full
 from growprune.report.chart import Value, scaled
 from growprune.report.frontier import average_live, given, peak_live, quality
 from growprune.report.groups import Cell, Group
@@ -32,7 +33,8 @@ def means(group: Group) -> list[list[str]]:
 def _cells(cell: Cell, dense: float | None) -> Iterator[str]:
     yield from (cell.label, str(len(cell.values(quality))), str(cell.first.epochs), spread(cell, quality))
     gap = (cell.mean(quality) or 0.0) - (dense or 0.0)
-    yield "" if dense is None or cell.sparsity == 0 else f"{gap:+.{decimals(dense)}f}"
+    said = "nan" if math.isnan(gap) else f"{gap:+.{decimals(dense)}f}"
+    yield "" if dense is None or cell.is_dense else said
     yield _reached(cell)
     yield _say(cell.mean(given("training_flops")), scaled)
     yield _say(cell.mean(lambda record: record.total("flops_sparse")), scaled)
@@ -48,11 +50,20 @@ def _say(value: float | None, how: Callable[[float], str]) -> str:
 
 def _reached(cell: Cell) -> str:
     """Says so where a method missed its target by more than rounding."""
-    reached, size = cell.mean(lambda record: record.total("sparsity")), cell.first.prunable or 1
+    reached = cell.mean(_sparsity)
     if reached is None:
         return UNKNOWN
-    is_exact = abs(reached - cell.sparsity) * size <= max(1.0, 0.0005 * size)
-    return f"{reached:.4g}" if is_exact else f"{reached:.4g}, not {cell.sparsity:.4g}"
+    return f"{reached:.4g}, not {in_full(cell.sparsity)}" if is_off(cell) else f"{reached:.4g}"
+
+
+def is_off(cell: Cell) -> bool:
+    """Whether runs ended at another sparsity than they were asked for, by more than a weight and 0.0005."""
+    reached, size = cell.mean(_sparsity), cell.first.prunable or 1
+    return reached is not None and abs(reached - cell.sparsity) * size > max(1.0, 0.0005 * size)
+
+
+def _sparsity(record: Record) -> float | None:
+    return record.total("sparsity")
 
 
 def spread(cell: Cell, of: Callable[[Record], float | None]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -9,11 +10,11 @@ from pathlib import PurePath
 from typing import Any
 
 from growprune.methods import METHODS
-from growprune.metric import Metric, decimals
+from growprune.metric import Metric, decimals, in_full
 from growprune.report.frontier import quality
-from growprune.report.groups import Cell, Group, what_differs
+from growprune.report.groups import Cell, Group, group_runs, what_differs
 from growprune.report.runs import Record
-from growprune.report.tables import duration, spread
+from growprune.report.tables import duration, is_off, spread
 
 MEANINGS = {
     "sparsity": "the share of the weights that are exactly zero; at 0.9, one weight in ten is left",
@@ -44,7 +45,7 @@ def _trained(group: Group) -> str:
     cells = group.sparse or group.dense
     names = list(dict.fromkeys(cell.method for cell in cells))
     sparsities = sorted({cell.sparsity for cell in cells})
-    said = " and ".join(f"{sparsity:.4g}" for sparsity in sparsities)
+    said = " and ".join(map(in_full, sparsities))
     runs = sum(len(cell.records) for cell in group.cells)
     what = f"{_count(runs, 'run')} of {group.title}, {group.budget}".rstrip(", ")
     these = "This is" if runs == 1 else "These are"
@@ -59,15 +60,18 @@ def _trained(group: Group) -> str:
 
 def _how_good(group: Group, finished: Sequence[Cell]) -> list[str]:
     sentences, what = [], group.metric.name + group.metric.direction
-    dense = next((cell for cell in finished if cell.sparsity == 0), None)
+    dense = next((cell for cell in finished if cell.is_dense), None)
     if dense is not None:
         sentences.append(f"Without removing anything, {what} on test data is {spread(dense, quality)}.")
-    for sparsity in sorted({cell.sparsity for cell in finished if cell.sparsity > 0}):
-        cells = [cell for cell in finished if cell.sparsity == sparsity]
+    sparse = [cell for cell in finished if not cell.is_dense]
+    for sparsity in sorted({cell.sparsity for cell in sparse}):
+        cells = [cell for cell in sparse if cell.sparsity == sparsity]
+        cells = [cell for cell in cells if not is_off(cell)] or cells  # who misses it has it easier
         if (best := _best(cells, group.metric)) is None:  # nothing but test data, which choose nothing
             continue
         who = f"{best.series}, the best of {len(cells)} on validation data," if len(cells) > 1 else best.series
-        text = f"At sparsity {sparsity:.4g}, {who} reaches {group.metric.name} {spread(best, quality)} on test data"
+        score = f"{group.metric.name} {spread(best, quality)}"
+        text = f"At sparsity {in_full(sparsity)}, {who} reaches {score} on test data"
         sentences.append(text + (f", {_gap(best, dense)}." if dense is not None else "."))
     return sentences
 
@@ -83,6 +87,8 @@ def _best(cells: Sequence[Cell], metric: Metric) -> Cell | None:
 def _gap(cell: Cell, dense: Cell) -> str:
     gap = (cell.mean(quality) or 0.0) - (dense.mean(quality) or 0.0)
     places = decimals(dense.mean(quality))
+    if math.isnan(gap):
+        return "which does not compare with dense"
     if abs(gap) < 0.5 * 10**-places:
         return "as good as dense"
     return f"{abs(gap):.{places}f} {'above' if gap > 0 else 'below'} dense"
@@ -106,11 +112,25 @@ def notes(records: Sequence[Record]) -> list[str]:
             f"Not all of these runs can be compared: {'; '.join(differ)}. Charts of quality are refused across them, "
             f"and drawn for each group by itself."
         )
+    said += _twice(records)
     counts = Counter(record.status for record in records if not record.is_finished)
     if counts:
         each = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
         said.append(f"Not all of these runs are whole ({each}): the table of all runs says why.")
     return said
+
+
+def _twice(records: Sequence[Record]) -> list[str]:
+    """Runs that look like copies of one another, which would make a spread too small."""
+    found: dict[tuple[str, ...], None] = {}
+    for cell in [cell for group in group_runs(records) for cell in group.cells]:
+        by_seed: dict[int, list[str]] = {}
+        for record in [record for record in cell.records if record.is_finished]:
+            by_seed.setdefault(record.seed, []).append(record.name)
+        found |= {tuple(sorted(names)): None for names in by_seed.values() if len(names) > 1}
+    return [
+        f"{' and '.join(names)} have one seed and the same settings: each counts as a seed here." for names in found
+    ]
 
 
 def commands(records: Sequence[Record]) -> str:
@@ -128,7 +148,7 @@ def command(record: Record) -> str:
     settings = dict(record.origin.get("settings") or {})
     data = settings.pop("task.data", None) or record.task.get("data")
     words = ["growprune", "train", name, *(w for k, v in settings.items() for w in ("--set", f"{k}={v}"))]
-    words += [] if not data else ["--data", f"DATA/{PurePath(data).name}"]
+    words += [] if not data else ["--data", f"DATA/{PurePath(str(data)).name}"]
     line = shlex.join([*words, "--out", record.name])
     extended = record.origin.get("extended")
     return line + (f"\ngrowprune resume {shlex.quote(record.name)} --extend {extended}" if extended else "")
