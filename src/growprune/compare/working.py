@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from growprune.compare.jobs import Job, writing_to
+from growprune.cores import num_cores
 from growprune.engine.folder import is_in_use
 
 STOPPED = {code for number in (signal.SIGINT, signal.SIGTERM) for code in (128 + number, -number)}
@@ -59,8 +60,7 @@ def _begin(job: Job, running: dict[Job, subprocess.Popen[bytes]], workers: int, 
 
 def _environment(workers: int) -> Mapping[str, str]:
     """Processes side by side share the cores, where nobody has said otherwise."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = {} if workers == 1 else {"OMP_NUM_THREADS": str(max(1, cores // workers))}
+    threads = {} if workers == 1 else {"OMP_NUM_THREADS": str(max(1, num_cores() // workers))}
     return threads | dict(os.environ)
 
 
