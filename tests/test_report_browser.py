@@ -29,7 +29,7 @@ EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By name: of runs with everything, of one run, and of results of earlier versions."""
+    """By name: of runs with everything, of one run, of results of earlier versions, and of rows with long names."""
     folder = tmp_path_factory.mktemp("pages")
     runs = folder / "runs"
     for seed in (0, 1):
@@ -38,6 +38,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     engine.train(replace(cyclic(), method=methods.dense, options={"epochs": 9}, sparsity=0.0), runs / "dense")
     engine.train(replace(parallel(), options={"steps": 2, "epochs": 1, "finetune": 3}), runs / "parallel")
     shown = {"several": runs, "one": runs / "cyclic0", "earlier": EXPERIMENTS / "classification-cifar10-width32"}
+    shown["long names"] = EXPERIMENTS / "compare" / "shapenet"
     for name, path in shown.items():
         write_page(find_runs([path]), folder / f"{name}.html")
     return {name: folder / f"{name}.html" for name in shown}
@@ -111,6 +112,18 @@ def test_every_chart_is_drawn_without_complaint_and_without_a_network(
         " && node.getBoundingClientRect().right > innerWidth + 1).map(node => node.outerHTML.slice(0, 80))"
     )
     assert outside == []
+
+
+def test_on_a_phone_names_are_whole_and_leave_room_for_their_bars(pages: dict[str, Path], browser: Any) -> None:
+    show(browser, pages["long names"], width=390)
+    seen = browser.execute_script(
+        "return Array.from(document.querySelectorAll('.plot')).filter(plot => plot.querySelector('.barlayer .point'))"
+        ".map(plot => { const box = (node) => node.getBoundingClientRect(), whole = box(plot);"
+        " const names = Array.from(plot.querySelectorAll('.ytick text'), name => box(name).left - whole.left);"
+        " return [Math.min(...names), box(plot.querySelector('.barlayer')).width / whole.width]; })"
+    )
+    assert len(seen) >= 2
+    assert all(left >= 0 and share > 0.45 for left, share in seen), seen
 
 
 def test_the_switch_changes_the_colours_of_page_and_charts(pages: dict[str, Path], browser: Any) -> None:

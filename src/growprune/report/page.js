@@ -33,15 +33,29 @@
     title: { ...axis.title, font: { size: 13 } },
   });
 
+  // Names of rows, which on a phone break near the middle: else long ones would leave no room for their bars
+  const NARROW = 500;
+  const folded = (name) => {
+    const middle = name.length / 2;
+    const gaps = Array.from(name.matchAll(/ /g), (gap) => gap.index);
+    const at = gaps.reduce((best, gap) => (Math.abs(gap - middle) < Math.abs(best - middle) ? gap : best), -1);
+    return name.length < 20 || at < 0 ? name : `${name.slice(0, at)} <br>${name.slice(at + 1)}`;
+  };
+  const foldedAxis = (axis, data) => {
+    const names = [...new Set(data.flatMap((trace) => trace.y))];
+    const text = names.map((name) => `${folded(name)} `);
+    return { ...axis, tickmode: "array", tickvals: names, ticktext: text, tickfont: { size: 10 } };
+  };
+
   const figure = (chart, plot) => {
     const width = printing ? PRINT_WIDTH : plot.clientWidth;
     const data = inked(chart.data, colour("ink"));
     for (const trace of data)
       if (trace.meta === "density") {
         trace.marker.colorscale = [[0, colour("low")], [1, colour("high")]];
-        trace.marker.showscale = width >= 500; // a phone has no room for it, and the table says as much
-        trace.insidetextfont = { size: width < 500 ? 10 : 11 };
-        const room = width < 500 ? 0.2 * chart.layout.xaxis.range[1] : 0;
+        trace.marker.showscale = width >= NARROW; // a phone has no room for it, and the table says as much
+        trace.insidetextfont = { size: width < NARROW ? 10 : 11 };
+        const room = width < NARROW ? 0.2 * chart.layout.xaxis.range[1] : 0;
         trace.text = trace.text.map((text, i) => (trace.x[i] < room ? "" : text));
       }
     const rows = legendRows(data, width);
@@ -61,6 +75,7 @@
     layout.legend = { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, xref: "paper" };
     layout.xaxis = themedAxis(layout.xaxis);
     layout.yaxis = themedAxis(layout.yaxis);
+    if (width < NARROW && layout.yaxis.type === "category") layout.yaxis = foldedAxis(layout.yaxis, data);
     return { data, layout };
   };
 
