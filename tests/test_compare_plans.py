@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from growprune import GrowpruneError, Phase, engine, method, methods, prune
+from growprune import GrowpruneError, Phase, contiguous, engine, method, methods, prune
 from growprune.compare import Request
 from growprune.compare.jobs import Job
+from growprune.engine.cost import estimate
 from growprune.engine.folder import digest_of, phases_of
 from growprune.partition import Part, Partition
 from growprune.plan import Parts
-from toy import cyclic
+from toy import Toy, cyclic
 
 SOURCE = f"{Path(__file__).parent / 'toy.py'}:cyclic"
 OWN = """
@@ -88,6 +91,31 @@ def test_a_row_with_a_batch_size_of_its_own_is_found_again(tmp_path: Path) -> No
     (job,) = wanted.jobs()
     finish(job)
     assert wanted.jobs()
+
+
+class Reading(Toy):
+    """A task whose model looks at numbers while it is built, as is common for stochastic depth."""
+
+    def build_model(self) -> nn.Module:
+        rates = [float(rate) for rate in torch.linspace(0, 0.1, 3)]
+        return nn.Sequential(nn.Linear(6, 16), nn.Dropout(rates[-1]), nn.Linear(16, 3))
+
+
+def test_a_model_that_needs_real_numbers_to_be_built_is_priced_compared_and_resumed(tmp_path: Path) -> None:
+    recipe = replace(cyclic(), task=Reading(), partition=contiguous(2))
+    assert estimate(recipe).epochs > 0
+    result = engine.train(recipe, tmp_path / "run")
+    assert engine.resume(recipe, tmp_path / "run")["test"] == result["test"]
+
+
+def test_a_task_that_builds_no_model_is_told_so(tmp_path: Path) -> None:
+    class Nothing(Toy):
+        def build_model(self) -> nn.Module:
+            return None  # type: ignore[return-value]
+
+    says = r"^build_model of Nothing returned NoneType, but must return a torch\.nn\.Module$"
+    with pytest.raises(GrowpruneError, match=says):
+        engine.train(replace(cyclic(), task=Nothing()), tmp_path / "run")
 
 
 @pytest.mark.parametrize("is_iterations", [False, True])

@@ -113,6 +113,11 @@ def test_what_was_compiled_and_wrapped_has_its_plain_names(prefix: str) -> None:
     assert set(found.tensors) == set(zeroed())
 
 
+def test_a_part_of_the_model_that_is_called_as_a_wrapping_is_keeps_its_name() -> None:
+    found = importers.read({f"module.module.{name}": tensor for name, tensor in zeroed().items()})
+    assert set(found.tensors) == {f"module.{name}" for name in zeroed()}
+
+
 def test_a_pruned_bias_is_zero_where_its_mask_is_and_is_no_matrix() -> None:
     model = pruned_by_torch()
     prune.l1_unstructured(model[0], "bias", amount=4)

@@ -12,6 +12,7 @@ from growprune import GrowpruneError, methods
 from growprune.engine.override import override, parse_settings
 from growprune.engine.partitions import contiguous, per_layer
 from growprune.engine.recipe import own_options
+from growprune.recipes import find
 from growprune.recipes.study import total_epochs
 from toy import cyclic, parallel
 
@@ -228,3 +229,10 @@ def test_a_method_may_be_a_function_of_a_file(tmp_path: Path) -> None:
     assert (recipe.method.__name__, recipe.options) == ("mine", {"epochs": 2})
     with pytest.raises(GrowpruneError, match="has no function 'other'"):
         override(cyclic(), {"method": f"{tmp_path / 'own.py'}:other"})
+
+
+def test_a_recipe_function_that_wants_arguments_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def mine(width):\n    return None\n")
+    says = r"own\.py:mine is called without arguments, but missing a required argument: 'width': give each a default$"
+    with pytest.raises(GrowpruneError, match=says):
+        find(f"{tmp_path / 'own.py'}:mine")

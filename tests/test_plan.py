@@ -127,6 +127,22 @@ def test_a_plan_that_never_ends_is_refused() -> None:
         endless(S)
 
 
+def test_a_method_that_yields_no_phases_is_told_so() -> None:
+    @method
+    def counting(S: Partition) -> Iterator[Phase]:
+        yield Phase(epochs=1)
+        yield 3  # type: ignore[misc]
+
+    @method
+    def listing(S: Partition) -> Iterator[Phase]:
+        return [Phase(epochs=1)]  # type: ignore[return-value]
+
+    with pytest.raises(GrowpruneError, match=r"^counting yields 3, but a method yields phases, or forks of them$"):
+        counting(S)
+    with pytest.raises(GrowpruneError, match=r"^listing returns list, but a method yields phases: write yield$"):
+        listing(S)
+
+
 def test_a_scheduled_phase_names_all_its_parts() -> None:
     (scheduled,) = walk([Phase(prune(A, to=0.5), iterations=1, rule=Rule(B))])
     assert scheduled.parts == [A, B]

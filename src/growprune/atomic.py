@@ -43,7 +43,7 @@ def meant(path: Path) -> Path:
     """The file that a path means, through links; an OSError if there is something that is not a plain file."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+            raise OSError(errno.EINVAL, "it is not a plain file, so give another name", str(path))
     return Path(os.path.realpath(path))
 
 

@@ -56,9 +56,9 @@ def to_openvino(model: SparseModel | nn.Module, path: str | os.PathLike[str], ex
     Args:
         example: an input of the model, or a tuple of them.
     """
-    path = meant(Path(path))
-    if path.suffix != ".xml":
+    if Path(path).suffix != ".xml":
         raise GrowpruneError(f"{path} is to be OpenVINO's IR, whose name ends with .xml: give such a name")
+    path = meant(Path(path))
     openvino = need("openvino", "openvino", "writing OpenVINO's IR")
     with plain(model) as module, _to_be_moved(path) as folder, _quiet():
         inputs = _as_tuple(example)

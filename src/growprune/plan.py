@@ -346,15 +346,22 @@ class Plan:
 
     def __post_init__(self) -> None:
         # all of it, since a wrong option should fail where the plan is written, not where it is run
-        count = sum(1 for _ in itertools.islice(self, MAX_STAGES + 1))
+        name, count = self.method.__name__, 0
+        for stage in itertools.islice(self, MAX_STAGES + 1):
+            if not isinstance(stage, Phase | Fork):
+                raise GrowpruneError(f"{name} yields {stage!r}, but a method yields phases, or forks of them")
+            count += 1
         if count > MAX_STAGES:
             known = inspect.signature(self.method).parameters
-            ways = [way for name, way in _SHORTER.items() if name in known] or ["yield fewer"]
-            name = self.method.__name__
+            ways = [way for option, way in _SHORTER.items() if option in known] or ["yield fewer"]
             raise GrowpruneError(f"the plan of {name} has over {MAX_STAGES:,} phases: {', or '.join(ways)}")
 
     def __iter__(self) -> Iterator[Stage]:
-        return self.method(self.partition, **self.options)
+        stages: object = self.method(self.partition, **self.options)
+        if not isinstance(stages, Iterator):
+            kind = type(stages).__name__
+            raise GrowpruneError(f"{self.method.__name__} returns {kind}, but a method yields phases: write yield")
+        return stages
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -104,10 +104,15 @@ def test_plain_safetensors_are_refused_with_the_way_to_load_them(tmp_path: Path)
     refuse(tmp_path / "plain", r"is not a growprune file: load plain safetensors with safetensors.torch.load_file")
 
 
-@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 100, b"PK\x03\x04" + bytes(100), b"{}" * 50])
+@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 100, b"{}" * 50])
 def test_garbage_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "garbage").write_bytes(content)
     refuse(tmp_path / "garbage", r"is not a safetensors file, or not all of it \(.*\): fetch or save it again")
+
+
+def test_a_checkpoint_of_torch_is_sent_to_convert(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(3, 4)}, tmp_path / "model.pt")
+    refuse(tmp_path / "model.pt", r"\(.*\): it looks like a checkpoint of torch, which `growprune convert` reads")
 
 
 def test_a_file_cut_short_anywhere_is_refused(old: Path) -> None:

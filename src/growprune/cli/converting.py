@@ -37,7 +37,9 @@ def _build(text: str) -> tuple[Any, Any]:
     """The model that a function returns, and the example input that may come with it."""
     from torch import nn
 
-    made = _find(text)()
+    from growprune.engine.source import called
+
+    made = called(_find(text), text)
     model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise GrowpruneError(

@@ -26,12 +26,11 @@ def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseM
     if recipe.weights:
         return (*_filled(recipe, device, per_epoch), False)
     if not task.initialises_modules:
-        model = task.build_model().to(device)
+        model = recipe.build_model().to(device)
         plan = recipe.plan(model, per_epoch)
         recipe.optimizer.build(model)  # on trial: if it cannot be built, better to hear of it before there is a folder
         return recipe.sparse_model(model), plan, False
-    with torch.device("meta"):
-        shapes = task.build_model()
+    shapes = recipe.shapes()
     plan = recipe.plan(shapes, per_epoch)
     recipe.optimizer.build(shapes)
     if recipe.storage == "compact" and _begins_at_random(plan, recipe.sparsity):

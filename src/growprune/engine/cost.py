@@ -76,8 +76,9 @@ def estimate(recipe: Recipe) -> Estimate:
     per_epoch = 1
     if recipe.counts_iterations:
         per_epoch = math.ceil(recipe.task.num_batches() / recipe.accumulate)
-    with torch.device("meta"):
-        model, example = recipe.task.build_model(), recipe.task.example()
+    model = recipe.shapes()
+    with torch.device("meta" if recipe.task.initialises_modules else "cpu"):
+        example = recipe.task.example()
     # masked, whatever it will be: only shapes are looked at, and compact layers compute on no meta device
     sparse, plan = SparseModel(model, **recipe.sparse_settings()), recipe.plan(model, per_epoch)
     flops = count_flops(model, example)

@@ -144,6 +144,18 @@ class Recipe:
         names = ("sparsity", "allocation", "pattern", "scope", "keep_dense", "include", "seed")
         return {name: getattr(self, name) for name in names}
 
+    def shapes(self) -> nn.Module:
+        """The task's model for its names and shapes; without weights, if it can be built so."""
+        with torch.device("meta" if self.task.initialises_modules else "cpu"):
+            return self.build_model()
+
+    def build_model(self) -> nn.Module:
+        model: object = self.task.build_model()
+        if not isinstance(model, nn.Module):
+            name, kind = type(self.task).__name__, type(model).__name__
+            raise GrowpruneError(f"build_model of {name} returned {kind}, but must return a torch.nn.Module")
+        return model
+
     def sparse_model(self, model: nn.Module) -> SparseModel:
         """A model as the recipe makes it sparse; all its weights are alive still."""
         return SparseModel(model, storage=self.storage, **self.sparse_settings())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,15 @@ def load(source: str, kind: str) -> Callable[..., Any]:
     if not callable(found := getattr(module, function, None)):
         raise GrowpruneError(f"{path} has no function {function!r}")
     return found  # type: ignore[no-any-return]
+
+
+def called(function: Callable[..., Any], source: str) -> Any:
+    """What a function returns without arguments; `source` says for errors where it is."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise GrowpruneError(f"{source} is called without arguments, but {error}: give each a default") from None
+    return function()
 
 
 def absolute(source: str) -> str:

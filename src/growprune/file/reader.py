@@ -242,8 +242,11 @@ def open_sparse(path: str | os.PathLike[str], *, thorough: bool = False) -> Iter
         handle = safe_open(path, framework="pt")
     except SafetensorError as error:
         reason = str(error).rpartition(": ")[2]
+        with path.open("rb") as file:
+            is_zip = file.read(2) == b"PK"
+        instead = "it looks like a checkpoint of torch, which `growprune convert` reads" if is_zip else ""
         raise GrowpruneError(
-            f"{path} is not a safetensors file, or not all of it ({reason}): fetch or save it again"
+            f"{path} is not a safetensors file, or not all of it ({reason}): {instead or 'fetch or save it again'}"
         ) from None
     with handle:
         yield SparseFile(path, handle, thorough=thorough)

@@ -133,7 +133,10 @@ def _check_plain(tensors: Mapping[str, Tensor], where: str) -> None:
 
 
 def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    while prefix := next((p for p in WRAPPINGS if tensors and all(name.startswith(p) for name in tensors)), ""):
+    """Each wrapping is taken off once: beneath it, a part of the model may be called the same."""
+    left = list(WRAPPINGS)
+    while prefix := next((p for p in left if tensors and all(name.startswith(p) for name in tensors)), ""):
+        left.remove(prefix)
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return tensors
 

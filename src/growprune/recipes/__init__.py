@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable
 
 from growprune.engine.recipe import Recipe
-from growprune.engine.source import is_source, load
+from growprune.engine.source import called, is_source, load
 from growprune.errors import GrowpruneError
 from growprune.recipes import classification, detection, digits, language, segmentation, translation
 
@@ -40,7 +40,7 @@ def find(source: str) -> Recipe:
         raise GrowpruneError(
             f"there is no recipe {source!r}; close are: {close}. See `growprune list recipes`, or give path.py:function"
         )
-    recipe = load(source, "recipe")()
+    recipe = called(load(source, "recipe"), source)
     if not isinstance(recipe, Recipe):
         raise GrowpruneError(f"{source} returned a {type(recipe).__name__}, but a recipe function returns a Recipe")
     return recipe

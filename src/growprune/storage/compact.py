@@ -201,9 +201,7 @@ def _check_can_be_compact(model: nn.Module, name: str) -> None:
             f"compact storage cannot hold {name}, a recurrent weight: use storage='masked', or keep_dense"
         )
     if not parameter.is_floating_point():
-        raise GrowpruneError(
-            f"compact storage cannot hold {name}, which is {parameter.dtype}: use storage='masked', or keep_dense"
-        )
+        raise GrowpruneError(f"compact storage cannot hold {name}, which is {parameter.dtype}: name it in keep_dense")
     if sum(p is parameter for _, m in model.named_modules(remove_duplicate=False) for p in m._parameters.values()) > 1:
         places = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
         raise GrowpruneError(
