@@ -1,0 +1,89 @@
+"""A deployed model is one of its own: it gives what the model gave, whatever becomes of that, and keeps its state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import growprune as gp
+from growprune.inference.deployed import Example, deploy_on_gpu
+
+CPU = torch.device("cpu")
+
+
+def pruned(model: nn.Module, **settings: Any) -> gp.SparseModel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of small layers
+        sparse = gp.SparseModel(model.eval(), **{"sparsity": 0.8, **settings})
+        sparse.prune()
+    return sparse
+
+
+def nearly_dense_first() -> nn.Module:
+    """A global ranking leaves the first layer dense, and its compact weight too."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    model[0].weight.data *= 10
+    return model
+
+
+class Experts(nn.Module):
+    """Stacked (experts, out, in), as transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 3
+        self.up = nn.Parameter(torch.randn(3, 16, 8))
+        self.down = nn.Parameter(torch.randn(3, 8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("beh,eoh->bo", torch.einsum("bi,ehi->beh", x, self.up).relu(), self.down)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Linear(8, 8), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(self.first(x))  # type: ignore[no-any-return]
+
+
+LEFT_OUT: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[str, Any]]] = {
+    "20 % sparse": (nearly_dense_first, lambda: torch.randn(3, 16), {"sparsity": 0.2}),
+    "one layer is nearly dense": (
+        nearly_dense_first,
+        lambda: torch.randn(3, 16),
+        {"sparsity": 0.6, "allocation": "global"},
+    ),
+    "transposed convolution": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ConvTranspose2d(8, 4, 2, 2)),
+        lambda: torch.randn(2, 3, 6, 6),
+        {},
+    ),
+    "stacked experts": (Mixture, lambda: torch.randn(3, 8), {}),
+    "bfloat16": (lambda: nearly_dense_first().bfloat16(), lambda: torch.randn(3, 16).bfloat16(), {}),
+    "float64": (lambda: nearly_dense_first().double(), lambda: torch.randn(3, 16).double(), {}),
+}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_sparse_layers_that_stay_in_torch_give_the_same_in_both_storages(case: str, whole: bool) -> None:
+    make, example, settings = LEFT_OUT[case]
+    outputs = {}
+    for storage in ("masked", "compact"):
+        torch.manual_seed(0)
+        model, x = make(), example()
+        sparse = pruned(model, storage=storage, **settings)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.filterwarnings("ignore", "the model has no sparse weights")
+            deployed = gp.deploy(sparse, x, seconds=0, whole=whole)
+            outputs[storage] = deployed(x)
+            assert torch.allclose(deployed(x), model(x), rtol=1e-5, atol=1e-6)
+    assert torch.equal(outputs["masked"], outputs["compact"])
+    assert outputs["masked"].abs().max() > 0.01
