@@ -87,3 +87,54 @@ def test_sparse_layers_that_stay_in_torch_give_the_same_in_both_storages(case: s
             assert torch.allclose(deployed(x), model(x), rtol=1e-5, atol=1e-6)
     assert torch.equal(outputs["masked"], outputs["compact"])
     assert outputs["masked"].abs().max() > 0.01
+
+
+class Tagger(nn.Module):
+    """Has one of all that a deployed model may keep: embedding, bias, norms, buffers, a layer that stays in torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.norm = nn.Embedding(9, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+        self.second, self.batch, self.group = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GroupNorm(4, 16)
+        self.odd = nn.Bilinear(16, 16, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.first(self.embed(tokens)).relu())
+        x = self.group(self.batch(self.second(x)))
+        return self.odd(x, x)  # type: ignore[no-any-return]
+
+
+def tell_apart(deployed: gp.Deployed, model: nn.Module, x: Tensor) -> tuple[float, float]:
+    """How far the deployed model is, for a shape it knows and for a new one, from what the model was."""
+    both = torch.cat([x, x])
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*a plan is made for each new shape")
+        before = model(x).clone()
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.copy_(tensor * 1.5)
+        assert (model(x) - before).abs().max() > 0.1
+        return tuple((found - before).abs().max().item() for found in (deployed(x), deployed(both)[: len(x)]))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_becomes_of_the_model_does_not_change_the_deployed_one(storage: str, whole: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Tagger(), torch.randint(0, 9, (4,))
+    deployed = gp.deploy(pruned(model, storage=storage), x, seconds=0, whole=whole)
+    assert max(tell_apart(deployed, model, x)) < 1e-4
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_on_a_gpu_neither(storage: str) -> None:
+    torch.manual_seed(0)
+    model, x = Tagger(), torch.randint(0, 9, (4,))
+    deployed = deploy_on_gpu(pruned(model, storage=storage), Example.of(x), device=CPU, seconds=0, chosen={})
+    assert max(tell_apart(deployed, model, x)) < 1e-4
+
+
+def test_tied_parameters_are_one_in_the_deployed_model_too() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.LayerNorm(8)), torch.randn(2, 8)
+    model[2].weight = model[1].weight
+    deployed = gp.deploy(pruned(model), x, seconds=0, whole=False).module
+    assert deployed[2].weight is deployed[1].weight and deployed[1].weight is not model[1].weight  # type: ignore[index]
