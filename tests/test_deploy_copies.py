@@ -138,3 +138,114 @@ def test_tied_parameters_are_one_in_the_deployed_model_too() -> None:
     model[2].weight = model[1].weight
     deployed = gp.deploy(pruned(model), x, seconds=0, whole=False).module
     assert deployed[2].weight is deployed[1].weight and deployed[1].weight is not model[1].weight  # type: ignore[index]
+
+
+class Counts(nn.Module):
+    """In a buffer, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x) + self.calls  # type: ignore[no-any-return]
+
+
+class Replaces(Counts):
+    """Its buffer by another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return self.inner(x) + self.calls  # type: ignore[no-any-return]
+
+
+class Adds(nn.Module):
+    """Up what it gave, in an attribute."""
+
+    sum: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sum = self.inner(x) if self.sum is None else self.sum + self.inner(x)
+        return self.sum
+
+
+class Remembers(Adds):
+    """In a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.past.append(self.inner(x))
+        return torch.stack(self.past).sum(0)
+
+
+STATEFUL = [Counts, Replaces, Adds, Remembers]
+
+
+def assert_in_step(deployed: nn.Module, model: nn.Module, x: Tensor) -> None:
+    """Three calls of both, which are three states."""
+    found, expected = ([called(x).clone() for _ in range(3)] for called in (deployed, model))
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected))
+    assert (expected[0] - expected[2]).abs().max() > 0.1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_a_model_that_keeps_a_state_stays_in_torch_and_begins_where_the_model_is(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(2, 16)
+    with pytest.warns(UserWarning, match=r"keeps a state .*: it stays in torch; with whole=False"):
+        deployed = gp.deploy(pruned(model), x, seconds=0)
+    assert deployed.is_in_torch and [row.choice for row in deployed.table] == ["torch"]
+    assert_in_step(deployed, model, x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seconds", [0, 0.01])
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_layer_by_layer_it_keeps_its_state(kind: type[nn.Module], seconds: float) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(2, 16)
+    deployed = gp.deploy(pruned(model), x, seconds=seconds, whole=False)
+    assert_in_step(deployed, model, x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_on_a_gpu_it_keeps_its_state(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(2, 16)
+    assert_in_step(deploy_on_gpu(pruned(model), Example.of(x), device=CPU, seconds=0, chosen={}), model, x)
+
+
+class Watches(Counts):
+    """Counts what it is given, and gives the same anyway."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = x
+        x.mul_(2)  # its input, which is no state
+        return self.inner(x) + torch.rand_like(x)  # type: ignore[no-any-return]
+
+
+def test_a_state_that_does_not_matter_is_as_it_was_and_hinders_nothing() -> None:
+    model, x = Watches(), torch.randn(2, 16)
+    deployed = gp.deploy(pruned(model), x, seconds=0)
+    assert not deployed.is_in_torch
+    assert deployed.module.calls.item() == 0 and not hasattr(deployed.module, "last")
+    assert model.calls.item() == 0 and not hasattr(model, "last")
+
+
+@pytest.mark.parametrize("deploy", [gp.deploy, lambda *a: gp.deploy(*a, whole=False)])
+def test_an_example_that_the_model_cannot_take_is_said_in_one_line(deploy: Any) -> None:
+    with pytest.raises(gp.GrowpruneError, match=r"^the model failed on the example \(RuntimeError: .*give one") as said:
+        deploy(pruned(nn.Sequential(nn.Linear(16, 16))), torch.randn(1, 17))
+    assert "\n" not in str(said.value)
