@@ -198,12 +198,13 @@ def assert_in_step(deployed: nn.Module, model: nn.Module, x: Tensor) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("storage", ["masked", "compact"])
 @pytest.mark.parametrize("kind", STATEFUL)
-def test_a_model_that_keeps_a_state_stays_in_torch_and_begins_where_the_model_is(kind: type[nn.Module]) -> None:
+def test_a_model_with_a_state_stays_in_torch_and_begins_where_the_model_is(kind: type[nn.Module], storage: str) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(2, 16)
     with pytest.warns(UserWarning, match=r"keeps a state .*: it stays in torch; with whole=False"):
-        deployed = gp.deploy(pruned(model), x, seconds=0)
+        deployed = gp.deploy(pruned(model, storage=storage), x, seconds=0)
     assert deployed.is_in_torch and [row.choice for row in deployed.table] == ["torch"]
     assert_in_step(deployed, model, x)
 

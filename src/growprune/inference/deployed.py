@@ -20,7 +20,7 @@ from growprune.inference.apart import Found, deploy_parts, rows_in_torch
 from growprune.inference.cuda.deploying import GpuRow, checked_device, deploy_linears
 from growprune.inference.measure import Chosen
 from growprune.inference.parts import Part, check_no_change, refuse_to_copy
-from growprune.inference.skeleton import Skeleton, empty, fill_in, filled_copy, skeleton_of
+from growprune.inference.skeleton import Skeleton, empty, fill_in, skeleton_of
 from growprune.inference.state import keeps_state, restored
 from growprune.inference.table import Table
 from growprune.inference.trace import NotTraceable
@@ -170,10 +170,10 @@ def deploy(
     seconds: float = SECONDS,
     whole: bool = True,
 ) -> Deployed:
-    """Make a trained sparse model run on sparse kernels. The model is left as it is.
+    """Make a trained sparse model run on sparse kernels. The model is left as it is, and not needed afterwards.
 
     Each layer is timed sparse and dense, on this machine, and the faster one stays; see `table`. What is not known
-    stays in torch.
+    stays in torch, and so does a model that keeps a state from call to call, with a warning.
 
     Args:
         model: a SparseModel, or any module whose zeros are dead, or the path of a sparse file.
@@ -239,7 +239,8 @@ def deploy_model(
         warn(f"the model has no sparse weights{_of_other_dtypes(skeleton.module)}: it stays in torch as it is")
         table = Table((), in_torch=("the whole model",))
         return Deployed(None, skeleton, table, example, whole=whole, settings=settings)
-    if keeps_state(filled_copy(skeleton), example.args, example.kwargs) and whole:
+    module = model.model if isinstance(model, SparseModel) else model
+    if keeps_state(module, example.args, example.kwargs) and whole:
         warn(STATEFUL)
         table = Table(tuple(rows_in_torch(skeleton, ())), in_torch=("the whole model (it keeps a state)",))
         return Deployed(None, skeleton, table, example, whole=whole, settings=settings)

@@ -10,6 +10,7 @@ measured again on any other.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -28,7 +29,7 @@ from growprune.inference.cuda import deploying as gpu
 from growprune.inference.deployed import SECONDS, Deployed, Example, Made, deploy_model, deploy_on_gpu, load_sparse
 from growprune.inference.measure import Chosen
 from growprune.inference.parsing import UNREADABLE, read_device, read_example, read_table
-from growprune.inference.skeleton import filled_copy
+from growprune.inference.skeleton import Skeleton, fill_in
 from growprune.sparse import SparseModel
 from growprune.zeros import masks_of_zeros
 
@@ -138,9 +139,11 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 def _save_weights(made: Made, path: Path) -> None:
     skeleton = made.skeleton
-    module = filled_copy(skeleton)
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in skeleton.module.parameters()}
+    bare = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
+    fill_in(bare)
     is_sparse = skeleton.matrices or (made.found is not None and made.found.rows)  # though it may run dense
-    file.save(_of_zeros(module, made.settings) if is_sparse else SparseModel(module, sparsity=0.0), path)
+    file.save(_of_zeros(bare.module, made.settings) if is_sparse else SparseModel(bare.module, sparsity=0.0), path)
 
 
 def _of_zeros(module: nn.Module, settings: Mapping[str, Any]) -> SparseModel:

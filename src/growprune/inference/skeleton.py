@@ -72,14 +72,6 @@ def fill_in(skeleton: Skeleton) -> None:
     _exchange(skeleton.module, filled)
 
 
-def filled_copy(skeleton: Skeleton) -> nn.Module:
-    """A copy of the module that has its weights, dense. Other parameters are the same; buffers and all else are not."""
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in skeleton.module.parameters()}
-    copied = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
-    fill_in(copied)
-    return copied.module
-
-
 def empty(skeleton: Skeleton) -> None:
     """Let go of the weights again."""
     parameters = skeleton._parameters

@@ -34,13 +34,17 @@ def of_the_example() -> Iterator[None]:
 
 @torch.no_grad()
 def keeps_state(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a model gives something else when it is called again with the same input. What it draws is the same."""
-    outputs = []
+    """Whether a model gives something else when it is called again with the same input. What it draws is the same.
+
+    It is a copy that is called, with a state of its own. Its parameters are the model's: sparse weights stay compact.
+    """
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
+    copied, outputs = copy.deepcopy(module, memo).eval(), []
     for _ in range(2):
         again = pytree.tree_map(_copied, (args, dict(kwargs)))  # some models write to their input
         with of_the_example(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            outputs.append(pytree.tree_map(_copied, module(*again[0], **again[1])))
+            outputs.append(pytree.tree_map_only(Tensor, Tensor.clone, copied(*again[0], **again[1])))
     (first, structure), (second, other) = (pytree.tree_flatten(output) for output in outputs)
     return structure != other or not all(map(_is_same, first, second))
 
