@@ -126,6 +126,10 @@ def test_bad_input_gives_one_line(run: Path, file: Path, tmp_path: Path) -> None
     assert "must build a module" in refused("deploy", str(file), "--out", out, "--model", f"{net}:number", *shaped)
     bad = ["--example-shape", "4,b"]
     assert "must be sizes" in refused("deploy", str(file), "--out", out, "--model", f"{net}:build", *bad)
+    wide = ["--model", f"{net}:build", "--example-shape", "1,17"]
+    for options in ([], ["--by-layer"]):
+        said = refused("deploy", str(file), "--out", out, *wide, *options)
+        assert "the model failed on the example (RuntimeError: mat1 and mat2 shapes cannot be multiplied" in said
     assert "there is no" in refused("bench", str(tmp_path / "none"))
     assert "there is no engine 'fast'" in refused("bench", str(run), "--engines", "fast")
     assert not (tmp_path / "out").exists()

@@ -21,6 +21,7 @@ from growprune.inference.cuda.deploying import GpuRow, checked_device, deploy_li
 from growprune.inference.measure import Chosen
 from growprune.inference.parts import Part, check_no_change, refuse_to_copy
 from growprune.inference.skeleton import Skeleton, empty, fill_in, skeleton_of
+from growprune.inference.state import keeps_state, restored
 from growprune.inference.table import Table
 from growprune.inference.trace import NotTraceable
 from growprune.sparse import SparseModel
@@ -28,6 +29,11 @@ from growprune.warn import warn
 
 SECONDS = 10.0
 """How long layers are timed if nobody says."""
+STATEFUL = (
+    "the model gives something else when it is called again with the same input, as it keeps a state from call to "
+    "call, which a program of ours would not: it stays in torch; with whole=False its single layers are swapped, and "
+    "its own code keeps the state"
+)
 
 
 @dataclass
@@ -164,10 +170,10 @@ def deploy(
     seconds: float = SECONDS,
     whole: bool = True,
 ) -> Deployed:
-    """Make a trained sparse model run on sparse kernels. The model is left as it is.
+    """Make a trained sparse model run on sparse kernels. The model is left as it is, and not needed afterwards.
 
     Each layer is timed sparse and dense, on this machine, and the faster one stays; see `table`. What is not known
-    stays in torch.
+    stays in torch, and so does a model that keeps a state from call to call, with a warning.
 
     Args:
         model: a SparseModel, or any module whose zeros are dead, or the path of a sparse file.
@@ -233,9 +239,15 @@ def deploy_model(
         warn(f"the model has no sparse weights{_of_other_dtypes(skeleton.module)}: it stays in torch as it is")
         table = Table((), in_torch=("the whole model",))
         return Deployed(None, skeleton, table, example, whole=whole, settings=settings)
-    found = _found(skeleton, example, seconds=seconds, whole=whole, chosen=chosen)
+    module = model.model if isinstance(model, SparseModel) else model
+    if keeps_state(module, example.args, example.kwargs) and whole:
+        warn(STATEFUL)
+        table = Table(tuple(rows_in_torch(skeleton, ())), in_torch=("the whole model (it keeps a state)",))
+        return Deployed(None, skeleton, table, example, whole=whole, settings=settings)
+    with restored(list(skeleton.module.modules())):
+        found = _found(skeleton, example, seconds=seconds, whole=whole, chosen=chosen)
+        times = _times(skeleton, found, example, seconds / 4) if seconds > 0 else None
     rows = (*found.rows, *rows_in_torch(skeleton, found.rows))
-    times = _times(skeleton, found, example, seconds / 4) if seconds > 0 else None
     deployed_ms, torch_ms = times or (None, None)
     table = Table(rows, deployed_ms, torch_ms, tuple(dict.fromkeys(found.in_torch)))
     deployed = Deployed(found, skeleton, table, example, whole=whole, settings=settings)

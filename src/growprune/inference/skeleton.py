@@ -1,12 +1,12 @@
 """A model without its sparse weights: the code that is traced, and the weights as matrices beside it.
 
-The model itself is left as it is, and not needed afterwards.
+The model itself is left as it is, and not needed afterwards: nothing here shares memory with it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ def skeleton_of(model: nn.Module | SparseModel) -> Skeleton:
     module = model.model if isinstance(model, SparseModel) else model
     matrices = _matrices(module, sparse)
     parameters = dict(module.named_parameters())
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in parameters.values()}
+    memo = _made_dense(module, without=matrices)
     empty = {name: _empty(module, name) for name in matrices}
     memo |= {id(parameters[name]): parameter for name, parameter in empty.items()}
     bare: nn.Module = copy.deepcopy(module, memo)
@@ -105,11 +105,20 @@ def _empty(module: nn.Module, name: str) -> nn.Parameter:
     return nn.Parameter(torch.zeros(()).expand(shape), requires_grad=False)
 
 
+def _made_dense(module: nn.Module, without: Collection[str]) -> dict[int, Any]:
+    """By the id of a compact parameter, a dense one in its place; not of those that are matrices."""
+    found: dict[int, Any] = {}
+    for path, part in module.named_modules():
+        for local, layout in layouts_of(part).items():
+            values = part._parameters[local]
+            if layout is not None and values is not None and (f"{path}.{local}" if path else local) not in without:
+                found[id(values)] = nn.Parameter(layout.expand(values.detach()), requires_grad=values.requires_grad)
+    return found
+
+
 def _make_plain(module: nn.Module) -> None:
     if layouts := layouts_of(module):
-        sparse = {local: None for local, layout in layouts.items() if layout is not None}
-        for local in sparse:
-            layouts[local] = None  # its weight is not to be made dense: what takes its place has no memory
+        layouts.update(dict.fromkeys(layouts))  # all are dense by now, or hold nothing
         make_plain(module)
 
 

@@ -20,6 +20,7 @@ from growprune.inference.cuda.layers import SparseSource, Waiting, sparse_layers
 from growprune.inference.cuda.linear import DenseLinear, is_two_of_four
 from growprune.inference.cuda.products import Tile
 from growprune.inference.measure import Row
+from growprune.inference.state import of_the_example, restored
 from growprune.sparse import SparseModel
 from growprune.warn import warn
 
@@ -92,7 +93,8 @@ def deploy_linears(
     sources = sparse_layers(model)
     module = model.model if isinstance(model, SparseModel) else model
     bare = waiting_copy(module, sources, device)
-    _run(bare, args, kwargs, device)
+    with restored(part for part in bare.modules() if not isinstance(part, Waiting)), of_the_example():
+        _run(bare, args, kwargs, device)
     swap = _Swap(module, bare, seconds=seconds, chosen=chosen)
     for path, source in sources.items():
         swap.one(path, source)

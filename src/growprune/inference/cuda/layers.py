@@ -74,7 +74,7 @@ def _is_conv1d(kind: type[nn.Module]) -> bool:
 def source_of(module: nn.Module, mask: Tensor | None = None) -> SparseSource | None:
     """The live weights of a linear layer, without a mask those that are not zero; None of a type we have no kernel for.
 
-    Compact storage is not expanded, but for Conv1D's.
+    They are copies. Compact storage is not expanded, but for Conv1D's.
     """
     layout, weight = layouts_of(module).get("weight"), module._parameters["weight"]
     assert weight is not None
@@ -82,10 +82,10 @@ def source_of(module: nn.Module, mask: Tensor | None = None) -> SparseSource | N
         return None
     is_transposed = not issubclass(getattr(type(module), "_plain_class", type(module)), nn.Linear)
     bias = module._parameters.get("bias")
-    kept = None if bias is None else bias.detach()
+    kept = None if bias is None else bias.detach().clone()
     if layout is not None and not is_transposed:
         bits = layout.bits.to(weight.device)
-        return SparseSource(from_bits(weight.detach(), bits, layout.shape, group=layout.group), kept, False)
+        return SparseSource(from_bits(weight.detach().clone(), bits, layout.shape, group=layout.group), kept, False)
     dense = weight.detach() if layout is None else layout.expand(weight.detach())
     mask = mask if layout is None else layout.mask()
     if is_transposed:

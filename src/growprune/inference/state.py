@@ -1,0 +1,99 @@
+"""What a model keeps from one call to the next: whether that matters, and that deploying leaves no trace in it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from growprune.errors import GrowpruneError
+
+TOLERANCE = 1e-5
+"""How far two calls of one model may be apart, of the largest number: sums are not always in the same order."""
+PARTS = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module that are looked at by themselves, or that deploying changes with intent."""
+
+
+@contextlib.contextmanager
+def of_the_example() -> Iterator[None]:
+    """What a model says of an example that it cannot take, in one line."""
+    try:
+        yield
+    except Exception as error:  # whatever the code of a user does
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise GrowpruneError(
+            f"the model failed on the example ({said}): give one in a shape and dtype that it takes"
+        ) from error
+
+
+@torch.no_grad()
+def keeps_state(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a model gives something else when it is called again with the same input. What it draws is the same.
+
+    It is a copy that is called, with a state of its own. Its parameters are the model's: sparse weights stay compact.
+    """
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
+    copied, outputs = copy.deepcopy(module, memo).eval(), []
+    for _ in range(2):
+        again = pytree.tree_map(_copied, (args, dict(kwargs)))  # some models write to their input
+        with of_the_example(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            outputs.append(pytree.tree_map_only(Tensor, Tensor.clone, copied(*again[0], **again[1])))
+    (first, structure), (second, other) = (pytree.tree_flatten(output) for output in outputs)
+    return structure != other or not all(map(_is_same, first, second))
+
+
+def _copied(value: Any) -> Any:
+    """Of a tensor, and of what may hold some, such as a cache."""
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype or not a.is_floating_point():
+            return torch.equal(a, b)
+        largest = float(a[a.isfinite()].abs().max()) if a.isfinite().any() else 0.0
+        return torch.allclose(a, b, rtol=0, atol=TOLERANCE * largest, equal_nan=True)
+    is_plain = isinstance(a, (bool, int, float, str))
+    return type(a) is type(b) and (not is_plain or a == b or a != a)
+
+
+@contextlib.contextmanager
+def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Afterwards, buffers and attributes of the modules are as before, and what they hold."""
+    kept = [_Kept(module) for module in modules]
+    try:
+        yield
+    finally:
+        for one in kept:
+            one.restore()
+
+
+class _Kept:
+    """What a module has, but for parameters and children."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._buffers = module, dict(module._buffers)
+        self._attributes = {name: value for name, value in vars(module).items() if name not in PARTS}
+        values = (*self._attributes.values(), *self._buffers.values())
+        self._tensors = [(value, value.detach().clone()) for value in values if isinstance(value, Tensor)]
+        self._containers = [(v, copy.copy(v)) for v in values if isinstance(v, (list, deque, dict, set))]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for name in [name for name in vars(self._module) if name not in PARTS and name not in self._attributes]:
+            del vars(self._module)[name]
+        vars(self._module).update(self._attributes)
+        self._module._buffers.clear()
+        self._module._buffers.update(self._buffers)
+        for tensor, values in self._tensors:
+            tensor.data.copy_(values)
+        for container, items in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(items)
