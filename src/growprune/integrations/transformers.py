@@ -45,6 +45,7 @@ try:
         running_trainer,
         score,
         steps_per_epoch,
+        take_over,
         trainer_being_made,
     )
 except ImportError as error:
@@ -142,13 +143,13 @@ class GrowPruneCallback(TrainerCallback):
         sharded.check_sharding(uses_deepspeed=bool(args.deepspeed), fsdp_version=version, storage=storage)
         trainer = trainer_being_made()
         if sharded.is_sharding(trainer):
-            sharded.read_first(trainer, functools.partial(self._make_fitting, trainer))
+            take_over(trainer, "_load_from_checkpoint", functools.partial(self._make_fitting, trainer))
 
-    def _make_fitting(self, trainer: Any, folder: Path) -> None:
+    def _make_fitting(self, trainer: Any, folder: str | Path, *_: Any, **__: Any) -> None:
         """A checkpoint is about to be loaded into a sharded model and its optimizer: give them its live weights."""
         model = sharded.plain(trainer.model)
         self._refuse(trainer, model)
-        saved = read_state(folder, MISSING)
+        saved = read_state(Path(folder), MISSING)
         if self._cursor is None:
             self._lengths = saved["lengths"]
             self._cursor = self._make_cursor(model, trainer, None)  # it looks at no batches: its plan has begun
@@ -182,6 +183,7 @@ class GrowPruneCallback(TrainerCallback):
         if not self.cursor.is_over and has_restarts(self.cursor):
             restart_rates(args, trainer.lr_scheduler, restarts(self.cursor))
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
+        take_over(trainer, "_load_best_model", functools.partial(self._take_best, trainer))
         _place(trainer, self)
         self._copies.follow(self.sparse, self._others)
         self.is_training = True
@@ -251,17 +253,19 @@ class GrowPruneCallback(TrainerCallback):
         return [scheduled.phase for scheduled in self.cursor.schedule[max(0, self.cursor.position) :]]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add figures to what is logged of the training; before a best model is loaded, take its masks."""
+        """Add figures to what is logged of the training."""
         if self._figures is None or logs is None:
             return
         if "loss" in logs:
             figures = self._figures.read()
             logs.update(figures)
             state.log_history[-1].update(figures)
-        if "train_loss" in logs and args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            best = read_state(Path(state.best_model_checkpoint))
-            self.sparse.load_state_dict(best["sparse"])
-            self.sparse.restore(best["weights"])
+
+    def _take_best(self, trainer: Any) -> None:
+        """The Trainer is about to load the weights of the best checkpoint: take its masks."""
+        best = read_state(Path(trainer.state.best_model_checkpoint))
+        self.sparse.load_state_dict(best["sparse"])
+        self.sparse.restore(best["weights"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say so if the training was stopped before the model is as sparse as it should be."""
