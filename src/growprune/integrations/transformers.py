@@ -138,12 +138,23 @@ class GrowPruneCallback(TrainerCallback):
     # Beginning
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse at once what cannot work; of what is sharded, be told before a checkpoint is loaded."""
+        """Refuse at once what cannot work; of compact weights, be told before a checkpoint is loaded."""
         version, storage = sharded.version_asked_for(args), self.settings.storage
         sharded.check_sharding(uses_deepspeed=bool(args.deepspeed), fsdp_version=version, storage=storage)
-        trainer = trainer_being_made()
+        self._be_told_of_loading(trainer_being_made())
+
+    def _be_told_of_loading(self, trainer: Any) -> None:
+        """Be told before a checkpoint's weights are loaded, wherever they must fit the weights that live."""
         if sharded.is_sharding(trainer):
             take_over(trainer, "_load_from_checkpoint", functools.partial(self._make_fitting, trainer))
+        elif self.settings.storage == "compact":
+            take_over(trainer, "_load_from_checkpoint", self._make_room)
+
+    def _make_room(self, folder: str | Path, *_: Any, **__: Any) -> None:
+        """A checkpoint is about to be loaded, whose live weights may be others: its masks follow (`_go_on`)."""
+        if self._cursor is not None:
+            read_state(Path(folder), MISSING)  # which is refused before anything is changed
+            self.sparse.grow()
 
     def _make_fitting(self, trainer: Any, folder: str | Path, *_: Any, **__: Any) -> None:
         """A checkpoint is about to be loaded into a sharded model and its optimizer: give them its live weights."""
@@ -183,6 +194,8 @@ class GrowPruneCallback(TrainerCallback):
         if not self.cursor.is_over and has_restarts(self.cursor):
             restart_rates(args, trainer.lr_scheduler, restarts(self.cursor))
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
+        if self.sparse.ranks is None:  # if sharded, only a callback that the Trainer was made with is told
+            self._be_told_of_loading(trainer)
         take_over(trainer, "_load_best_model", functools.partial(self._take_best, trainer))
         _place(trainer, self)
         self._copies.follow(self.sparse, self._others)
@@ -319,7 +332,7 @@ class GrowPruneCallback(TrainerCallback):
         check_zeros(self.sparse, saved["sparse"]["masks"], saved["weights"])
         state = optimizer.state_dict()
         optimizer.state.clear()  # it is of the weights as they are stored after their masks are loaded
-        if self.cursor.position < 0:  # all live, so that nothing is lost; compact weights are followed from here on
+        if self.cursor.position < 0 or self.sparse.storage == "compact":  # all live (`_make_room`): nothing is lost
             self.sparse.attach(optimizer)
         self.sparse.load_state_dict(saved["sparse"])
         self.sparse.restore(saved["weights"])
