@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers_cases import make_data, make_model, make_trainer, train
 
 from growprune import GrowpruneError
+from growprune.integrations import transformers_sharded
 from growprune.integrations.transformers import GrowPruneCallback
 
 SAVING = {"save_strategy": "steps", "save_steps": 3}
@@ -102,6 +103,16 @@ def test_without_transformers_the_extra_to_install_is_named(monkeypatch: pytest.
 def test_sharding_that_cannot_work_is_refused(args: dict[str, Any], message: str) -> None:
     with pytest.raises(GrowpruneError, match=message):
         GrowPruneCallback().on_init_end(SimpleNamespace(**args), None, None)
+
+
+def test_smaller_batches_are_not_tried_with_a_model_that_is_sharded() -> None:
+    plugin = SimpleNamespace(fsdp_version=2, activation_checkpointing=False)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    trainer = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(auto_find_batch_size=True), model=None)
+    with pytest.raises(GrowpruneError, match="with FSDP and auto_find_batch_size, .*: give per_device_train_batch_size"):
+        transformers_sharded.check_trainer(trainer)
+    trainer.args.auto_find_batch_size = False
+    transformers_sharded.check_trainer(trainer)
 
 
 def test_a_schedule_of_ones_own_is_not_restarted(tmp_path: Path) -> None:

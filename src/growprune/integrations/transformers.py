@@ -30,6 +30,7 @@ from growprune.integrations.figures import Figures
 from growprune.integrations.gradients import share_gradients
 from growprune.partition import Partition
 from growprune.plan import Plan
+from growprune.snapshot import Snapshot
 from growprune.sparse import SparseModel
 from growprune.warn import warn
 
@@ -117,6 +118,8 @@ class GrowPruneCallback(TrainerCallback):
         self._log_layers = log_layers
         self._figures: Figures | None = None
         self.is_training = False
+        self._before: Snapshot | None = None
+        """The model as it was before its plan, as long as `auto_find_batch_size` may begin anew: until a step is made."""
 
     @property
     def cursor(self) -> Cursor:
@@ -144,15 +147,16 @@ class GrowPruneCallback(TrainerCallback):
         self._be_told_of_loading(trainer_being_made())
 
     def _be_told_of_loading(self, trainer: Any) -> None:
-        """Be told before a checkpoint's weights are loaded, wherever they must fit the weights that live."""
+        """Be told before a checkpoint's weights are loaded: compact ones must fit those that live."""
         if sharded.is_sharding(trainer):
             take_over(trainer, "_load_from_checkpoint", functools.partial(self._make_fitting, trainer))
-        elif self.settings.storage == "compact":
+        else:
             take_over(trainer, "_load_from_checkpoint", self._make_room)
 
     def _make_room(self, folder: str | Path, *_: Any, **__: Any) -> None:
         """A checkpoint is about to be loaded, whose live weights may be others: its masks follow (`_go_on`)."""
-        if self._cursor is not None:
+        self.is_training = False  # if a training broke off, it is not gone on with where it stood
+        if self._cursor is not None and self.settings.storage == "compact":
             read_state(Path(folder), MISSING)  # which is refused before anything is changed
             self.sparse.grow()
 
@@ -174,10 +178,13 @@ class GrowPruneCallback(TrainerCallback):
         model, optimizer = sharded.plain(kwargs["model"]), kwargs["optimizer"]
         self._refuse(trainer, model)
         saved = None if folder is None else read_state(Path(folder), MISSING)
-        if self._cursor is None:
+        self._prepare_second_try(trainer, saved)
+        if self._cursor is None or (saved is None and self._before is not None):
             lengths = {"iterations": state.max_steps, "per_epoch": steps_per_epoch(args, kwargs["train_dataloader"])}
             self._lengths = lengths if saved is None else saved["lengths"]
             self._cursor = self._make_cursor(model, trainer, kwargs["train_dataloader"])
+        if self.cursor.position < 0 and saved is None and self._before is None and args.auto_find_batch_size:
+            self._before = self.sparse.snapshot(device="cpu")  # a GPU is short of memory
         self._others = trainer.callback_handler.callbacks
         self._copies.check(self.sparse, self._others)
         if saved is not None:
@@ -228,6 +235,23 @@ class GrowPruneCallback(TrainerCallback):
                 f"lr_scheduler_type"
             )
 
+    def _prepare_second_try(self, trainer: Any, saved: dict[str, Any] | None) -> None:
+        """With `auto_find_batch_size` a Trainer begins anew when memory runs out: undo the first edits, or refuse."""
+        if self._before is not None and saved is None:
+            self.sparse.watch(())
+            self.sparse.gradients.clear()
+            self.sparse.restore(self._before)
+            self.sparse.rule, self.sparse.editor.num_edits = None, 0
+            self.sparse.reset_optimizers()
+        elif self.is_training and trainer.args.auto_find_batch_size:
+            has_moved = saved["cursor"]["iteration"] != self.cursor.iteration if saved else not self.cursor.is_over
+            if has_moved:
+                raise GrowpruneError(
+                    f"the training broke off at step {self.cursor.iteration} of {self._lengths['iterations']}, from "
+                    f"where auto_find_batch_size cannot begin anew: make a new model and a new GrowPruneCallback, with "
+                    f"per_device_train_batch_size={trainer._train_batch_size}"
+                )
+
     def _make_cursor(self, model: nn.Module, trainer: Any, loader: Any) -> Cursor:
         assert self._lengths["iterations"] is not None
         cursor = self.settings.cursor(
@@ -237,6 +261,7 @@ class GrowPruneCallback(TrainerCallback):
             remedy=lambda steps: remedy(trainer.args, self._lengths["per_epoch"], steps),
             accumulate=trainer.args.gradient_accumulation_steps,
             score=functools.partial(score, trainer, loader),
+            sparse=None if self._cursor is None else self.sparse,
         )
         is_ours = type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler
         if has_restarts(cursor) and not is_ours:
@@ -258,6 +283,7 @@ class GrowPruneCallback(TrainerCallback):
         """The optimizer's own steps advance the plan. At the end, those that a gradient scaler skipped are made up."""
         if self._cursor is None:
             return
+        self._before = None
         if not self.cursor.is_over and state.global_step >= state.max_steps:
             self.cursor.advance(self.cursor.iteration + sum(map(self.cursor.length_of, self._phases_left())))
         self._copies.follow(self.sparse, self._others)
@@ -282,7 +308,7 @@ class GrowPruneCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say so if the training was stopped before the model is as sparse as it should be."""
-        self.is_training = False
+        self.is_training, self._before = False, None
         if self._cursor is not None and not self.sparse.is_at_target:
             share = 1 - self.sparse.num_alive / self.sparse.num_prunable
             warn(

@@ -62,6 +62,11 @@ def check_trainer(trainer: Any) -> None:
             "GrowPruneCallback does not work with activation_checkpointing in fsdp_config, which renames weights: use "
             "TrainingArguments(gradient_checkpointing=True)"
         )
+    if trainer.args.auto_find_batch_size:
+        raise GrowpruneError(
+            "GrowPruneCallback does not work with FSDP and auto_find_batch_size, which would begin anew with a model "
+            "that is cut up already: give per_device_train_batch_size"
+        )
     if hasattr(trainer.model, "peft_config"):
         raise GrowpruneError(
             "GrowPruneCallback does not work with FSDP and PEFT, whose checkpoints have no sparse weights: use DDP"
