@@ -110,7 +110,9 @@ def test_smaller_batches_are_not_tried_with_a_model_that_is_sharded() -> None:
     plugin = SimpleNamespace(fsdp_version=2, activation_checkpointing=False)
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
     trainer = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(auto_find_batch_size=True), model=None)
-    with pytest.raises(GrowpruneError, match="with FSDP and auto_find_batch_size, .*: give per_device_train_batch_size"):
+    with pytest.raises(
+        GrowpruneError, match="with FSDP and auto_find_batch_size, .*: give per_device_train_batch_size"
+    ):
         transformers_sharded.check_trainer(trainer)
     trainer.args.auto_find_batch_size = False
     transformers_sharded.check_trainer(trainer)

@@ -216,7 +216,9 @@ class GrowPruneCallback(TrainerCallback):
         )
         sharded.check_trainer(trainer)
         if (count := sum(isinstance(c, GrowPruneCallback) for c in trainer.callback_handler.callbacks)) > 1:
-            raise GrowpruneError(f"the Trainer has {count} GrowPruneCallbacks, but one model follows one plan: give one")
+            raise GrowpruneError(
+                f"the Trainer has {count} GrowPruneCallbacks, but one model follows one plan: give one"
+            )
         if self._cursor is not None and self.sparse.model is not model:
             raise GrowpruneError("the GrowPruneCallback is of another model: make a new one for each model")
         if trainer.state.is_hyper_param_search:
