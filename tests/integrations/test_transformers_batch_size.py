@@ -76,7 +76,7 @@ def test_a_second_try_is_a_training_with_the_smaller_batches(
 
 def test_a_plan_that_is_under_way_is_not_begun_anew(tmp_path: Path) -> None:
     with pytest.raises(
-        GrowpruneError, match="broke off at step 2 of 8, from where auto_find_batch_size .*_train_batch_size=3"
+        GrowpruneError, match=r"broke off at step 2 of 8, from where auto_find_batch_size .*_train_batch_size=3"
     ):
         train(tmp_path, "gradual_gap", at=2, auto_find_batch_size=True)
 

@@ -112,10 +112,11 @@ class Settings:
 
     def _make_sparse(self, model: nn.Module, sparsity: float, kept: Sequence[str]) -> SparseModel:
         """Make a model sparse: to the plan's sparsity, which is 0 for the dense reference."""
+        usual = getattr(self.make_plan, "allocation", "uniform")
         return SparseModel(
             model,
             sparsity=sparsity,
-            allocation=self.allocation or getattr(self.make_plan, "allocation", "uniform"),
+            allocation=self.allocation or usual,
             pattern=self.pattern,
             keep_dense=kept,
             include=self.include,

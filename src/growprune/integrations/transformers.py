@@ -119,7 +119,7 @@ class GrowPruneCallback(TrainerCallback):
         self._figures: Figures | None = None
         self.is_training = False
         self._before: Snapshot | None = None
-        """The model as it was before its plan, as long as `auto_find_batch_size` may begin anew: until a step is made."""
+        """The model as it was before its plan, while `auto_find_batch_size` may begin anew: until a step is made."""
 
     @property
     def cursor(self) -> Cursor:
@@ -216,9 +216,7 @@ class GrowPruneCallback(TrainerCallback):
         )
         sharded.check_trainer(trainer)
         if (count := sum(isinstance(c, GrowPruneCallback) for c in trainer.callback_handler.callbacks)) > 1:
-            raise GrowpruneError(
-                f"the Trainer has {count} GrowPruneCallbacks, but one model follows one plan: give one"
-            )
+            raise GrowpruneError(f"the Trainer has {count} GrowPruneCallbacks, but a model follows one plan: give one")
         if self._cursor is not None and self.sparse.model is not model:
             raise GrowpruneError("the GrowPruneCallback is of another model: make a new one for each model")
         if trainer.state.is_hyper_param_search:

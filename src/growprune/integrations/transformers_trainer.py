@@ -30,7 +30,7 @@ def trainer_being_made() -> Any:
 
 
 def take_over(trainer: Any, method: str, first: Callable[..., None]) -> None:
-    """Have something done, with the same arguments, whenever a Trainer is about to do what callbacks are not told of."""
+    """Have something done, with the same arguments, before a Trainer does what callbacks are not told of."""
 
     def both(*args: Any, **kwargs: Any) -> Any:
         first(*args, **kwargs)
