@@ -137,6 +137,7 @@ class Gradients:
         found = self._averages if by is By.MOMENTUM else self._sums
         parameter = self._parameters[name]
         if not self.are_seen(by):
+            self._check_trained(by)
             raise GrowpruneError(
                 f"an edit by {by.value} needs gradients, but none were seen: attach the optimizer before the iteration "
                 f"that comes before it, or call SparseModel.score() with losses first"
@@ -145,6 +146,15 @@ class Gradients:
             return torch.zeros(parameter.shape, device=parameter.parameter.device)
         seen = self._whole(name, found[name]).view(parameter.shape)
         return seen * parameter.weight() if by in (By.SNIP, By.GRASP) else seen
+
+    def _check_trained(self, by: By) -> None:
+        """Raise if no sparse weight is trained, as below adapters, so that none ever has a gradient."""
+        if not any(parameter.parameter.requires_grad for parameter in self._parameters.values()):
+            raise GrowpruneError(
+                f"an edit by {by.value} needs gradients, but the weights to be pruned are all frozen "
+                f"(requires_grad=False), as those below LoRA are: train them, or use a method that looks at none, such "
+                f"as gradual_gap"
+            )
 
     def share(self, name: str) -> Tensor:
         """What this process keeps of the gradient of a parameter, flat. Of a sharded model only."""
@@ -197,6 +207,7 @@ class Gradients:
 
     def observe(self, by: By, model: nn.Module, losses: Sequence[Callable[[], Tensor]]) -> None:
         """Look at some losses once, without a step: their gradients, or for GraSP the Hessian times their gradient."""
+        self._check_trained(by)
         self.clear()
         if by is By.GRASP:
             self._sums, self._is_hessian = self._hessian_gradient(losses), True

@@ -493,6 +493,23 @@ def test_a_callback_is_for_one_module(tmp_path: Path) -> None:
         fit(tmp_path, callback)
 
 
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_another_module_is_validated_by_the_same_trainer(storage: str, tmp_path: Path) -> None:
+    callback = GrowPrune("rigl", kappa=2, every=3, storage=storage)
+    module = fit(tmp_path, callback, callbacks=[every(tmp_path, 4)])
+    trainer, first, data = module.trainer, str(tmp_path / "step=4.ckpt"), Loader()
+    masks, weights = callback.sparse.masks, {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    callback._num_edits_validated = -1
+    other = Module.load_from_checkpoint(first)
+    trainer.validate(other, data, verbose=False)
+    trainer.validate(Module(), data, ckpt_path=first, verbose=False)  # whose masks are not those of the trained module
+    assert callback._num_edits_validated == -1 and callback.cursor.is_over
+    assert all(torch.equal(mask, callback.sparse.mask(name)) for name, mask in masks.items())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in module.state_dict().items())
+    with pytest.raises(GrowpruneError, match="has trained another module already"):
+        trainer.fit(other, data)
+
+
 def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(GrowpruneError, match="no method 'cyclic'; close are: cyclic_gap"):
         GrowPrune("cyclic")

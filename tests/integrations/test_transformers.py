@@ -153,6 +153,43 @@ def test_the_best_model_comes_with_its_own_masks(name: str, storage: str, tmp_pa
     assert all(not weights[name][~mask].any() for name, mask in sparse.masks.items())
 
 
+class Chatty(hf.Trainer):
+    """Logs in every step what the Trainer itself logs at the end."""
+
+    name = "train_loss"
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        self.log({self.name: float(loss), "train_runtime": 1.0})
+        return loss
+
+
+class Seeing(hf.TrainerCallback):
+    """Sees the masks after each step."""
+
+    def __init__(self, callback: GrowPruneCallback) -> None:
+        self._callback = callback
+        self.masks: list[dict[str, torch.Tensor]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.masks.append({name: mask.clone() for name, mask in self._callback.sparse.masks.items()})
+
+
+def test_a_loss_that_a_trainer_logs_by_itself_does_not_bring_the_best_masks_back(tmp_path: Path) -> None:
+    seen = []
+    for kind in (hf.Trainer, Chatty):
+        callback = GrowPruneCallback("rigl", sparsity=0.75, every=1)
+        seeing = Seeing(callback)
+        trainer = make_trainer(tmp_path, make_model("bert"), make_data("bert"), callback, seeing, **BEST)
+        trainer.__class__, trainer.compute_metrics = kind, falling()
+        trainer.train()
+        assert trainer.state.best_global_step == 1
+        seen.append(seeing.masks)
+    for step, (one, other) in enumerate(zip(*seen, strict=True), 1):
+        assert [name for name in one if not torch.equal(one[name], other[name])] == [], step
+    assert any(not torch.equal(seen[0][0][name], mask) for name, mask in seen[0][-1].items())  # they do change
+
+
 # Logs and learning rates
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers_cases import make_data, make_model, make_trainer, train
 
 from growprune import GrowpruneError
+from growprune.integrations import transformers_sharded
 from growprune.integrations.transformers import GrowPruneCallback
 
 SAVING = {"save_strategy": "steps", "save_steps": 3}
@@ -104,6 +106,16 @@ def test_sharding_that_cannot_work_is_refused(args: dict[str, Any], message: str
         GrowPruneCallback().on_init_end(SimpleNamespace(**args), None, None)
 
 
+def test_smaller_batches_are_not_tried_with_a_model_that_is_sharded() -> None:
+    plugin = SimpleNamespace(fsdp_version=2, activation_checkpointing=False)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    trainer = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(auto_find_batch_size=True), model=None)
+    with pytest.raises(GrowpruneError, match=r"with FSDP and auto_find_batch_size, .*: give per_device_"):
+        transformers_sharded.check_trainer(trainer)
+    trainer.args.auto_find_batch_size = False
+    transformers_sharded.check_trainer(trainer)
+
+
 def test_a_schedule_of_ones_own_is_not_restarted(tmp_path: Path) -> None:
     model = make_model("bert")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -123,6 +135,24 @@ def test_a_callback_is_for_one_model(tmp_path: Path) -> None:
     other = make_trainer(tmp_path, make_model("bert", seed=1), make_data("bert"), callback)
     with pytest.raises(GrowpruneError, match="is of another model: make a new one for each model"):
         other.train()
+
+
+def test_two_callbacks_are_refused_before_any_weight_is_lost(tmp_path: Path) -> None:
+    model = make_model("bert")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    both = GrowPruneCallback("gmp", sparsity=0.75), GrowPruneCallback("rigl", sparsity=0.5)
+    with pytest.raises(GrowpruneError, match="has 2 GrowPruneCallbacks, but a model follows one plan: give one"):
+        make_trainer(tmp_path, model, make_data("bert"), *both).train()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("method", "by"), [("rigl", "gradient"), ("snfs", "momentum"), ("snip", "snip")])
+def test_weights_that_are_frozen_are_named_as_why_there_are_no_gradients(method: str, by: str, tmp_path: Path) -> None:
+    lora = peft.LoraConfig(target_modules=["query"], r=2, task_type="SEQ_CLS")
+    model = peft.get_peft_model(make_model("bert"), lora)
+    trainer = make_trainer(tmp_path, model, make_data("bert"), GrowPruneCallback(method, sparsity=0.75))
+    with pytest.raises(GrowpruneError, match=f"by {by} needs gradients, but the weights to be pruned are all frozen"):
+        trainer.train()
 
 
 def test_a_checkpoint_without_our_state_is_named(tmp_path: Path) -> None:

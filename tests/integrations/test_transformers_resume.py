@@ -107,3 +107,41 @@ def test_callbacks_whose_state_the_trainer_restores_do_not_disturb(tmp_path: Pat
     assert_same_bits(again.model, whole.model)
     whole.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")  # whose callbacks have our last one among them
     assert all(torch.equal(before[name], tensor) for name, tensor in whole.model.state_dict().items())
+
+
+class Stopping(hf.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == 5
+
+
+@pytest.mark.filterwarnings("ignore:the training ended at step")
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize("method", ["gradual_gap", "rigl"])
+def test_the_same_trainer_goes_on_and_back_to_older_checkpoints(method: str, storage: str, tmp_path: Path) -> None:
+    whole, _ = train(tmp_path / "whole", "gpt2", method, storage=storage)
+    callback, stopping = GrowPruneCallback(method, sparsity=0.75, storage=storage), Stopping()
+    trainer = make_trainer(tmp_path, make_model("gpt2"), make_data("gpt2"), callback, stopping, **SAVING)
+    trainer.train()
+    trainer.remove_callback(stopping)
+    for checkpoint in (True, f"{tmp_path}/checkpoint-6", f"{tmp_path}/checkpoint-3", f"{tmp_path}/checkpoint-8"):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert callback.sparse.is_at_target
+        assert_same_bits(trainer.model, whole.model)
+
+
+def test_a_second_trainer_goes_on_with_a_compact_model_whose_callback_it_is_given(tmp_path: Path) -> None:
+    whole, callback = train(tmp_path, "gpt2", storage="compact", args=SAVING)
+    before = {name: tensor.clone() for name, tensor in whole.model.state_dict().items()}
+    again = make_trainer(tmp_path, whole.model, make_data("gpt2"), callback, **SAVING)
+    again.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")
+    assert all(torch.equal(before[name], tensor) for name, tensor in again.model.state_dict().items())
+
+
+def test_a_checkpoint_without_our_state_leaves_a_compact_model_as_it_is(tmp_path: Path) -> None:
+    trainer, callback = train(tmp_path, "gpt2", storage="compact", args=SAVING)
+    shutil.rmtree(tmp_path / "checkpoint-3" / "growprune")
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    with pytest.raises(GrowpruneError, match="checkpoint-3 has no folder"):
+        trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")
+    assert callback.sparse.is_at_target
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.model.state_dict().items())

@@ -88,6 +88,7 @@ class Settings:
         remedy: Callable[[int], str],
         accumulate: int | None = None,
         score: Callable[[SparseModel, By], None] | None = None,
+        sparse: SparseModel | None = None,
     ) -> Cursor:
         """Make a model sparse, and a cursor that is about to begin a plan just as long as the trainer's training.
 
@@ -97,6 +98,7 @@ class Settings:
             remedy: what to set in the trainer for a training of so many steps.
             accumulate: as for `Cursor`.
             score: called where the first edit looks at gradients; calls `sparse.score`, while `looking`.
+            sparse: the sparse model, if it was made before.
         """
         kept = self._kept_dense(model)
         parts = self._cut(model, kept)
@@ -104,10 +106,16 @@ class Settings:
         plan = self.make_plan(parts, **options)
         self._check_plan(plan)
         self._check_length(plan, options, iterations, per_epoch, remedy)
+        sparse = self._make_sparse(model, options.get("sparsity", 0.0), kept) if sparse is None else sparse
+        look = None if score is None else functools.partial(score, sparse)
+        return Cursor(sparse, plan, iterations_per_epoch=per_epoch, accumulate=accumulate, score=look)
+
+    def _make_sparse(self, model: nn.Module, sparsity: float, kept: Sequence[str]) -> SparseModel:
+        """Make a model sparse: to the plan's sparsity, which is 0 for the dense reference."""
         usual = getattr(self.make_plan, "allocation", "uniform")
-        sparse = SparseModel(
+        return SparseModel(
             model,
-            sparsity=options.get("sparsity", 0.0),  # the dense reference aims at none
+            sparsity=sparsity,
             allocation=self.allocation or usual,
             pattern=self.pattern,
             keep_dense=kept,
@@ -115,8 +123,6 @@ class Settings:
             seed=self.seed,
             storage=self.storage,
         )
-        look = None if score is None else functools.partial(score, sparse)
-        return Cursor(sparse, plan, iterations_per_epoch=per_epoch, accumulate=accumulate, score=look)
 
     def _kept_dense(self, model: nn.Module) -> tuple[str, ...]:
         if self.keep_dense == "auto":

@@ -73,6 +73,8 @@ class GrowPrune(Callback):
     _loaded: dict[str, Any] | None = None
     """What a checkpoint held, from when it is loaded until training begins."""
     _loading: Any = None
+    _is_elsewhere = False
+    """Whether the Trainer validates, tests or predicts with another module than the one that was trained."""
     _first_batch: Any = None
     _figures: Figures | None = None
 
@@ -135,14 +137,17 @@ class GrowPrune(Callback):
     # Before training
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot work, before anything is done."""
-        del stage
+        """Refuse what cannot work, before anything is done. Another module may be validated, tested and asked."""
+        is_other = self._cursor is not None and self.sparse.model is not pl_module
+        self._is_elsewhere = is_other and stage != "fit"
+        if self._is_elsewhere:
+            return
         check_trainer(trainer)
         sharded.check_storage(trainer, self.settings.storage)
         sharded.read_first(trainer, functools.partial(self._make_fitting, trainer, pl_module))
         self._max_epochs = trainer.max_epochs  # before SWA adds an epoch for batch norms
         self._loaded = None
-        if self._cursor is not None and self.sparse.model is not pl_module:
+        if is_other:
             raise GrowpruneError(
                 "this GrowPrune has trained another module already: give each module a GrowPrune of its own"
             )
@@ -185,7 +190,7 @@ class GrowPrune(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the masks and the place in the plan back, if the module is trained, and not only tested."""
-        if self._cursor is not None:
+        if self._cursor is not None and not self._is_elsewhere:
             self._check_settings(state_dict)
             if self.sparse.ranks is None:  # else it has done so before the weights were loaded
                 self.sparse.load_state_dict(state_dict["sparse"])
@@ -358,7 +363,7 @@ class GrowPrune(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note which masks are validated."""
         del pl_module
-        if not trainer.sanity_checking and self._cursor is not None:
+        if not trainer.sanity_checking and self._cursor is not None and not self._is_elsewhere:
             self._num_edits_validated = self.sparse.editor.num_edits
 
     def _is_best(self, checkpoint: ModelCheckpoint, trainer: Trainer, current: Tensor | None = None) -> bool:

@@ -30,6 +30,7 @@ from growprune.integrations.figures import Figures
 from growprune.integrations.gradients import share_gradients
 from growprune.partition import Partition
 from growprune.plan import Plan
+from growprune.snapshot import Snapshot
 from growprune.sparse import SparseModel
 from growprune.warn import warn
 
@@ -45,6 +46,7 @@ try:
         running_trainer,
         score,
         steps_per_epoch,
+        take_over,
         trainer_being_made,
     )
 except ImportError as error:
@@ -116,6 +118,8 @@ class GrowPruneCallback(TrainerCallback):
         self._log_layers = log_layers
         self._figures: Figures | None = None
         self.is_training = False
+        self._before: Snapshot | None = None
+        """The model as it was before its plan, while `auto_find_batch_size` may begin anew: until a step is made."""
 
     @property
     def cursor(self) -> Cursor:
@@ -137,18 +141,30 @@ class GrowPruneCallback(TrainerCallback):
     # Beginning
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse at once what cannot work; of what is sharded, be told before a checkpoint is loaded."""
+        """Refuse at once what cannot work; of compact weights, be told before a checkpoint is loaded."""
         version, storage = sharded.version_asked_for(args), self.settings.storage
         sharded.check_sharding(uses_deepspeed=bool(args.deepspeed), fsdp_version=version, storage=storage)
-        trainer = trainer_being_made()
-        if sharded.is_sharding(trainer):
-            sharded.read_first(trainer, functools.partial(self._make_fitting, trainer))
+        self._be_told_of_loading(trainer_being_made())
 
-    def _make_fitting(self, trainer: Any, folder: Path) -> None:
+    def _be_told_of_loading(self, trainer: Any) -> None:
+        """Be told before a checkpoint's weights are loaded: compact ones must fit those that live."""
+        if sharded.is_sharding(trainer):
+            take_over(trainer, "_load_from_checkpoint", functools.partial(self._make_fitting, trainer))
+        else:
+            take_over(trainer, "_load_from_checkpoint", self._make_room)
+
+    def _make_room(self, folder: str | Path, *_: Any, **__: Any) -> None:
+        """A checkpoint is about to be loaded, whose live weights may be others: its masks follow (`_go_on`)."""
+        self.is_training = False  # if a training broke off, it is not gone on with where it stood
+        if self._cursor is not None and self.settings.storage == "compact":
+            read_state(Path(folder), MISSING)  # which is refused before anything is changed
+            self.sparse.grow()
+
+    def _make_fitting(self, trainer: Any, folder: str | Path, *_: Any, **__: Any) -> None:
         """A checkpoint is about to be loaded into a sharded model and its optimizer: give them its live weights."""
         model = sharded.plain(trainer.model)
         self._refuse(trainer, model)
-        saved = read_state(folder, MISSING)
+        saved = read_state(Path(folder), MISSING)
         if self._cursor is None:
             self._lengths = saved["lengths"]
             self._cursor = self._make_cursor(model, trainer, None)  # it looks at no batches: its plan has begun
@@ -162,10 +178,13 @@ class GrowPruneCallback(TrainerCallback):
         model, optimizer = sharded.plain(kwargs["model"]), kwargs["optimizer"]
         self._refuse(trainer, model)
         saved = None if folder is None else read_state(Path(folder), MISSING)
-        if self._cursor is None:
+        self._prepare_second_try(trainer, saved)
+        if self._cursor is None or (saved is None and self._before is not None):
             lengths = {"iterations": state.max_steps, "per_epoch": steps_per_epoch(args, kwargs["train_dataloader"])}
             self._lengths = lengths if saved is None else saved["lengths"]
             self._cursor = self._make_cursor(model, trainer, kwargs["train_dataloader"])
+        if self.cursor.position < 0 and saved is None and self._before is None and args.auto_find_batch_size:
+            self._before = self.sparse.snapshot(device="cpu")  # a GPU is short of memory
         self._others = trainer.callback_handler.callbacks
         self._copies.check(self.sparse, self._others)
         if saved is not None:
@@ -182,6 +201,9 @@ class GrowPruneCallback(TrainerCallback):
         if not self.cursor.is_over and has_restarts(self.cursor):
             restart_rates(args, trainer.lr_scheduler, restarts(self.cursor))
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
+        if self.sparse.ranks is None:  # if sharded, only a callback that the Trainer was made with is told
+            self._be_told_of_loading(trainer)
+        take_over(trainer, "_load_best_model", functools.partial(self._take_best, trainer))
         _place(trainer, self)
         self._copies.follow(self.sparse, self._others)
         self.is_training = True
@@ -193,6 +215,8 @@ class GrowPruneCallback(TrainerCallback):
             storage=self.settings.storage,
         )
         sharded.check_trainer(trainer)
+        if (count := sum(isinstance(c, GrowPruneCallback) for c in trainer.callback_handler.callbacks)) > 1:
+            raise GrowpruneError(f"the Trainer has {count} GrowPruneCallbacks, but a model follows one plan: give one")
         if self._cursor is not None and self.sparse.model is not model:
             raise GrowpruneError("the GrowPruneCallback is of another model: make a new one for each model")
         if trainer.state.is_hyper_param_search:
@@ -213,6 +237,23 @@ class GrowPruneCallback(TrainerCallback):
                 f"lr_scheduler_type"
             )
 
+    def _prepare_second_try(self, trainer: Any, saved: dict[str, Any] | None) -> None:
+        """With `auto_find_batch_size` a Trainer begins anew when memory runs out: undo the first edits, or refuse."""
+        if self._before is not None and saved is None:
+            self.sparse.watch(())
+            self.sparse.gradients.clear()
+            self.sparse.restore(self._before)
+            self.sparse.rule, self.sparse.editor.num_edits = None, 0
+            self.sparse.reset_optimizers()
+        elif self.is_training and trainer.args.auto_find_batch_size:
+            has_moved = saved["cursor"]["iteration"] != self.cursor.iteration if saved else not self.cursor.is_over
+            if has_moved:
+                raise GrowpruneError(
+                    f"the training broke off at step {self.cursor.iteration} of {self._lengths['iterations']}, from "
+                    f"where auto_find_batch_size cannot begin anew: make a new model and a new GrowPruneCallback, with "
+                    f"per_device_train_batch_size={trainer._train_batch_size}"
+                )
+
     def _make_cursor(self, model: nn.Module, trainer: Any, loader: Any) -> Cursor:
         assert self._lengths["iterations"] is not None
         cursor = self.settings.cursor(
@@ -222,6 +263,7 @@ class GrowPruneCallback(TrainerCallback):
             remedy=lambda steps: remedy(trainer.args, self._lengths["per_epoch"], steps),
             accumulate=trainer.args.gradient_accumulation_steps,
             score=functools.partial(score, trainer, loader),
+            sparse=None if self._cursor is None else self.sparse,
         )
         is_ours = type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler
         if has_restarts(cursor) and not is_ours:
@@ -243,6 +285,7 @@ class GrowPruneCallback(TrainerCallback):
         """The optimizer's own steps advance the plan. At the end, those that a gradient scaler skipped are made up."""
         if self._cursor is None:
             return
+        self._before = None
         if not self.cursor.is_over and state.global_step >= state.max_steps:
             self.cursor.advance(self.cursor.iteration + sum(map(self.cursor.length_of, self._phases_left())))
         self._copies.follow(self.sparse, self._others)
@@ -251,21 +294,23 @@ class GrowPruneCallback(TrainerCallback):
         return [scheduled.phase for scheduled in self.cursor.schedule[max(0, self.cursor.position) :]]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add figures to what is logged of the training; before a best model is loaded, take its masks."""
+        """Add figures to what is logged of the training."""
         if self._figures is None or logs is None:
             return
         if "loss" in logs:
             figures = self._figures.read()
             logs.update(figures)
             state.log_history[-1].update(figures)
-        if "train_loss" in logs and args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            best = read_state(Path(state.best_model_checkpoint))
-            self.sparse.load_state_dict(best["sparse"])
-            self.sparse.restore(best["weights"])
+
+    def _take_best(self, trainer: Any) -> None:
+        """The Trainer is about to load the weights of the best checkpoint: take its masks."""
+        best = read_state(Path(trainer.state.best_model_checkpoint))
+        self.sparse.load_state_dict(best["sparse"])
+        self.sparse.restore(best["weights"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say so if the training was stopped before the model is as sparse as it should be."""
-        self.is_training = False
+        self.is_training, self._before = False, None
         if self._cursor is not None and not self.sparse.is_at_target:
             share = 1 - self.sparse.num_alive / self.sparse.num_prunable
             warn(
@@ -315,7 +360,7 @@ class GrowPruneCallback(TrainerCallback):
         check_zeros(self.sparse, saved["sparse"]["masks"], saved["weights"])
         state = optimizer.state_dict()
         optimizer.state.clear()  # it is of the weights as they are stored after their masks are loaded
-        if self.cursor.position < 0:  # all live, so that nothing is lost; compact weights are followed from here on
+        if self.cursor.position < 0 or self.sparse.storage == "compact":  # all live (`_make_room`): nothing is lost
             self.sparse.attach(optimizer)
         self.sparse.load_state_dict(saved["sparse"])
         self.sparse.restore(saved["weights"])

@@ -1,14 +1,13 @@
 """`GrowPruneCallback` with FSDP2, by which accelerate shards the model before callbacks are told of the training.
 
-Two methods are taken over, of the one Trainer that the callback is given to. Its loading of weights: compact ones are
-as long as masks say, so that masks are read first. And accelerate's gathering of a model that is to be saved: it would
-give live values, while others want plain tensors with zeros.
+Two methods are taken over, of the one Trainer that the callback is given to. Its loading of weights (by the callback):
+compact ones are as long as masks say, so that masks are read first. And accelerate's gathering of a model that is to be
+saved: it would give live values, while others want plain tensors with zeros.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +62,15 @@ def check_trainer(trainer: Any) -> None:
             "GrowPruneCallback does not work with activation_checkpointing in fsdp_config, which renames weights: use "
             "TrainingArguments(gradient_checkpointing=True)"
         )
+    if trainer.args.auto_find_batch_size:
+        raise GrowpruneError(
+            "GrowPruneCallback does not work with FSDP and auto_find_batch_size, which would begin anew with a model "
+            "that is cut up already: give per_device_train_batch_size"
+        )
     if hasattr(trainer.model, "peft_config"):
         raise GrowpruneError(
             "GrowPruneCallback does not work with FSDP and PEFT, whose checkpoints have no sparse weights: use DDP"
         )
-
-
-def read_first(trainer: Any, look: Callable[[Path], None]) -> None:
-    """Show a checkpoint's folder before the Trainer loads sharded weights from it."""
-    vars(trainer)["_load_from_checkpoint"] = functools.partial(_load, trainer, look)
-
-
-def _load(trainer: Any, look: Callable[[Path], None], folder: Any, *rest: Any, **settings: Any) -> None:
-    look(Path(folder))
-    type(trainer)._load_from_checkpoint(trainer, folder, *rest, **settings)
 
 
 def save_dense(trainer: Any, sparse: SparseModel) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,16 @@ def running_trainer() -> tuple[Any, str | None]:
 def trainer_being_made() -> Any:
     """The Trainer that calls `on_init_end`."""
     return _locals_of("__init__")["self"]
+
+
+def take_over(trainer: Any, method: str, first: Callable[..., None]) -> None:
+    """Have something done, with the same arguments, before a Trainer does what callbacks are not told of."""
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first(*args, **kwargs)
+        return getattr(type(trainer), method)(trainer, *args, **kwargs)
+
+    vars(trainer)[method] = both
 
 
 def _locals_of(method: str) -> dict[str, Any]:
