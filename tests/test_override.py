@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from growprune import GrowpruneError, methods
 from growprune.engine.override import override, parse_settings
 from growprune.engine.partitions import contiguous, per_layer
 from growprune.engine.recipe import own_options
+from growprune.engine.source import load
 from growprune.recipes import find
 from growprune.recipes.study import total_epochs
 from toy import cyclic, parallel
@@ -229,6 +232,16 @@ def test_a_method_may_be_a_function_of_a_file(tmp_path: Path) -> None:
     assert (recipe.method.__name__, recipe.options) == ("mine", {"epochs": 2})
     with pytest.raises(GrowpruneError, match="has no function 'other'"):
         override(cyclic(), {"method": f"{tmp_path / 'own.py'}:other"})
+
+
+def test_a_file_that_was_changed_within_a_second_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    own = tmp_path / "own.py"
+    for number in (1, 2):  # of the same size
+        own.write_text(f"def mine():\n    return {number}\n")
+        os.utime(own, (1_000_000_000, 1_000_000_000))
+        assert load(f"{own}:mine", "recipe")() == number
+    assert [path.name for path in tmp_path.iterdir()] == ["own.py"]
 
 
 def test_a_recipe_function_that_wants_arguments_is_told_so(tmp_path: Path) -> None:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 from growprune.errors import GrowpruneError
+
+
+class _AsItIsNow(SourceFileLoader):
+    """Compiles a file anew: Python's own cache takes one of the same second and size for the same."""
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        raise OSError(f"nothing is kept of {path}")
 
 
 def is_source(text: str) -> bool:
@@ -23,9 +31,11 @@ def load(source: str, kind: str) -> Callable[..., Any]:
     path = Path(name)
     if not path.is_file():
         raise GrowpruneError(f"there is no {kind} file {path}")
-    spec = importlib.util.spec_from_file_location(f"{kind}_file_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise GrowpruneError(f"{path} is not a Python file")
+    own = f"{kind}_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(own, path, loader=_AsItIsNow(own, str(path)))
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where a dataclass defined in the file looks its own types up
     spec.loader.exec_module(module)
