@@ -223,3 +223,13 @@ def test_a_callback_has_no_model_before_the_training(name: str) -> None:
         GrowpruneError, match=r"^GrowPruneCallback has no model yet: it gets one when the trainer begins to train with"
     ):
         getattr(GrowPruneCallback(), name)
+
+
+def test_a_trainer_that_loads_in_another_way_is_refused_and_not_left_with_other_masks() -> None:
+    from growprune.integrations.transformers_trainer import take_over
+
+    class Other:
+        pass
+
+    with pytest.raises(GrowpruneError, match=r"^this Trainer has no _load_best_model: use a version of transformers"):
+        take_over(Other(), "_load_best_model", print)

@@ -31,10 +31,13 @@ def trainer_being_made() -> Any:
 
 def take_over(trainer: Any, method: str, first: Callable[..., None]) -> None:
     """Have something done, with the same arguments, before a Trainer does what callbacks are not told of."""
+    own = getattr(type(trainer), method, None)
+    if own is None:  # it would never be done, and nobody would know
+        raise GrowpruneError(f"this Trainer has no {method}: use a version of transformers that growprune supports")
 
     def both(*args: Any, **kwargs: Any) -> Any:
         first(*args, **kwargs)
-        return getattr(type(trainer), method)(trainer, *args, **kwargs)
+        return own(trainer, *args, **kwargs)
 
     vars(trainer)[method] = both
 
