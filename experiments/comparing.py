@@ -27,6 +27,7 @@ BEST_PLANS = (
     "gradual_gap-global-control=start",
     "gradual_gap-global-power=3",
     "gradual_gap-global-power=3-control=peak",
+    "granet-global",
     "granet-erk",
     "dpf-global",
     "gmp-global",
@@ -63,6 +64,12 @@ def of_peaks(base: str) -> Study:
     return Study(f"{base}-frontier", (f"{base}/dense", *(f"{base}/{row}/0.9" for row in BEST_PLANS)))
 
 
+def of_rates(base: str, sparsity: float) -> Study:
+    """Some rows with another learning rate, beside the same with that of the task."""
+    rows = ("gradual_gap-global", "gradual_gap-global-control=peak", "gmp-global")
+    return Study(f"{base}-lr", (f"{base}/dense", *(f"{base}/{row}/{sparsity}" for row in rows)), ("optimizer.lr",))
+
+
 def of_long_runs(base: str) -> Study:
     """The paper's ratio: GaP trains four times as long as dense."""
     return Study(f"{base}-paper", (f"{base}/dense",), ("epochs",))
@@ -76,6 +83,7 @@ STUDIES = (
     Study("cifar10-width64"),
     Study("multi30k"),
     of_peaks("multi30k"),
+    of_rates("multi30k", 0.8),
     of_long_runs("multi30k"),
     of_patterns("multi30k"),
     Study("shakespeare-patterns", allow=("pattern",)),

@@ -31,7 +31,7 @@ SERIES = (
     ("AC/DC", "acdc:", GREY),
     ("RigL", "rigl:", GREY),
     ("C-GaP (paper)", "cyclic_gap:", GREY),
-    ("GraNet", "granet:", GREEN),
+    ("GraNet", "granet:global", GREEN),
     ("never growing", "gradual_gap:global (peak_density=[0-9.]+ )?control=peak", BLUE),
     ("gradual_gap", "gradual_gap:global( peak_density=[0-9.]+)?$", RED),
 )

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "unpruned": "layers",
     "partition": "plan settings layers",
     "folding": "plan",
-    "methods": "plan",
+    "methods": "plan settings",
     # how masks are made
     "selection": "",
     "patterns": "layers selection",
@@ -45,7 +45,8 @@ MAY_IMPORT = {
     "state": "snapshot storage optimizers",
     "gradients": "plan storage",
     "choosing": "plan layers selection patterns scores allocation storage gradients",
-    "edits": "plan layers patterns scores selection allocation storage optimizers gradients choosing",
+    "counts": "plan layers patterns scores allocation storage gradients choosing",
+    "edits": "plan layers patterns scores allocation storage optimizers gradients choosing counts",
     "running": "optimizers",
     "wrapped": "",
     "storing": "patterns storage adapters",
@@ -75,11 +76,11 @@ MAY_IMPORT = {
     "logs": "atomic",
     "engine": f"atomic settings {CORE} init folding rules methods flops file summary logs metric tasks.task",
     "recipes": "plan partition methods tasks engine",
-    "compare": "atomic cores lengths metric plan partition methods tasks engine recipes",
+    "compare": "atomic cores lengths metric settings plan partition methods tasks engine recipes",
     # who runs it
     "doctor": "cores storage",
     "console": "folding plan engine file summary logs doctor convert inference",
-    "integrations": f"{CORE} wrapped lengths methods engine.checkpoint engine.rng",
+    "integrations": f"{CORE} wrapped settings lengths methods engine.checkpoint engine.rng",
     "report": "atomic methods metric engine",
     "console_compare": "compare console metric",
     "cli": (

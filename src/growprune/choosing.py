@@ -1,6 +1,6 @@
 """Which groups of weights live after an edit: the best of each pool, by what the edit ranks by.
 
-How many they are, of which weights ranked together, edits.py knows. Where each process has a share of the values only,
+How many they are, of which weights ranked together, counts.py knows. Where each process has a share of the values only,
 sharding/choosing.py chooses.
 """
 

@@ -20,9 +20,9 @@ import torch
 
 from growprune.errors import GrowpruneError
 from growprune.optimizers import is_skipped, unwrapped
-from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, check_counts, walk
+from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, walk
 from growprune.rules import running
-from growprune.settings import plain
+from growprune.settings import check_counts, plain
 from growprune.snapshot import Snapshot
 from growprune.sparse import SparseModel
 
@@ -370,7 +370,7 @@ def _prune_early(sparse: SparseModel, scheduled: ScheduledPhase, schedule: Seque
     assert scheduled.returns is not None
     own, edits = set(scheduled.returns.tensors), prunes_after_fork(scheduled, schedule)
     for edit in edits:
-        pools = sparse.editor.pools(edit) if edit.to else []
+        pools = sparse.editor.counts.pools(edit) if edit.to else []
         sparse.editor.select([pool for pool in pools if {weight.parameter for weight in pool.weights} <= own], edit)
     if edits:
         sparse.enforce()

@@ -70,7 +70,7 @@ def sparse_init(
     device = torch.device(device) if shards is None else shards.device
     edit = prune(Part("all", tuple(w.parameter for w in sparse.weights)), to=sparse.sparsity, by=By.RANDOM)
     pools: dict[str, list[Pool]] = {}
-    for shared in sparse.editor.pools(edit) if sparse.sparsity > 0 else ():
+    for shared in sparse.editor.counts.pools(edit) if sparse.sparsity > 0 else ():
         for pool in _one_each(shared, sparse, edit, device):
             pools.setdefault(pool.weights[0].parameter.rpartition(".")[0], []).append(pool)
     made = _Tied(model)

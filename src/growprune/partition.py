@@ -14,8 +14,8 @@ from typing import Any
 
 from growprune.errors import GrowpruneError
 from growprune.layers import first_names, layer_weights, matches, prunable_weights
-from growprune.plan import Part, check_counts
-from growprune.settings import as_names
+from growprune.plan import Part
+from growprune.settings import as_names, check_counts
 
 LISTS = {"Sequential", "ModuleList", "ModuleDict"}
 

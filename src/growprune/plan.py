@@ -18,11 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from numbers import Real
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias, get_args, overload
 
 from growprune.errors import GrowpruneError
-from growprune.settings import as_float, plain
+from growprune.settings import as_float, check_counts, check_share, check_sparsity, plain
 
 MAX_STAGES = 100_000
 """The longest plan: an edit every iteration of a run of that many."""
@@ -447,44 +446,3 @@ def walk(plan: Plan | Sequence[Stage]) -> Iterator[ScheduledPhase]:
             last = b == len(stage.branches) - 1
             yield ScheduledPhase(index, number, b, branch.phase, branch.returns, last)
             index += 1
-
-
-def check_sparsity(sparsity: float) -> None:
-    if isinstance(sparsity, bool) or not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
-        raise GrowpruneError(f"sparsity is {sparsity!r}, but it is the fraction of zeros: give a number in [0, 1)")
-
-
-def check_share(**shares: float) -> None:
-    for name, share in shares.items():
-        if isinstance(share, bool) or not isinstance(share, Real) or not 0 <= share <= 1:
-            raise GrowpruneError(f"{name} is {share!r}, but it is a share of a whole: give a number in [0, 1]")
-
-
-def check_rise(*, start: float, sparsity: float) -> None:
-    """Raise unless a sparsity can rise from one to the other."""
-    check_sparsity(sparsity)
-    check_share(start=start)
-    if start > sparsity:
-        raise GrowpruneError(f"start is {start!r}, but the sparsity to reach is {sparsity!r}: give at most that")
-
-
-def check_span(*, begin: float, until: float) -> None:
-    """Raise unless two shares of a training are its part from one to the other."""
-    check_share(begin=begin, until=until)
-    if begin > until:
-        raise GrowpruneError(f"begin is {begin!r}, but until is {until!r}: give a begin of at most until")
-
-
-def check_counts(least: int, **counts: int) -> None:
-    for name, count in counts.items():
-        whole = plain(count)
-        if isinstance(whole, bool) or not isinstance(whole, int) or whole < least:
-            raise GrowpruneError(f"{name} is {count!r}, but must be a whole number of at least {least}")
-
-
-def step_length(*, iterations: int, every: int | None, steps: int) -> int:
-    """The iterations of a step: `every`, or, where that is None, as many as cut the training into so many steps."""
-    check_counts(0, iterations=iterations)
-    every = max(1, iterations // steps) if every is None else every
-    check_counts(1, every=every)
-    return every

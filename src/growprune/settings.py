@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterable
-from numbers import Integral, Rational
+from numbers import Integral, Rational, Real
 from typing import Any
 
 from growprune.errors import GrowpruneError
@@ -58,3 +58,44 @@ def as_seed(seed: Any) -> int:
     if isinstance(seed, bool) or not isinstance(seed, Integral):
         raise GrowpruneError(f"seed is {seed!r}, but must be a whole number, such as 0")
     return int(seed)
+
+
+def check_sparsity(sparsity: float) -> None:
+    if isinstance(sparsity, bool) or not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
+        raise GrowpruneError(f"sparsity is {sparsity!r}, but it is the fraction of zeros: give a number in [0, 1)")
+
+
+def check_share(**shares: float) -> None:
+    for name, share in shares.items():
+        if isinstance(share, bool) or not isinstance(share, Real) or not 0 <= share <= 1:
+            raise GrowpruneError(f"{name} is {share!r}, but it is a share of a whole: give a number in [0, 1]")
+
+
+def check_rise(*, start: float, sparsity: float) -> None:
+    """Raise unless a sparsity can rise from one to the other."""
+    check_sparsity(sparsity)
+    check_share(start=start)
+    if start > sparsity:
+        raise GrowpruneError(f"start is {start!r}, but the sparsity to reach is {sparsity!r}: give at most that")
+
+
+def check_span(*, begin: float, until: float) -> None:
+    """Raise unless two shares of a training are its part from one to the other."""
+    check_share(begin=begin, until=until)
+    if begin > until:
+        raise GrowpruneError(f"begin is {begin!r}, but until is {until!r}: give a begin of at most until")
+
+
+def check_counts(least: int, **counts: int) -> None:
+    for name, count in counts.items():
+        whole = plain(count)
+        if isinstance(whole, bool) or not isinstance(whole, int) or whole < least:
+            raise GrowpruneError(f"{name} is {count!r}, but must be a whole number of at least {least}")
+
+
+def step_length(*, iterations: int, every: int | None, steps: int) -> int:
+    """The iterations of a step: `every`, or, where that is None, as many as cut the training into so many steps."""
+    check_counts(0, iterations=iterations)
+    every = max(1, iterations // steps) if every is None else every
+    check_counts(1, every=every)
+    return every

@@ -34,9 +34,9 @@ from growprune.gradients import Gradients
 from growprune.layers import Weight, prunable_weights
 from growprune.optimizers import Optimizers, unwrapped
 from growprune.patterns import Pattern, in_one_go, parse_pattern
-from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, check_sparsity, prune
+from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, prune
 from growprune.running import RunningRule, hook_steps
-from growprune.settings import as_float, as_names, as_seed
+from growprune.settings import as_float, as_names, as_seed, check_sparsity
 from growprune.snapshot import Snapshot
 from growprune.state import packed_masks, put_back, set_packed_masks, take_snapshot
 from growprune.storage import SparseParameter

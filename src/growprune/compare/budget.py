@@ -21,7 +21,8 @@ from growprune.engine.recipe import Recipe, own_options
 from growprune.errors import GrowpruneError
 from growprune.lengths import ROUNDS, SEARCH, often_enough
 from growprune.partition import Partition
-from growprune.plan import Plan, check_counts, walk
+from growprune.plan import Plan, walk
+from growprune.settings import check_counts
 
 KINDS = ("epochs", "flops", "paper")
 PAPER_RATIO = {"cyclic_gap": 4, "parallel_gap": 4, "random_gap": 4, "gradual_gap": 4, "parallel_gradual_gap": 4}

@@ -17,8 +17,8 @@ from growprune.engine.recipe import Recipe, describe, own_options
 from growprune.engine.source import absolute
 from growprune.errors import GrowpruneError
 from growprune.metric import in_full
-from growprune.plan import check_counts, check_sparsity
 from growprune.recipes import find
+from growprune.settings import check_counts, check_sparsity
 
 OWN = ("method", "options", "sparsity", "allocation", "seed")
 """Fields of the recipe that are the rows' and runs', and not for `--set`."""

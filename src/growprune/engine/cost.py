@@ -94,7 +94,7 @@ def estimate(recipe: Recipe) -> Estimate:
         forward = flops.at(now)
         costs.append(Cost(scheduled, alive, forward, epochs, round(3 * forward * epochs)))
         if scheduled.returns is not None:  # what no branch returns is as it was before the fork
-            after_fork |= {w.name: now[w.name] for w in sparse.editor.weights_of(scheduled.returns)}
+            after_fork |= {w.name: now[w.name] for w in sparse.editor.counts.weights_of(scheduled.returns)}
             after_fork |= _pruned_early(sparse, scheduled, schedule, after_fork)
             now = after_fork if scheduled.is_last_branch else now
             merged = max(merged, _alive(sparse, after_fork)) if scheduled.is_last_branch else merged
@@ -126,7 +126,7 @@ def _pruned_early(
     sizes = {w.name: sparse.pattern.num_groups(w) for w in sparse.weights}
     alive = {name: round(density[name] * size) for name, size in sizes.items()}
     edits = prunes_after_fork(scheduled, schedule)
-    pools = [pool for edit in edits if edit.to for pool in sparse.editor.pools(edit, alive)]
+    pools = [pool for edit in edits if edit.to for pool in sparse.editor.counts.pools(edit, alive)]
     early = [pool for pool in pools if {weight.parameter for weight in pool.weights} <= own]
     return {w.name: pool.kept / sum(sizes[w.name] for w in pool.weights) for pool in early for w in pool.weights}
 
@@ -141,11 +141,11 @@ def _edited(sparse: SparseModel, scheduled: ScheduledPhase, density: Densities) 
     sizes = {w.name: sparse.pattern.num_groups(w) for w in sparse.weights}
     for edit in scheduled.phase.edits:
         if edit.to == 0 and edit.within is None:
-            whole = sparse.editor.weights_of(edit.part) if edit.action is Action.GROW else ()
+            whole = sparse.editor.counts.weights_of(edit.part) if edit.action is Action.GROW else ()
             density |= {w.name: 1.0 for w in whole}
             continue
         alive = {name: round(density[name] * size) for name, size in sizes.items()}
-        for pool in sparse.editor.pools(edit, alive):
+        for pool in sparse.editor.counts.pools(edit, alive):
             total = sum(alive[w.name] for w in pool.weights)
             if edit.spread is Spread.RANKING:
                 density |= {w.name: density[w.name] * pool.kept / max(1, total) for w in pool.weights}

@@ -12,7 +12,7 @@ from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.partition import Partition
-from growprune.plan import check_counts
+from growprune.settings import check_counts
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from growprune.engine.partitions import Contiguous, PartitionConfig
 from growprune.errors import GrowpruneError
 from growprune.logs import check_names
 from growprune.partition import Partition
-from growprune.plan import Plan, check_counts
-from growprune.settings import plain
+from growprune.plan import Plan
+from growprune.settings import check_counts, plain
 from growprune.sparse import SparseModel
 from growprune.tasks.task import Task
 

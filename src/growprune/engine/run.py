@@ -43,7 +43,8 @@ from growprune.engine.training import Training, TrainingDiverged
 from growprune.errors import GrowpruneError
 from growprune.logs import Logs
 from growprune.metric import Metric
-from growprune.plan import By, ScheduledPhase, check_counts
+from growprune.plan import By, ScheduledPhase
+from growprune.settings import check_counts
 from growprune.snapshot import Snapshot
 
 

@@ -102,7 +102,7 @@ def targets(sparse: SparseModel) -> dict[str, float | None]:
     """The sparsity that each weight aims at; None where weights are ranked together and only their total has one."""
     found: dict[str, float | None] = dict.fromkeys((weight.name for weight in sparse.weights), None)
     whole = Part("all", tuple(weight.parameter for weight in sparse.weights))
-    for pool in sparse.editor.pools(prune(whole, to=sparse.sparsity)):
+    for pool in sparse.editor.counts.pools(prune(whole, to=sparse.sparsity)):
         if len(pool.weights) == 1:
             groups = sparse.pattern.num_groups(pool.weights[0])
             is_as_asked = pool.kept == num_kept(sparse.sparsity, groups)

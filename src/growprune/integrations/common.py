@@ -23,7 +23,8 @@ from growprune.layers import layer_weights, matches
 from growprune.lengths import ROUNDS, SEARCH, often_enough
 from growprune.methods import find_method
 from growprune.partition import Partition
-from growprune.plan import By, Plan, check_counts, check_sparsity, walk
+from growprune.plan import By, Plan, walk
+from growprune.settings import check_counts, check_sparsity
 from growprune.sparse import SparseModel
 from growprune.storage import parse_storage
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from growprune.plan import Parts, Phase, check_share, check_span, grow, method, prune, step_length
+from growprune.plan import Parts, Phase, grow, method, prune
+from growprune.settings import check_share, check_span, step_length
 
 
 @method(allocation="global")

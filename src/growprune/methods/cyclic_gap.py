@@ -3,7 +3,8 @@ Methods", ICLR 2022, Algorithm 1."""
 
 from collections.abc import Iterator
 
-from growprune.plan import InitialMask, Parts, Phase, check_counts, first_by, grow, method, prune
+from growprune.plan import InitialMask, Parts, Phase, first_by, grow, method, prune
+from growprune.settings import check_counts
 
 
 @method

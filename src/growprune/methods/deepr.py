@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from numbers import Real
 
 from growprune.errors import GrowpruneError
-from growprune.plan import InitialMask, Parts, Phase, Rule, check_counts, check_share, first_by, method, prune
+from growprune.plan import InitialMask, Parts, Phase, Rule, first_by, method, prune
+from growprune.settings import check_counts, check_share
 
 COOLING = 1e-10
 """By how much the temperature falls over a rule."""

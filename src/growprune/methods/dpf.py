@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from growprune.plan import Parts, Phase, Rule, check_counts, check_share, check_span, check_sparsity, method, prune
+from growprune.plan import Parts, Phase, Rule, method, prune
+from growprune.settings import check_counts, check_share, check_span, check_sparsity
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@ Reparameterization", ICML 2019."""
 
 from collections.abc import Iterator
 
-from growprune.plan import InitialMask, Parts, Phase, Spread, check_counts, check_share, first_by, grow, method, prune
+from growprune.plan import InitialMask, Parts, Phase, Spread, first_by, grow, method, prune
+from growprune.settings import check_counts, check_share
 
 
 @method(allocation="global")

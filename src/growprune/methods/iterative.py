@@ -5,7 +5,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from growprune.errors import GrowpruneError
-from growprune.plan import Parts, Phase, check_counts, check_sparsity, method, prune
+from growprune.plan import Parts, Phase, method, prune
+from growprune.settings import check_counts, check_sparsity
 
 STAGES = (0.5, 0.7, 0.8, 0.875, 0.9)
 

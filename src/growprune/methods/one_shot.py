@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from growprune.plan import Parts, Phase, check_counts, method, prune
+from growprune.plan import Parts, Phase, method, prune
+from growprune.settings import check_counts
 
 
 @method(allocation="global")

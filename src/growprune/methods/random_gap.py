@@ -4,7 +4,8 @@ import random
 from collections.abc import Iterator
 
 from growprune.errors import GrowpruneError
-from growprune.plan import InitialMask, Parts, Phase, check_counts, first_by, grow, method, prune
+from growprune.plan import InitialMask, Parts, Phase, first_by, grow, method, prune
+from growprune.settings import check_counts
 
 
 @method(partition="per_layer")

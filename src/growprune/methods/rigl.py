@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from growprune.plan import By, Edit, InitialMask, Parts, Phase, check_counts, check_share, first_by, grow, method, prune
+from growprune.plan import By, Edit, InitialMask, Parts, Phase, first_by, grow, method, prune
+from growprune.settings import check_counts, check_share
 
 
 @method(allocation="erk")

@@ -3,19 +3,8 @@
 from collections.abc import Iterator
 
 from growprune.methods.rigl import falling
-from growprune.plan import (
-    By,
-    InitialMask,
-    Parts,
-    Phase,
-    Spread,
-    check_counts,
-    check_share,
-    first_by,
-    grow,
-    method,
-    prune,
-)
+from growprune.plan import By, InitialMask, Parts, Phase, Spread, first_by, grow, method, prune
+from growprune.settings import check_counts, check_share
 
 
 @method(allocation="global")

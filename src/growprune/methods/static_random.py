@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from growprune.plan import InitialMask, Parts, Phase, check_counts, first_by, method, prune
+from growprune.plan import InitialMask, Parts, Phase, first_by, method, prune
+from growprune.settings import check_counts
 
 
 @method(allocation="erk")

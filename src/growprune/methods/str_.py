@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from numbers import Real
 
 from growprune.errors import GrowpruneError
-from growprune.plan import Parts, Phase, Rule, check_counts, check_share, check_sparsity, method, prune
+from growprune.plan import Parts, Phase, Rule, method, prune
+from growprune.settings import check_counts, check_share, check_sparsity
 
 
 @dataclass(frozen=True)

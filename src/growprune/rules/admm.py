@@ -23,7 +23,7 @@ class AdmmRule:
                 f"ADMM needs all weights dense, but storage is {sparse.storage!r}: use storage='masked'"
             )
         self.rule, self._sparse = rule, sparse
-        self._names = tuple(dict.fromkeys(weight.parameter for weight in sparse.editor.weights_of(rule.part)))
+        self._names = tuple(dict.fromkeys(weight.parameter for weight in sparse.editor.counts.weights_of(rule.part)))
         self._iteration = 0
         """How many iterations have begun."""
         self._pulled: set[str] = set()

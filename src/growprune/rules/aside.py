@@ -29,7 +29,7 @@ class Aside:
                 f"{who} needs all weights dense, but storage is {sparse.storage!r}: use storage='masked'"
             )
         self._sparse = sparse
-        self.weights = sparse.editor.weights_of(part)
+        self.weights = sparse.editor.counts.weights_of(part)
         self.names = tuple(dict.fromkeys(weight.parameter for weight in self.weights))
         self.values: dict[str, Tensor] = {}
 

@@ -33,7 +33,7 @@ class DeeprRule:
                 f"pattern='unstructured'"
             )
         self.rule, self._sparse = rule, sparse
-        self._weights = sparse.editor.weights_of(rule.part)
+        self._weights = sparse.editor.counts.weights_of(rule.part)
         self._iteration: dict[str, int] = {}
         """How many steps each parameter has had."""
         self._sign: dict[str, Tensor] = {}
