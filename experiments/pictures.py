@@ -122,18 +122,22 @@ def apart(places: Sequence[float], room: float) -> list[float]:
 
 def frontier(study: str, frame: Frame, unit: str, title: str) -> str:
     """Test scores against the largest share of the weights that ever lived, each plan named at its last point."""
-    body, ends = frame.draw(unit), []
+    body, ends, elsewhere = frame.draw(unit), [], []
+    right, _ = frame.at(0.99, 0)
     for name, colour, points in series(study):
         places = [frame.at(*point) for point in points]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         body.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>' for x, y in places]
-        ends.append((*places[-1], f"{name}, {points[-1][1]:.1f}", colour))
-    right, _ = frame.at(0.99, 0)
-    beside = sorted((end for end in ends if end[0] > right), key=lambda end: end[1])
+        end = (*places[-1], f"{name}, {points[-1][1]:.1f}", colour)
+        if end[0] > right:
+            ends.append(end)
+        else:  # below its point, and off its line
+            elsewhere.append((*end, "middle" if len(points) == 1 else "start"))
+    beside = sorted(ends, key=lambda end: end[1])
     heights = apart([y for _, y, _, _ in beside], 17)  # names at the right edge stand one below the other
     body += [text(x + 10, y + 5, words, colour=c) for (x, _, words, c), y in zip(beside, heights, strict=True)]
-    body += [text(x, y + 22, words, anchor="middle", colour=c) for x, y, words, c in ends if x <= right]
+    body += [text(x, y + 22, words, anchor=anchor, colour=c) for x, y, words, c, anchor in elsewhere]
     return svg(640, 374, body, title)
 
 
