@@ -170,8 +170,9 @@ def _whole_length(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) -> 
 
     if at(epochs=epochs) == epochs:
         return {"epochs": epochs}
-    longest = bisect.bisect_right(range(epochs * per_epoch), False, key=lambda n: at(iterations=n) > epochs)
-    return {"iterations": max(1, longest - 1)}
+    over = bisect.bisect_right(range(epochs * per_epoch), False, key=lambda n: at(iterations=n) > epochs)
+    around = [max(1, over - 1), max(1, over)]
+    return {"iterations": min(around, key=lambda n: abs(at(iterations=n) - epochs))}
 
 
 def _search(recipe: Recipe, S: Partition, epochs: int) -> dict[str, int]:
@@ -180,7 +181,7 @@ def _search(recipe: Recipe, S: Partition, epochs: int) -> dict[str, int]:
     once = replace(recipe, options={**given, "steps": 1, "epochs": 1, "finetune": 0})
     width = round(_length(once, S, 1))  # how many branches a step has
     of_round = max(1, given.get("kappa", len(S)) // max(1, width))
-    rounds = ROUNDS if epochs > ROUNDS * of_round * width else 1
+    rounds = ROUNDS if ROUNDS * of_round * width <= SEARCH * epochs else 1
     steps = given.get("steps", rounds * of_round)
     search = epochs - given["finetune"] if "finetune" in given else round(SEARCH * epochs)
     length = given.get("epochs", max(1, search // (steps * width)))

@@ -94,7 +94,7 @@ def _differences(runs: Sequence[Facts]) -> dict[str, dict[str, list[str]]]:
     """By field that differs: by value, the runs that have it."""
     found = {}
     names = dict.fromkeys(name for run in runs for name in run.fields)
-    if all(run.data for run in runs):  # then there is something better than a name
+    if _are_same_data(runs):  # there is something better than a name
         names.pop("task.data", None)
     for name in names:
         values = _by_value([(run.name, run.fields[name]) for run in runs if name in run.fields])
@@ -103,16 +103,25 @@ def _differences(runs: Sequence[Facts]) -> dict[str, dict[str, list[str]]]:
     return found | _data_differences(runs)
 
 
+def _are_same_data(runs: Sequence[Facts]) -> bool:
+    """Whether data of different names have runs of a common seed, whose first batches are then compared."""
+    seeds: dict[Any, set[int]] = {}
+    for run in runs:
+        seeds.setdefault(run.fields.get("task.data"), set()).add(run.seed)
+    return all(run.data for run in runs) and bool(seeds) and bool(set.intersection(*seeds.values()))
+
+
 def _data_differences(runs: Sequence[Facts]) -> dict[str, dict[str, list[str]]]:
-    """Runs of one seed, whose tasks are alike, must have seen the same first batch."""
-    groups: dict[str, list[Facts]] = {}
+    """Runs whose tasks are alike must have as many batches, and those of one seed have seen the same first one."""
+    groups: dict[str, list[tuple[str, Any]]] = {}
     for run in runs:
         task = {name: value for name, value in run.fields.items() if name.startswith("task.") and name != "task.data"}
         if run.data:
-            groups.setdefault(repr((run.seed, run.fields.get("accumulate"), task)), []).append(run)
+            alike = repr((run.fields.get("accumulate"), task))
+            groups.setdefault(f"{alike} {run.seed}", []).append((run.name, run.data))
+            groups.setdefault(alike, []).append((run.name, {"num_batches": run.data.get("num_batches")}))
     for group in groups.values():
-        values = _by_value([(run.name, run.data) for run in group])
-        if len(values) > 1:
+        if len(values := _by_value(group)) > 1:
             return {"data": values}
     return {}
 

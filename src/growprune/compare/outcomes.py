@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,10 +134,36 @@ def _named_apart(outcomes: Sequence[Outcome], allowed: Sequence[str]) -> list[Ou
     fields = [name for name in varying(known_ones, allowed) if name != "data"]
     named = []
     for outcome, known in zip(outcomes, facts, strict=True):
-        hidden = [name for name in fields if name != "epochs" or _is_plain(outcome.recipe.get("options") or {})]
-        extra = (f"{name}={known.fields[name]}" for name in hidden if name in known.fields)
+        options = outcome.recipe.get("options") or {}
+        hidden = [name for name in fields if name != "epochs" or _is_plain(options)]
+        said = {"epochs": options.get("epochs")} | known.fields  # one that is not finished has them in its recipe only
+        extra = (f"{name}={said[name]}" for name in hidden if said.get(name) is not None)
         named.append(replace(outcome, row=" ".join([outcome.row, *extra])))
+    return _cut_apart(named)
+
+
+def _cut_apart(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Runs of one name that are cut into other parts, or count sparsity elsewhere, are different rows too."""
+    by_name: dict[str, list[Mapping[str, str]]] = {}
+    for outcome in outcomes:
+        by_name.setdefault(outcome.row, []).append(_cut(outcome.recipe))
+    named = []
+    for outcome in outcomes:
+        alike, own = by_name[outcome.row], _cut(outcome.recipe)
+        differing = [name for name in own if len({other[name] for other in alike if name in other}) > 1]
+        named.append(replace(outcome, row=" ".join([outcome.row, *(f"{name}={own[name]}" for name in differing)])))
     return named
+
+
+def _cut(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """The partition and the scope of a sparse run, as far as its recipe says them."""
+    if not recipe or is_dense(recipe):
+        return {}
+    cut = {"scope": str(recipe["scope"])} if "scope" in recipe else {}
+    if isinstance(parts := recipe.get("partition"), dict):  # results of the first format have none
+        kind = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(parts.get("name"))).lower()
+        cut["partition"] = f"{kind}({', '.join(str(value) for key, value in parts.items() if key != 'name')})"
+    return cut
 
 
 def _folders(path: Path) -> list[Path]:
@@ -148,8 +175,13 @@ def _folders(path: Path) -> list[Path]:
     names = ("result.json", "recipe.json")
     if any((path / name).exists() for name in names):
         return [path]
-    below = {file.parent for name in names for file in path.rglob(name) if "earlier" not in file.parts}
+    below = {found.parent for name in names for found in path.rglob(name) if not _is_set_aside(found.relative_to(path))}
     return sorted(below) or [path]
+
+
+def _is_set_aside(below: Path) -> bool:
+    """Whether a file is of what a run had before it was extended."""
+    return "earlier" in below.parts
 
 
 def _of_folder(path: Path) -> Outcome:

@@ -91,9 +91,18 @@ def _parse(text: str) -> Row:
     method, allocation = _method_and_allocation(head)
     find_method(method)  # an unknown one is said now
     settings = tuple((key, value) for key, _, value in (word.partition("=") for word in words))
-    if "allocation" in dict(settings):
-        raise GrowpruneError(f"the row {text!r} sets allocation: write it after the method, as in {method}:erk")
+    _check_settings(text, method, [key for key, _ in settings])
     return Row(method, allocation, settings)
+
+
+def _check_settings(text: str, method: str, keys: Sequence[str]) -> None:
+    ways = {"allocation": f"write it after the method, as in {method}:erk", "sparsity": "give it with --sparsities"}
+    ways |= {"method": "begin a row with it", "seed": "give it with --seeds", "options": "give each as key=value"}
+    for key in keys:
+        if (field := key.partition(".")[0]) in ways:
+            raise GrowpruneError(f"the row {text!r} sets {key}: {ways[field]}")
+        if keys.count(key) > 1:
+            raise GrowpruneError(f"the row {text!r} sets {key} twice: give it once")
 
 
 def _method_and_allocation(head: str) -> tuple[str, str]:

@@ -35,16 +35,15 @@ def paired(ours: BySeed, theirs: BySeed) -> dict[str, Any] | None:
 
 
 def best_rival(row: int, validation: Sequence[BySeed], rivals: Sequence[int], metric: Metric) -> int | None:
-    """The rival with the best mean validation metric over the seeds it has in common with a row; of equals, the first.
+    """Of the rivals that have the most seeds in common with a row, the one with the best mean validation metric there.
 
-    One of which any of these is no number is nobody's best.
+    A rival that lacks seeds would be chosen for its luck with the others. Means are of differences to the row, so that
+    those of different seeds compare. Of equals it is the first; one that has no number there is nobody's best.
 
     >>> best_rival(0, [{0: 9.0}, {0: 1.0, 1: 99.0}, {0: 2.0}], [1, 2], Metric("accuracy"))
     2
     """
-    means = {}
-    for other in rivals:
-        common = [validation[other][seed] for seed in validation[row] if seed in validation[other]]
-        if other != row and (score := mean(common)) is not None:
-            means[other] = score
-    return metric.best(means)
+    ours = {seed: score if math.isfinite(score) else 0.0 for seed, score in validation[row].items()}
+    gaps = {other: gap for other in rivals if other != row and (gap := paired(validation[other], ours))}
+    most = max((gap["count"] for gap in gaps.values()), default=0)
+    return metric.best({other: gap["mean"] for other, gap in gaps.items() if gap["count"] == most})

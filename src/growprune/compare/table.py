@@ -122,8 +122,8 @@ def build(
     groups: dict[tuple[str, float], list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault((outcome.row, outcome.sparsity), []).append(outcome)
-    dense = next((o.epochs for o in outcomes if o.is_dense and o.epochs), None)
-    reference = (budget or {}).get("epochs") or dense
+    dense = _reference(outcomes, metric)
+    reference = (budget or {}).get("epochs") or next((o.epochs for o in outcomes if o.row == dense and o.epochs), None)
     rows = []
     for (name, sparsity), group in groups.items():
         epochs = next((o.epochs for o in group if o.epochs is not None), (planned or {}).get((name, sparsity)))
@@ -131,10 +131,22 @@ def build(
         recipe = group[0].recipe
         options, allocation = recipe.get("options") or {}, str(recipe.get("allocation", ""))
         rows.append(TableRow(name, str(recipe.get("method", "")), allocation, options, sparsity, epochs, runs))
-    _sum_up(rows, metric)
+    _sum_up(rows, metric, next((row for row in rows if row.name == dense), None))
     lower = [f"a lower {metric.name} is better"] if metric.lower_is_better else []
-    said = [*lower, *notes, *_notes(outcomes, rows)]
+    several = sum(row.is_dense for row in rows) > 1
+    which = [f"vs dense is against {dense}, of all dense rows the best by validation"] if dense and several else []
+    said = [*lower, *notes, *which, *_notes(outcomes, rows)]
     return Comparison(base, budget or {}, metric.name, metric.lower_is_better, said, rows)
+
+
+def _reference(outcomes: Sequence[Outcome], metric: Metric) -> str | None:
+    """The name of the dense row that others are compared with; of several, as with other lengths, the best."""
+    scores: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        if outcome.is_dense and outcome.result is not None:
+            scores.setdefault(outcome.row, []).append(outcome.result["validation"][metric.name])
+    means = {row: score for row, values in scores.items() if (score := mean(values)) is not None}
+    return metric.best(means) or next(iter(scores), None)
 
 
 def _figures(outcome: Outcome, metric: str, reference: float | None) -> dict[str, Any]:
@@ -165,9 +177,8 @@ def _share(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-def _sum_up(rows: Sequence[TableRow], metric: Metric) -> None:
+def _sum_up(rows: Sequence[TableRow], metric: Metric, dense: TableRow | None) -> None:
     validation = [row.values("validation") for row in rows]
-    dense = next((row for row in rows if row.is_dense), None)
     for row in rows:
         row.summary["reached"] = _mean(row, "reached")
     for index, row in enumerate(rows):
