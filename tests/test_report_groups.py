@@ -15,6 +15,7 @@ from growprune.report.chart import styles_for
 from growprune.report.groups import Group, group_runs
 from growprune.report.over_time import charts_over_time
 from growprune.report.page import render
+from growprune.report.schedule import _parse, schedule_chart
 from growprune.report.tables import means
 from report_runs import history, phase, recipe, result, row, write_run
 
@@ -215,3 +216,84 @@ def test_a_phase_without_iterations_is_no_division_by_zero(tmp_path: Path) -> No
     epoch = {"event": "epoch", "index": 0, **row(1, 0, 1000), "epoch": 0}
     write_run(tmp_path / "run", made, events=[odd, epoch])
     assert render(find_runs([tmp_path]), "")
+
+
+def test_runs_of_unequal_flops_are_not_called_equal_because_one_of_them_is(tmp_path: Path) -> None:
+    for method, epochs, flops in (("rigl", 2, 1.00e9), ("gmp", 2, 2.00e9), ("set_", 4, 1.02e9)):
+        write(tmp_path / method, method, 0.9, epochs=epochs, training_flops=flops)
+    assert {group.budget: labels(group) for group in groups_of(tmp_path)} == {
+        "2 epochs": {"gmp 0.9": 1, "rigl 0.9": 1},
+        "4 epochs": {"set 0.9": 1},
+    }
+
+
+def test_the_dense_runs_of_the_same_length_are_the_reference_and_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "long", "dense", 0.0, 96.0, epochs=100)
+    write(tmp_path / "short", "dense", 0.0, 90.0, epochs=20)
+    write(tmp_path / "gmp", "gmp", 0.9, 90.5, epochs=20)
+    (group,) = groups_of(tmp_path)
+    assert {line[0]: line[4] for line in means(group)}["gmp 0.9"] == "+0.50"
+    page = render(find_runs([tmp_path]), "")
+    assert "Without removing anything (dense, epochs 20), accuracy on test data is 90.00." in page
+    assert "gmp reaches accuracy 90.50 on test data, 0.50 above dense." in page
+
+
+def test_of_dense_runs_of_one_length_the_best_on_validation_data_is_the_reference(tmp_path: Path) -> None:
+    for rate, score in {0.1: 92.0, 0.5: 60.0, 0.05: 91.0}.items():
+        write(tmp_path / str(rate), "dense", 0.0, score, recipe={"optimizer": {"lr": rate}})
+    write(tmp_path / "gmp", "gmp", 0.9, 90.0, recipe={"optimizer": {"lr": 0.5}})
+    (group,) = groups_of(tmp_path)
+    assert group.reference is not None and group.reference.label == "dense, optimizer.lr 0.1"
+    assert {line[0]: line[4] for line in means(group)}["gmp 0.9"] == "-2.00"
+
+
+def write_begun(folder: Path, method: str, seed: int) -> Path:
+    """A run of which one epoch is done, with a tenth of the weights alive."""
+    epoch = {"event": "epoch", "index": 0, **row(1, 0, 100, validation={"accuracy": 10.0})}
+    return write_run(folder, recipe(method, 0.9, seed), events=[phase(0, 0, "train", 20, 100), epoch])
+
+
+def test_a_seed_that_is_not_finished_changes_nothing_of_those_that_are(tmp_path: Path) -> None:
+    write(tmp_path / "off", "gmp", 0.9, 99.0, seed=1, epochs=4)
+    off = tmp_path / "off" / "result.json"
+    changed = json.loads(off.read_text())
+    changed["sparsity"]["totals"] |= {"alive": 500, "sparsity": 0.5}
+    off.write_text(json.dumps(changed))
+    write(tmp_path / "rigl", "rigl", 0.9, 90.5, epochs=4)
+    (alone,) = groups_of(tmp_path)
+    write_begun(tmp_path / "begun", "gmp", 0)
+    (beside,) = groups_of(tmp_path)
+    assert means(beside) == means(alone)
+    assert {line[0]: (line[2], line[5]) for line in means(beside)}["gmp 0.9"] == ("4", "0.5, not 0.9")
+    assert labels(beside) == {"gmp 0.9": 1, "gmp, unfinished 0.9": 1, "rigl 0.9": 1}
+    assert "At sparsity 0.9, rigl reaches accuracy 90.50" in render(find_runs([tmp_path]), "")
+
+
+def test_curves_of_finished_seeds_are_whole_and_those_of_unfinished_ones_stand_beside(tmp_path: Path) -> None:
+    write(tmp_path / "whole", "rigl", 0.9, seed=1, epochs=3)
+    write_begun(tmp_path / "begun", "rigl", 0)
+    (group,) = groups_of(tmp_path)
+    quality = next(iter(charts_over_time(group, styles_for(group.cells))))
+    assert quality.columns[1:] == ["rigl 0.9", "rigl, unfinished 0.9"]
+    assert quality.rows == [[1, 51.0, 10.0], [2, 52.0, None], [3, 53.0, None]]
+
+
+def test_the_schedule_of_an_unfinished_run_is_as_sparse_as_it_is(tmp_path: Path) -> None:
+    write(tmp_path / "gmp", "gmp", 0.9)
+    write_begun(tmp_path / "begun", "rigl", 0)
+    chart = schedule_chart(groups_of(tmp_path)[0])
+    assert chart is not None
+    assert [line for line in chart.rows if "rigl" in str(line[0])] == [("rigl 0.9", 0.0, 2.0, 0.1)]
+
+
+def test_a_run_that_is_given_as_a_folder_and_as_its_result_is_one(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", "gmp", 0.9)
+    assert [record.path for record in find_runs([folder, folder / "result.json"])] == [folder]
+    assert len(find_runs([folder / "result.json"])) == 1
+
+
+def test_an_edit_that_says_how_layers_share_it_names_its_part_alone() -> None:
+    assert [part for _, part, _, _ in _parse("prune 0.1 of all spread by ranking, grow S1 to 0.5 spread by live")] == [
+        "all",
+        "S1",
+    ]

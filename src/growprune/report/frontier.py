@@ -185,7 +185,7 @@ def _trace(cells: list[Cell], cost: Cost, styles: Styles) -> Json:
 def _dense(cell: Cell, cost: Cost, xs: list[float]) -> list[Json]:
     """The dense model as a line, and as a point where it has a place on the axis."""
     x, y = cell.mean(cost.of), cell.mean(quality)
-    name = f"{cell.label}, {cell.first.epochs} epochs" if not cell.variant else cell.label
+    name = f"{cell.label}, {cell.epochs} epochs" if not cell.variant else cell.label
     ends = [min(xs), max(xs)] if x is None or cost.name == "sparsity" else [min(*xs, x), max(*xs, x)]
     if cost.name == "sparsity" or ends[0] == ends[1]:
         ends = [ends[0] * 0.98, ends[1] * 1.02]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -39,7 +39,7 @@ SAME_FLOPS = 0.05
 
 @dataclass(frozen=True)
 class Cell:
-    """Runs that differ by their seed alone."""
+    """Runs that differ by their seed alone, all of them finished or none."""
 
     method: str
     variant: str
@@ -62,6 +62,10 @@ class Cell:
     @property
     def first(self) -> Record:
         return self.records[0]
+
+    @property
+    def epochs(self) -> int:
+        return self.first.epochs
 
     def values(self, of: Callable[[Record], float | None]) -> list[float]:
         return [value for record in self.records if (value := of(record)) is not None]
@@ -91,8 +95,23 @@ class Group:
         return [cell for cell in self.cells if cell.is_dense]
 
     @property
+    def reference(self) -> Cell | None:
+        """The dense runs that others are compared with: as long as these if there are such, and the best of them."""
+        finished = [cell for cell in self.dense if cell.first.is_finished]
+        lengths = {record.epochs for cell in self.sparse for record in cell.records if record.is_finished}
+        fitting = [cell for cell in finished if cell.epochs in lengths] or finished
+        return best_by_validation(fitting, self.metric) or next(iter(fitting), None)
+
+    @property
     def metric(self) -> Metric:
         return next((cell.first.metric for cell in self.cells if cell.first.metric.name), Metric("metric"))
+
+
+def best_by_validation(cells: Sequence[Cell], metric: Metric) -> Cell | None:
+    """None if there is nothing but test data, which choose nothing."""
+    scores = {n: cell.mean(lambda record: record.validation) for n, cell in enumerate(cells)}
+    best = metric.best({n: score for n, score in scores.items() if score is not None})
+    return None if best is None else cells[best]
 
 
 def group_runs(records: Sequence[Record]) -> list[Group]:
@@ -166,8 +185,8 @@ def _joined_by_flops(by_epochs: Mapping[int, list[Record]]) -> dict[str, list[Re
     ranges = {epochs: flops for epochs, records in by_epochs.items() if (flops := _flops(records)) is not None}
     joined: list[list[int]] = []
     for epochs in sorted(ranges, key=lambda epochs: ranges[epochs]):
-        least = ranges[joined[-1][0]][0] if joined else 0.0
-        if ranges[epochs][1] <= (1 + SAME_FLOPS) * least:
+        together = [ranges[other] for other in [*(joined[-1] if joined else ()), epochs]]
+        if joined and max(most for _, most in together) <= (1 + SAME_FLOPS) * together[0][0]:
             joined[-1].append(epochs)
         else:
             joined.append([epochs])
@@ -208,8 +227,18 @@ def _cells(records: Sequence[Record]) -> list[Cell]:
             variant = ", ".join(_say(name, setting[name]) for name in names if setting.get(name) is not None)
             found.setdefault((record.sparsity, variant), []).append(record)
         for (sparsity, variant), same in found.items():
-            cells.append(Cell(method, variant, sparsity, tuple(sorted(same, key=lambda record: record.seed))))
+            cells += [Cell(method, *apart) for apart in _by_finish(sparsity, variant, same)]
     return sorted(cells, key=lambda cell: (not cell.is_dense, cell.method, cell.variant, cell.sparsity))
+
+
+def _by_finish(sparsity: float, variant: str, same: list[Record]) -> Iterator[tuple[str, float, tuple[Record, ...]]]:
+    """What is not finished stands beside what is, as means of both would be of neither."""
+    for is_finished in (True, False):
+        records = sorted((r for r in same if r.is_finished is is_finished), key=lambda record: record.seed)
+        is_other = not is_finished and len(records) < len(same)
+        name = ", ".join(filter(None, [variant, "unfinished" if is_other else ""]))
+        if records:
+            yield name, sparsity, tuple(records)
 
 
 def _telling(settings: Sequence[dict[str, Any]]) -> list[str]:

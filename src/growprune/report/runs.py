@@ -153,7 +153,8 @@ def find_runs(paths: Sequence[Path]) -> list[Record]:
     places: dict[Path, Path] = {}
     for given in paths:
         for place in _places(Path(given)):
-            places.setdefault(place.resolve(), place)
+            is_of_folder = place.is_file() and place.name == "result.json"  # which has more to show
+            places.setdefault((place.parent if is_of_folder else place).resolve(), place)
     if not any(_is_run(place) for place in places):
         raise GrowpruneError(f"{', '.join(map(str, paths))} holds no run: none has a recipe.json or a result.json")
     names = _names(list(places))

@@ -18,7 +18,7 @@ MIN_SHARE = 0.07
 
 _EDIT = re.compile(
     r"(prune|grow) (?:([\d.e-]+) (?:more )?of (.+?)|(.+?) to (dense|[\d.e-]+))"
-    r"(?: by \w+| at random)?(?: within [\d.e-]+)?$"
+    r"(?: by \w+| at random)?(?: spread by \w+)?(?: within [\d.e-]+)?$"
 )
 
 
@@ -49,7 +49,8 @@ class Lane:
 
 def schedule_chart(group: Group) -> Chart | None:
     """Of every method of a group, how dense what was when; of runs that differ by their seed, the first."""
-    lanes = [lane for cell in group.cells for lane in _lanes(cell, len(group.cells) > 1)]
+    size = next((r.prunable for cell in group.cells for r in cell.records if r.prunable), None)
+    lanes = [lane for cell in group.cells for lane in _lanes(cell, len(group.cells) > 1, size)]
     if not lanes:
         return None
     rows = [row for lane in lanes for row in _rows(lane)]
@@ -99,7 +100,8 @@ def _name(density: float) -> str:
     return "dense" if density == 1 else f"{density:.2g}"
 
 
-def _lanes(cell: Cell, is_named: bool) -> list[Lane]:
+def _lanes(cell: Cell, is_named: bool, prunable: int | None) -> list[Lane]:
+    """Of a run that is not finished, the size is that of others, if there are any."""
     record = next((record for record in cell.records if record.phases), cell.first)
     spans = _spans(record)
     if not spans:
@@ -108,7 +110,7 @@ def _lanes(cell: Cell, is_named: bool) -> list[Lane]:
     before = f"{cell.label}: " if is_named else ""
     if 0 < len(parts) <= MAX_PARTS and all(_is_known(span.edits) for span in spans):
         return [_lane(f"{before}{part}", states) for part, states in _part_states(record, spans, parts).items()]
-    size = record.prunable or max(span.alive for span in spans)
+    size = record.prunable or prunable or max(span.alive for span in spans)
     whole = [(_end(same), max(span.alive for span in same) / size) for same in _by_time(spans)]
     return [_lane(f"{before}whole model" if before == "" else cell.label, whole)]
 

@@ -25,13 +25,13 @@ UNKNOWN = "-"
 
 def means(group: Group) -> list[list[str]]:
     """A row for each of the finished runs of a group that differ by more than their seed."""
-    dense = next((mean for cell in group.dense if (mean := cell.mean(quality)) is not None), None)
+    dense = None if group.reference is None else group.reference.mean(quality)
     finished = [cell for cell in group.cells if cell.mean(quality) is not None]
     return [list(_cells(cell, dense)) for cell in finished]
 
 
 def _cells(cell: Cell, dense: float | None) -> Iterator[str]:
-    yield from (cell.label, str(len(cell.values(quality))), str(cell.first.epochs), spread(cell, quality))
+    yield from (cell.label, str(len(cell.values(quality))), str(cell.epochs), spread(cell, quality))
     gap = (cell.mean(quality) or 0.0) - (dense or 0.0)
     said = "nan" if math.isnan(gap) else f"{gap:+.{decimals(dense)}f}"
     yield "" if dense is None or cell.is_dense else said

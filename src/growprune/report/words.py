@@ -10,9 +10,9 @@ from pathlib import PurePath
 from typing import Any
 
 from growprune.methods import METHODS
-from growprune.metric import Metric, decimals, in_full
+from growprune.metric import decimals, in_full
 from growprune.report.frontier import quality
-from growprune.report.groups import Cell, Group, group_runs, what_differs
+from growprune.report.groups import Cell, Group, best_by_validation, group_runs, what_differs
 from growprune.report.runs import Record
 from growprune.report.tables import duration, is_off, spread
 
@@ -60,28 +60,22 @@ def _trained(group: Group) -> str:
 
 def _how_good(group: Group, finished: Sequence[Cell]) -> list[str]:
     sentences, what = [], group.metric.name + group.metric.direction
-    dense = next((cell for cell in finished if cell.is_dense), None)
+    dense = group.reference
     if dense is not None:
-        sentences.append(f"Without removing anything, {what} on test data is {spread(dense, quality)}.")
+        which = f" ({dense.label})" if sum(cell.is_dense for cell in finished) > 1 else ""
+        sentences.append(f"Without removing anything{which}, {what} on test data is {spread(dense, quality)}.")
     sparse = [cell for cell in finished if not cell.is_dense]
     for sparsity in sorted({cell.sparsity for cell in sparse}):
         cells = [cell for cell in sparse if cell.sparsity == sparsity]
         cells = [cell for cell in cells if not is_off(cell)] or cells  # who misses it has it easier
-        if (best := _best(cells, group.metric)) is None:  # nothing but test data, which choose nothing
+        best = cells[0] if len(cells) == 1 else best_by_validation(cells, group.metric)
+        if best is None:
             continue
         who = f"{best.series}, the best of {len(cells)} on validation data," if len(cells) > 1 else best.series
         score = f"{group.metric.name} {spread(best, quality)}"
         text = f"At sparsity {in_full(sparsity)}, {who} reaches {score} on test data"
         sentences.append(text + (f", {_gap(best, dense)}." if dense is not None else "."))
     return sentences
-
-
-def _best(cells: Sequence[Cell], metric: Metric) -> Cell | None:
-    if len(cells) == 1:
-        return cells[0]
-    scores = {n: cell.mean(lambda record: record.validation) for n, cell in enumerate(cells)}
-    best = metric.best({n: score for n, score in scores.items() if score is not None})
-    return None if best is None else cells[best]
 
 
 def _gap(cell: Cell, dense: Cell) -> str:
