@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -523,3 +523,43 @@ def test_a_model_is_compiled_as_one_graph_again_when_nobody_looks_at_gradients_a
         train_step(model, optimizer, iteration)
     assert cursor.is_over
     train_step(torch.compile(model, backend="aot_eager", fullgraph=True), optimizer, 4)
+
+
+# Several optimizers
+
+
+class Pair(nn.Module):
+    """A generator, and a discriminator through which its loss goes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.g, self.d = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+
+    def loss(self, name: str, x: Tensor) -> Tensor:
+        """Of the discriminator its own, with what is made taken as it is; of the generator through both."""
+        made = self.g(x)
+        return self.d(made.detach()).square().sum() if name == "d" else (1 - self.d(made)).square().sum()
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize("by", [By.GRADIENT, By.MOMENTUM])
+@pytest.mark.parametrize("order", ["gd", "dg"])
+def test_with_several_optimizers_each_weight_is_looked_at_by_the_loss_it_is_trained_with(
+    order: str, by: By, storage: Literal["masked", "compact"]
+) -> None:
+    model, x = Pair(), torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    own = {name: torch.autograd.grad(model.loss(name, x), getattr(model, name).weight)[0] for name in "gd"}
+    sparse = SparseModel(model, sparsity=0.5, storage=storage)
+    optimizers = {name: torch.optim.SGD(getattr(model, name).parameters(), lr=0.0) for name in order}
+    for optimizer in optimizers.values():
+        sparse.attach(optimizer)
+    sparse.gradients.watch(by)
+    for _ in range(2):
+        for name in order:
+            model.zero_grad()
+            model.loss(name, x).backward()
+            optimizers[name].step()
+    weight = 1 - 0.9**2 if by is By.MOMENTUM else 1.0  # of an average over two iterations that are alike
+    for name in order:
+        torch.testing.assert_close(sparse.gradients.scores(by, f"{name}.weight"), weight * own[name])

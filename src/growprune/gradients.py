@@ -8,7 +8,7 @@ if an iteration is known to have one backward pass, only the best candidates for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -47,14 +47,14 @@ class Gradients:
     def __init__(self, parameters: Mapping[str, SparseParameter]) -> None:
         self._parameters = parameters
         self._sums: dict[str, Tensor] = {}
-        """Of the last iteration that was watched, by parameter; flat and sparse if only some are kept."""
+        """Of the iteration that is going on, by parameter; flat and sparse if only some are kept."""
+        self._ended: dict[str, Tensor] = {}
+        """The same of the last iteration that was watched and is over: what edits look at."""
         self._averages: dict[str, Tensor] = {}
         self._passes: dict[str, int] = {}
         """By parameter: the backward pass that its last gradient came from."""
-        self._is_over = False
-        """Whether the iteration that the sums are of is over."""
         self._is_hessian = False
-        """Whether the sums are of the Hessian times the gradient."""
+        """Whether what edits look at is the Hessian times the gradient."""
         self._watched: By | None = None
         self._keep: Keep | None = None
         self.add_up: Callable[[Tensor], Tensor] | None = None
@@ -83,8 +83,8 @@ class Gradients:
 
     def _add(self, name: str, gradient: Tensor) -> None:
         """Take a gradient in: the first of an iteration, or one more of it."""
-        if self._is_over or self._is_hessian:
-            self._sums, self._is_over, self._is_hessian = {}, False, False
+        if self._is_hessian:
+            self._ended, self._is_hessian = {}, False
         parameter, before, now = self._parameters[name], self._sums.get(name), current_backward()
         if self._passes.get(name) != now and parameter.is_first_gradient:
             before = None  # gradients were emptied without a step, as after one that a GradScaler has skipped
@@ -94,6 +94,8 @@ class Gradients:
         if self.shares is not None:
             gradient = self.shares.cut(gradient.reshape(-1))
             which = None if which is None else self.shares.cut(which.reshape(-1))
+        if self._watched is By.MOMENTUM:  # for many iterations: what is over makes room
+            self._ended.pop(name, None)
         if before is None:
             self._sums[name] = gradient.clone() if which is None else _only(which, gradient)
         elif self._keep is not None:
@@ -105,36 +107,37 @@ class Gradients:
         else:  # not in place: a state that was taken does not change
             self._sums[name] = before + gradient
 
-    def end_iteration(self, *, scale: Tensor | None = None) -> None:
-        """An optimizer has stepped: what is watched next belongs to another iteration.
+    def end_iteration(self, *, of_others: Container[str] = (), scale: Tensor | None = None) -> None:
+        """An optimizer has stepped: what is watched of its weights from now on belongs to another iteration.
 
         Args:
+            of_others: parameters that other optimizers train, whose iteration ends with a step of these. A backward
+                pass may still reach them, as that of a generator goes through the discriminator.
             scale: what the loss was multiplied by, if that is known. It is the same for all weights, so that a ranking
                 does not change with it; but an average over iterations does, as it may be another in each.
         """
-        if self._watched is None or self._is_over or not self._sums:
+        ended = [name for name in self._sums if name not in of_others]
+        if self._watched is None or not ended:
             return
-        self._is_over = True
-        self._add_up_sums()
-        if self._watched is By.MOMENTUM:
-            for name, total in self._sums.items():
-                total = total if scale is None else total / scale
-                average = self._averages.get(name, torch.zeros_like(total))
-                self._averages[name] = average.mul(DECAY).add_(total, alpha=1 - DECAY)
+        totals = self._over_replicas({name: self._sums.pop(name) for name in ended})
+        self._ended = {name: self._ended[name] for name in self._ended if name in of_others} | totals
+        for name, total in totals.items() if self._watched is By.MOMENTUM else ():
+            total = total if scale is None else total / scale
+            average = self._averages.get(name, torch.zeros_like(total))
+            self._averages[name] = average.mul(DECAY).add_(total, alpha=1 - DECAY)
 
-    def _add_up_sums(self) -> None:
-        if self.add_up is not None:
-            self._sums = {name: self.add_up(total) for name, total in self._sums.items()}
+    def _over_replicas(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+        return totals if self.add_up is None else {name: self.add_up(total) for name, total in totals.items()}
 
     def are_seen(self, by: By) -> bool:
         """Whether there is what an edit looks at, of an iteration that an attached optimizer has ended."""
         if by is By.GRASP:
             return self._is_hessian
-        return bool(self._averages) if by is By.MOMENTUM else bool(self._sums) and self._is_over
+        return bool(self._averages) if by is By.MOMENTUM else bool(self._ended) and not self._is_hessian
 
     def scores(self, by: By, name: str) -> Tensor:
         """What an edit ranks the weights of a parameter by; its sign counts for GraSP alone."""
-        found = self._averages if by is By.MOMENTUM else self._sums
+        found = self._averages if by is By.MOMENTUM else self._ended
         parameter = self._parameters[name]
         if not self.are_seen(by):
             self._check_trained(by)
@@ -160,11 +163,11 @@ class Gradients:
         """What this process keeps of the gradient of a parameter, flat. Of a sharded model only."""
         assert self.shares is not None
         parameter = self._parameters[name]
-        if name not in self._sums:
+        if name not in self._ended:
             self.scores(By.GRADIENT, name)  # which says so if none were seen
             nothing = torch.zeros(1, device=parameter.parameter.device)
             return self.shares.cut(nothing.expand(parameter.shape.numel()))
-        return self._sums[name].to_dense() if self._sums[name].is_sparse else self._sums[name]
+        return self._ended[name].to_dense() if self._ended[name].is_sparse else self._ended[name]
 
     def _whole(self, name: str, total: Tensor) -> Tensor:
         total = total.to_dense() if total.is_sparse else total
@@ -172,11 +175,11 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget everything; edits that needed it are done."""
-        self._sums, self._averages, self._is_over, self._is_hessian = {}, {}, False, False
+        self._sums, self._ended, self._averages, self._is_hessian = {}, {}, {}, False
 
     def flags(self) -> dict[str, bool]:
-        """What the sums are of."""
-        return {"is_over": self._is_over, "is_hessian": self._is_hessian}
+        """What edits would look at."""
+        return {"is_over": bool(self._ended), "is_hessian": self._is_hessian}
 
     @property
     def averages(self) -> dict[str, Tensor]:
@@ -185,23 +188,24 @@ class Gradients:
 
     def all_shares(self) -> dict[str, Tensor]:
         """What this process keeps of all gradients, flat, by parameter."""
-        sums = {name: total.to_dense() if total.is_sparse else total for name, total in self._sums.items()}
+        sums = {name: total.to_dense() if total.is_sparse else total for name, total in self._ended.items()}
         return {name: total.reshape(-1) for name, total in sums.items()}
 
     def take_shares(self, parts: Mapping[str, Tensor]) -> None:
         """Take back what `all_shares` gave, of as many processes as there are now."""
         shapes = {name: (-1,) if self.shares is not None else self._parameters[name].shape for name in parts}
-        self._sums = {name: part.view(shapes[name]) for name, part in parts.items()}
+        self._ended = {name: part.view(shapes[name]) for name, part in parts.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        sums = {name: self._whole(name, total) for name, total in self._sums.items()}
+        sums = {name: self._whole(name, total) for name, total in (self._ended or self._sums).items()}
         return {"sums": sums, "averages": self.averages, **self.flags()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for mine, stored in ((self._sums, state["sums"]), (self._averages, state["averages"])):
-            mine.clear()
+        self.clear()
+        sums = self._ended if state["is_over"] else self._sums
+        for mine, stored in ((sums, state["sums"]), (self._averages, state["averages"])):
             mine |= {name: tensor.to(self._parameters[name].parameter.device) for name, tensor in stored.items()}
-        self._is_over, self._is_hessian = state["is_over"], state["is_hessian"]
+        self._is_hessian = state["is_hessian"]
 
     # Before any training
 
@@ -210,8 +214,8 @@ class Gradients:
         self._check_trained(by)
         self.clear()
         if by is By.GRASP:
-            self._sums, self._is_hessian = self._hessian_gradient(losses), True
-            self._add_up_sums()  # replicas choose by the same bits, whatever their GPUs make of the same batch
+            # replicas choose by the same bits, whatever their GPUs make of the same batch
+            self._ended, self._is_hessian = self._over_replicas(self._hessian_gradient(losses)), True
             return
         model.zero_grad(set_to_none=True)  # what was there is of other losses
         self.watch(by)

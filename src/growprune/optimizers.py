@@ -147,6 +147,12 @@ class Optimizers:
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [(name, s) for name, s in self._sparse_parameters.items() if id(s.parameter) in ids]
 
+    def trained_by_others(self, optimizer: Optimizer) -> set[str]:
+        """The names of parameters that other attached optimizers train, and this one does not."""
+        others = [other for other in tuple(self.attached) if other is not optimizer]
+        own = {name for name, _ in self.trained_by(optimizer)}
+        return {name for other in others for name, _ in self.trained_by(other)} - own
+
     def learning_rates(self, optimizer: Optimizer) -> dict[str, float]:
         """Those of the parameters that an optimizer trains, by name; not a number, if it sets them by itself."""
         rates = {id(p): group.get("lr") for group in optimizer.param_groups for p in group["params"]}

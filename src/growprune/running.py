@@ -88,6 +88,8 @@ def _after_step(
     sparse = reference()
     if sparse is None or is_skipped(optimizer):
         return
-    sparse.gradients.end_iteration(scale=vars(optimizer).get("grad_scale"))
+    if sparse.gradients.is_watching:
+        others = optimizers.trained_by_others(optimizer)
+        sparse.gradients.end_iteration(of_others=others, scale=vars(optimizer).get("grad_scale"))
     if sparse.rule is not None:
         sparse.rule.after_step(optimizers.learning_rates(optimizer))
