@@ -166,6 +166,16 @@ def test_a_model_made_dense_is_plain_and_computes_the_same(name: str, storage: s
     assert not [hook for m in sparse.model.modules() for hook in m._load_state_dict_pre_hooks.values()]
 
 
+def test_a_layer_of_several_compact_weights_becomes_a_plain_one() -> None:
+    model = nn.MultiheadAttention(8, 2, kdim=4, vdim=4)
+    sparse = SparseModel(model, sparsity=0.75, storage="compact")
+    sparse.prune()
+    before, alive = {name: tensor.clone() for name, tensor in model.state_dict().items()}, sparse.num_alive
+    sparse.to_dense_()
+    assert type(model) is nn.MultiheadAttention and sparse.num_alive == alive
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", MODELS)

@@ -340,6 +340,18 @@ def test_models_that_cannot_be_made_sparse_are_refused() -> None:
         gp.SparseModel(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64)), sparsity=0.5)
 
 
+def test_a_partition_of_a_model_without_layers_says_how_to_have_some() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(8, 8))
+
+    for cut in (gp.Partition.contiguous, gp.Partition.balanced):
+        with pytest.raises(ValueError, match=r"the model has no layers to cut: name parameters with include=\[...\]"):
+            cut(Table(), 1)
+        assert len(cut(Table(), 1, include=["table"])) == 1
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_a_layer_of_no_weights_is_left_alone(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(0, 5), nn.Linear(5, 4))
@@ -378,6 +390,19 @@ def test_an_optimizer_made_before_a_compact_edit_is_refused_after_it() -> None:
     sparse.prune()
     with pytest.raises(ValueError, match="the optimizer holds compact weights as they were before an edit"):
         sparse.attach(optimizer)
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_a_weight_that_is_computed_since_is_noticed(is_attached: bool) -> None:
+    model = mlp()
+    sparse = pruned(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if is_attached:
+        sparse.attach(optimizer)
+    weight_norm(model[2])
+    message = "a ParametrizedLinear of the sparse model has no parameter weight any more, as after weight_norm"
+    with pytest.raises(ValueError, match=message):
+        step(model, optimizer) if is_attached else sparse.attach(optimizer)
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])
