@@ -123,6 +123,16 @@ def test_pickling_a_compact_model_says_what_to_do(name: str) -> None:
             write(sparse.model)
 
 
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_pickling_a_sparse_model_or_a_cursor_says_what_to_do(storage: str) -> None:
+    sparse, _ = made("mlp", storage)
+    cursor = gp.Cursor(sparse, gp.methods.dense(gp.Partition.contiguous(sparse.model, 1), epochs=1))
+    for thing in (sparse, cursor):
+        with pytest.raises(GrowpruneError, match=r"a SparseModel cannot be pickled: keep its state_dict\(\)"):
+            pickle.dumps(thing)
+        assert copy.deepcopy(thing) is not thing
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_copies_of_a_compact_model_compute_the_same_and_deep_ones_are_independent(name: str) -> None:
     sparse, x = made(name, "compact")

@@ -320,6 +320,16 @@ def test_advancing_backwards_is_refused() -> None:
         Cursor(sparse, steps_of(S)).advance(-1)
 
 
+@pytest.mark.parametrize("iteration", ["3", 2.5, None, True])
+def test_iterations_are_whole_numbers(iteration: Any) -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, steps_of(S))
+    with pytest.raises(GrowpruneError, match=r"^advance was given .*, but takes how many iterations are done: [^\n]*$"):
+        cursor.advance(iteration)
+    cursor.advance(torch.tensor(1))  # type: ignore[arg-type]
+    assert cursor.iteration == 1 and type(cursor.iteration) is int
+
+
 def test_a_state_of_another_plan_is_refused_and_changes_nothing() -> None:
     sparse, S = make()
     cursor = Cursor(sparse, gmp(S, sparsity=0.75, iterations=8, every=2))

@@ -114,6 +114,7 @@ class Cursor:
 
         Call it with 0 before the first iteration.
         """
+        iteration = _whole(iteration)
         if iteration < self.iteration:
             raise GrowpruneError(
                 f"advance({iteration}) goes backwards: {self.iteration} iterations of the plan are done; "
@@ -321,6 +322,15 @@ class Cursor:
             and functools.reduce(_onward, known, "") == state["trail"]
             and (is_end or not state["is_over"])
         )
+
+
+def _whole(iteration: int) -> int:
+    whole = plain(iteration)
+    if isinstance(whole, bool) or not isinstance(whole, int):
+        raise GrowpruneError(
+            f"advance was given {iteration!r}, but takes how many iterations are done: give a whole number, such as 3"
+        )
+    return whole
 
 
 def _check(sparse: SparseModel, schedule: Sequence[ScheduledPhase]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from growprune.errors import GrowpruneError
 from growprune.plan import By
@@ -210,7 +211,8 @@ class Gradients:
         self._check_trained(by)
         self.clear()
         if by is By.GRASP:
-            self._sums, self._is_hessian = self._hessian_gradient(losses), True
+            with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+                self._sums, self._is_hessian = self._hessian_gradient(losses), True
             self._add_up_sums()  # replicas choose by the same bits, whatever their GPUs make of the same batch
             return
         model.zero_grad(set_to_none=True)  # what was there is of other losses

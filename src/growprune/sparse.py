@@ -424,6 +424,18 @@ class SparseModel:
                 alone[id(passing)] = None
         return copy.deepcopy(self, alone)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
+        memo[id(self)] = clone = object.__new__(type(self))
+        vars(clone).update(copy.deepcopy(vars(self), memo))
+        return clone
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Whatever pickles would lose the optimizers that are attached, and in silence."""
+        raise GrowpruneError(
+            "a SparseModel cannot be pickled: keep its state_dict() and its model's, or write a file with "
+            "growprune.save(sparse, path)"
+        )
+
     # State
 
     def state_dict(self) -> dict[str, Any]:
