@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import growprune as gp
+from growprune.errors import GrowpruneError
 from growprune.methods import cyclic_gap, one_shot
 from growprune.plan import By, Edit
 
@@ -338,6 +340,48 @@ def test_models_that_cannot_be_made_sparse_are_refused() -> None:
         gp.SparseModel(nn.Sequential(nn.LazyLinear(4)), sparsity=0.5)
     with pytest.raises(ValueError, match=r"0.weight is complex, which cannot be pruned"):
         gp.SparseModel(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64)), sparsity=0.5)
+
+
+def mistaken(model: Any, path: Path) -> list[tuple[str, Callable[[], object]]]:
+    """What is easily given in place of another thing, and what is said of it."""
+    sparse: Any = pruned(model)
+    plan: Any = one_shot(gp.Partition.contiguous(model, 1), sparsity=0.5, epochs=1, finetune=1)
+    uncalled: Any = one_shot
+    text: Any = "gmp"
+    return [
+        ("Cursor was given a Sequential, but takes a SparseModel", lambda: gp.Cursor(model, plan)),
+        ("save was given a Sequential, but takes a SparseModel", lambda: gp.save(model, path)),
+        ("the plan is 'gmp', but must be a plan or a list of phases", lambda: gp.Cursor(sparse, text)),
+        ("the plan is <function one_shot .*>, but must be a plan", lambda: gp.Cursor(sparse, uncalled)),
+        ("attach was given a Sequential, but takes an optimizer", lambda: sparse.attach(model)),
+        ("attach was given a NoneType, but takes an optimizer", lambda: sparse.attach(None)),
+        ("the part is '0', but must be a Part", lambda: sparse.prune("0")),
+        (
+            "the state has no .*position.*: give what",
+            lambda: gp.Cursor(sparse, plan).load_state_dict({}),
+        ),
+        ("the model is a generator, but must be a module", lambda: gp.SparseModel(model.parameters(), sparsity=0.5)),
+        ("losses is <function .*>, but must be a list", lambda: sparse.score(By.SNIP, lambda: torch.zeros(1))),
+        ("losses is empty, but must be a list of functions", lambda: sparse.score(By.SNIP, [])),
+    ]
+
+
+@pytest.mark.parametrize("index", range(11))
+def test_what_is_given_in_place_of_another_thing_is_named(index: int, tmp_path: Path) -> None:
+    message, act = mistaken(mlp(), tmp_path / "model.safetensors")[index]
+    with pytest.raises(GrowpruneError, match=message):
+        act()
+
+
+def test_a_score_is_named_by_its_text_too() -> None:
+    masks = []
+    for by in (By.GRASP, "grasp"):
+        model = mlp()
+        sparse = gp.SparseModel(model, sparsity=0.5)
+        sparse.score(by, [lambda model=model: model(torch.ones(2, 16)).square().sum()])  # type: ignore[arg-type]
+        sparse.prune(by=by)  # type: ignore[arg-type]
+        masks.append(sparse.mask("0.weight"))
+    assert torch.equal(*masks)
 
 
 def test_a_partition_of_a_model_without_layers_says_how_to_have_some() -> None:

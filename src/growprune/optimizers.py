@@ -314,7 +314,7 @@ def unscale(optimizer: Optimizer) -> None:
 
 def unwrapped(optimizer: Any) -> Optimizer:
     """The optimizer itself, where accelerate has wrapped it."""
-    inner = vars(optimizer).get("optimizer")
+    inner = getattr(optimizer, "__dict__", {}).get("optimizer")
     return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
