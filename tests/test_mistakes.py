@@ -501,6 +501,14 @@ def test_recurrent_weights_are_not_held_compact() -> None:
         gp.SparseModel(nn.LSTM(4, 4), sparsity=0.5, include=["weight_*"], storage="compact")
 
 
+def test_what_is_built_sparse_is_compact() -> None:
+    assert gp.sparse_init(mlp, sparsity=0.9, storage="compact").num_alive == 166
+    with pytest.raises(
+        GrowpruneError, match="storage is 'masked', but sparse_init builds compact models: leave it out"
+    ):
+        gp.sparse_init(mlp, sparsity=0.9, storage="masked")
+
+
 def test_building_sparse_notices_what_nothing_fills() -> None:
     class Tabled(nn.Linear):
         def __init__(self) -> None:
