@@ -123,6 +123,16 @@ def test_pickling_a_compact_model_says_what_to_do(name: str) -> None:
             write(sparse.model)
 
 
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_pickling_a_sparse_model_or_a_cursor_says_what_to_do(storage: str) -> None:
+    sparse, _ = made("mlp", storage)
+    cursor = gp.Cursor(sparse, gp.methods.dense(gp.Partition.contiguous(sparse.model, 1), epochs=1))
+    for thing in (sparse, cursor):
+        with pytest.raises(GrowpruneError, match=r"a SparseModel cannot be pickled: keep its state_dict\(\)"):
+            pickle.dumps(thing)
+        assert copy.deepcopy(thing) is not thing
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_copies_of_a_compact_model_compute_the_same_and_deep_ones_are_independent(name: str) -> None:
     sparse, x = made(name, "compact")
@@ -164,6 +174,16 @@ def test_a_model_made_dense_is_plain_and_computes_the_same(name: str, storage: s
         assert torch.equal(sparse.model.get_parameter(parameter) != 0, mask)
     assert not [hook for m in sparse.model.modules() for hook in m._state_dict_hooks.values()]
     assert not [hook for m in sparse.model.modules() for hook in m._load_state_dict_pre_hooks.values()]
+
+
+def test_a_layer_of_several_compact_weights_becomes_a_plain_one() -> None:
+    model = nn.MultiheadAttention(8, 2, kdim=4, vdim=4)
+    sparse = SparseModel(model, sparsity=0.75, storage="compact")
+    sparse.prune()
+    before, alive = {name: tensor.clone() for name, tensor in model.state_dict().items()}, sparse.num_alive
+    sparse.to_dense_()
+    assert type(model) is nn.MultiheadAttention and sparse.num_alive == alive
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")

@@ -320,6 +320,40 @@ def test_advancing_backwards_is_refused() -> None:
         Cursor(sparse, steps_of(S)).advance(-1)
 
 
+@pytest.mark.parametrize("iteration", ["3", 2.5, None, True])
+def test_iterations_are_whole_numbers(iteration: Any) -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, steps_of(S))
+    with pytest.raises(GrowpruneError, match=r"^advance was given .*, but takes how many iterations are done: [^\n]*$"):
+        cursor.advance(iteration)
+    cursor.advance(torch.tensor(1))  # type: ignore[arg-type]
+    assert cursor.iteration == 1 and type(cursor.iteration) is int
+
+
+@pytest.mark.parametrize("order", ["socm", "ocsm", "osmc"])
+@every_storage
+def test_state_of_an_optimizer_that_came_before_its_masks_is_not_trained_with(storage: str, order: str) -> None:
+    def made() -> dict[str, Any]:
+        sparse, S = make(storage=storage)
+        cursor = Cursor(sparse, rigl(S, sparsity=0.75, iterations=8, every=2))
+        return {"s": sparse, "m": sparse.model, "c": cursor, "o": cursor.attach(sgd(sparse.model.parameters()))}
+
+    first, again = made(), made()
+    for number in range(2):
+        train_step(first["m"], first["o"], number)
+    states = {name: frozen(thing.state_dict()) for name, thing in first.items()}
+    for name in order:
+        again[name].load_state_dict(thawed(states[name])[0])
+    if storage == "compact" and order[0] == "o":
+        for _ in range(2):
+            with pytest.raises(GrowpruneError, match=r"was loaded before the SparseModel's, whose masks say"):
+                train_step(again["m"], again["o"], 2)
+        again["o"].load_state_dict(thawed(states["o"])[0])
+    train_step(first["m"], first["o"], 2)
+    train_step(again["m"], again["o"], 2)
+    check_same_bits(first["m"].state_dict(), again["m"].state_dict())
+
+
 def test_a_state_of_another_plan_is_refused_and_changes_nothing() -> None:
     sparse, S = make()
     cursor = Cursor(sparse, gmp(S, sparsity=0.75, iterations=8, every=2))

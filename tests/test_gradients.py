@@ -142,6 +142,17 @@ def test_what_replicas_score_is_added_up_so_that_all_choose_by_the_same_bits() -
     assert sparse.gradients.scores(By.SNIP, "weight").tolist() == [[24, -20, 1, 0.75]]
 
 
+def test_grasp_looks_through_attention_whose_fast_kernels_have_no_second_derivative() -> None:
+    torch.manual_seed(0)
+    attention, x = nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8)
+    sparse = SparseModel(attention, sparsity=0.5)
+    scores = []
+    for need_weights in (False, True):  # only with the weights it is computed step by step
+        sparse.score(By.GRASP, [lambda n=need_weights: attention(x, x, x, need_weights=n)[0].square().mean()])
+        scores.append(sparse.gradients.scores(By.GRASP, "in_proj_weight"))
+    torch.testing.assert_close(*scores)
+
+
 def test_grasp_of_blocks_adds_signed_scores_up() -> None:
     # A couples the first and the third: A^2 has 5 and 4 there, and the scores are 48, 0.25 | -12, 2.25 | 1, 4
     coupled = [[float(i == j) for j in range(6)] for i in range(6)]

@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "edits": "plan layers patterns scores allocation storage optimizers gradients choosing counts",
     "running": "optimizers",
     "wrapped": "",
-    "storing": "patterns storage adapters",
+    "storing": "patterns snapshot storage adapters",
     "checks": "plan layers storage state wrapped",
     "copies": "storage",
     "sparse": (

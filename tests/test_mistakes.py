@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import growprune as gp
+from growprune.errors import GrowpruneError
 from growprune.methods import cyclic_gap, one_shot
 from growprune.plan import By, Edit
 
@@ -340,6 +342,60 @@ def test_models_that_cannot_be_made_sparse_are_refused() -> None:
         gp.SparseModel(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64)), sparsity=0.5)
 
 
+def mistaken(model: Any, path: Path) -> list[tuple[str, Callable[[], object]]]:
+    """What is easily given in place of another thing, and what is said of it."""
+    sparse: Any = pruned(model)
+    plan: Any = one_shot(gp.Partition.contiguous(model, 1), sparsity=0.5, epochs=1, finetune=1)
+    uncalled: Any = one_shot
+    text: Any = "gmp"
+    return [
+        ("Cursor was given a Sequential, but takes a SparseModel", lambda: gp.Cursor(model, plan)),
+        ("save was given a Sequential, but takes a SparseModel", lambda: gp.save(model, path)),
+        ("the plan is 'gmp', but must be a plan or a list of phases", lambda: gp.Cursor(sparse, text)),
+        ("the plan is <function one_shot .*>, but must be a plan", lambda: gp.Cursor(sparse, uncalled)),
+        ("attach was given a Sequential, but takes an optimizer", lambda: sparse.attach(model)),
+        ("attach was given a NoneType, but takes an optimizer", lambda: sparse.attach(None)),
+        ("the part is '0', but must be a Part", lambda: sparse.prune("0")),
+        (
+            "the state has no .*position.*: give what",
+            lambda: gp.Cursor(sparse, plan).load_state_dict({}),
+        ),
+        ("the model is a generator, but must be a module", lambda: gp.SparseModel(model.parameters(), sparsity=0.5)),
+        ("losses is <function .*>, but must be a list", lambda: sparse.score(By.SNIP, lambda: torch.zeros(1))),
+        ("losses is empty, but must be a list of functions", lambda: sparse.score(By.SNIP, [])),
+    ]
+
+
+@pytest.mark.parametrize("index", range(11))
+def test_what_is_given_in_place_of_another_thing_is_named(index: int, tmp_path: Path) -> None:
+    message, act = mistaken(mlp(), tmp_path / "model.safetensors")[index]
+    with pytest.raises(GrowpruneError, match=message):
+        act()
+
+
+def test_a_score_is_named_by_its_text_too() -> None:
+    masks = []
+    for by in (By.GRASP, "grasp"):
+        model = mlp()
+        sparse = gp.SparseModel(model, sparsity=0.5)
+        sparse.score(by, [lambda model=model: model(torch.ones(2, 16)).square().sum()])  # type: ignore[arg-type]
+        sparse.prune(by=by)  # type: ignore[arg-type]
+        masks.append(sparse.mask("0.weight"))
+    assert torch.equal(*masks)
+
+
+def test_a_partition_of_a_model_without_layers_says_how_to_have_some() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(8, 8))
+
+    for cut in (gp.Partition.contiguous, gp.Partition.balanced):
+        with pytest.raises(ValueError, match=r"the model has no layers to cut: name parameters with include=\[...\]"):
+            cut(Table(), 1)
+        assert len(cut(Table(), 1, include=["table"])) == 1
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_a_layer_of_no_weights_is_left_alone(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(0, 5), nn.Linear(5, 4))
@@ -378,6 +434,19 @@ def test_an_optimizer_made_before_a_compact_edit_is_refused_after_it() -> None:
     sparse.prune()
     with pytest.raises(ValueError, match="the optimizer holds compact weights as they were before an edit"):
         sparse.attach(optimizer)
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_a_weight_that_is_computed_since_is_noticed(is_attached: bool) -> None:
+    model = mlp()
+    sparse = pruned(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if is_attached:
+        sparse.attach(optimizer)
+    weight_norm(model[2])
+    message = "a ParametrizedLinear of the sparse model has no parameter weight any more, as after weight_norm"
+    with pytest.raises(ValueError, match=message):
+        step(model, optimizer) if is_attached else sparse.attach(optimizer)
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])
@@ -430,6 +499,14 @@ def test_a_prune_that_cannot_reach_its_count_is_refused(scope: str) -> None:
 def test_recurrent_weights_are_not_held_compact() -> None:
     with pytest.raises(ValueError, match="cannot hold weight_ih_l0, a recurrent weight: use storage='masked'"):
         gp.SparseModel(nn.LSTM(4, 4), sparsity=0.5, include=["weight_*"], storage="compact")
+
+
+def test_what_is_built_sparse_is_compact() -> None:
+    assert gp.sparse_init(mlp, sparsity=0.9, storage="compact").num_alive == 166
+    with pytest.raises(
+        GrowpruneError, match="storage is 'masked', but sparse_init builds compact models: leave it out"
+    ):
+        gp.sparse_init(mlp, sparsity=0.9, storage="masked")
 
 
 def test_building_sparse_notices_what_nothing_fills() -> None:

@@ -379,7 +379,7 @@ class Bare(nn.Module):
 
 def test_included_parameters_count_as_layers() -> None:
     model = nn.LSTM(4, 4, num_layers=2)
-    with pytest.raises(ValueError, match="the model has 0 layers"):
+    with pytest.raises(ValueError, match="the model has no layers to cut"):
         Partition.contiguous(model, 1)
     assert len(Partition.per_layer(model, include=["weight_*"])) == 1
     with pytest.raises(ValueError, match="kappa is 4, but the model has 3 layers"):

@@ -15,12 +15,18 @@ from growprune.storage import SparseParameter
 from growprune.wrapped import check_not_wrapped, check_parameter, is_fsdp2
 
 
+def check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise GrowpruneError(f"the model is a {type(model).__name__}, but must be a module of torch")
+
+
 def check_model(model: nn.Module, *, sharded: Container[str] = ()) -> None:
     """Refuse what cannot be made sparse, or already is.
 
     Args:
         sharded: the names of parameters that FSDP2 has sharded, where that is no hindrance.
     """
+    check_module(model)
     check_not_wrapped(model.modules(), dict(model.named_parameters()), sharded)
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
@@ -60,6 +66,8 @@ def check_parts(model: nn.Module, parts: Iterable[Part]) -> None:
     """Raise if parts name what a model has not."""
     known = named_tensors(model)
     for part in parts:
+        if not isinstance(part, Part):
+            raise GrowpruneError(f"the part is {part!r}, but must be a Part: take one of a Partition of the model")
         if foreign := [name for name in part.tensors if name not in known]:
             raise GrowpruneError(
                 f"part {part.name} has {foreign[0]!r}, but the model has names like {next(iter(known))!r}: make "

@@ -24,7 +24,7 @@ from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, 
 from growprune.rules import running
 from growprune.settings import check_counts, plain
 from growprune.snapshot import Snapshot
-from growprune.sparse import SparseModel
+from growprune.sparse import SparseModel, check_sparse_model
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -75,6 +75,7 @@ class Cursor:
     ) -> None:
         given = {"iterations_per_epoch": iterations_per_epoch, "accumulate": accumulate}
         check_counts(1, **{name: count for name, count in given.items() if count is not None})
+        check_sparse_model(sparse, "Cursor")
         self.sparse = sparse
         self.schedule = tuple(walk(plan))
         _check(sparse, self.schedule)
@@ -114,6 +115,7 @@ class Cursor:
 
         Call it with 0 before the first iteration.
         """
+        iteration = _whole(iteration)
         if iteration < self.iteration:
             raise GrowpruneError(
                 f"advance({iteration}) goes backwards: {self.iteration} iterations of the plan are done; "
@@ -299,6 +301,10 @@ class Cursor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another cursor of the same plan stood. Load the SparseModel's state before."""
+        if missing := {"position", "trail", "is_over"} - state.keys():
+            raise GrowpruneError(
+                f"the state has no {', '.join(sorted(missing))}: give what the state_dict() of a cursor returned"
+            )
         if not self.is_place(state):
             raise GrowpruneError(
                 f"the state is of phase {state['position']} of another plan: go on with that plan, or, if it was "
@@ -321,6 +327,15 @@ class Cursor:
             and functools.reduce(_onward, known, "") == state["trail"]
             and (is_end or not state["is_over"])
         )
+
+
+def _whole(iteration: int) -> int:
+    whole = plain(iteration)
+    if isinstance(whole, bool) or not isinstance(whole, int):
+        raise GrowpruneError(
+            f"advance was given {iteration!r}, but takes how many iterations are done: give a whole number, such as 3"
+        )
+    return whole
 
 
 def _check(sparse: SparseModel, schedule: Sequence[ScheduledPhase]) -> None:

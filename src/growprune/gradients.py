@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from growprune.errors import GrowpruneError
 from growprune.plan import By
@@ -214,8 +215,10 @@ class Gradients:
         self._check_trained(by)
         self.clear()
         if by is By.GRASP:
+            with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+                products = self._hessian_gradient(losses)
             # replicas choose by the same bits, whatever their GPUs make of the same batch
-            self._ended, self._is_hessian = self._over_replicas(self._hessian_gradient(losses)), True
+            self._ended, self._is_hessian = self._over_replicas(products), True
             return
         model.zero_grad(set_to_none=True)  # what was there is of other losses
         self.watch(by)

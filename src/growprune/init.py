@@ -63,6 +63,9 @@ def sparse_init(
         >>> sparse_init(lambda: nn.Linear(100, 100), sparsity=0.9).num_alive
         1000
     """
+    if (storage := settings.pop("storage", "compact")) != "compact":
+        instead = "or make a SparseModel of build(), and prune it by=By.RANDOM"
+        raise GrowpruneError(f"storage is {storage!r}, but sparse_init builds compact models: leave it out, {instead}")
     with torch.device("meta"):
         model = build()
     sparse = SparseModel(model, sparsity=sparsity, storage="compact", **settings)

@@ -30,6 +30,9 @@ from growprune.warn import warn
 REPLACED: Any = WeakTensorKeyDictionary()
 """Parameters in whose place there is another since an edit, and how they were stored: training them changes nothing."""
 
+CAME_FIRST = "_growprune_came_first"
+"""The attribute of an optimizer whose state was loaded since its last step: whether other masks came after it."""
+
 KEEPS_ZEROS = frozenset(
     {
         torch.optim.ASGD,
@@ -102,6 +105,8 @@ class Optimizers:
             if self._storage == "masked":
                 optimizer.register_step_post_hook(self._after_step)
                 optimizer.register_load_state_dict_post_hook(lambda loaded: self._versions.clear())
+            else:
+                optimizer.register_load_state_dict_post_hook(lambda loaded: setattr(loaded, CAME_FIRST, False))
             self.attached.add(optimizer)
 
     def release(self) -> None:
@@ -125,6 +130,7 @@ class Optimizers:
             raise GrowpruneError("the model was made dense by to_dense_(): make the optimizer anew")
         self._check_wrapped_again()
         if self._storage == "compact":
+            _check_order(optimizer)
             return None  # dead weights are not there
         self._written = {name for name, s in self.trained_by(optimizer) if self._versions.get(name) != _version(s)}
         return when_gradients_are_there(args, kwargs, lambda: self._mask_gradients(optimizer))
@@ -142,6 +148,12 @@ class Optimizers:
         trained = self.trained_by(optimizer)
         self._enforce((optimizer,), [(name, s) for name, s in trained if not is_kept or name in self._written])
         self._versions.update((name, _version(s)) for name, s in trained)
+
+    def note_other_masks(self) -> None:
+        """Other masks were loaded: compact state that was loaded before is now taken for that of other weights."""
+        for optimizer in self.attached:
+            if self._storage == "compact" and CAME_FIRST in vars(optimizer):
+                setattr(optimizer, CAME_FIRST, True)
 
     def trained_by(self, optimizer: Optimizer) -> list[tuple[str, SparseParameter]]:
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -320,8 +332,18 @@ def unscale(optimizer: Optimizer) -> None:
 
 def unwrapped(optimizer: Any) -> Optimizer:
     """The optimizer itself, where accelerate has wrapped it."""
-    inner = vars(optimizer).get("optimizer")
+    inner = getattr(optimizer, "__dict__", {}).get("optimizer")
     return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def _check_order(optimizer: Optimizer) -> None:
+    """Raise, before a step, if the state that was loaded has followed masks which it had never been of."""
+    if vars(optimizer).get(CAME_FIRST, False):
+        raise GrowpruneError(
+            "the optimizer's state was loaded before the SparseModel's, whose masks say what it is of: load the "
+            "optimizer's once more, and next time after it"
+        )
+    vars(optimizer).pop(CAME_FIRST, None)
 
 
 def _version(sparse_parameter: SparseParameter) -> tuple[int, int]:

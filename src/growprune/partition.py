@@ -155,6 +155,8 @@ class Partition:
 
 def _check_kappa(kappa: int, num_layers: int) -> None:
     check_counts(1, kappa=kappa)
+    if not num_layers:
+        raise GrowpruneError("the model has no layers to cut: name parameters with include=[...], or give Partition.of")
     if kappa > num_layers:
         raise GrowpruneError(f"kappa is {kappa}, but the model has {num_layers} layers: give at most {num_layers}")
 

@@ -15,7 +15,7 @@ import functools
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias, get_args, overload
@@ -436,6 +436,9 @@ class ScheduledPhase:
 
 def walk(plan: Plan | Sequence[Stage]) -> Iterator[ScheduledPhase]:
     """Every phase of a plan in the order in which one machine trains them."""
+    if isinstance(plan, str) or not isinstance(plan, Iterable):
+        example = "methods.gmp(parts, sparsity=0.9, iterations=1000)"
+        raise GrowpruneError(f"the plan is {plan!r}, but must be a plan or a list of phases, such as {example}")
     index = 0
     for number, stage in enumerate(plan):
         if isinstance(stage, Phase):

@@ -30,7 +30,7 @@ from growprune.atomic import replacing
 from growprune.errors import GrowpruneError
 from growprune.file.weights import digest_of, is_sparse_file
 from growprune.file.writer import tensors_of, write_safetensors
-from growprune.sparse import SparseModel
+from growprune.sparse import SparseModel, check_sparse_model
 
 DENSE, SPARSE, ABOUT = "model.safetensors", "growprune.safetensors", "growprune.json"
 
@@ -42,6 +42,7 @@ def save_pretrained(sparse: SparseModel, folder: str | os.PathLike[str]) -> None
     `safetensors.torch.load_model` reads. Meanwhile the model's weights are all there dense once more if its storage is
     compact.
     """
+    check_sparse_model(sparse, "save_pretrained")
     folder = Path(folder)
     if hasattr(sparse.model, "peft_config"):
         raise GrowpruneError(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from growprune.allocation import Scope, parse_scope
 from growprune.checks import (
     check_model,
+    check_module,
     check_not_taken,
     check_parts,
     check_same_layers,
@@ -34,7 +35,7 @@ from growprune.gradients import Gradients
 from growprune.layers import Weight, prunable_weights
 from growprune.optimizers import Optimizers, unwrapped
 from growprune.patterns import Pattern, in_one_go, parse_pattern
-from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, prune
+from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, parse_by, prune
 from growprune.running import RunningRule, hook_steps
 from growprune.settings import as_float, as_names, as_seed, check_sparsity
 from growprune.snapshot import Snapshot
@@ -107,6 +108,7 @@ class SparseModel:
         storage: str = "masked",
     ) -> None:
         check_sparsity(sparsity)
+        check_module(model)
         check_model(model, sharded=sharded_in(model, storage))
         self.model = model
         self.sparsity = sparsity = as_float(sparsity)
@@ -219,7 +221,11 @@ class SparseModel:
         Args:
             losses: functions that compute a loss each; GraSP calls them twice.
         """
+        by = by if isinstance(by, By) else parse_by(by)
         self.check_by(by)
+        if callable(losses) or not losses:
+            given = repr(losses) if callable(losses) else "empty"
+            raise GrowpruneError(f"losses is {given}, but must be a list of functions that compute a loss each")
         self.notice_shards()
         for parameter in self._parameters.values():  # there may be no optimizer yet
             parameter.hook_gradients()
@@ -424,6 +430,18 @@ class SparseModel:
                 alone[id(passing)] = None
         return copy.deepcopy(self, alone)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
+        memo[id(self)] = clone = object.__new__(type(self))
+        vars(clone).update(copy.deepcopy(vars(self), memo))
+        return clone
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Whatever pickles would lose the optimizers that are attached, and in silence."""
+        raise GrowpruneError(
+            "a SparseModel cannot be pickled: keep its state_dict() and its model's, or write a file with "
+            "growprune.save(sparse, path)"
+        )
+
     # State
 
     def state_dict(self) -> dict[str, Any]:
@@ -533,3 +551,12 @@ class SparseModel:
 
     def _all(self) -> Part:
         return Part("all", tuple(self._parameters))
+
+
+def check_sparse_model(given: object, who: str) -> None:
+    """Raise if the model itself was given where its SparseModel is wanted."""
+    if not isinstance(given, SparseModel):
+        raise GrowpruneError(
+            f"{who} was given a {type(given).__name__}, but takes a SparseModel: make one of the model, as in "
+            f"SparseModel(model, sparsity=0.9)"
+        )

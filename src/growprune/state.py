@@ -83,5 +83,8 @@ def set_packed_masks(
     for name, parameter in parameters.items():  # all, before any is changed
         check_packed(masks[name], parameter.shape)
     for name, parameter in parameters.items():
+        mask = unpack(masks[name], parameter.shape, parameter.parameter.device)
+        if not torch.equal(mask, parameter.mask()):
+            optimizers.note_other_masks()
         with optimizers.following(parameter):
-            parameter.set_mask(unpack(masks[name], parameter.shape, parameter.parameter.device))
+            parameter.set_mask(mask)

@@ -8,6 +8,7 @@ from torch import nn
 
 from growprune.adapters import check_adapters, forget_masks, keep_masks
 from growprune.patterns import Pattern
+from growprune.snapshot import pack, unpack
 from growprune.storage import SparseParameter, parse_storage
 
 
@@ -24,10 +25,10 @@ def store(model: nn.Module, names: Collection[str], storage: str, pattern: Patte
 
 def make_plain(model: nn.Module, parameters: dict[str, SparseParameter], pattern: Pattern) -> None:
     """Make stored parameters plain ones that happen to hold zeros. What lives of them can still be asked."""
-    for name, parameter in list(parameters.items()):
-        mask = parameter.mask()
+    masks = {name: pack(parameter.mask()) for name, parameter in parameters.items()}
+    for parameter in parameters.values():  # which lets go of all that its layer holds: of several, none is asked after
         parameter.release()
-        plain = parse_storage("masked")(model, name, pattern)
-        plain.set_mask(mask)
-        parameters[name] = plain
+    for name, mask in masks.items():
+        parameters[name] = plain = parse_storage("masked")(model, name, pattern)
+        plain.set_mask(unpack(mask, plain.shape, plain.parameter.device))
     forget_masks(model)

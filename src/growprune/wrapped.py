@@ -51,3 +51,6 @@ def check_parameter(name: str, parameter: Any) -> None:
 def check_optimizer(optimizer: Any) -> None:
     if type(optimizer).__module__.split(".")[0] == "deepspeed":
         raise GrowpruneError(f"DeepSpeed's {type(optimizer).__name__} cannot train a sparse model: {INSTEAD}")
+    if not hasattr(optimizer, "register_step_pre_hook"):
+        what = "an optimizer of torch, such as torch.optim.SGD(model.parameters(), 0.1)"
+        raise GrowpruneError(f"attach was given a {type(optimizer).__name__}, but takes {what}")

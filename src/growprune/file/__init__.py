@@ -84,7 +84,7 @@ from growprune.file.reader import match_model, open_sparse
 from growprune.file.sharded import check_written, restore_sharded, save_sharded
 from growprune.file.versions import FORMAT, write_metadata
 from growprune.file.writer import describe, stored, warn_of_unfinished, warn_of_unsaved, write_safetensors
-from growprune.sparse import SparseModel
+from growprune.sparse import SparseModel, check_sparse_model
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,6 +96,7 @@ def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     What was written is read back, checked and counted before it takes the name. If the model is sharded, all ranks call
     it; the first writes, and has no more than one tensor of the model at a time.
     """
+    check_sparse_model(sparse, "save")
     path = Path(path)
     warn_of_unsaved(sparse.model)
     sparse.notice_shards()

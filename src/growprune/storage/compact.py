@@ -26,7 +26,7 @@ from growprune.storage.blocks import block_of, live_blocks
 from growprune.storage.compact_layers import RECORDERS, hand_over, watch
 from growprune.storage.compact_modules import layouts_of, let_compile_again, make_plain, set_layout
 from growprune.storage.layout import Layout
-from growprune.storage.masked import hookable
+from growprune.storage.masked import hookable, own_parameter
 
 
 class Compact:
@@ -53,9 +53,7 @@ class Compact:
 
     @property
     def parameter(self) -> nn.Parameter:
-        parameter = self.module._parameters[self._local]
-        assert parameter is not None
-        return parameter
+        return own_parameter(self.module, self._local)
 
     @property
     def shape(self) -> torch.Size:

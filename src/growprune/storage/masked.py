@@ -57,9 +57,7 @@ class Masked:
 
     @property
     def parameter(self) -> nn.Parameter:
-        parameter = self.module._parameters[self._local]
-        assert parameter is not None
-        return parameter
+        return own_parameter(self.module, self._local)
 
     @property
     def shape(self) -> torch.Size:
@@ -219,6 +217,17 @@ class Masked:
                 parameter.register_post_accumulate_grad_hook(_mask_gradient)  # type: ignore[no-untyped-call]
             self._hooked = weakref.ref(parameter)
             HOLDERS[parameter] = [*_holders(parameter), weakref.ref(self)]
+
+
+def own_parameter(module: nn.Module, local: str) -> nn.Parameter:
+    """A parameter that a module had when it was stored; raises if it has become something that is computed."""
+    parameter = module._parameters.get(local)
+    if parameter is None:
+        raise GrowpruneError(
+            f"a {type(module).__name__} of the sparse model has no parameter {local} any more, as after weight_norm or "
+            f"another parametrization of it: make the SparseModel after those, or remove them"
+        )
+    return parameter
 
 
 def _has_gradients(parameter: Tensor) -> bool:
