@@ -97,6 +97,9 @@ def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     it; the first writes, and has no more than one tensor of the model at a time.
     """
     path = Path(path)
+    if not isinstance(sparse, SparseModel):
+        kind = type(sparse).__name__
+        raise GrowpruneError(f"save was given a {kind}, but takes the SparseModel that was made of your model")
     warn_of_unsaved(sparse.model)
     sparse.notice_shards()
     warn_of_unfinished(sparse)
