@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import forked
 from growprune import console, engine
 from growprune.cli import app
+from growprune.cli.stopping import StopFlag, say_how_to_resume
+from growprune.recipes import find
 from toy import cyclic
 
 TINY = ["--set", "device=cpu", "--set", "task.width=2"]
@@ -307,7 +311,8 @@ def test_a_path_in_square_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["inspect", str(out)])
     assert shown.exit_code == 0, shown.output
     (out / "result.json").unlink()
-    assert f"go on with `growprune resume {out}`" in CliRunner().invoke(app, ["inspect", str(out)]).stdout
+    resume = shlex.join(["growprune", "resume", str(out)])
+    assert f"go on with `{resume}`" in CliRunner().invoke(app, ["inspect", str(out)]).stdout
 
 
 def test_a_run_of_the_first_format_is_shown_but_not_resumed(run: Path) -> None:
@@ -383,3 +388,15 @@ def test_a_disk_that_takes_no_more_ends_in_one_line_and_the_run_resumes_with_roo
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.rglob(".*"))  # nothing half-written stays behind
     assert growprune("resume", out).returncode == 0
+
+
+def test_a_command_to_go_on_with_can_be_pasted_whatever_the_folder_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "my run"
+    with pytest.raises(typer.Exit), say_how_to_resume(folder, StopFlag()):
+        raise engine.Interrupted
+    assert f"`growprune resume '{folder}'`" in capsys.readouterr().err
+    engine.RunFolder(folder).make()
+    engine.RunFolder(folder).write_recipe(find("digits/tiny"), {"source": "digits/tiny"})
+    assert engine.RunFolder(folder).how_to_resume() == f"`growprune resume '{folder}'`"

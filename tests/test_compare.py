@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import re
 import shlex
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,17 @@ def test_folders_of_runs_are_found_anywhere_below_and_one_without_a_result_is_un
     assert "0, 1 unfinished" in shown.stdout
 
 
+def test_where_all_rows_lack_runs_the_table_says_so(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    shown = CliRunner().invoke(app, ["compare", str(tmp_path / "empty")])
+    assert "0, 1 unfinished" in shown.stdout
+
+
+def test_a_run_that_is_named_twice_is_one(finished: Path) -> None:
+    twice = of_runs([finished, finished / "dense", finished / "dense" / "0" / "seed0" / "result.json"])
+    assert twice.to_dict() == of_runs([finished]).to_dict()
+
+
 @pytest.mark.parametrize(
     "arguments, says",
     [
@@ -229,6 +242,26 @@ def test_a_run_that_somebody_else_makes_is_left_to_them(tmp_path: Path) -> None:
     with engine.RunFolder(job.folder).locked():
         carry_out([job], workers=1, should_stop=lambda: False, tell=lambda job, event: told.append(event))
     assert told == ["in use"]
+    assert not job.failure.exists()
+
+
+def test_a_run_that_somebody_else_began_in_the_same_moment_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (job,) = request(tmp_path, "rigl", "0").jobs()
+    told: list[str] = []
+    begin, refused = subprocess.Popen, [sys.executable, "-c", "raise SystemExit(2)"]
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **settings: begin(refused, **settings))
+
+    def tell(job: Job, event: str) -> None:
+        told.append(event)
+        if event == "started":  # and the other process was a little faster
+            job.folder.mkdir(parents=True)
+            stack.enter_context(engine.RunFolder(job.folder).locked())
+
+    with contextlib.ExitStack() as stack:
+        carry_out([job], workers=1, should_stop=lambda: False, tell=tell)
+    assert told == ["started", "in use"]
     assert not job.failure.exists()
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from growprune import GrowpruneError
 from growprune.compare import Comparison, of_runs
-from growprune.compare.rows import parse_rows
 from growprune.compare.statistics import best_rival
 from growprune.metric import Metric
 from report_runs import history, recipe, result, write_bare, write_run
@@ -140,19 +139,3 @@ def test_a_folder_called_earlier_hides_only_what_lies_in_runs(tmp_path: Path) ->
     write(folder, "gmp", 0, 90.0)
     write(folder / "gmp-0-90.0" / "earlier", "gmp", 0, 10.0)
     assert scores(of_runs([folder])) == {"gmp:erk": (90.0, 1)}
-
-
-@pytest.mark.parametrize(
-    "row, says",
-    [
-        ("gmp sparsity=0.5", r"'gmp sparsity=0.5' sets sparsity: give it with --sparsities"),
-        ("gmp method=rigl", r"sets method: begin a row with it"),
-        ("gmp seed=7", r"sets seed: give it with --seeds"),
-        ("gmp options.until=0.5", r"sets options\.until: give each as key=value"),
-        ("gmp allocation=erk", r"sets allocation: write it after the method, as in gmp:erk"),
-        ("rigl every=20 every=30", r"sets every twice: give it once"),
-    ],
-)
-def test_a_row_may_not_set_what_the_comparison_decides_nor_a_thing_twice(row: str, says: str) -> None:
-    with pytest.raises(GrowpruneError, match=says):
-        parse_rows(row)

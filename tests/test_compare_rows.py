@@ -297,7 +297,16 @@ def test_a_plan_that_does_not_spend_the_budget_is_refused_unless_that_is_allowed
     [
         ({"seeds": "0,0"}, "each once"),
         ({"seeds": ""}, "wants one or more"),
-        ({"seeds": "x"}, "wants numbers with commas"),
+        ({"seeds": "x"}, "--seeds is 'x', but wants whole numbers with commas"),
+        ({"seeds": "1.5"}, "--seeds is '1.5', but wants whole numbers with commas"),
+        ({"sparsities": "x"}, "--sparsities is 'x', but wants numbers with commas"),
+        ({"methods": "gmp sparsity=0.5"}, "the row 'gmp sparsity=0.5' sets sparsity: write it with --sparsities"),
+        ({"methods": "gmp seed=5"}, "the row 'gmp seed=5' sets seed: write it with --seeds"),
+        ({"methods": "gmp options.until=0.5"}, "sets options.until: write it as key=value for each"),
+        ({"methods": "gmp method=rigl"}, "the row 'gmp method=rigl' sets method: write it first in the row"),
+        ({"methods": "gmp until=0.5 until=0.6"}, "has until twice"),
+        ({"methods": "gmp =3"}, "has '=3', but after its method a row has only key=value"),
+        ({"methods": "gmp utnil=0.5"}, "the row 'gmp:global utnil=0.5' has 'utnil', .* gmp takes .* until"),
         ({"sparsities": "1.5"}, "fraction of zeros"),
         ({"settings": ["method=rigl"]}, "row by row"),
         ({"settings": ["options.every=3"]}, "row by row"),
@@ -318,3 +327,11 @@ def test_what_makes_no_comparison_is_refused_before_anything_is_run(
 
 def test_without_epochs_the_recipes_own_are_taken(tmp_path: Path) -> None:
     assert request("dense", tmp_path, epochs=0).jobs()[0].epochs == 4
+
+
+@pytest.mark.parametrize("more", ["", ":erk", " cuts=[0.5,0.7]"])
+def test_the_path_of_a_method_may_have_spaces(own: Path, more: str) -> None:
+    spaced = own.rename(own.with_name("my öwn file.py"))
+    (row,) = parse_rows(f"{spaced}:halves{more}")
+    assert row.method == f"{spaced}:halves"
+    assert row.name == f"halves{':erk' if more == ':erk' else ':uniform'}{more if '=' in more else ''}"

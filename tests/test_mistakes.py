@@ -529,3 +529,20 @@ def test_building_sparse_notices_what_nothing_fills() -> None:
             tensor.data.copy_(ones)
 
     assert gp.sparse_init(Tabled, sparsity=0.5, initialise=select).num_alive == 32
+
+
+# What is handed over in place of another
+
+
+@pytest.mark.parametrize("start", [gp.train, gp.resume])
+def test_the_name_of_a_recipe_is_no_recipe(start: Any, tmp_path: Path) -> None:
+    with pytest.raises(gp.GrowpruneError, match=r"recipe is 'digits/tiny', but must be a growprune\.Recipe"):
+        start("digits/tiny", tmp_path / "run")
+
+
+def test_the_state_of_something_else_is_none_of_a_cursor() -> None:
+    model = mlp()
+    sparse, parts = gp.SparseModel(model, sparsity=0.9), gp.Partition.contiguous(model, 1)
+    cursor = gp.Cursor(sparse, gp.methods.gmp(parts, sparsity=0.9, iterations=4))
+    with pytest.raises(gp.GrowpruneError, match=r"the state has no base, .*: give what this version's state_dict"):
+        cursor.load_state_dict(sparse.state_dict())

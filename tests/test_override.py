@@ -85,6 +85,7 @@ def test_a_method_that_counts_iterations_takes_no_epochs_of_one_that_counts_step
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"storage": "compac"}, "wants one of masked, compact"),
         ({"sparsty": "0.5"}, "there is no 'sparsty'; known are task, method"),
         ({"sparsity": "high"}, "--set sparsity=high: wants a number"),
         ({"sparsity": "nan"}, "--set sparsity=nan: wants a number"),

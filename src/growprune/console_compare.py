@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -53,7 +53,7 @@ def show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_json
         return
     _say(f"test {comparison.metric}{_terms(comparison)}: mean ± deviation over seeds; differences ± standard error")
     names, cells = _names(comparison.rows), [quality_cells(row) for row in comparison.rows]
-    heads = [head for head in QUALITY[2:] if head not in ALIKE or len({each[head] for each in cells}) > 1]
+    heads = [head for head in QUALITY[2:] if not _is_plain(head, {each[head] for each in cells})]
     console.print(_table(heads, names, cells))
     _say("cost, as a share of dense:")
     console.print(_table(COST, names, [cost_cells(row) for row in comparison.rows]))
@@ -75,6 +75,11 @@ def _terms(comparison: Comparison) -> str:
 
 ALIKE = ("epochs", "runs")
 """Columns that are left out where all rows have the same."""
+
+
+def _is_plain(head: str, values: Collection[str]) -> bool:
+    """Whether a column says nothing; runs that are missing are said, even if all rows lack as many."""
+    return head in ALIKE and len(values) == 1 and not any("," in value for value in values)
 
 
 def _say(line: str) -> None:

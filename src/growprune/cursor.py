@@ -22,7 +22,7 @@ from growprune.errors import GrowpruneError
 from growprune.optimizers import is_skipped, unwrapped
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, walk
 from growprune.rules import running
-from growprune.settings import check_counts, plain
+from growprune.settings import check_counts, check_state, plain
 from growprune.snapshot import Snapshot
 from growprune.sparse import SparseModel, check_sparse_model
 
@@ -301,10 +301,7 @@ class Cursor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another cursor of the same plan stood. Load the SparseModel's state before."""
-        if missing := {"position", "trail", "is_over"} - state.keys():
-            raise GrowpruneError(
-                f"the state has no {', '.join(sorted(missing))}: give what the state_dict() of a cursor returned"
-            )
+        check_state(state, "position", "trail", "is_over", "iteration", "start", "is_counting", "base", "returned")
         if not self.is_place(state):
             raise GrowpruneError(
                 f"the state is of phase {state['position']} of another plan: go on with that plan, or, if it was "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Rational, Real
 from typing import Any
 
@@ -91,6 +91,14 @@ def check_counts(least: int, **counts: int) -> None:
         whole = plain(count)
         if isinstance(whole, bool) or not isinstance(whole, int) or whole < least:
             raise GrowpruneError(f"{name} is {count!r}, but must be a whole number of at least {least}")
+
+
+def check_state(state: Mapping[str, Any], *names: str) -> None:
+    """Raise unless a state that is to be loaded has all of these."""
+    if missing := set(names) - state.keys():
+        raise GrowpruneError(
+            f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"
+        )
 
 
 def step_length(*, iterations: int, every: int | None, steps: int) -> int:

@@ -37,7 +37,7 @@ from growprune.optimizers import Optimizers, unwrapped
 from growprune.patterns import Pattern, in_one_go, parse_pattern
 from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, parse_by, prune
 from growprune.running import RunningRule, hook_steps
-from growprune.settings import as_float, as_names, as_seed, check_sparsity
+from growprune.settings import as_float, as_names, as_seed, check_sparsity, check_state
 from growprune.snapshot import Snapshot
 from growprune.state import packed_masks, put_back, set_packed_masks, take_snapshot
 from growprune.storage import SparseParameter
@@ -467,10 +467,7 @@ class SparseModel:
         """
         self._check_not_released()
         self.notice_shards()
-        if missing := {"masks", "num_edits", "gradients", "cursor"} - state.keys():
-            raise GrowpruneError(
-                f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"
-            )
+        check_state(state, "masks", "num_edits", "gradients", "cursor")
         check_settings(state.get("settings", {}), self.settings)
         set_packed_masks(state["masks"], self._parameters, self._optimizers)
         self.editor.num_edits = state["num_edits"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,7 +60,7 @@ def deploy(
         console.print_json(deployed.table.to_dict())
     else:
         console.out.print(str(deployed.table), soft_wrap=True, highlight=False)
-        how = f": time it with `growprune bench {out}`" if where.type == "cpu" else ""
+        how = f": time it with `growprune bench {shlex.quote(str(out))}`" if where.type == "cpu" else ""
         console.out.print(f"saved in {out}{how}", soft_wrap=True, highlight=False)
 
 

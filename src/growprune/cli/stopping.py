@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -73,5 +74,6 @@ def say_how_to_resume(folder: Path, flag: StopFlag) -> Iterator[None]:
     try:
         yield
     except Interrupted as stop:
-        print(f"growprune: stopped and saved; go on with `growprune resume {folder}`", file=sys.stderr)
+        command = shlex.join(["growprune", "resume", str(folder)])
+        print(f"growprune: stopped and saved; go on with `{command}`", file=sys.stderr)
         raise typer.Exit(128 + flag.signal) from stop

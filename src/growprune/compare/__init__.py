@@ -146,4 +146,5 @@ def numbers(what: str, text: str, kind: Callable[[str], Number]) -> list[Number]
     try:
         return [kind(item) for item in text.split(",") if item.strip()]
     except ValueError as error:
-        raise GrowpruneError(f"{what} is {text!r}, but wants numbers with commas between them") from error
+        wanted = "whole numbers" if kind is int else "numbers"
+        raise GrowpruneError(f"{what} is {text!r}, but wants {wanted} with commas between them") from error

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from growprune.compare.budget import Budget, check_length, cut_as_usual, num_epochs, num_iterations_per_epoch, spend
@@ -134,6 +134,19 @@ def _check(sparsities: Sequence[float], seeds: Sequence[int], settings: Mapping[
             raise GrowpruneError(f"--set {key}: a comparison decides it row by row; say it with --methods or --seeds")
 
 
+def _place(row: Row, key: str, options: Sequence[str]) -> str:
+    """What a key of a row sets: an option of its method, or a field of the recipe."""
+    if key in options:
+        return f"options.{key}"
+    if key.partition(".")[0] not in {field.name for field in fields(Recipe)}:
+        method, known = row.method.rpartition(":")[2], ", ".join(options) or "no options"
+        raise GrowpruneError(
+            f"the row {row.name!r} has {key!r}, but {method} takes {known}; what has a dot is a field of the recipe, "
+            f"such as optimizer.lr"
+        )
+    return key
+
+
 def _settle(
     base: Recipe, row: Row, sparsity: float, budget: Budget, per_epoch: int, is_free: bool
 ) -> tuple[dict[str, str], float]:
@@ -141,7 +154,7 @@ def _settle(
     own = {"method": row.method, "options": "{}", "sparsity": repr(sparsity)}
     own |= {"allocation": row.allocation} if row.takes_sparsity else {}
     options = own_options(override(base, own).method)
-    own |= {f"options.{key}" if key in options else key: value for key, value in row.settings}
+    own |= {_place(row, key, options): value for key, value in row.settings}
     begun = chosen = override(base, own)
     if "partition" not in own:
         begun = cut_as_usual(chosen)

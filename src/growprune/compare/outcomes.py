@@ -111,7 +111,10 @@ def _of_job(job: Job) -> Outcome:
 
 def of_paths(paths: Sequence[Path], allowed: Sequence[str] = ()) -> list[Outcome]:
     """What came of runs that are there: their folders, folders with some anywhere below, or result.json files."""
-    found = _named_apart([_of_folder(folder) for path in paths for folder in _folders(path)], allowed)
+    places: dict[Path, Path] = {}
+    for folder in (folder for path in paths for folder in _folders(path)):
+        places.setdefault(_place(folder), folder)
+    found = _named_apart([_of_folder(folder) for folder in places.values()], allowed)
     if not found:
         raise GrowpruneError("there is nothing to compare: give folders of runs, or a recipe with --methods")
     return found
@@ -182,6 +185,12 @@ def _folders(path: Path) -> list[Path]:
 def _is_set_aside(below: Path) -> bool:
     """Whether a file is of what a run had before it was extended."""
     return "earlier" in below.parts
+
+
+def _place(path: Path) -> Path:
+    """Where a run is, however it was named: by its folder or its result, from here or from the root."""
+    whole = path.resolve()
+    return whole.parent if whole.name == "result.json" else whole
 
 
 def _of_folder(path: Path) -> Outcome:

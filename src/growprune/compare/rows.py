@@ -15,6 +15,14 @@ from growprune.methods import METHODS
 CONTROLS = ("start", "peak")
 """The same plan never growing, and never growing from as many live weights as the plan has at its peak."""
 ALLOCATIONS = ("uniform", "erk", "global")
+ELSEWHERE = {
+    "method": "first in the row",
+    "allocation": "after the method, as in rigl:erk",
+    "sparsity": "with --sparsities",
+    "seed": "with --seeds",
+    "options": "as key=value for each",
+}
+"""What a row does not set for itself: its name, or the folder of its runs, would say another than they do."""
 LONGEST = 255
 """Characters that file systems let the name of a folder have."""
 
@@ -84,25 +92,30 @@ def _split(text: str) -> list[str]:
 
 
 def _parse(text: str) -> Row:
-    head, *words = text.split()
+    head, *words = _words(text)
     for word in words:
-        if "=" not in word:
+        if word.find("=") < 1:
             raise GrowpruneError(f"the row {text!r} has {word!r}, but after its method a row has only key=value")
     method, allocation = _method_and_allocation(head)
     find_method(method)  # an unknown one is said now
     settings = tuple((key, value) for key, _, value in (word.partition("=") for word in words))
-    _check_settings(text, method, [key for key, _ in settings])
+    _check_keys(text, [key for key, _ in settings])
     return Row(method, allocation, settings)
 
 
-def _check_settings(text: str, method: str, keys: Sequence[str]) -> None:
-    ways = {"allocation": f"write it after the method, as in {method}:erk", "sparsity": "give it with --sparsities"}
-    ways |= {"method": "begin a row with it", "seed": "give it with --seeds", "options": "give each as key=value"}
+def _words(text: str) -> list[str]:
+    """At spaces, but for those in the path of a file."""
+    path, colon, rest = text.rpartition(".py:")
+    head, *words = f"{colon}{rest}".split()
+    return [path + head, *words]
+
+
+def _check_keys(text: str, keys: Sequence[str]) -> None:
     for key in keys:
-        if (field := key.partition(".")[0]) in ways:
-            raise GrowpruneError(f"the row {text!r} sets {key}: {ways[field]}")
+        if (field := key.partition(".")[0]) in ELSEWHERE:
+            raise GrowpruneError(f"the row {text!r} sets {key}: write it {ELSEWHERE[field]}")
         if keys.count(key) > 1:
-            raise GrowpruneError(f"the row {text!r} sets {key} twice: give it once")
+            raise GrowpruneError(f"the row {text!r} has {key} twice: leave one of them out")
 
 
 def _method_and_allocation(head: str) -> tuple[str, str]:

@@ -17,6 +17,8 @@ from growprune.engine.folder import is_in_use
 
 STOPPED = {code for number in (signal.SIGINT, signal.SIGTERM) for code in (128 + number, -number)}
 """Exit statuses of a run that was asked to stop: after it saved, or before there was anything to save."""
+REFUSED = 2
+"""That of one whose input or folder was refused."""
 
 Tell = Callable[[Job, str], None]
 """Told of a job, and of what became of it: started, finished, failed, stopped, or in use by somebody else."""
@@ -75,6 +77,8 @@ def _end(job: Job, status: int) -> str:
         return "finished"
     if status in STOPPED:
         return "stopped"
+    if status == REFUSED and is_in_use(job.folder):  # somebody else began it in the same moment
+        return "in use"
     job.failure.write_text(last_words(job.log, status))
     return "failed"
 

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -221,7 +222,7 @@ class RunFolder:
     def how_to_resume(self) -> str:
         """The command line finds the recipe again if it started the run; one from Python only Python has."""
         if self.read_origin().get("source"):
-            return f"`growprune resume {self.path}`"
+            return f"`growprune resume {shlex.quote(str(self.path))}`"
         return f"growprune.resume(recipe, {str(self.path)!r})"
 
     def read_result(self) -> dict[str, Any]:

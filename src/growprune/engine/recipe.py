@@ -46,7 +46,7 @@ class Recipe:
     scope: str = "model"
     keep_dense: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
-    storage: str = "masked"
+    storage: Literal["masked", "compact"] = "masked"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     """From each phase that restarts to the next that does; over the whole plan, if none does."""

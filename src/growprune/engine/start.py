@@ -15,6 +15,7 @@ import torch
 
 from growprune.engine import checkpoint
 from growprune.engine.batch_split import digest
+from growprune.engine.checks import require
 from growprune.engine.compatibility import check_same_plan, check_same_recipe, check_same_result, fields_of
 from growprune.engine.device import choose_device, environment
 from growprune.engine.events import Event
@@ -35,6 +36,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Carry a recipe out in a new folder, and return what `result.json` holds."""
+    _check_recipe(recipe)
     folder = RunFolder(Path(out), join(choose_device(recipe.device), recipe.timeout_seconds))
     if ask_first(_is_ours(folder)):
         if folder.result.exists():
@@ -52,6 +54,11 @@ def train(
             folder.store_files(run.files)
         check_processes_agree(run)
         return run.execute()
+
+
+def _check_recipe(recipe: object) -> None:
+    how = "a growprune.Recipe: for one with a name, `from growprune.recipes import find`, and give find(name)"
+    require(isinstance(recipe, Recipe), "recipe", recipe, how)
 
 
 def _is_ours(folder: RunFolder) -> bool:
@@ -104,6 +111,7 @@ def resume(
 
     The recipe must be the one the run was started with, but for what has no influence on results (`MAY_CHANGE`).
     """
+    _check_recipe(recipe)
     folder = RunFolder(Path(out), join(choose_device(recipe.device), recipe.timeout_seconds))
     check_same_recipe(folder, recipe)
     with folder.locked():
