@@ -54,3 +54,15 @@ def test_a_plan_that_is_over_or_a_model_at_its_sparsity_is_saved_quietly(tmp_pat
     step(sparse.model, optimizer)
     gp.save(sparse, tmp_path / "model.safetensors")
     assert sparse.num_alive == 16
+
+
+def test_a_plan_for_another_sparsity_than_the_models_is_warned_of_at_last(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    sparse = gp.SparseModel(model, sparsity=0.75)
+    plan = gp.methods.gmp(gp.Partition.contiguous(model, 1), sparsity=0.5, iterations=2, every=1)
+    optimizer = gp.Cursor(sparse, plan).attach(torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(2):
+        step(model, optimizer)
+    says = r"^the plan ended at a sparsity of 0\.5, but the SparseModel was made for 0\.75: give both the same"
+    with pytest.warns(UserWarning, match=says):
+        gp.save(sparse, tmp_path / "model.safetensors")

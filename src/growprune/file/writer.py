@@ -22,6 +22,9 @@ from growprune.snapshot import whole
 from growprune.sparse import SparseModel
 from growprune.warn import warn
 
+MISSED = 0.01
+"""How far a plan may end from the sparsity of its model without a warning: some methods miss it by a few weights."""
+
 
 def stored(sparse: SparseModel) -> tuple[list[Entry], dict[str, Tensor]]:
     """What a model's file says and holds. Tensors that are not prunable are not copied."""
@@ -162,10 +165,17 @@ def warn_of_unsaved(model: nn.Module) -> None:
 def warn_of_unfinished(sparse: SparseModel) -> None:
     """Say so if the steps of an optimizer have not taken a model to the end of its plan, which may be what prunes it.
 
-    Always in the same words: Python then tells it once for each line that saves.
+    Or if that plan was made for another sparsity than the model. Always in the same words: Python then tells it once
+    for each line that saves.
     """
     cursor = None if sparse.advancing is None else sparse.advancing()
-    if cursor is None or cursor.sparse is not sparse or cursor.is_over or sparse.is_at_target:
+    if cursor is None or cursor.sparse is not sparse or sparse.is_at_target:
+        return
+    if cursor.is_over:
+        reached = 1 - sparse.num_alive / max(1, sparse.num_prunable)
+        if abs(reached - sparse.sparsity) > MISSED:
+            says = f"the plan ended at a sparsity of {reached:.3g}, but the SparseModel was made for"
+            warn(f"{says} {sparse.sparsity:.4g}: give both the same")
         return
     warn(
         f"the model is saved before its plan is over, and is not at its sparsity of {sparse.sparsity:.4g}: train while "
