@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias, get_args, overload
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, shorten
 from growprune.settings import as_float, check_counts, check_share, check_sparsity, plain
 
 MAX_STAGES = 100_000
@@ -348,7 +348,8 @@ class Plan:
         name, count = self.method.__name__, 0
         for stage in itertools.islice(self, MAX_STAGES + 1):
             if not isinstance(stage, Phase | Fork):
-                raise GrowpruneError(f"{name} yields {stage!r}, but a method yields phases, or forks of them")
+                given = shorten(repr(stage), 100)
+                raise GrowpruneError(f"{name} yields {given}, but a method yields phases, or forks of them")
             count += 1
         if count > MAX_STAGES:
             known = inspect.signature(self.method).parameters
