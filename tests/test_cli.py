@@ -21,6 +21,7 @@ import forked
 from growprune import console, engine
 from growprune.cli import app
 from growprune.cli.stopping import StopFlag, say_how_to_resume
+from growprune.engine.folder import RunFolder
 from growprune.recipes import find
 from toy import cyclic
 
@@ -400,3 +401,21 @@ def test_a_command_to_go_on_with_can_be_pasted_whatever_the_folder_is_called(
     engine.RunFolder(folder).make()
     engine.RunFolder(folder).write_recipe(find("digits/tiny"), {"source": "digits/tiny"})
     assert engine.RunFolder(folder).how_to_resume() == f"`growprune resume '{folder}'`"
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_that_another_process_begins_in_the_meantime_is_gone_on_with_if_that_was_asked(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["train", f"{Path(__file__).parent / 'toy.py'}:cyclic", "--out", str(tmp_path / "run")]
+    make = RunFolder.make
+
+    def after_another(folder: RunFolder) -> None:
+        monkeypatch.setattr(RunFolder, "make", make)
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+        make(folder)
+
+    monkeypatch.setattr(RunFolder, "make", after_another)
+    done = CliRunner().invoke(app, [*arguments, *(["--resume"] if resume else [])])
+    assert done.exit_code == (0 if resume else 2), done.output
+    assert ("holds this recipe's run" in done.stderr) is not resume

@@ -90,6 +90,7 @@ def _train(
     source: str, settings: dict[str, str], out: Path, should_stop: StopFlag, data: str = "", go_on: bool = False
 ) -> dict[str, Any]:
     from growprune import console, engine
+    from growprune.engine.folder import HoldsRun
     from growprune.engine.override import override
     from growprune.engine.source import absolute
     from growprune.recipes import find
@@ -100,9 +101,14 @@ def _train(
         settings["method"] = absolute(settings["method"])
     recipe = override(recipe, settings)
     origin = {"source": absolute(source), "settings": settings}  # so that resume finds it from any folder
-    start = engine.resume if go_on and (out / "recipe.json").exists() else engine.train
     with say_how_to_resume(out, should_stop), console.progress(f"{source} seed {recipe.seed}") as on_event:
-        return start(recipe, out, origin=origin, on_event=on_event, should_stop=should_stop)
+        how: dict[str, Any] = {"origin": origin, "on_event": on_event, "should_stop": should_stop}
+        try:
+            return (engine.resume if go_on and (out / "recipe.json").exists() else engine.train)(recipe, out, **how)
+        except HoldsRun:
+            if not go_on:
+                raise
+            return engine.resume(recipe, out, **how)  # another process has begun it in the meantime
 
 
 def _unused(path: Path) -> Path:

@@ -70,6 +70,10 @@ _RESULT: json_file.Names = {
 }
 
 
+class HoldsRun(GrowpruneError):
+    """A folder in which a run was to begin has one already, perhaps of a process that came first."""
+
+
 @dataclass(frozen=True)
 class RunFolder:
     path: Path
@@ -129,7 +133,7 @@ class RunFolder:
             same = self.read_recipe()["recipe"] == describe(recipe)
             whose = "this recipe's" if same else "another recipe's"
             go_on = f"go on with {self.how_to_resume()}, or " if same else ""
-            raise GrowpruneError(f"{self.path} holds {whose} run: {go_on}give another --out")
+            raise HoldsRun(f"{self.path} holds {whose} run: {go_on}give another --out")
         if self.path.exists() and (not self.path.is_dir() or any(map(_is_of_others, self.path.iterdir()))):
             raise GrowpruneError(f"{self.path} exists and is not an empty folder, nor a run: give another --out")
 
