@@ -1,4 +1,4 @@
-"""GrowPrune beside the callbacks of Lightning that try a module out before they train it."""
+"""GrowPrune beside callbacks of Lightning that try a module out, or change its learning rates."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 pl = pytest.importorskip("lightning.pytorch")
 
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder  # noqa: E402
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging  # noqa: E402
 from lightning_cases import Module, examples, fit, zeros  # noqa: E402
 
 from growprune.errors import GrowpruneError  # noqa: E402
@@ -84,3 +85,17 @@ def test_data_without_a_length_are_named_where_epochs_tell_no_number_of_steps(tm
 def test_a_plan_that_one_batch_is_too_short_for_says_so(tmp_path: Path) -> None:
     with pytest.raises(GrowpruneError, match=r"has 2 optimizer steps .* makes 1: set Trainer\(fast_dev_run=False\)"):
         fit(tmp_path, GrowPrune("cyclic_gap"), fast_dev_run=True)
+
+
+@pytest.mark.parametrize("schedule", [None, lambda optimizer: CosineAnnealingLR(optimizer, 4)])
+def test_a_phase_that_restarts_leaves_the_rates_of_stochastic_weight_averaging_alone(
+    schedule: Any, tmp_path: Path
+) -> None:
+    rates = {}
+    for restart in (False, True):
+        module = Module(schedule=schedule)
+        callback = GrowPrune("one_shot", sparsity=0.9, epochs=2, finetune=2, restart=restart)
+        fit(tmp_path, callback, module, max_epochs=4, callbacks=[StochasticWeightAveraging(0.01, 1)])
+        assert zeros(module, callback) == 1728
+        rates[restart] = module.rates
+    assert rates[True] == rates[False]
