@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 pl = pytest.importorskip("lightning.pytorch")
 
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging  # noqa: E402
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelPruning, StochasticWeightAveraging  # noqa: E402
 from lightning_cases import Module, examples, fit, zeros  # noqa: E402
 
 from growprune.errors import GrowpruneError  # noqa: E402
@@ -99,3 +99,19 @@ def test_a_phase_that_restarts_leaves_the_rates_of_stochastic_weight_averaging_a
         assert zeros(module, callback) == 1728
         rates[restart] = module.rates
     assert rates[True] == rates[False]
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_callback_that_prunes_too_is_refused(storage: str, tmp_path: Path) -> None:
+    pruning = ModelPruning("l1_unstructured", amount=0.5)
+    with pytest.raises(GrowpruneError, match="ModelPruning prunes the same weights as GrowPrune: give one of the two"):
+        fit(tmp_path, GrowPrune(storage=storage), callbacks=[pruning])
+
+
+def test_weights_that_are_frozen_when_training_begins_are_named(tmp_path: Path) -> None:
+    class OnlyTheHead(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net[5].parameters(), 0.1)  # type: ignore[index]
+
+    with pytest.raises(GrowpruneError, match=r"such as net.0.weight, is in an optimizer when training begins: "):
+        fit(tmp_path, GrowPrune(), OnlyTheHead())

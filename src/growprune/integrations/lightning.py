@@ -333,7 +333,10 @@ class GrowPrune(Callback):
         trained = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
         clocks = [o for o, ids in zip(optimizers, trained, strict=True) if ids & prunable]
         if not clocks:
-            raise GrowpruneError("no optimizer trains a prunable weight: see configure_optimizers of the module")
+            raise GrowpruneError(
+                f"no weight that may be pruned, such as {self.sparse.weights[0].parameter}, is in an optimizer when "
+                f"training begins: give at least one of them to an optimizer in configure_optimizers"
+            )
         for optimizer in optimizers:
             self.sparse.attach(optimizer)
         self.cursor.attach(clocks[-1])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +32,8 @@ def check_trainer(trainer: Trainer) -> None:
         raise GrowpruneError(
             "with GradientAccumulationScheduler the number of steps is not known: use accumulate_grad_batches"
         )
+    if any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer)):
+        raise GrowpruneError("ModelPruning prunes the same weights as GrowPrune: give one of the two to the Trainer")
 
 
 def lengths_of(trainer: Trainer, max_epochs: int | None, options: Mapping[str, Any]) -> tuple[int, int | None]:
