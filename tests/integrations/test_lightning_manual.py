@@ -13,6 +13,7 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from lightning_cases import fit, zeros  # noqa: E402
 
+from growprune.errors import GrowpruneError  # noqa: E402
 from growprune.integrations.lightning import GrowPrune  # noqa: E402
 
 pytestmark = [
@@ -90,7 +91,17 @@ def test_an_edit_between_a_forward_pass_and_its_backward_pass_is_named(tmp_path:
     ]
 
 
-def test_the_optimizer_that_steps_last_is_returned_last(tmp_path: Path) -> None:
+def test_compact_weights_that_a_backward_pass_reaches_after_their_edit_are_not_silently_left_untrained(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        GrowpruneError, match=r"^a backward pass .* as they were before an edit.*number 2 of 2 \(Adam\)"
+    ):
+        fit(tmp_path, sparsify(storage="compact"), JudgingFirst())
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_the_optimizer_that_steps_last_is_returned_last(storage: str, tmp_path: Path) -> None:
     class Turned(JudgingFirst):
         def optimizers(self) -> Any:
             return super().optimizers()[::-1]
@@ -98,6 +109,6 @@ def test_the_optimizer_that_steps_last_is_returned_last(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return super().configure_optimizers()[::-1]
 
-    callback = sparsify()
+    callback = sparsify(storage=storage)
     fit(tmp_path, callback, Turned())
     assert callback.sparse.is_at_target and callback.cursor.is_over

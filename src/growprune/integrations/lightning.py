@@ -340,18 +340,33 @@ class GrowPrune(Callback):
         for optimizer in optimizers:
             self.sparse.attach(optimizer)
         self.cursor.attach(clocks[-1])
-        if self.settings.storage == "compact":
-            self._parameters = self._stored_parameters()
-            clocks[-1].register_step_post_hook(self._follow_toggled)  # after the cursor's, which edits
         self._clock = f"{optimizers.index(clocks[-1]) + 1} of {len(optimizers)} ({type(clocks[-1]).__name__})"
+        if self.settings.storage == "compact" and not self.sparse.model.automatic_optimization:
+            self._parameters = self._stored_parameters()
+            clocks[-1].register_step_post_hook(self._follow_edit)  # after the cursor's, which edits
 
     def _stored_parameters(self) -> dict[str, nn.Parameter]:
         return {name: stored.parameter for name, stored in self.sparse.stored.items()}
 
-    def _follow_toggled(self, *_: Any) -> None:
-        """The step that is over may have edited weights of other optimizers, which are toggled off meanwhile."""
+    def _follow_edit(self, *_: Any) -> None:
+        """The step that is over may have given weights of other optimizers new parameters, amid a training_step."""
         before, self._parameters = self._parameters, self._stored_parameters()
         follow_toggled(self.sparse.model, before, self._parameters)
+        for name, old in before.items():
+            if old is not self._parameters[name] and old.requires_grad:
+                old.register_hook(self._refuse_late)  # type: ignore[no-untyped-call]
+
+    def _refuse_late(self, gradient: Tensor) -> None:
+        raise GrowpruneError(
+            f"a backward pass has reached weights as they were before an edit, so that they would not be trained: "
+            f"{self._say_order()}"
+        )
+
+    def _say_order(self) -> str:
+        return (
+            f"GrowPrune edits weights when the last optimizer that trains prunable weights steps, here number "
+            f"{self._clock}: in configure_optimizers, return the one last that steps last in training_step"
+        )
 
     # While it trains
 
@@ -431,10 +446,7 @@ class GrowPrune(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let go. An edit within a batch is named where it may be why a backward pass has failed."""
         if "modified by an inplace operation" in str(exception) and not pl_module.automatic_optimization:
-            exception.add_note(
-                f"GrowPrune edits weights when the last optimizer that trains prunable weights steps, here number "
-                f"{self._clock}: in configure_optimizers, return the one last that steps last in training_step"
-            )
+            exception.add_note(self._say_order())
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
