@@ -101,7 +101,9 @@ class Gradients:
             self._sums[name] = gradient.clone() if which is None else _only(which, gradient)
         elif self._keep is not None:
             raise GrowpruneError(
-                f"{name} has a second gradient in one iteration, but one was expected: give Cursor accumulate=2 or more"
+                f"{name} has a second gradient in one iteration, but one was expected, as of a layer that is called "
+                f"once and one backward pass: give Cursor accumulate=2 or more, or a trainer's callback "
+                f"storage='masked'"
             )
         elif parameter.adds_up_gradients:  # that of live weights is a sum already
             self._sums[name] = torch.where(parameter.mask(), gradient, before + gradient)

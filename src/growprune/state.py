@@ -79,7 +79,10 @@ def set_packed_masks(
 ) -> None:
     """Take back what `packed_masks` gave; the state of optimizers follows."""
     if unknown := set(masks) ^ set(parameters):
-        raise GrowpruneError(f"the state's masks and the model's prunable weights differ in {sorted(unknown)}")
+        raise GrowpruneError(
+            f"the state's masks and the model's prunable weights differ in {sorted(unknown)}: make the model sparse "
+            f"with the keep_dense and include of then"
+        )
     for name, parameter in parameters.items():  # all, before any is changed
         check_packed(masks[name], parameter.shape)
     for name, parameter in parameters.items():

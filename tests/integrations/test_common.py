@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from growprune import Cursor, Partition, SparseModel, methods
+from growprune import Cursor, GrowpruneError, Partition, SparseModel, methods
 from growprune.integrations.common import Settings, heads
 from growprune.integrations.copies import Copies
 from growprune.integrations.figures import Figures
@@ -111,3 +111,21 @@ def test_figures_build_no_state_of_gradients(monkeypatch: pytest.MonkeyPatch) ->
     figures = Figures(cursor)
     cursor.sparse.prune()
     assert figures.read()["sparsity"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["steps", "epochs", "finetune"])
+def test_a_length_that_is_no_number_is_named(name: str) -> None:
+    with pytest.raises(GrowpruneError, match=f"^{name} is '2', but must be a whole number of at least 0$"):
+        Settings("cyclic_gap", 0.75, options={name: "2"}).resolved(4, 120, 12)
+
+
+def test_stairs_that_are_one_number_are_named() -> None:
+    with pytest.raises(GrowpruneError, match=r"^stages is 0.5, but must be several stairs, such as \(0.5, 0.7\)$"):
+        Settings("iterative", 0.75, options={"stages": 0.5}).cursor(
+            make_model(), iterations=9, iterations_per_epoch=3, remedy=str
+        )
+
+
+def test_a_method_that_draws_has_the_seed_of_the_callback() -> None:
+    plans = [Settings("random_gap", 0.75, seed=seed).resolved(4, 120, 12)[0]["seed"] for seed in (0, 3)]
+    assert plans == [0, 3]

@@ -172,6 +172,10 @@ def test_a_checkpoint_of_other_settings_or_lengths_is_refused(tmp_path: Path) ->
         fit(tmp_path, GrowPrune(kappa=2, sparsity=0.8, every=2), ckpt=tmp_path / "step=5.ckpt")
     with pytest.raises(GrowpruneError, match=r"has 18 optimizer steps, but the trainer makes 24: set .*max_epochs=3\)"):
         fit(tmp_path, GrowPrune(kappa=2, every=2), ckpt=tmp_path / "step=5.ckpt", max_epochs=4)
+    with pytest.raises(
+        GrowpruneError, match=r"another plan than gradual_gap has .*: give GrowPrune the method, its opti"
+    ):
+        fit(tmp_path, GrowPrune(kappa=2, every=3), ckpt=tmp_path / "step=5.ckpt")
 
 
 @pytest.mark.parametrize("is_weights_only", [False, True])

@@ -165,7 +165,13 @@ def test_a_checkpoint_without_our_state_is_named(tmp_path: Path) -> None:
     ("given", "args", "message"),
     [
         ({"storage": "compact"}, {}, "a training with storage='masked', but storage is 'compact': give what it was"),
-        ({"method": "set_"}, {}, "the state is of phase 3 of another plan"),
+        (
+            {"method": "set_"},
+            {},
+            "of another plan than set_ has with these settings, by its phase 3: give GrowPruneCall",
+        ),
+        ({"every": 3}, {}, "another plan than rigl has .*: give GrowPruneCallback the method, its options, kappa"),
+        ({"keep_dense": []}, {}, "another plan than rigl has .* keep_dense and include of then"),
         ({}, {"max_steps": 9}, r"a training of 8 optimizer steps, but the trainer makes 9: set .*max_steps=8"),
     ],
 )
@@ -233,3 +239,18 @@ def test_a_trainer_that_loads_in_another_way_is_refused_and_not_left_with_other_
 
     with pytest.raises(GrowpruneError, match=r"^this Trainer has no _load_best_model: use a version of transformers"):
         take_over(Other(), "_load_best_model", print)
+
+
+def test_a_layer_that_is_called_several_times_is_told_how_edits_by_gradient_work(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "embedding_size": 8, "hidden_size": 16, "intermediate_size": 32}
+    config = hf.AlbertConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, num_labels=3)
+    for storage in ("masked", "compact"):
+        callback = GrowPruneCallback("rigl", sparsity=0.75, storage=storage)
+        model = hf.AlbertForSequenceClassification(config)
+        trainer = make_trainer(tmp_path, model, make_data("bert"), callback)
+        if storage == "masked":
+            trainer.train()
+            assert callback.sparse.is_at_target
+        else:
+            with pytest.raises(GrowpruneError, match=r"a second gradient .* a trainer's callback storage='masked'$"):
+                trainer.train()

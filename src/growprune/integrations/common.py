@@ -158,7 +158,7 @@ class Settings:
         none in epochs, a method whose phases are told in epochs gets them in iterations.
         """
         taken = inspect.signature(self.make_plan).parameters
-        shared = {"sparsity": self.sparsity, "kappa": self.kappa or min(PARTS, num_parts)}
+        shared = {"sparsity": self.sparsity, "kappa": self.kappa or min(PARTS, num_parts), "seed": self.seed}
         options = {name: value for name, value in shared.items() if name in taken} | dict(self.options)
         per_epoch = self.iterations_per_epoch or iterations_per_epoch
         if "iterations" in taken:
@@ -176,6 +176,7 @@ class Settings:
         """Options of a method whose phases are told in epochs, that add up to so many."""
         if "finetune" not in taken:
             return {"epochs": total} | options if "epochs" in taken else options
+        check_counts(0, **{name: options[name] for name in ("steps", "epochs", "finetune") if name in options})
         finetune = options.get("finetune")
         if "steps" not in taken:
             before = total // 2 if finetune is None else total - finetune
@@ -209,6 +210,16 @@ class Settings:
                 f"the plan of {self.name} has {length} optimizer steps ({told}), but the trainer makes {iterations}: "
                 f"set {remedy(length)}, or give {self.name} options that add up to {iterations}"
             )
+
+
+def check_place(callback: object, settings: Settings, cursor: Cursor, state: Mapping[str, Any]) -> None:
+    """Raise if a checkpoint is not of the plan that a callback was told of."""
+    if not cursor.is_place(state):
+        raise GrowpruneError(
+            f"the checkpoint is of another plan than {settings.name} has with these settings, by its phase "
+            f"{state['position']}: give {type(callback).__name__} the method, its options, kappa, partition, "
+            f"keep_dense and include of then"
+        )
 
 
 def begun(callback: object, cursor: Cursor | None) -> Cursor:

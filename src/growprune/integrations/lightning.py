@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from growprune.cursor import Cursor
 from growprune.engine.rng import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
-from growprune.integrations.common import Settings, begun
+from growprune.integrations.common import Settings, begun, check_place
 from growprune.integrations.copies import Copies
 from growprune.integrations.figures import Figures
 from growprune.integrations.gradients import looking, share_gradients
@@ -37,6 +37,7 @@ try:
         callbacks_of,
         check_ranks,
         check_trainer,
+        follow_toggled,
         lengths_of,
         monitoring,
         place_first,
@@ -72,10 +73,14 @@ class GrowPrune(Callback):
     _max_epochs: int | None = None
     _loaded: dict[str, Any] | None = None
     """What a checkpoint held, from when it is loaded until training begins."""
+    _is_unbegun = False
+    """Whether the checkpoint that was loaded is of before the first step: a finder's, which has no state of ours."""
     _loading: Any = None
     _is_elsewhere = False
     """Whether the Trainer validates, tests or predicts with another module than the one that was trained."""
     _first_batch: Any = None
+    _clock = ""
+    """Which optimizer's steps move the plan on, in words."""
     _figures: Figures | None = None
 
     def __init__(
@@ -113,6 +118,8 @@ class GrowPrune(Callback):
         self._copies = Copies(are_bare=True)  # as that of StochasticWeightAveraging is
         self._log_layers = log_layers
         self._told: dict[str, float] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        """Those of prunable weights as of the last step: compact ones have new ones after an edit."""
         self._position, self._num_edits, self._num_edits_validated = -1, 0, -1
         """The phase and the edits that all but the model know of, and those that the model was last validated with."""
 
@@ -146,7 +153,7 @@ class GrowPrune(Callback):
         sharded.check_storage(trainer, self.settings.storage)
         sharded.read_first(trainer, functools.partial(self._make_fitting, trainer, pl_module))
         self._max_epochs = trainer.max_epochs  # before SWA adds an epoch for batch norms
-        self._loaded = None
+        self._loaded, self._is_unbegun = None, False
         if is_other:
             raise GrowpruneError(
                 "this GrowPrune has trained another module already: give each module a GrowPrune of its own"
@@ -180,6 +187,7 @@ class GrowPrune(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Make the model sparse before its optimizers are made, so that what they load fits it."""
+        self._is_unbegun = checkpoint["global_step"] == 0
         state = checkpoint["callbacks"].get(self.state_key)
         if state and sharded.is_sharding(trainer) and trainer.state.fn == "fit":
             sharded.set_own_random_numbers(trainer, state["rng"])  # on_fit_start came before
@@ -192,6 +200,7 @@ class GrowPrune(Callback):
         """Take the masks and the place in the plan back, if the module is trained, and not only tested."""
         if self._cursor is not None and not self._is_elsewhere:
             self._check_settings(state_dict)
+            check_place(self, self.settings, self.cursor, state_dict["cursor"])
             if self.sparse.ranks is None:  # else it has done so before the weights were loaded
                 self.sparse.load_state_dict(state_dict["sparse"])
             self.cursor.load_state_dict(state_dict["cursor"])
@@ -218,7 +227,7 @@ class GrowPrune(Callback):
         self._set_random_numbers(trainer)
 
     def _check_loaded(self, trainer: Trainer) -> None:
-        if trainer.ckpt_path is not None and self._loaded is None:
+        if trainer.ckpt_path is not None and self._loaded is None and not self._is_unbegun:
             raise GrowpruneError(
                 f"{trainer.ckpt_path} has no state of GrowPrune, so it cannot be gone on with: to start from its "
                 f"weights, load them into the module, and fit without ckpt_path"
@@ -296,7 +305,7 @@ class GrowPrune(Callback):
         if lengths[0] != self._lengths[0]:
             raise GrowpruneError(
                 f"the plan has {self._lengths[0]} optimizer steps, but the trainer makes {lengths[0]}: set "
-                f"{remedy(self._lengths[1], self._lengths[0])}, as when it began"
+                f"{remedy(trainer, self._lengths[1], self._lengths[0])}, as when it began"
             )
         if trainer.global_step == 0 < self.cursor.iteration:
             raise GrowpruneError(
@@ -312,7 +321,7 @@ class GrowPrune(Callback):
             pl_module,
             iterations=iterations,
             iterations_per_epoch=per_epoch,
-            remedy=functools.partial(remedy, per_epoch),
+            remedy=functools.partial(remedy, trainer, per_epoch),
             accumulate=trainer.accumulate_grad_batches if is_one_backward else None,
             score=functools.partial(self._score, trainer),
         )
@@ -324,10 +333,40 @@ class GrowPrune(Callback):
         trained = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
         clocks = [o for o, ids in zip(optimizers, trained, strict=True) if ids & prunable]
         if not clocks:
-            raise GrowpruneError("no optimizer trains a prunable weight: see configure_optimizers of the module")
+            raise GrowpruneError(
+                f"no weight that may be pruned, such as {self.sparse.weights[0].parameter}, is in an optimizer when "
+                f"training begins: give at least one of them to an optimizer in configure_optimizers"
+            )
         for optimizer in optimizers:
             self.sparse.attach(optimizer)
         self.cursor.attach(clocks[-1])
+        self._clock = f"{optimizers.index(clocks[-1]) + 1} of {len(optimizers)} ({type(clocks[-1]).__name__})"
+        if self.settings.storage == "compact" and not self.sparse.model.automatic_optimization:
+            self._parameters = self._stored_parameters()
+            clocks[-1].register_step_post_hook(self._follow_edit)  # after the cursor's, which edits
+
+    def _stored_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: stored.parameter for name, stored in self.sparse.stored.items()}
+
+    def _follow_edit(self, *_: Any) -> None:
+        """The step that is over may have given weights of other optimizers new parameters, amid a training_step."""
+        before, self._parameters = self._parameters, self._stored_parameters()
+        follow_toggled(self.sparse.model, before, self._parameters)
+        for name, old in before.items():
+            if old is not self._parameters[name] and old.requires_grad:
+                old.register_hook(self._refuse_late)  # type: ignore[no-untyped-call]
+
+    def _refuse_late(self, gradient: Tensor) -> None:
+        raise GrowpruneError(
+            f"a backward pass has reached weights as they were before an edit, so that they would not be trained: "
+            f"{self._say_order()}"
+        )
+
+    def _say_order(self) -> str:
+        return (
+            f"GrowPrune edits weights when the last optimizer that trains prunable weights steps, here number "
+            f"{self._clock}: in configure_optimizers, return the one last that steps last in training_step"
+        )
 
     # While it trains
 
@@ -405,14 +444,16 @@ class GrowPrune(Callback):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go."""
-        del exception
+        """Let go. An edit within a batch is named where it may be why a backward pass has failed."""
+        if "modified by an inplace operation" in str(exception) and not pl_module.automatic_optimization:
+            exception.add_note(self._say_order())
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go."""
         del pl_module, stage
         self._stop_waiting()
+        self._parameters = {}
         sharded.read_as_before(trainer)
         for checkpoint in monitoring(trainer):
             vars(checkpoint).pop("check_monitor_top_k", None)

@@ -16,8 +16,10 @@ from growprune.errors import GrowpruneError
 class Schedules:
     """The learning-rate schedules and optimizer settings of a trainer as they are made, for phases that restart."""
 
-    def __init__(self, states: Sequence[dict[str, Any]] = (), groups: Sequence[list[dict[str, Any]]] = ()) -> None:
-        self._states, self._groups, self.is_plateau = states, groups, False
+    def __init__(self, schedulers: Sequence[Any] = (), groups: Sequence[list[dict[str, Any]]] = ()) -> None:
+        self._schedulers, self._groups = schedulers, groups
+        self._states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+        self.is_plateau = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers)
 
     @classmethod
     def of(cls, trainer: Trainer) -> Schedules:
@@ -27,9 +29,7 @@ class Schedules:
             [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             for optimizer in trainer.optimizers
         ]
-        made = cls([copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers], groups)
-        made.is_plateau = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers)
-        return made
+        return cls(schedulers, groups)
 
     def check(self, cursor: Cursor) -> None:
         """Raise if a phase restarts what cannot start anew."""
@@ -40,9 +40,14 @@ class Schedules:
             )
 
     def restart(self, trainer: Trainer) -> None:
-        """Let all start anew; the cursor empties the optimizers' state."""
-        for config, state in zip(trainer.lr_scheduler_configs, self._states, strict=True):
-            config.scheduler.load_state_dict(copy.deepcopy(state))
+        """Let all start anew; the cursor empties the optimizers' state.
+
+        Schedules that others have put in their place since, as StochasticWeightAveraging does, go on as they are.
+        """
+        if [id(config.scheduler) for config in trainer.lr_scheduler_configs] != [id(mine) for mine in self._schedulers]:
+            return
+        for scheduler, state in zip(self._schedulers, self._states, strict=True):
+            scheduler.load_state_dict(copy.deepcopy(state))
         for optimizer, groups in zip(trainer.optimizers, self._groups, strict=True):
             for group, first in zip(optimizer.param_groups, groups, strict=True):
                 group.update(copy.deepcopy(first))

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from growprune.errors import GrowpruneError
@@ -31,6 +32,8 @@ def check_trainer(trainer: Trainer) -> None:
         raise GrowpruneError(
             "with GradientAccumulationScheduler the number of steps is not known: use accumulate_grad_batches"
         )
+    if any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer)):
+        raise GrowpruneError("ModelPruning prunes the same weights as GrowPrune: give one of the two to the Trainer")
 
 
 def lengths_of(trainer: Trainer, max_epochs: int | None, options: Mapping[str, Any]) -> tuple[int, int | None]:
@@ -47,16 +50,35 @@ def lengths_of(trainer: Trainer, max_epochs: int | None, options: Mapping[str, A
         total = min(total, per_epoch * max_epochs)
     if not trainer.lightning_module.automatic_optimization:
         total = options.get("iterations", total)
-    if not math.isfinite(total) or total < 0:
+    is_endless = not math.isfinite(total) or total < 0
+    if is_endless and per_epoch is None and max_epochs not in (None, -1):
+        raise GrowpruneError(
+            f"the data have no length, so that max_epochs={max_epochs} tells no number of steps, but a plan has one: "
+            f"give Trainer max_steps"
+        )
+    if is_endless:
         raise GrowpruneError("the trainer trains without end, but a plan has one: give it max_epochs or max_steps")
     return int(total), per_epoch
 
 
-def remedy(per_epoch: int | None, iterations: int) -> str:
+def remedy(trainer: Trainer, per_epoch: int | None, iterations: int) -> str:
     """What to give a Trainer for a training of so many optimizer steps."""
+    if vars(trainer)["fast_dev_run"]:
+        return "Trainer(fast_dev_run=False)"
     if per_epoch and iterations % per_epoch == 0:
         return f"Trainer(max_epochs={iterations // per_epoch})"
     return f"Trainer(max_steps={iterations})"
+
+
+def follow_toggled(module: Any, before: Mapping[str, nn.Parameter], now: Mapping[str, nn.Parameter]) -> None:
+    """Let `untoggle_optimizer` find compact weights that an edit has given new parameters while they were toggled off.
+
+    It looks for the parameters that were there when `toggle_optimizer` was called; others would stay frozen.
+    """
+    toggled: Any = module._param_requires_grad_state
+    for name, parameter in now.items() if toggled else ():
+        if before.get(name) in toggled:
+            toggled[parameter] = toggled[before[name]]
 
 
 def callbacks_of(trainer: Any) -> list[Callback]:

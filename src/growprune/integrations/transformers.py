@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from growprune.cursor import Cursor
 from growprune.errors import GrowpruneError
 from growprune.integrations.checkpoints import read_state, write_state
-from growprune.integrations.common import Settings, begun
+from growprune.integrations.common import Settings, begun, check_place
 from growprune.integrations.copies import Copies
 from growprune.integrations.figures import Figures
 from growprune.integrations.gradients import share_gradients
@@ -346,6 +346,7 @@ class GrowPruneCallback(TrainerCallback):
                     f"the checkpoint is of a training with {name}={saved['made'][name]!r}, but {name} is {value!r}: "
                     f"give what it was"
                 )
+        check_place(self, self.settings, self.cursor, saved["cursor"])
         if not saved["cursor"]["is_over"] and saved["lengths"]["iterations"] != max_steps:
             raise GrowpruneError(
                 f"the checkpoint is of a training of {saved['lengths']['iterations']} optimizer steps, but the trainer "

@@ -39,6 +39,8 @@ def stairs_to(sparsity: float, stages: Sequence[float]) -> list[float]:
     >>> stairs_to(0.8, (0.5, 0.7, 0.8, 0.9))
     [0.5, 0.7, 0.8]
     """
+    if not isinstance(stages, Sequence):
+        raise GrowpruneError(f"stages is {stages!r}, but must be several stairs, such as (0.5, 0.7)")
     for stage in (sparsity, *stages):
         check_sparsity(stage)
     if any(a >= b for a, b in itertools.pairwise(stages)):
