@@ -27,13 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune.inference.cuda import DenseLinear, Entries, SemiStructuredLinear, from_dense, graphed, microseconds
-from growprune.inference.cuda import product as multiply
-from growprune.inference.cuda.bitmask import bitmask_matrix
-from growprune.inference.cuda.choosing import BITMASK_TILES, LANE_TILES, copies, first_line, time_of, times_of_tiles
-from growprune.inference.cuda.lanes import lane_matrix
-from growprune.inference.cuda.products import BitmaskTile, LaneTile, Matrix, Tile
-from growprune.inference.deployed import Example, deploy_on_gpu
+from growprune.deployment.cuda import DenseLinear, Entries, SemiStructuredLinear, from_dense, graphed, microseconds
+from growprune.deployment.cuda import product as multiply
+from growprune.deployment.cuda.bitmask import bitmask_matrix
+from growprune.deployment.cuda.choosing import BITMASK_TILES, LANE_TILES, copies, first_line, time_of, times_of_tiles
+from growprune.deployment.cuda.lanes import lane_matrix
+from growprune.deployment.cuda.products import BitmaskTile, LaneTile, Matrix, Tile
+from growprune.deployment.deployed import Example, deploy_on_gpu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORMATS: dict[str, Callable[[Entries], Matrix]] = {

@@ -29,9 +29,9 @@ def growprune(rows: int, columns: int, n: int, variants: list[Any], threads: int
     """Our kernels, with each pattern and sparsity, and torch in the same process."""
     import torch
 
-    from growprune.inference.geometry import Geometry
-    from growprune.inference.matrix import block_of, from_dense
-    from growprune.inference.tuning import tune
+    from growprune.deployment.geometry import Geometry
+    from growprune.deployment.matrix import block_of, from_dense
+    from growprune.deployment.tuning import tune
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)

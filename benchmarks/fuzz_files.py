@@ -41,8 +41,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import growprune as gp
-from growprune.convert import convert
-from growprune.importers import read
+from growprune.files.convert import convert
+from growprune.files.importers import read
 
 SECONDS, MEBIBYTES = 30, 192
 """How long a case may take, and how much memory beside twice its file: mostly what torch.export takes once."""

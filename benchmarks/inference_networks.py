@@ -173,7 +173,7 @@ def measure(
     must: float | None,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-    from growprune.inference.bench import bench
+    from growprune.deployment.bench import bench
 
     found = bench(
         f"{Path(__file__).resolve()}:{loader}",

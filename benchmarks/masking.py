@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from growprune.sparse import SparseModel
+from growprune.sparse.model import SparseModel
 
 
 class Residual(nn.Module):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from growprune import SparseModel
-from growprune.selection import KeyChunks, chunk_elements, kth_largest, magnitude_keys
+from growprune.masks.selection import KeyChunks, chunk_elements, kth_largest, magnitude_keys
 from growprune.storage.ranking import can_keep_largest, keep_largest
 
 SPARSITY = 0.9

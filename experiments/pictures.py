@@ -16,8 +16,8 @@ from pathlib import Path
 from comparing import STUDIES
 
 from growprune.compare import of_runs
+from growprune.masks.partition import Partition
 from growprune.methods import gradual_gap
-from growprune.partition import Partition
 from growprune.plan import Action, Part, Phase
 
 HERE = Path(__file__).parent

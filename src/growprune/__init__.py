@@ -9,45 +9,49 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
+from growprune.sparse import sharded
+
 if TYPE_CHECKING:
     from growprune import methods, tasks
-    from growprune.cursor import Cursor
+    from growprune.deployment.deployed import Deployed, deploy
+    from growprune.deployment.saving import load_deployed
     from growprune.engine import resume, train
     from growprune.engine.optim import LRSchedule, OptimizerConfig
     from growprune.engine.partitions import balanced, contiguous, named, per_layer
     from growprune.engine.recipe import Recipe
     from growprune.errors import GrowpruneError
-    from growprune.file import load, manifest, read, save
-    from growprune.flops import count_flops
-    from growprune.inference.deployed import Deployed, deploy
-    from growprune.inference.saving import load_deployed
-    from growprune.init import sparse_init
-    from growprune.layers import register_layer
-    from growprune.partition import Partition
+    from growprune.files.pretrained import from_pretrained, save_pretrained
+    from growprune.files.sharded_checkpoints import load_state, newest_state, save_state
+    from growprune.files.sparse_file import load, manifest, read, save
+    from growprune.masks.layers import register_layer
+    from growprune.masks.partition import Partition
     from growprune.plan import Branch, By, Fork, Part, Phase, Plan, Spread, grow, method, prune
-    from growprune.pretrained import from_pretrained, save_pretrained
-    from growprune.sharding.state import load_state, newest_state, save_state
-    from growprune.sparse import SparseModel
+    from growprune.sparse.cursor import Cursor
+    from growprune.sparse.flops import count_flops
+    from growprune.sparse.init import sparse_init
+    from growprune.sparse.model import SparseModel
+
+sharded.register(lambda: importlib.import_module("growprune.sharding"))
 
 _HOMES = {
     "growprune": ("methods", "tasks"),
-    "growprune.cursor": ("Cursor",),
-    "growprune.inference.deployed": ("Deployed", "deploy"),
-    "growprune.inference.saving": ("load_deployed",),
+    "growprune.sparse.cursor": ("Cursor",),
+    "growprune.deployment.deployed": ("Deployed", "deploy"),
+    "growprune.deployment.saving": ("load_deployed",),
     "growprune.engine": ("resume", "train"),
     "growprune.errors": ("GrowpruneError",),
     "growprune.engine.optim": ("LRSchedule", "OptimizerConfig"),
     "growprune.engine.partitions": ("balanced", "contiguous", "named", "per_layer"),
     "growprune.engine.recipe": ("Recipe",),
-    "growprune.file": ("load", "manifest", "read", "save"),
-    "growprune.flops": ("count_flops",),
-    "growprune.init": ("sparse_init",),
-    "growprune.layers": ("register_layer",),
-    "growprune.partition": ("Partition",),
+    "growprune.files.sparse_file": ("load", "manifest", "read", "save"),
+    "growprune.sparse.flops": ("count_flops",),
+    "growprune.sparse.init": ("sparse_init",),
+    "growprune.masks.layers": ("register_layer",),
+    "growprune.masks.partition": ("Partition",),
     "growprune.plan": ("Branch", "By", "Fork", "Part", "Phase", "Plan", "Spread", "grow", "method", "prune"),
-    "growprune.pretrained": ("from_pretrained", "save_pretrained"),
-    "growprune.sharding.state": ("load_state", "newest_state", "save_state"),
-    "growprune.sparse": ("SparseModel",),
+    "growprune.files.pretrained": ("from_pretrained", "save_pretrained"),
+    "growprune.files.sharded_checkpoints": ("load_state", "newest_state", "save_state"),
+    "growprune.sparse.model": ("SparseModel",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

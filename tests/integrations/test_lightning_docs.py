@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pl = pytest.importorskip("lightning.pytorch")
 
+from paths import ROOT  # noqa: E402
+
 import growprune  # noqa: E402
 
-ROOT = Path(__file__).parent.parent.parent
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),

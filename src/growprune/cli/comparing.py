@@ -54,7 +54,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare methods on equal terms, or runs that are there already."""
-    from growprune import console_compare
+    from growprune.cli.console import comparisons as console_compare
     from growprune.compare import Request, of_runs
 
     show = functools.partial(console_compare.show, out=out, as_markdown=markdown, as_json=as_json)

@@ -25,8 +25,8 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Convert weights between sparse files, dense ones and folders, and from pruned checkpoints of other tools."""
-    from growprune.console.conversions import show_conversion
-    from growprune.convert import convert
+    from growprune.cli.console.conversions import show_conversion
+    from growprune.files.convert import convert
 
     built, example = _build(model) if model else (None, None)
     done = convert(source, dest, to=to or None, format=format or None, model=built, example=example, force=force)

@@ -16,8 +16,8 @@ from growprune.errors import GrowpruneError
 if TYPE_CHECKING:
     from torch import nn
 
+    from growprune.deployment.deployed import Deployed
     from growprune.engine import Recipe
-    from growprune.inference.deployed import Deployed
 
 ModelSource = Annotated[
     str, typer.Option("--model", metavar="FILE.py:FUNCTION", help="For a file: the function that builds its model.")
@@ -43,10 +43,10 @@ def deploy(
     as_json: AsJson = False,
 ) -> None:
     """Make a trained sparse model run on sparse kernels: each layer sparse or dense, whichever is faster here."""
-    from growprune import console
-    from growprune.inference.cuda.deploying import checked_device
-    from growprune.inference.deployed import deploy as deploy_model
-    from growprune.inference.saving import save
+    from growprune.cli import console
+    from growprune.deployment.cuda.deploying import checked_device
+    from growprune.deployment.deployed import deploy as deploy_model
+    from growprune.deployment.saving import save
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise GrowpruneError(f"{out} exists and is not an empty folder: give another --out")
@@ -76,8 +76,8 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Time the whole model against torch, torch.compile, onnxruntime and OpenVINO, each in a process, in turns."""
-    from growprune import console
-    from growprune.inference import bench as benching
+    from growprune.cli import console
+    from growprune.deployment import bench as benching
 
     arguments = {"path": str(path.resolve()), "model": model, "example_shape": example_shape}
     open_model(**arguments)  # what is wrong is said here, in one line
@@ -93,8 +93,8 @@ def bench(
 
 def open_model(path: str, model: str, example_shape: str) -> tuple[Any, Any, Callable[[], Deployed] | None]:
     """The model in torch, an example, and, of a deployed folder, what loads it. Engines call it in their processes."""
-    from growprune import file
-    from growprune.inference.saving import ABOUT, load_deployed, read_about
+    from growprune.deployment.saving import ABOUT, load_deployed, read_about
+    from growprune.files import sparse_file as file
 
     folder = Path(path)
     is_deployed = (folder / ABOUT).is_file()
@@ -111,7 +111,7 @@ def open_model(path: str, model: str, example_shape: str) -> tuple[Any, Any, Cal
 
 def _weights(path: Path) -> Path:
     """The file with the weights: itself, or that of a folder."""
-    from growprune.file.weights import weights_file
+    from growprune.files.weights import weights_file
 
     return weights_file(path)
 

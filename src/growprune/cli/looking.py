@@ -21,7 +21,7 @@ def list_(
     as_json: AsJson = False,
 ) -> None:
     """List methods, tasks and recipes."""
-    from growprune import console
+    from growprune.cli import console
     from growprune.methods import METHODS
     from growprune.recipes import RECIPES
     from growprune.tasks import TASKS
@@ -67,7 +67,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show the schedule of a recipe: phases, epochs, density and FLOPs. Only a method in iterations needs the data."""
-    from growprune import console
+    from growprune.cli import console
     from growprune.engine.cost import estimate
     from growprune.engine.override import override, parse_settings
     from growprune.recipes import find
@@ -87,7 +87,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show what a sparse file or the folder of a run holds."""
-    from growprune import console
+    from growprune.cli import console
 
     if path.is_dir():
         console.print_json(console.run_content(path)) if as_json else console.show_run(path)

@@ -21,7 +21,7 @@ def demo(
     """Train handwritten digits dense and 90 % sparse, and compare them."""
     import torch
 
-    from growprune import console
+    from growprune.cli import console
 
     torch.set_num_threads(1)  # of so small a model, threads only wait for one another
 
@@ -44,7 +44,7 @@ def train(
     log: Log = [],  # noqa: B006
 ) -> None:
     """Carry a recipe out in a new folder."""
-    from growprune import console
+    from growprune.cli import console
     from growprune.engine.override import parse_settings
 
     with stopping() as should_stop:
@@ -61,7 +61,8 @@ def resume(
     log: Log = [],  # noqa: B006
 ) -> None:
     """Go on with a run exactly where it stood."""
-    from growprune import console, engine
+    from growprune import engine
+    from growprune.cli import console
     from growprune.engine.override import override, parse_settings
     from growprune.recipes import find
 
@@ -89,7 +90,8 @@ def _logged(names: list[str]) -> dict[str, str]:
 def _train(
     source: str, settings: dict[str, str], out: Path, should_stop: StopFlag, data: str = "", go_on: bool = False
 ) -> dict[str, Any]:
-    from growprune import console, engine
+    from growprune import engine
+    from growprune.cli import console
     from growprune.engine.folder import HoldsRun
     from growprune.engine.override import override
     from growprune.engine.source import absolute

@@ -16,10 +16,10 @@ from growprune.compare.budget import Budget, num_epochs, num_iterations_per_epoc
 from growprune.compare.jobs import Job, make_jobs
 from growprune.compare.rows import parse_rows
 from growprune.compare.table import Comparison
+from growprune.engine.metric import in_full
 from growprune.engine.override import override, parse_settings
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
-from growprune.metric import in_full
 from growprune.recipes import find
 
 __all__ = ["Comparison", "Job", "Request", "of_runs"]

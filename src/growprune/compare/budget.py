@@ -19,10 +19,10 @@ from growprune.engine.cost import estimate
 from growprune.engine.partitions import balanced, contiguous, per_layer
 from growprune.engine.recipe import Recipe, own_options
 from growprune.errors import GrowpruneError
-from growprune.lengths import ROUNDS, SEARCH, often_enough
-from growprune.partition import Partition
+from growprune.masks.partition import Partition
 from growprune.plan import Plan, walk
-from growprune.settings import check_counts
+from growprune.plan.lengths import ROUNDS, SEARCH, often_enough
+from growprune.plan.settings import check_counts
 
 KINDS = ("epochs", "flops", "paper")
 PAPER_RATIO = {"cyclic_gap": 4, "parallel_gap": 4, "random_gap": 4, "gradual_gap": 4, "parallel_gradual_gap": 4}

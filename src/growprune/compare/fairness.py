@@ -12,8 +12,8 @@ from pathlib import PurePath
 from typing import Any
 
 from growprune.engine.compatibility import MAY_CHANGE, defaults_of, flat, is_dense, recipe_defaults
+from growprune.engine.metric import in_full
 from growprune.errors import GrowpruneError, shorten
-from growprune.metric import in_full
 from growprune.tasks import TASKS
 
 OF_THE_ROW = {"method", "options", "sparsity", "allocation", "scope", "partition", "seed"}

@@ -12,13 +12,13 @@ from pathlib import Path
 from growprune.compare.budget import Budget, check_length, cut_as_usual, num_epochs, num_iterations_per_epoch, spend
 from growprune.compare.rows import Row
 from growprune.engine.folder import RunFolder
+from growprune.engine.metric import in_full
 from growprune.engine.override import override
 from growprune.engine.recipe import Recipe, describe, own_options
 from growprune.engine.source import absolute
 from growprune.errors import GrowpruneError
-from growprune.metric import in_full
+from growprune.plan.settings import check_counts, check_sparsity
 from growprune.recipes import find
-from growprune.settings import check_counts, check_sparsity
 
 OWN = ("method", "options", "sparsity", "allocation", "seed")
 """Fields of the recipe that are the rows' and runs', and not for `--set`."""

@@ -23,9 +23,9 @@ from growprune.engine.compatibility import (
 )
 from growprune.engine.folder import RunFolder
 from growprune.engine.json_file import NUMBER
+from growprune.engine.metric import Metric, in_full
 from growprune.engine.recipe import describe
 from growprune.errors import GrowpruneError
-from growprune.metric import Metric, in_full
 from growprune.tasks import TASKS
 
 _NAMES: json_file.Names = {

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from growprune.metric import Metric, deviation, mean
+from growprune.engine.metric import Metric, deviation, mean
 
 BySeed = Mapping[int, float]
 

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from growprune.atomic import replacing
 from growprune.compare.jobs import writing_to
 from growprune.compare.outcomes import Outcome, metric_of
 from growprune.compare.statistics import best_rival, paired, spread
 from growprune.engine.compatibility import is_dense
 from growprune.engine.json_file import finite
-from growprune.metric import Metric, decimals, in_full, mean
+from growprune.engine.metric import Metric, decimals, in_full, mean
+from growprune.files.atomic import replacing
 
 FORMAT = 1
 """Of comparison.json."""

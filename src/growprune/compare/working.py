@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from growprune.compare.jobs import Job, writing_to
-from growprune.cores import num_cores
 from growprune.engine.folder import is_in_use
+from growprune.tasks.cores import num_cores
 
 STOPPED = {code for number in (signal.SIGINT, signal.SIGTERM) for code in (128 + number, -number)}
 """Exit statuses of a run that was asked to stop: after it saved, or before there was anything to save."""

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from growprune.flops import Flops, count_flops
-from growprune.snapshot import Snapshot
-from growprune.sparse import SparseModel
+from growprune.masks.bits import Snapshot
+from growprune.sparse.flops import Flops, count_flops
+from growprune.sparse.model import SparseModel
 
 
 @dataclass

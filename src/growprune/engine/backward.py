@@ -19,7 +19,7 @@ from growprune.engine import batchnorm
 from growprune.engine.batch_split import split
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
-from growprune.sparse import SparseModel
+from growprune.sparse.model import SparseModel
 
 WARM_UP = 3
 """How many batches of one shape are passed before they are recorded: libraries choose their kernels in the first."""

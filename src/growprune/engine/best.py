@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from growprune import file
-from growprune.metric import Metric
-from growprune.snapshot import Snapshot
-from growprune.sparse import SparseModel
+from growprune.engine.metric import Metric
+from growprune.files import sparse_file as file
+from growprune.masks.bits import Snapshot
+from growprune.sparse.model import SparseModel
 
 
 class Best:

@@ -9,10 +9,10 @@ from growprune.engine.compatibility import check_shardable
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
-from growprune.file.weights import digest_of, load_weights, weights_file
-from growprune.init import dense_init, sparse_init
+from growprune.files.weights import digest_of, load_weights, weights_file
 from growprune.plan import Action, By, Edit, Phase, Plan, walk
-from growprune.sparse import SparseModel
+from growprune.sparse.init import dense_init, sparse_init
+from growprune.sparse.model import SparseModel
 
 
 def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseModel, Plan, bool]:

@@ -26,8 +26,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from growprune.atomic import replacing
 from growprune.errors import GrowpruneError
+from growprune.files.atomic import replacing
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from growprune.engine.folder import RunFolder, digest_of, parts_of, phases_of
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError, shorten
-from growprune.layers import dense_shape
+from growprune.masks.layers import dense_shape
 from growprune.plan import Plan
-from growprune.sparse import SparseModel
+from growprune.sparse.model import SparseModel
 
 MAY_CHANGE = {
     "task.data",

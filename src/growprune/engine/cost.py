@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from growprune.cursor import prunes_after_fork
 from growprune.engine.recipe import Recipe
-from growprune.flops import count_flops
 from growprune.plan import Action, Edit, Plan, ScheduledPhase, Spread, walk
-from growprune.sparse import SparseModel
+from growprune.sparse.cursor import prunes_after_fork
+from growprune.sparse.flops import count_flops
+from growprune.sparse.model import SparseModel
 
 Densities = dict[str, float]
 """By weight, the share of it that lives."""

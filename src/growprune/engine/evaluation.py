@@ -9,7 +9,7 @@ import torch
 from growprune.engine.best import Best
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
-from growprune.sparse import SparseModel
+from growprune.sparse.model import SparseModel
 
 
 class Evaluation:

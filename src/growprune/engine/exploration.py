@@ -19,11 +19,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from growprune.atomic import replacing
 from growprune.engine.folder import RunFolder
 from growprune.errors import GrowpruneError
+from growprune.files.atomic import replacing
 from growprune.plan import ScheduledPhase
-from growprune.sparse import SparseModel
+from growprune.sparse.model import SparseModel
 from growprune.storage import kernels
 
 

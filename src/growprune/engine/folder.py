@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from growprune import atomic
 from growprune.engine import checkpoint, json_file, process_group
 from growprune.engine.events import Event
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
-from growprune.folding import Row, fold
+from growprune.files import atomic
 from growprune.plan import Plan, walk
+from growprune.plan.folding import Row, fold
 
 FORMAT = 2
 """Of run folders. It grows when a run of before cannot be gone on with; 1 is what recipe.json does not say."""

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from growprune.engine.process_group import PeerFailed, reason_of
 from growprune.errors import GrowpruneError
+from growprune.masks.bits import Snapshot, pack
 from growprune.plan import Fork, Plan
-from growprune.snapshot import Snapshot, pack
-from growprune.sparse import SparseModel
+from growprune.sparse.model import SparseModel
 
 ASK_EVERY = 16
 """How many iterations to wait, on GPUs, before the replicas are asked again whether to stop."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from growprune.engine.checks import check_choices, require
 from growprune.errors import GrowpruneError
-from growprune.layers import dense_shape
+from growprune.masks.layers import dense_shape
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from growprune.errors import GrowpruneError
-from growprune.partition import Partition
-from growprune.settings import check_counts
+from growprune.masks.partition import Partition
+from growprune.plan.settings import check_counts
 
 
 @dataclass(frozen=True)

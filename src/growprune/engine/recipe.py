@@ -16,10 +16,10 @@ from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.partitions import Contiguous, PartitionConfig
 from growprune.errors import GrowpruneError
 from growprune.logs import check_names
-from growprune.partition import Partition
+from growprune.masks.partition import Partition
 from growprune.plan import Plan
-from growprune.settings import check_counts, plain
-from growprune.sparse import SparseModel
+from growprune.plan.settings import check_counts, plain
+from growprune.sparse.model import SparseModel
 from growprune.tasks.task import Task
 
 SHARED = ("sparsity", "seed")

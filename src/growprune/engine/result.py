@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from growprune.engine.data_order import fingerprint
 from growprune.engine.device import environment, move, peak_bytes
 from growprune.engine.recipe import describe
-from growprune.summary import summarise
+from growprune.sparse.summary import summarise
 
 if TYPE_CHECKING:
     from growprune.engine.run import Run

@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from growprune import file
-from growprune.cursor import Cursor
 from growprune.engine import checkpoint
 from growprune.engine.accounting import Accounting
 from growprune.engine.best import Best
@@ -34,6 +32,7 @@ from growprune.engine.events import Events, Listener
 from growprune.engine.exploration import Exploration
 from growprune.engine.folder import OtherLogs, RunFolder
 from growprune.engine.mesh import Mesh
+from growprune.engine.metric import Metric
 from growprune.engine.recipe import Recipe
 from growprune.engine.result import result_of
 from growprune.engine.saving import Checkpoints
@@ -41,11 +40,12 @@ from growprune.engine.state import branch_state, load_branch_state, load_run_sta
 from growprune.engine.timeline import last_trained, work_before
 from growprune.engine.training import Training, TrainingDiverged
 from growprune.errors import GrowpruneError
+from growprune.files import sparse_file as file
 from growprune.logs import Logs
-from growprune.metric import Metric
+from growprune.masks.bits import Snapshot
 from growprune.plan import By, ScheduledPhase
-from growprune.settings import check_counts
-from growprune.snapshot import Snapshot
+from growprune.plan.settings import check_counts
+from growprune.sparse.cursor import Cursor
 
 
 class Interrupted(Exception):

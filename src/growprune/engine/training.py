@@ -17,7 +17,7 @@ from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
 from growprune.engine.timeline import timeline
 from growprune.plan import ScheduledPhase
-from growprune.sparse import SparseModel
+from growprune.sparse.model import SparseModel
 from growprune.tasks.task import num_examples
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from growprune.cursor import Cursor
 from growprune.errors import GrowpruneError
 from growprune.integrations.checkpoints import read_state, write_state
 from growprune.integrations.gradients import share_gradients
+from growprune.sparse.cursor import Cursor
 
 
 def keep_in_checkpoints(accelerator: Any, cursor: Cursor) -> None:

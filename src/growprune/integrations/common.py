@@ -17,15 +17,15 @@ from typing import Any
 
 from torch import nn
 
-from growprune.cursor import Cursor
 from growprune.errors import GrowpruneError
-from growprune.layers import layer_weights, matches
-from growprune.lengths import ROUNDS, SEARCH, often_enough
+from growprune.masks.layers import layer_weights, matches
+from growprune.masks.partition import Partition
 from growprune.methods import find_method
-from growprune.partition import Partition
 from growprune.plan import By, Plan, walk
-from growprune.settings import check_counts, check_sparsity
-from growprune.sparse import SparseModel
+from growprune.plan.lengths import ROUNDS, SEARCH, often_enough
+from growprune.plan.settings import check_counts, check_sparsity
+from growprune.sparse.cursor import Cursor
+from growprune.sparse.model import SparseModel
 from growprune.storage import parse_storage
 
 PARTS = 4

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from growprune.errors import GrowpruneError
-from growprune.sparse import SparseModel
+from growprune.sparse.model import SparseModel
 
 
 class Copies:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from growprune.cursor import Cursor
+from growprune.sparse.cursor import Cursor
 
 
 class Figures:

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from growprune.engine.rng import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
 from growprune.plan import By
-from growprune.sparse import SparseModel
+from growprune.sparse.model import SparseModel
 
 
 def share_gradients(sparse: SparseModel) -> None:

@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growprune.cursor import Cursor
 from growprune.engine.rng import rng_state, set_rng_state
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, warn
 from growprune.integrations.common import Settings, begun, check_place
 from growprune.integrations.copies import Copies
 from growprune.integrations.figures import Figures
 from growprune.integrations.gradients import looking, share_gradients
-from growprune.partition import Partition
+from growprune.masks.partition import Partition
 from growprune.plan import By, Plan
-from growprune.sparse import SparseModel
-from growprune.warn import warn
+from growprune.sparse.cursor import Cursor
+from growprune.sparse.model import SparseModel
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

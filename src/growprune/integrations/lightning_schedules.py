@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from growprune.cursor import Cursor
 from growprune.errors import GrowpruneError
+from growprune.sparse.cursor import Cursor
 
 
 class Schedules:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from growprune.errors import GrowpruneError
-from growprune.sparse import SparseModel
+from growprune.sparse.model import SparseModel
 
 
 def check_trainer(trainer: Trainer) -> None:

@@ -21,18 +21,17 @@ from typing import Any
 from torch import distributed, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from growprune.cursor import Cursor
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, warn
 from growprune.integrations.checkpoints import read_state, write_state
 from growprune.integrations.common import Settings, begun, check_place
 from growprune.integrations.copies import Copies
 from growprune.integrations.figures import Figures
 from growprune.integrations.gradients import share_gradients
-from growprune.partition import Partition
+from growprune.masks.bits import Snapshot
+from growprune.masks.partition import Partition
 from growprune.plan import Plan
-from growprune.snapshot import Snapshot
-from growprune.sparse import SparseModel
-from growprune.warn import warn
+from growprune.sparse.cursor import Cursor
+from growprune.sparse.model import SparseModel
 
 try:
     from transformers import TrainerCallback

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.integrations.checkpoints import has_state
-from growprune.layers import first_names
+from growprune.masks.bits import unpack
+from growprune.masks.layers import first_names
 from growprune.plan import Part
-from growprune.snapshot import unpack
-from growprune.sparse import SparseModel
+from growprune.sparse.model import SparseModel
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD
 from transformers import get_scheduler
 
-from growprune.cursor import Cursor
+from growprune.sparse.cursor import Cursor
 
 
 def has_restarts(cursor: Cursor) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.layers import first_names
-from growprune.snapshot import whole
-from growprune.sparse import SparseModel
+from growprune.masks.bits import whole
+from growprune.masks.layers import first_names
+from growprune.sparse.model import SparseModel
 
 INSTEAD = "use FSDP2 with storage='compact' (TrainingArguments(fsdp=True)), or DDP"
 

@@ -15,7 +15,7 @@ from transformers import Trainer
 from growprune.errors import GrowpruneError
 from growprune.integrations.gradients import looking
 from growprune.plan import By
-from growprune.sparse import SparseModel
+from growprune.sparse.model import SparseModel
 
 
 def running_trainer() -> tuple[Any, str | None]:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from growprune.atomic import replacing
+from growprune.files.atomic import replacing
 from growprune.logs.rows import Row
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from growprune.plan import Parts, Phase, grow, method, prune
-from growprune.settings import check_share, check_span, step_length
+from growprune.plan.settings import check_share, check_span, step_length
 
 
 @method(allocation="global")

@@ -4,7 +4,7 @@ Methods", ICLR 2022, Algorithm 1."""
 from collections.abc import Iterator
 
 from growprune.plan import InitialMask, Parts, Phase, first_by, grow, method, prune
-from growprune.settings import check_counts
+from growprune.plan.settings import check_counts
 
 
 @method

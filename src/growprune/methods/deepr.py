@@ -7,7 +7,7 @@ from numbers import Real
 
 from growprune.errors import GrowpruneError
 from growprune.plan import InitialMask, Parts, Phase, Rule, first_by, method, prune
-from growprune.settings import check_counts, check_share
+from growprune.plan.settings import check_counts, check_share
 
 COOLING = 1e-10
 """By how much the temperature falls over a rule."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from growprune.plan import Parts, Phase, Rule, method, prune
-from growprune.settings import check_counts, check_share, check_span, check_sparsity
+from growprune.plan.settings import check_counts, check_share, check_span, check_sparsity
 
 
 @dataclass(frozen=True)

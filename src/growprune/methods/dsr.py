@@ -4,7 +4,7 @@ Reparameterization", ICML 2019."""
 from collections.abc import Iterator
 
 from growprune.plan import InitialMask, Parts, Phase, Spread, first_by, grow, method, prune
-from growprune.settings import check_counts, check_share
+from growprune.plan.settings import check_counts, check_share
 
 
 @method(allocation="global")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from growprune.plan import By, Parts, Phase, method, prune
-from growprune.settings import check_counts, check_rise, check_span
+from growprune.plan.settings import check_counts, check_rise, check_span
 
 
 @method(allocation="global")

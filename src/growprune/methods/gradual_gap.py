@@ -7,7 +7,7 @@ from typing import Literal
 
 from growprune.errors import GrowpruneError
 from growprune.plan import InitialMask, Parts, Phase, first_by, grow, method, prune
-from growprune.settings import check_counts, check_rise, check_share, check_sparsity, step_length
+from growprune.plan.settings import check_counts, check_rise, check_share, check_sparsity, step_length
 
 PEAK_DENSITY = 0.6
 """The largest share of the weights that live at a time, if nothing is said."""

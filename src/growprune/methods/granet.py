@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from growprune.methods.rigl import falling
 from growprune.plan import By, InitialMask, Parts, Phase, Spread, first_by, grow, method, prune
-from growprune.settings import check_counts, check_rise, check_share, check_span
+from growprune.plan.settings import check_counts, check_rise, check_share, check_span
 
 
 @method(allocation="global")

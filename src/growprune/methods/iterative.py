@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from growprune.errors import GrowpruneError
 from growprune.plan import Parts, Phase, method, prune
-from growprune.settings import check_counts, check_sparsity
+from growprune.plan.settings import check_counts, check_sparsity
 
 STAGES = (0.5, 0.7, 0.8, 0.875, 0.9)
 

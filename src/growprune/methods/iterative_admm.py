@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from growprune.methods.admm import Admm
 from growprune.methods.iterative import equal_lengths, stairs_to
 from growprune.plan import Parts, Phase, method, prune
-from growprune.settings import check_counts
+from growprune.plan.settings import check_counts
 
 
 @method

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from growprune.methods.gradual_gap import first_and_peak
 from growprune.plan import Branch, Fork, InitialMask, Parts, Phase, Stage, first_by, grow, method, prune
-from growprune.settings import check_counts, check_share, step_length
+from growprune.plan.settings import check_counts, check_share, step_length
 
 
 @method(allocation="global", partition="balanced")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from growprune.errors import GrowpruneError
 from growprune.plan import InitialMask, Parts, Phase, first_by, grow, method, prune
-from growprune.settings import check_counts
+from growprune.plan.settings import check_counts
 
 
 @method(partition="per_layer")

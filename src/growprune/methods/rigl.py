@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from growprune.plan import By, Edit, InitialMask, Parts, Phase, first_by, grow, method, prune
-from growprune.settings import check_counts, check_share
+from growprune.plan.settings import check_counts, check_share
 
 
 @method(allocation="erk")

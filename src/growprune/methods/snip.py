@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from growprune.plan import By, Parts, Phase, method, prune
-from growprune.settings import check_counts
+from growprune.plan.settings import check_counts
 
 
 @method(allocation="global")

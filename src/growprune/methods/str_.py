@@ -7,7 +7,7 @@ from numbers import Real
 
 from growprune.errors import GrowpruneError
 from growprune.plan import Parts, Phase, Rule, method, prune
-from growprune.settings import check_counts, check_share, check_sparsity
+from growprune.plan.settings import check_counts, check_share, check_sparsity
 
 
 @dataclass(frozen=True)

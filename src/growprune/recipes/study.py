@@ -20,7 +20,7 @@ from typing import Any
 from growprune import methods
 from growprune.engine.partitions import balanced, contiguous, named, per_layer
 from growprune.engine.recipe import Recipe
-from growprune.partition import Partition
+from growprune.masks.partition import Partition
 from growprune.plan import Part, walk
 
 Parts = tuple[tuple[str, ...], ...]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from growprune.metric import Metric
+from growprune.engine.metric import Metric
 from growprune.report.chart import INK, Chart, Styles, Value, axis, layout
 from growprune.report.groups import Cell, Group
 from growprune.report.runs import Json, Record

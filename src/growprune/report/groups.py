@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from growprune.engine.compatibility import flat, recipe_defaults
-from growprune.metric import Metric, deviation, in_full, mean
+from growprune.engine.metric import Metric, deviation, in_full, mean
 from growprune.report.runs import Record
 
 OF_NO_INFLUENCE = ("workers", "in_memory", "channels_last")

@@ -14,8 +14,8 @@ from typing import Any
 from growprune.engine import json_file
 from growprune.engine.compatibility import asked_sparsity, is_dense
 from growprune.engine.folder import RunFolder
+from growprune.engine.metric import Metric
 from growprune.errors import GrowpruneError
-from growprune.metric import Metric
 
 Json = dict[str, Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from growprune.metric import decimals, in_full
+from growprune.engine.metric import decimals, in_full
 from growprune.report.chart import Value, scaled
 from growprune.report.frontier import average_live, given, peak_live, quality
 from growprune.report.groups import Cell, Group

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
+from growprune.engine.metric import decimals, in_full
 from growprune.methods import METHODS
-from growprune.metric import decimals, in_full
 from growprune.report.frontier import quality
 from growprune.report.groups import Cell, Group, best_by_validation, group_runs, what_differs
 from growprune.report.runs import Record

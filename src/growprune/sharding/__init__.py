@@ -4,7 +4,6 @@
 masks that are, `choosing.py` edits without gathering, `units.py` how a model becomes sharded, `state.py` checkpoints.
 """
 
-from growprune.sharding.state import load_state, newest_state, save_state
 from growprune.sharding.units import UnitByUnit, adopt, shard, sharded_names, units_of
 
-__all__ = ["UnitByUnit", "adopt", "load_state", "newest_state", "save_state", "shard", "sharded_names", "units_of"]
+__all__ = ["UnitByUnit", "adopt", "shard", "sharded_names", "units_of"]

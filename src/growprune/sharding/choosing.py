@@ -1,6 +1,6 @@
 """Choosing which weights live where each rank has a shard of the values only.
 
-It is `growprune.selection`, spread over the ranks: each counts the digits of its own keys, the counts are added up, and
+It is `masks.selection`, spread over the ranks: each counts the digits of its own keys, the counts are added up, and
 all know the threshold. Ties go to the earlier positions: each rank is told how many lie before its own. Only what was
 chosen, a byte for each candidate, is sent to all, one weight at a time. So masks are the same, bit for bit, on any
 number of ranks.
@@ -14,17 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from growprune.allocation import Pool
-from growprune.choosing import Chosen, Values
 from growprune.errors import GrowpruneError
-from growprune.gradients import Gradients
-from growprune.layers import Weight
-from growprune.patterns import Pattern, row_chunks
+from growprune.masks.allocation import Pool
+from growprune.masks.layers import Weight
+from growprune.masks.patterns import Pattern, row_chunks
+from growprune.masks.scores import key_bits_of
+from growprune.masks.selection import KeyChunks, Ties, chunk_elements, kth_largest, magnitude_keys
 from growprune.plan import Action, By, Edit
-from growprune.scores import key_bits_of
-from growprune.selection import KeyChunks, Ties, chunk_elements, kth_largest, magnitude_keys
 from growprune.sharding.parameter import ShardedCompact
 from growprune.sharding.ranks import Ranks
+from growprune.sparse.choosing import Chosen, Values
+from growprune.sparse.gradients import Gradients
 from growprune.storage import SparseParameter
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from growprune.sharding.handles import Handle
-from growprune.sharding.masks import sharded_layout
+from growprune.sharding.layout import sharded_layout
 from growprune.storage.compact import Compact
 from growprune.storage.compact_layers import RECORDERS, hand_over, watch
 from growprune.storage.compact_modules import let_compile_again, set_layout

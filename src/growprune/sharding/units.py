@@ -13,16 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from growprune.errors import GrowpruneError
+from growprune.masks.bits import pack
 from growprune.sharding.choosing import Choosing
 from growprune.sharding.handles import device_of, groups_of, handles_of, reshard
-from growprune.sharding.masks import shard_masks
+from growprune.sharding.layout import shard_masks
 from growprune.sharding.parameter import ShardedCompact
 from growprune.sharding.ranks import Ranks
-from growprune.snapshot import pack
 from growprune.storage import Compact
 
 if TYPE_CHECKING:
-    from growprune.sparse import SparseModel
+    from growprune.sparse.model import SparseModel
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Modules whose children are what a model is made of, block by block."""

@@ -66,7 +66,7 @@ class SparseParameter(Protocol):
         """Let exactly these live, with these values in row-major order.
 
         Args:
-            packed: the mask, as `growprune.snapshot.pack` has it.
+            packed: the mask, as `growprune.masks.bits.pack` has it.
             keep: whether both may be kept, and written to, where they fit as they are; otherwise they are copied.
         """
 

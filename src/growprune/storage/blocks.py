@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from growprune.patterns import Block, Pattern
+from growprune.masks.patterns import Block, Pattern
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.patterns import Pattern
-from growprune.snapshot import unpack
+from growprune.masks.bits import unpack
+from growprune.masks.patterns import Pattern
 from growprune.storage import block_products, kernels
 from growprune.storage.blocks import block_of, live_blocks
 from growprune.storage.compact_layers import RECORDERS, hand_over, watch

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.layers import DENSE_SHAPES
+from growprune.masks.layers import DENSE_SHAPES
 from growprune.storage.compact_layers import FORWARDS, WATCHED, check_first_derivative, record
 from growprune.storage.layout import Layout
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError
-from growprune.selection import chunk_elements
+from growprune.masks.selection import chunk_elements
 
 BLOCK = 1024
 """How many bits share an offset. The last block is filled up with zeros, so loads never end inside one."""

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.errors import GrowpruneError
-from growprune.patterns import Pattern
-from growprune.selection import chunk_elements
-from growprune.snapshot import unpack
+from growprune.masks.bits import unpack
+from growprune.masks.patterns import Pattern
+from growprune.masks.selection import chunk_elements
 from growprune.storage import kernels
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from growprune.errors import GrowpruneError
-from growprune.warn import warn
+from growprune.errors import GrowpruneError, warn
 
 
 class BadRecords:

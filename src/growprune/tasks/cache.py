@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from growprune.atomic import replacing
+from growprune.files.atomic import replacing
 
 
 def folder() -> Path:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from growprune.cores import num_cores
 from growprune.errors import GrowpruneError
+from growprune.tasks.cores import num_cores
 from growprune.tasks.task import Task
 
 

@@ -6,12 +6,11 @@ import functools
 import itertools
 from collections.abc import Iterator
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, warn
 from growprune.tasks.task import Split
 from growprune.tasks.translation.batching import Batches, Pairs, Sentences
 from growprune.tasks.translation.pieces import Pieces, learn_once
 from growprune.tasks.translation.text import Lines, find_pair, read_training, read_whole
-from growprune.warn import warn
 
 
 @functools.cache

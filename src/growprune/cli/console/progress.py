@@ -1,0 +1,171 @@
+"""A run as it goes. On a terminal it is drawn in place, and what it came to stays on the screen.
+
+digits/cyclic-90 seed 0   ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━   71 %   0:09 gone, 0:04 left
+  phase 7 of 10: prune S1 to 0.9, grow S2 to dense
+  epoch 25   loss 0.0312   accuracy 97.22   density 0.2154   lr 0.042
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from growprune.cli.console.lines import show_line
+from growprune.cli.console.screen import err
+from growprune.engine import Event
+
+Bar = tuple[int, int]
+"""How much is done, of how much."""
+
+
+@contextmanager
+def progress(title: str = "") -> Iterator[Callable[[Event], None]]:
+    """Gives the listener that shows a run as it goes."""
+    if not err.is_terminal or err.is_dumb_terminal:
+        yield lambda event: show_line(title, event)
+        return
+    drawing = Drawing(title)
+    with Live(get_renderable=drawing.draw, console=err, refresh_per_second=5):
+        yield drawing.listen
+
+
+class Drawing:
+    """What is known of a run, and how it looks.
+
+    Args:
+        clock: gives seconds.
+    """
+
+    def __init__(self, title: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._title, self._clock = title, clock
+        self._began = clock()
+        self._run: Bar = (0, 0)
+        self._first: tuple[float, int] | None = None
+        """When the first iteration of this process was heard of, and how many of the run were done then."""
+        self._phase, self._remark = "", ""
+        self._figures: dict[str, str] = {}
+        self._others: dict[int, tuple[str, Bar]] = {}
+        self._is_finished = False
+
+    def listen(self, event: Event) -> None:
+        if "rank" in event:
+            self._hear_of_other(event)
+            return
+        if "run_done" in event:
+            self._run = event["run_done"], event["run_iterations"]
+            self._first = self._first or (self._clock(), event["run_done"])
+        match event["event"]:
+            case "phase":
+                self._begin_phase(event)
+            case "iteration":
+                self._figures |= _figures(event)
+            case "epoch":
+                self._figures |= {"epoch": f"epoch {event['epoch']}", **_figures(event)}
+            case "warning":
+                err.print(f"warning: {event['message']}", style="yellow")
+            case "resumed":
+                self._remark = f"resumed from checkpoint {event['number']}"
+            case "interrupted" | "failed" | "finished":
+                self._remark, self._others = event["event"], {}
+                self._is_finished = event["event"] == "finished"
+
+    def _begin_phase(self, event: Event) -> None:
+        branch = "" if event["branch"] is None else f", branch {event['branch']}"
+        self._phase = f"phase {event['index'] + 1} of {event['last'] + 1}{branch}: {event['edits']}"
+        self._figures |= _figures(event)
+        self._remark = ""
+        if event["branch"] is None:  # a fork that there was is over
+            self._others = {}
+
+    def _hear_of_other(self, event: Event) -> None:
+        """Of the branch that another process trains."""
+        if event["event"] == "phase":
+            title = f"branch {event['branch']} (rank {event['rank']}): {event['edits']}"
+            self._others[event["rank"]] = title, (0, event["iterations"] or 1)
+        elif event["event"] == "epoch" and event["rank"] in self._others:
+            title, (_, total) = self._others[event["rank"]]
+            self._others[event["rank"]] = title, (event["done"], total)
+
+    def draw(self) -> RenderableType:
+        if self._is_finished:
+            self._run = self._run[1], self._run[1]
+        figures = "  ".join(self._figures[name] for name in ORDER if name in self._figures)
+        lines: list[RenderableType] = [BarRow(self._title, self._run, self._time())]
+        if self._phase and not self._is_finished:
+            lines.append(_indented(f"{self._phase}   {self._remark}".rstrip()))
+        lines += [_indented(figures)] if figures else []
+        lines += [BarRow(f"  {title}", bar, "") for title, bar in self._others.values()]
+        return Group(*lines)
+
+    def _time(self) -> str:
+        share = f"{100 * self._run[0] / self._run[1]:.0f} %   " if self._run[1] else ""
+        left = "" if self._is_finished or (seconds := self.seconds_left()) is None else f", {duration(seconds)} left"
+        return f"{share}{duration(self._clock() - self._began)}{' gone' if left else ''}{left}"
+
+    def seconds_left(self) -> float | None:
+        """Of the whole run, if its other iterations take as long as those that this process has done."""
+        if self._first is None or self._run[0] <= self._first[1]:
+            return None
+        began, done_before = self._first
+        return (self._clock() - began) * (self._run[1] - self._run[0]) / (self._run[0] - done_before)
+
+
+MIN_BAR = 10
+ORDER = ("epoch", "loss", "metric", "density", "lr")
+
+
+def _figures(event: Event) -> dict[str, str]:
+    """What an event tells, as it is shown."""
+    found = {}
+    if event.get("loss") is not None:
+        found["loss"] = f"loss {event['loss']:.4f}"
+    if event.get("lr") is not None:
+        found["lr"] = f"lr {event['lr']:.3g}"
+    if "density" in event:
+        found["density"] = f"density {event['density']:.4f}"
+    if event.get("validation"):
+        found["metric"] = f"validation {event['metric']} {event['validation'][event['metric']]:.4g}"
+    return found
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> duration(75), duration(3600 * 30 + 62)
+    ('1:15', '30:01:02')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@dataclass(frozen=True)
+class BarRow:
+    """A bar between a title and what is said after it; the title gives way if there is no room."""
+
+    title: str
+    bar: Bar
+    after: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        del console
+        title = Text(self.title)
+        title.truncate(max(1, options.max_width - len(self.after) - MIN_BAR - 6), overflow="ellipsis")
+        row = Table.grid(padding=(0, 3, 0, 0), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, justify="right")
+        row.add_row(title, ProgressBar(total=self.bar[1], completed=self.bar[0]) if self.bar[1] else "", self.after)
+        yield row
+
+
+def _indented(text: str) -> Text:
+    return Text(f"  {text}", no_wrap=True, overflow="ellipsis")

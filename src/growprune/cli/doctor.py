@@ -1,0 +1,216 @@
+"""What growprune finds on this machine: versions, devices, kernels, and what is slow here and why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+import growprune
+from growprune.storage import kernels
+from growprune.tasks.cores import num_cores
+
+State = Literal["ok", "absent", "slow", "broken"]
+
+REQUIRED = ("torch", "numpy", "safetensors", "typer", "rich")
+EXTRAS = {
+    "digits": ("scikit-learn",),
+    "classification": ("pillow",),
+    "detection": ("pillow", "pycocotools"),
+    "translation": ("sentencepiece", "sacrebleu"),
+    "report": ("plotly",),
+    "tensorboard": ("tensorboard",),
+}
+"""Distributions by extra, as pyproject.toml has them."""
+
+MANY_PROCESSES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
+"""Variables by which launchers say how many processes they start."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    state: State
+    """"absent" is what nobody needs who does not ask for it; "slow" works, but could do better; "broken" does not."""
+    text: str
+    do: str = ""
+    """What to do about it, if there is something."""
+
+
+def examine() -> list[Finding]:
+    """Look at everything. Loads torch, and runs the kernels on tiny tensors."""
+    return [*_versions(), *_extras(), *_devices(), *_kernels(), *_compiler(), *_threads(), *_settings()]
+
+
+def to_dict(findings: list[Finding]) -> dict[str, Any]:
+    """For machines."""
+    is_broken = any(finding.state == "broken" for finding in findings)
+    return {"is_broken": is_broken, "findings": [asdict(finding) for finding in findings]}
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.release()}")
+    yield Finding("growprune", "ok", growprune.__version__)
+    for name in REQUIRED:
+        if (found := _version(name)) is None:
+            yield Finding(name, "broken", "not installed", "pip install growprune")
+        else:
+            yield Finding(name, "ok", found)
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, names in EXTRAS.items():
+        missing = [name for name in names if _version(name) is None]
+        if missing:
+            text = f"{', '.join(missing)} not installed"
+            yield Finding(f"extra {extra}", "absent", text, f"pip install 'growprune[{extra}]'")
+        else:
+            yield Finding(f"extra {extra}", "ok", ", ".join(f"{name} {_version(name)}" for name in names))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> Iterator[Finding]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    yield Finding("cpu", "ok", f"{num_cores()} cores, {memory / 2**30:.1f} GiB of memory, {platform.machine()}")
+    if not torch.cuda.is_available():
+        yield from _no_cuda()
+        return
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        text = f"{about.name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        state: State = "ok" if free > total / 2 else "slow"
+        do = "" if state == "ok" else "another process has most of it: see nvidia-smi"
+        yield Finding(f"cuda:{index}", state, text, do)
+
+
+def _no_cuda() -> Iterator[Finding]:
+    if torch.version.cuda is None and shutil.which("nvidia-smi"):
+        yield Finding("cuda", "slow", "there is an NVIDIA driver, but this torch is built for the CPU", "install torch")
+    elif torch.version.cuda is not None:
+        yield Finding(
+            "cuda", "absent", f"torch is built for CUDA {torch.version.cuda}, but sees no GPU", "see nvidia-smi"
+        )
+    else:
+        yield Finding("cuda", "absent", "no GPU, and torch is built for the CPU")
+
+
+# Kernels
+
+
+def _kernels() -> Iterator[Finding]:
+    """Whether packing and expanding masks works where models will be: a wrong kernel trains a wrong model."""
+    yield _try_kernels(torch.device("cpu"))
+    has_triton = importlib.util.find_spec("triton") is not None
+    if not torch.cuda.is_available():
+        version = _version("triton")
+        yield Finding("triton", "absent", f"{version}, but no GPU to use it" if version else "not installed; no GPU")
+    elif not has_triton:
+        text = "not installed: masks on CUDA are read in torch operations, several times as slow"
+        yield Finding("triton", "slow", text, "pip install triton")
+    else:
+        yield _try_kernels(torch.device("cuda"))
+
+
+def _try_kernels(device: torch.device) -> Finding:
+    name = "kernels" if device.type == "cpu" else f"triton {_version('triton')}"
+    try:
+        is_right = kernels_work(device)
+    except Exception as error:  # whatever a compiler or a driver raises is what is asked for here
+        text = f"the kernels cannot run: {' '.join(str(error).split())[:200]}"
+        return Finding(name, "broken", text, "install a C compiler, or a Triton that fits torch and the driver")
+    if not is_right:
+        return Finding(name, "broken", f"the kernels give wrong results on {device}", "please report it as a bug")
+    how = "Triton kernels run" if device.type == "cuda" else "masks are packed and expanded"
+    return Finding(name, "ok", f"{how} on {device} with the right result")
+
+
+def kernels_work(device: torch.device) -> bool:
+    """Whether a mask of 3,000 weights survives packing, and values their way into a dense tensor and back."""
+    mask = torch.arange(3000, device=device) % 7 == 3
+    values = torch.arange(1.0, 1 + int(mask.sum()), device=device)
+    bits = kernels.pack(mask)
+    offsets, alive = kernels.block_offsets(bits)
+    dense = kernels.expand(values, bits, offsets, mask.numel(), dtype=torch.float32)
+    back = kernels.compress(dense, bits, offsets, alive, dtype=torch.float32)
+    expected = torch.zeros(mask.numel(), device=device).masked_scatter_(mask, values)
+    is_same_mask = torch.equal(kernels.unpack(bits, mask.numel()), mask)
+    return is_same_mask and torch.equal(dense, expected) and torch.equal(back, values)
+
+
+def _compiler() -> Iterator[Finding]:
+    """torch.compile on a CPU needs one, and Triton a C compiler."""
+    found = next((path for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if (path := _which(name))), None)
+    if found:
+        yield Finding("C++ compiler", "ok", found)
+    else:
+        yield Finding(
+            "C++ compiler", "absent", "none found: torch.compile on a CPU needs one", "install g++ or clang, or set CXX"
+        )
+
+
+def _which(name: str | None) -> str | None:
+    return shutil.which(name.split()[0]) if name and name.split() else None
+
+
+# What is slow
+
+
+def _threads() -> Iterator[Finding]:
+    threads, cores = torch.get_num_threads(), num_cores()
+    text = f"torch uses {threads} threads of {cores} cores"
+    launched = next((int(os.environ[name]) for name in MANY_PROCESSES if os.environ.get(name, "").isdigit()), 1)
+    if threads > cores:
+        yield Finding("threads", "slow", f"{text}: more than there are", f"set OMP_NUM_THREADS={cores}")
+    elif launched > 1 and launched * threads > cores:
+        best = max(1, cores // launched)
+        yield Finding("threads", "slow", f"{text}, in each of {launched} processes", f"set OMP_NUM_THREADS={best}")
+    elif "OMP_NUM_THREADS" in os.environ and threads < cores:
+        do = "unset OMP_NUM_THREADS if a single process trains here"
+        yield Finding("threads", "ok", f"{text}, as OMP_NUM_THREADS says", do)
+    else:
+        yield Finding("threads", "ok", text, "for several processes on a machine, set OMP_NUM_THREADS")
+    yield from _load(threads, cores)
+
+
+def _load(threads: int, cores: int) -> Iterator[Finding]:
+    """Threads that wait for one another wait for the one that another process keeps from its core."""
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if threads > 1 and busy + threads > cores + 1:
+        free = max(1, round(cores - busy))
+        text = f"other processes keep {busy:.1f} of {cores} cores busy: torch's threads wait for one another"
+        yield Finding("load", "slow", text, f"wait for them, or set OMP_NUM_THREADS={free}")
+
+
+def _settings() -> Iterator[Finding]:
+    if torch.version.debug:
+        yield Finding("torch build", "slow", "a debug build, many times as slow", "install a release build of torch")
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        yield Finding("CUDA_LAUNCH_BLOCKING", "slow", "every kernel is waited for", "unset CUDA_LAUNCH_BLOCKING")
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        yield Finding("TRITON_INTERPRET", "slow", "Triton kernels run in Python", "unset TRITON_INTERPRET")
+    if torch.is_anomaly_enabled():
+        yield Finding("anomaly mode", "slow", "autograd keeps track of every operation", "leave it off")
+    yield _denormals()
+
+
+def _denormals() -> Finding:
+    """Numbers near zero, of which weights that decay towards it have many, take some CPUs a hundred times as long."""
+    tiny = torch.full((64,), torch.finfo(torch.float32).tiny) / 4
+    if not bool(tiny.any()):
+        return Finding("denormals", "ok", "flushed to zero")
+    do = "if a run on a CPU slows down as it goes: torch.set_flush_denormal(True)"
+    return Finding("denormals", "ok", "kept; slow on a CPU where many weights decay to nothing", do)

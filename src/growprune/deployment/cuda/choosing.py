@@ -1,0 +1,251 @@
+"""Measure, then swap: which of the formats, tiles, 2:4 or dense is fastest for a layer on this GPU."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from growprune.deployment.cuda.bitmask import bitmask_matrix
+from growprune.deployment.cuda.entries import Entries
+from growprune.deployment.cuda.lanes import MOST_COLUMNS, lane_matrix
+from growprune.deployment.cuda.linear import DenseLinear, SemiStructuredLinear, SparseLinear, semi_structured
+from growprune.deployment.cuda.products import MOST_SAMPLES, BitmaskTile, LaneTile, Matrix, Tile, kernel_failures
+from growprune.deployment.cuda.timing import BEYOND_CACHE, microseconds
+
+LANE_TILES = (
+    LaneTile(4, 32, 2),
+    LaneTile(4, 32, 4, is_pinned=True),
+    LaneTile(4, 32, 2, is_pinned=True),
+    LaneTile(4, 32, 4),
+    LaneTile(4, 16, 4, is_pinned=True),
+    LaneTile(4, 16, 2, is_ahead=True, is_pinned=True),
+    LaneTile(2, 32, 4, is_pinned=True),
+    LaneTile(4, 128, 1),
+)
+BITMASK_TILES = (BitmaskTile(32, 128, 4, 3), BitmaskTile(16, 256, 4, 1), BitmaskTile(64, 64, 4, 3))
+"""Tiles worth a try, the likeliest first."""
+FEW_ALIVE = 0.07
+"""The density below which runs of 16 would often reach further than an offset does; so they are runs of 8."""
+NUM_CALLS = 20
+"""Calls that are timed together, at least: a graph of few takes as long to start as to run."""
+MOST_COPIES = 64
+LARGEST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+"""Of a product against the dense one, relative to its norm: several times what rounding gives."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one layer takes, for one batch."""
+
+    layer: str
+    shape: tuple[int, int]
+    sparsity: float
+    batch: int
+    dense_us: float
+    sparse_us: float | None
+    """Of the fastest that is not dense; None if nothing but dense can run."""
+    kind: str
+    """Which one that is."""
+    choice: str
+    """What was kept for the layer: the fastest for all batches together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The layer that is kept, and what was measured."""
+
+    layer: nn.Module
+    kind: str
+    rows: tuple[Timed, ...]
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """What could not run here, and why."""
+
+    @property
+    def tiles(self) -> dict[int, Tile]:
+        return self.layer.tiles if isinstance(self.layer, SparseLinear) else {}
+
+
+FORMATS: Mapping[str, Callable[[Entries], Matrix]] = {
+    "offsets": lambda entries: lane_matrix(entries, lanes=8 if 1 - entries.sparsity < FEW_ALIVE else 16),
+    "columns": lambda entries: lane_matrix(entries, lanes=16, has_offsets=False),
+    "bitmask": bitmask_matrix,
+}
+TILES: Mapping[str, Sequence[Tile]] = {"offsets": LANE_TILES, "columns": LANE_TILES, "bitmask": BITMASK_TILES}
+
+
+def choose(
+    entries: Entries,
+    *,
+    bias: Tensor | None = None,
+    batches: Sequence[int] = (1,),
+    keep_dense: bool = False,
+    name: str = "",
+    seconds: float = float("inf"),
+) -> Choice:
+    """Time a layer in each format and dense, and keep the fastest.
+
+    What fails, or gives something else than the dense layer, is left out; see `failed`.
+
+    Args:
+        entries: values in the dtype to compute in, on the device to compute on.
+        batches: the batches that matter; their times are added up.
+        keep_dense: let a sparse layer keep a dense copy too, for batches over 16.
+        seconds: how long it may be timed, about; compiling kernels does not count.
+    """
+    dense = DenseLinear(entries.dense(), bias)
+    taken = {dense.kind: {batch: _time(dense, entries, batch) for batch in batches}}
+    layers: dict[str, nn.Module] = {dense.kind: dense}
+    failed: dict[str, str] = {}
+    for kind in (*FORMATS, SemiStructuredLinear.kind):
+        try:
+            found = _timed(kind, entries, bias, batches, seconds / (1 + len(FORMATS)))
+            if found is not None:
+                check(found[0], dense, entries, batches[0])
+                layers[kind], taken[kind] = found
+        except kernel_failures() as error:
+            failed[kind] = first_line(error)
+    best = min(taken, key=lambda kind: sum(taken[kind].values()))
+    chosen = layers[best]
+    if keep_dense and isinstance(chosen, SparseLinear):
+        chosen.dense = dense.weight
+    return Choice(chosen, best, tuple(_rows(name, entries, batches, taken, best)), failed)
+
+
+def make(
+    entries: Entries, kind: str, *, bias: Tensor | None = None, tiles: Mapping[int, Tile] | None = None
+) -> nn.Module:
+    """The layer of a kind that was chosen before."""
+    if kind == DenseLinear.kind:
+        return DenseLinear(entries.dense(), bias)
+    if kind == SemiStructuredLinear.kind:
+        return SemiStructuredLinear(entries.dense(), bias)
+    return SparseLinear(FORMATS[kind](entries), bias=bias, tiles=tiles, kind=kind)
+
+
+def usual_kind(entries: Entries) -> str:
+    """The likeliest format, where nothing is measured."""
+    return "bitmask" if entries.columns > MOST_COLUMNS else "offsets"
+
+
+def table(rows: Sequence[Timed]) -> str:
+    """What was measured, as Markdown."""
+    lines = ["| layer | shape | sparsity | batch | dense us | sparse us | fastest sparse | choice |", "|---" * 8 + "|"]
+    for row in rows:
+        sparse = "-" if row.sparse_us is None else f"{row.sparse_us:.1f}"
+        numbers = f"{row.sparsity:.1%} | {row.batch} | {row.dense_us:.1f} | {sparse}"
+        lines.append(f"| {row.layer} | {row.shape[0]} x {row.shape[1]} | {numbers} | {row.kind} | {row.choice} |")
+    return "\n".join(lines)
+
+
+def first_line(error: BaseException) -> str:
+    """An error in a few words."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
+
+
+def _timed(
+    kind: str, entries: Entries, bias: Tensor | None, batches: Sequence[int], seconds: float
+) -> tuple[nn.Module, dict[int, float]] | None:
+    """A layer that is not dense, and what it takes with its best tiles; None if it does not suit the matrix."""
+    if kind == SemiStructuredLinear.kind:
+        packed = semi_structured(entries, bias)
+        if packed is None:
+            return None
+        again = [semi_structured(entries, bias) for _ in range(3)]  # they cannot be copied
+        layers = [packed, *(layer for layer in again if layer is not None)]
+        return packed, {batch: time_of(layers, _input(entries.values, entries.columns, batch)) for batch in batches}
+    if kind != "bitmask" and entries.columns > MOST_COLUMNS:
+        return None
+    matrix = FORMATS[kind](entries)
+    tiles, times = {}, {}
+    for batch in batches:
+        few = min(batch, MOST_SAMPLES)
+        tiles[few], times[batch] = fastest(matrix, TILES[kind], few, seconds / len(batches))
+    layer = SparseLinear(matrix, bias=bias, tiles=tiles, kind=kind)
+    return layer, {b: _time(layer, entries, b) if b > MOST_SAMPLES or bias is not None else times[b] for b in batches}
+
+
+def check(layer: nn.Module, dense: nn.Module, entries: Entries, batch: int) -> None:
+    """Raise RuntimeError if a layer does not give what the dense one gives."""
+    x = _input(entries.values, entries.columns, batch)
+    with torch.no_grad():
+        expected, found = dense(x).double(), layer(x).double()
+    error = float((found - expected).norm()) / max(float(expected.norm()), 1e-6)
+    if not error < LARGEST_ERROR[x.dtype]:  # a NaN is wrong too
+        raise RuntimeError(f"its relative difference from the dense product is {error:.1e}")
+
+
+def fastest(matrix: Matrix, tiles: Sequence[Tile], batch: int, seconds: float = float("inf")) -> tuple[Tile, float]:
+    """The fastest of some tiles, and what a product takes with it. One that cannot run is left out, unless none can."""
+    found = {tile: us for tile, us in times_of_tiles(matrix, tiles, batch, seconds) if isinstance(us, float)}
+    if not found:
+        raise RuntimeError("no tile can run: " + str(next(us for _, us in times_of_tiles(matrix, tiles[:1], batch, 0))))
+    best = min(found, key=lambda tile: found[tile])
+    return best, found[best]
+
+
+def times_of_tiles(
+    matrix: Matrix, tiles: Sequence[Tile], batch: int, seconds: float = float("inf")
+) -> Iterator[tuple[Tile, float | str]]:
+    """Microseconds that a product takes with each tile, or why it cannot run; at least one is tried."""
+    layers = copies(SparseLinear(matrix), matrix.num_bytes)
+    x = _input(matrix.values, matrix.columns, batch)
+    for tile in tiles:
+        for layer in layers:
+            layer.tiles = {batch: tile}  # type: ignore[assignment]
+        start = time.monotonic()
+        taken: float | str
+        try:
+            with torch.no_grad():
+                layers[0](x)  # compiles
+            start = time.monotonic()
+            taken = time_of(layers, x)
+        except kernel_failures() as error:
+            taken = first_line(error)
+        yield tile, taken
+        seconds -= time.monotonic() - start
+        if seconds <= 0:
+            return
+
+
+def _time(layer: nn.Module, entries: Entries, batch: int) -> float:
+    matrix = layer.matrix if isinstance(layer, SparseLinear) else None
+    dense_bytes = entries.rows * entries.columns * entries.values.element_size()
+    num_bytes = dense_bytes if matrix is None else matrix.num_bytes
+    return time_of(copies(layer, num_bytes), _input(entries.values, entries.columns, batch))
+
+
+def copies(layer: nn.Module, num_bytes: int) -> list[nn.Module]:
+    """The layer and as many copies as it takes that no cache holds the weights; alone on the CPU."""
+    is_cuda = any(buffer.is_cuda for buffer in layer.buffers())
+    count = min(MOST_COPIES, max(2, -(-BEYOND_CACHE // max(1, num_bytes)))) if is_cuda else 1
+    return [layer, *(copy.deepcopy(layer) for _ in range(count - 1))]
+
+
+def time_of(layers: Sequence[nn.Module], x: Tensor) -> float:
+    """Microseconds that a call of these layers takes, in turn."""
+    rounds = -(-NUM_CALLS // len(layers)) if x.is_cuda else 1
+    calls = [lambda layer=layer: layer(x) for layer in layers] * rounds
+    with torch.no_grad():
+        return microseconds(calls, device=x.device)
+
+
+def _input(values: Tensor, columns: int, batch: int) -> Tensor:
+    generator = torch.Generator(values.device).manual_seed(0)
+    return torch.randn(batch, columns, generator=generator, device=values.device).to(values.dtype)
+
+
+def _rows(
+    name: str, entries: Entries, batches: Sequence[int], taken: Mapping[str, Mapping[int, float]], best: str
+) -> Iterator[Timed]:
+    first = Timed(name, (entries.rows, entries.columns), entries.sparsity, 0, 0.0, None, "-", best)
+    for batch in batches:
+        kind = min((kind for kind in taken if kind != "dense"), key=lambda kind: taken[kind][batch], default="-")
+        dense_us, sparse_us = taken["dense"][batch], taken.get(kind, {}).get(batch)
+        yield dataclasses.replace(first, batch=batch, kind=kind, dense_us=dense_us, sparse_us=sparse_us)

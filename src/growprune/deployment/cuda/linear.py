@@ -1,0 +1,150 @@
+"""Prepared layers, y = x W^T + bias: siblings that take the place of an `nn.Linear` when decoding.
+
+They hold no parameters, as there is nothing to train; weights are buffers that move with the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growprune.deployment.cuda.entries import Entries
+from growprune.deployment.cuda.products import MOST_SAMPLES, Matrix, Tile, product
+
+FEW_ROUNDS = 4
+"""Batches of so many times 16 are taken 16 at a time; larger ones by a dense copy, made for the call."""
+
+
+class DenseLinear(nn.Module):
+    """As torch has it."""
+
+    kind = "dense"
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def dense_weight(self) -> Tensor:
+        """(rows, columns)"""
+        return self.weight
+
+
+class SemiStructuredLinear(DenseLinear):
+    """2:4 sparsity through core torch, which needs CUDA, 16-bit weights, and sizes that suit its kernels."""
+
+    kind = "2:4"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it is a prototype
+            packed = torch.sparse.to_sparse_semi_structured(weight)
+        super().__init__(packed, bias)
+        self.out_features, self.in_features = weight.shape
+
+    def dense_weight(self) -> Tensor:
+        """(rows, columns), from what the kernels give for one input after the other."""
+        eye = torch.eye(self.in_features, dtype=self.weight.dtype, device=self.weight.device)
+        parts = [F.linear(eye[i : i + 1024], self.weight) for i in range(0, len(eye), 1024)]
+        return torch.cat(parts).t().contiguous()
+
+
+class SparseLinear(nn.Module):
+    """On our kernels for up to 16 samples, and for a few times as many in rounds.
+
+    Args:
+        tiles: how to go about a batch of up to so many samples; the least that is enough is taken.
+        dense: a dense copy of the weight, if one may be kept: for batches over 16.
+    """
+
+    matrix_values: Tensor
+    bias: Tensor | None
+    dense: Tensor | None
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        *,
+        bias: Tensor | None = None,
+        tiles: Mapping[int, Tile] | None = None,
+        dense: Tensor | None = None,
+        kind: str = "sparse",
+    ) -> None:
+        super().__init__()
+        self.kind, self.tiles = kind, dict(sorted((tiles or {}).items()))
+        self._sizes: dict[str, Any] = {f.name: getattr(matrix, f.name) for f in dataclasses.fields(matrix)}
+        self._class = type(matrix)
+        for name, part in list(self._sizes.items()):
+            if isinstance(part, Tensor):
+                self.register_buffer(f"matrix_{name}", part)
+                del self._sizes[name]
+        self.register_buffer("bias", bias)
+        self.register_buffer("dense", dense)
+        self._matrix: Matrix | None = matrix
+        self.out_features, self.in_features = matrix.rows, matrix.columns
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, made anew each time: for code that looks at it."""
+        return self.dense_weight()
+
+    def dense_weight(self) -> Tensor:
+        """(rows, columns)"""
+        return self.matrix.dense()
+
+    @property
+    def matrix(self) -> Matrix:
+        """Of the buffers, wherever they are now."""
+        if self._matrix is None or self._matrix.values is not self.matrix_values:
+            parts: dict[str, Any] = {n.removeprefix("matrix_"): part for n, part in self._buffers.items() if "_" in n}
+            self._matrix = self._class(**self._sizes, **parts)
+        return self._matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        if len(flat) <= MOST_SAMPLES:
+            out = product(self.matrix, flat, self._tile(len(flat)))
+        elif self.dense is not None or len(flat) > FEW_ROUNDS * MOST_SAMPLES:
+            out = F.linear(flat, self.matrix.dense() if self.dense is None else self.dense)
+        else:
+            parts = [flat[i : i + MOST_SAMPLES] for i in range(0, len(flat), MOST_SAMPLES)]
+            out = torch.cat([product(self.matrix, part, self._tile(len(part))) for part in parts])
+        out = out if self.bias is None else out + self.bias
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def _tile(self, batch: int) -> Tile | None:
+        return next((tile for most, tile in self.tiles.items() if most >= batch), None)
+
+
+SUITABLE_ROWS, SUITABLE_COLUMNS = 32, 64
+"""Of what the sizes of a 2:4 matrix in 16 bits must be multiples, for either of torch's kernels."""
+
+
+def semi_structured(entries: Entries, bias: Tensor | None = None) -> SemiStructuredLinear | None:
+    """The 2:4 layer of a matrix; None if its mask, type or sizes do not suit. Raises what torch raises."""
+    values = entries.values
+    if not values.is_cuda or values.dtype == torch.float32:
+        return None
+    if entries.rows % SUITABLE_ROWS or entries.columns % SUITABLE_COLUMNS or not is_two_of_four(entries):
+        return None
+    return SemiStructuredLinear(entries.dense(), bias)
+
+
+def is_two_of_four(entries: Entries) -> bool:
+    """Whether of four neighbours in a row at most two live."""
+    if entries.columns % 4 or not entries.values.numel():
+        return False
+    row = torch.repeat_interleave(torch.arange(entries.rows, device=entries.starts.device), entries.lengths)
+    groups = row * (entries.columns // 4) + entries.places // 4
+    return bool((groups[2:] > groups[:-2]).all())  # they come in order: of any three, the last is in a later group

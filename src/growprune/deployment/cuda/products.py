@@ -1,0 +1,189 @@
+# mypy: allow-untyped-calls
+# Triton has no types
+"""Products of a prepared matrix with a few columns: y = x W^T for x of (batch, columns), batch 1 to 16.
+
+On CUDA in Triton, or through its interpreter (TRITON_INTERPRET=1); elsewhere by a dense copy, for trying things out.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from growprune.deployment.cuda.bitmask import BitmaskMatrix
+from growprune.deployment.cuda.lanes import LaneMatrix
+from growprune.errors import GrowpruneError
+
+MOST_SAMPLES = 16
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class LaneTile:
+    """How a program goes about a `LaneMatrix`."""
+
+    warps: int = 4
+    width: int = 32
+    """Threads that share a row; a program has as many rows as its warps have threads for."""
+    steps: int = 2
+    """Units of a thread whose loads are started together."""
+    is_ahead: bool = False
+    """Whether the next units are loaded while these are worked on."""
+    is_pinned: bool = False
+    """Whether loads stay before what uses them: more bytes on their way, but more registers, and so fewer threads."""
+    split: int = 0
+    """Programs that share the columns of a row; 0: as many as fill the GPU, and keep x in the first-level cache."""
+
+
+@dataclass(frozen=True)
+class BitmaskTile:
+    """How a program goes about a `BitmaskMatrix`."""
+
+    rows: int = 32
+    columns: int = 128
+    """Of a dense tile; 256 at most."""
+    warps: int = 4
+    stages: int = 3
+    """Tiles whose marks and inputs are on their way at once."""
+    split: int = 0
+    """Programs that share the columns of a row; 0: as many as fill the GPU."""
+
+
+Matrix = LaneMatrix | BitmaskMatrix
+Tile = LaneTile | BitmaskTile
+
+ENOUGH_PROGRAMS = 264
+"""Two for each multiprocessor of an H200; with fewer, the columns are split."""
+LOAD_BYTES = 16
+"""What one load brings: a column of 8 samples, or of 4 in float32. The matrix is read once for each so many."""
+NEAR_BYTES = 160 << 10
+"""Of x, that stay in the first-level cache of an H200, which has 256 KB."""
+
+
+def product(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
+    """(batch, rows), in the dtype of x: the matrix times each of up to 16 samples. The same bits every time."""
+    _check(matrix, x)
+    kernels = _kernels(x)
+    if kernels is None or not x.numel() or not matrix.rows:
+        return F.linear(x.float(), matrix.dense().float()).to(x.dtype)
+    x = x.contiguous()
+    if isinstance(matrix, LaneMatrix):
+        return _lane_product(kernels, matrix, x, tile if isinstance(tile, LaneTile) else LaneTile())
+    return _bitmask_product(kernels, matrix, x, tile if isinstance(tile, BitmaskTile) else BitmaskTile())
+
+
+def _lane_product(kernels: ModuleType, matrix: LaneMatrix, x: Tensor, tile: LaneTile) -> Tensor:
+    batch = len(x)
+    together = min(LOAD_BYTES // x.element_size(), 1 << (batch - 1).bit_length())
+    inputs = x if batch == 1 else _interleave(kernels, x, together)
+    width = min(tile.width, tile.warps * 32)
+    rows = tile.warps * 32 // width
+    programs, slabs = -(-matrix.rows // rows), -(-matrix.most_units // matrix.lanes)
+    parts = -(-matrix.columns * together * x.element_size() // NEAR_BYTES)
+    split = _split(tile.split, programs, slabs, parts)
+    share = max(1, -(-slabs // split)) * matrix.lanes
+    out = _output(x, split, matrix.rows)
+    bases = matrix.index if matrix.bases is None else matrix.bases
+    tensors = (inputs, matrix.index, bases, matrix.values)
+    rest = (matrix.unit_starts, matrix.slab_starts, matrix.order, out)
+    numbers = (matrix.rows, matrix.columns, batch, share, together, matrix.bases is not None)
+    lanes = 1 if matrix.bases is None else matrix.lanes  # where it does not matter, one kernel serves all
+    sizes = (*numbers, lanes, width, rows, tile.steps, tile.is_ahead, tile.is_pinned)
+    grid = (programs, split, -(-batch // together))
+    _launch(kernels._lanes_kernel, grid, (*tensors, *rest), sizes, tile.warps)
+    return _added_up(kernels, out, x)
+
+
+def _bitmask_product(kernels: ModuleType, matrix: BitmaskMatrix, x: Tensor, tile: BitmaskTile) -> Tensor:
+    segments = matrix.starts.shape[1]
+    programs = -(-matrix.rows // tile.rows)
+    split = _split(tile.split, programs, segments)
+    share = max(1, -(-segments // split))
+    out = _output(x, split, matrix.rows)
+    tensors = (x, matrix.marks, matrix.starts, matrix.values, out)
+    sizes = (matrix.rows, matrix.columns, segments, len(x), share, 16, tile.rows, tile.columns, tile.stages)
+    _launch(kernels._bitmask_kernel, (programs, split, 1), tensors, sizes, tile.warps)
+    return _added_up(kernels, out, x)
+
+
+def _interleave(kernels: ModuleType, x: Tensor, together: int) -> Tensor:
+    batch, columns = x.shape
+    rounds, block = -(-batch // together), 128
+    out = torch.empty(rounds, columns, together, dtype=x.dtype, device=x.device)
+    grid = (-(-columns // block), rounds, 1)
+    _launch(kernels._interleave_kernel, grid, (x, out), (batch, columns, together, block), 4)
+    return out
+
+
+def _split(asked: int, programs: int, most: int, least: int = 1) -> int:
+    wanted = asked or max(least, -(-ENOUGH_PROGRAMS // programs))
+    return max(1, min(wanted, most, 16))
+
+
+def _output(x: Tensor, split: int, rows: int) -> Tensor:
+    shape, dtype = ((len(x), rows), x.dtype) if split == 1 else ((split, len(x), rows), torch.float32)
+    return torch.empty(shape, dtype=dtype, device=x.device)
+
+
+def _added_up(kernels: ModuleType, parts: Tensor, x: Tensor) -> Tensor:
+    if parts.dim() == 2:
+        return parts
+    out = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
+    block = 256
+    sizes = (out.numel(), len(parts), block)
+    _launch(kernels._sum_kernel, (-(-out.numel() // block), 1, 1), (parts, out), sizes, 4)
+    return out
+
+
+def _launch(kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], sizes: Any, warps: int) -> None:
+    if not tensors[0].is_cuda:
+        kernel[grid](*tensors, *sizes, num_warps=warps)
+        return
+    from growprune.storage.triton_kernels import launch  # with little Python from the second call on
+
+    launch(kernel, grid, tensors, sizes, num_warps=warps)
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    """The kernels where they can run: on CUDA, or interpreted."""
+    if not x.is_cuda and not is_interpreted():
+        return None
+    try:
+        from growprune.deployment.cuda import triton_kernels
+    except ImportError:
+        raise GrowpruneError("sparse products on CUDA are written in Triton: pip install triton") from None
+    return triton_kernels
+
+
+def kernel_failures() -> tuple[type[Exception], ...]:
+    """What a kernel that does not compile, or does not run here, raises."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:  # then none is started
+        return (RuntimeError, NotImplementedError)
+    return (RuntimeError, NotImplementedError, TritonError)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs its kernels on the CPU, in numpy: slow, but without a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _check(matrix: Matrix, x: Tensor) -> None:
+    if x.dim() != 2 or x.shape[1] != matrix.columns or len(x) > MOST_SAMPLES:
+        raise GrowpruneError(
+            f"x has shape {tuple(x.shape)}, but must be (batch, {matrix.columns}), with {MOST_SAMPLES} samples at most"
+        )
+    if x.dtype != matrix.values.dtype or x.dtype not in DTYPES:
+        raise GrowpruneError(
+            f"x is {x.dtype} and the matrix {matrix.values.dtype}, but both must be the same of bfloat16, float16 and "
+            f"float32: convert one of them"
+        )
+    if x.device != matrix.values.device:
+        raise GrowpruneError(f"x is on {x.device}, but the matrix on {matrix.values.device}: move one of them")

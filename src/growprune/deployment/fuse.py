@@ -1,0 +1,277 @@
+"""Layers, each as one operation: product, folded BatchNorm, bias, residual and activation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from growprune.deployment.fold import constant, is_constant
+from growprune.deployment.geometry import Geometry
+from growprune.deployment.layer import Activation
+from growprune.deployment.matrix import SparseMatrix
+from growprune.deployment.skeleton import WORTHWHILE, Skeleton, matrix_of_all, matrix_of_zeros
+from growprune.deployment.trace import aten
+
+RESHAPES = {
+    *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints),
+    *(aten.unflatten.int, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default),
+    *(aten.transpose.int, aten.permute.default, aten.t.default),
+}
+"""What may lie between a layer and what is fused to it: every number stays, in another place."""
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """One of RESHAPES, taken out of its graph."""
+
+    target: Any
+    arguments: tuple[Any, ...]
+    shape: tuple[int, ...]
+    """Of its result."""
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Reshape:
+        return cls(node.target, node.args[1:], tuple(node.meta["val"].shape))
+
+
+@dataclass
+class Fused:
+    """A layer and what is fused to it."""
+
+    name: str
+    weight: SparseMatrix
+    geometry: Geometry
+    bias: Tensor | None
+    axis: int
+    """The dimension of features, of input and output: 1 of images, the last elsewhere."""
+    is_sparse: bool
+    is_image: bool = False
+    """Whether its input is (batch, channels, height, width)."""
+    activation: Activation = Activation.NONE
+    before: list[Reshape] = field(default_factory=list)
+    """Changes of shape between the layer and its residual."""
+    after: list[Reshape] = field(default_factory=list)
+    """Changes of shape after that."""
+
+    @property
+    def rows(self) -> int:
+        return self.weight.rows
+
+
+def layer(x: Any, residual: Any) -> Any:
+    """What a fused layer is called in a graph; it is never run as such."""
+    raise NotImplementedError
+
+
+def fuse(graph: fx.Graph, skeleton: Skeleton, names: Mapping[fx.Node, str]) -> None:
+    """Replace layers of a graph by fused ones.
+
+    Args:
+        names: by the placeholder of a parameter, its name in the model.
+    """
+    for node in list(graph.nodes):
+        make = LAYERS.get(node.target) if node.op == "call_function" else None
+        if make is None or not all(_is_float(n) for n in (node, *node.all_input_nodes)):
+            continue
+        if (found := make(node, _Weights(skeleton, names))) is not None:
+            x, fused = found
+            chain, residual = _absorb(node, fused)
+            _replace(graph, chain, x, residual, fused)
+    graph.eliminate_dead_code()
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype == torch.float32 and value.device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class _Weights:
+    skeleton: Skeleton
+    names: Mapping[fx.Node, str]
+
+    def matrix(self, node: Any, *, transposed: bool = False) -> tuple[str, SparseMatrix] | None:
+        """The name and the matrix of a weight that is sparse enough."""
+        if not is_constant(node):
+            return None
+        name = node.meta["constant"].weight
+        if name is not None and (name in self.skeleton.transposed) == transposed:
+            return name, self.skeleton.matrices[name]
+        if name is None and not any(n.meta["constant"].weight for n in _origins(node)):
+            return None  # a dense parameter, or made of such
+        weight = constant(node)
+        if weight is None or weight.dim() < 2:
+            return None
+        matrix = matrix_of_zeros(weight, transposed=transposed)
+        return (node.name, matrix) if matrix.sparsity >= WORTHWHILE else None
+
+    def dense(self, node: Any) -> tuple[str, SparseMatrix] | None:
+        weight = constant(node) if is_constant(node) else None
+        return None if weight is None else (self.names.get(node, node.name), matrix_of_all(weight))
+
+
+def _origins(node: fx.Node) -> set[fx.Node]:
+    """The parameters that a constant is made of."""
+    found, stack = set(), [node]
+    while stack:
+        at = stack.pop()
+        found |= {at} if at.op == "placeholder" else set()
+        stack += at.all_input_nodes
+    return found
+
+
+Made = tuple[fx.Node, Fused] | None
+
+
+def _linear(node: fx.Node, weights: _Weights) -> Made:
+    x, weight, bias = [*node.args, None][:3]
+    return _product(x, weights.matrix(weight), bias)
+
+
+def _addmm(node: fx.Node, weights: _Weights) -> Made:
+    bias, x, weight = node.args
+    if node.kwargs or not isinstance(bias, fx.Node) or bias.meta["val"].shape != node.meta["val"].shape[-1:]:
+        return None
+    return _product(x, weights.matrix(weight, transposed=True), bias)
+
+
+def _mm(node: fx.Node, weights: _Weights) -> Made:
+    x, weight = node.args
+    is_matrix = isinstance(weight, fx.Node) and weight.meta["val"].dim() == 2
+    return _product(x, weights.matrix(weight, transposed=True), None) if is_matrix else None
+
+
+def _product(x: Any, found: tuple[str, SparseMatrix] | None, bias: Any) -> Made:
+    if found is None or not isinstance(x, fx.Node) or is_constant(x) or (bias is not None and not is_constant(bias)):
+        return None
+    shape = x.meta["val"].shape
+    if not shape.numel():
+        return None
+    name, matrix = found
+    geometry = Geometry.linear(matrix.columns, shape.numel() // shape[-1])
+    return x, Fused(name.removesuffix(".weight"), matrix, geometry, constant(bias), len(shape) - 1, is_sparse=True)
+
+
+def _conv2d(node: fx.Node, weights: _Weights) -> Made:
+    x, weight, bias, stride, padding, dilation, groups = _arguments(node)
+    is_known = groups == 1 and (bias is None or is_constant(bias)) and not is_constant(x) and x.meta["val"].dim() == 4
+    padding = _padding(padding, weight.meta["val"].shape[2:], dilation) if is_known else None
+    if padding is None or not x.meta["val"].numel():
+        return None
+    sparse = weights.matrix(weight)
+    found = sparse or weights.dense(weight)
+    if found is None:
+        return None
+    batch, channels, height, width = x.meta["val"].shape
+    kernel = tuple(weight.meta["val"].shape[2:])
+    pairs = (kernel, _pair(stride), padding, _pair(dilation))
+    geometry = Geometry(channels, batch, height, width, *pairs)
+    name = found[0].removesuffix(".weight")
+    return x, Fused(name, found[1], geometry, constant(bias), 1, is_sparse=sparse is not None, is_image=True)
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    defaults = [None, None, None, [1, 1], [0, 0], [1, 1], 1]
+    return [*node.args, *defaults[len(node.args) :]]
+
+
+def _padding(padding: Any, kernel: Any, dilation: Any) -> tuple[int, int] | None:
+    if padding == "valid":
+        return 0, 0
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(_pair(dilation), kernel, strict=True)]
+        return None if any(t % 2 for t in total) else (total[0] // 2, total[1] // 2)
+    return _pair(padding)
+
+
+def _pair(values: Any) -> tuple[int, int]:
+    first, second = (values, values) if isinstance(values, int) else (values[0], values[-1])
+    return int(first), int(second)
+
+
+LAYERS: dict[Any, Callable[[fx.Node, _Weights], Made]] = {
+    aten.linear.default: _linear,
+    aten.addmm.default: _addmm,
+    aten.mm.default: _mm,
+    aten.matmul.default: _mm,
+    aten.conv2d.default: _conv2d,
+    aten.conv2d.padding: _conv2d,
+}
+
+
+def _absorb(node: fx.Node, fused: Fused) -> tuple[list[fx.Node], fx.Node | None]:
+    """Fuse what follows; returns the operations that are now part of the layer, and the residual."""
+    chain, residual = [node], None
+    at, pending = node, list[fx.Node]()
+    while len(at.users) == 1 and fused.activation is Activation.NONE:
+        at, before = next(iter(at.users)), at
+        if at.target in RESHAPES:
+            pending.append(at)
+            continue
+        if at.target is aten.batch_norm.default and residual is None and not pending and at.args[0] is before:
+            if fused.axis != 1 or not _fold_batch_norm(at, fused):  # it is of dimension 1, which may not be features
+                break
+        elif residual is None and (other := _residual(at, before)) is not None:
+            residual, fused.before = other, [*map(Reshape.of, pending)]
+        elif (activation := _activation(at)) is not Activation.NONE:
+            fused.activation, fused.after = activation, [*map(Reshape.of, pending)]
+        else:
+            break
+        chain += [*pending, at]
+        pending = []
+    return chain, residual
+
+
+def _fold_batch_norm(node: fx.Node, fused: Fused) -> bool:
+    _, weight, bias, mean, variance, is_training, _, epsilon, _ = node.args
+    given = (weight, bias, mean, variance)
+    if is_training or any(n is not None and not is_constant(n) for n in given) or mean is None:
+        return False
+    gain, shift, center, spread = (None if (t := constant(n)) is None else t.double() for n in given)
+    assert center is not None and spread is not None and isinstance(epsilon, float)
+    scale = (spread + epsilon).rsqrt() * (1.0 if gain is None else gain)
+    before = 0.0 if fused.bias is None else fused.bias.double()
+    fused.bias = ((before - center) * scale + (0.0 if shift is None else shift)).float()
+    fused.weight = scaled(fused.weight, scale)
+    return True
+
+
+def scaled(matrix: SparseMatrix, scale: Tensor) -> SparseMatrix:
+    """A matrix with each row times a number."""
+    down = -(-matrix.rows // matrix.height)
+    by_row = torch.nn.functional.pad(scale, (0, down * matrix.height - matrix.rows)).view(down, matrix.height, 1)
+    by_block = by_row.repeat_interleave(matrix.starts.diff(), 0)
+    values = matrix.values.view(-1, matrix.height, matrix.width) * by_block
+    return dataclasses.replace(matrix, values=values.float().reshape(-1))
+
+
+def _residual(node: fx.Node, own: fx.Node) -> fx.Node | None:
+    """What is added to a layer's output, if a node adds something of the same shape."""
+    if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.args) != 2:
+        return None
+    first, second = node.args
+    other = second if first is own else first
+    is_alike = isinstance(other, fx.Node) and other is not own and not is_constant(other) and _is_float(other)
+    return other if is_alike and other.meta["val"].shape == own.meta["val"].shape else None  # type: ignore[union-attr,return-value]
+
+
+def _activation(node: fx.Node) -> Activation:
+    if node.target is aten.relu.default:
+        return Activation.RELU
+    is_exact = node.target is aten.gelu.default and node.kwargs.get("approximate", "none") == "none"
+    return Activation.GELU if is_exact and len(node.args) == 1 else Activation.NONE
+
+
+def _replace(graph: fx.Graph, chain: list[fx.Node], x: fx.Node, residual: fx.Node | None, fused: Fused) -> None:
+    last = chain[-1]
+    with graph.inserting_before(last):
+        node = graph.call_function(layer, (x, residual))
+    node.meta = {"val": last.meta["val"], "fused": fused}
+    last.replace_all_uses_with(node)
+    for old in reversed(chain):
+        graph.erase_node(old)

@@ -1,0 +1,178 @@
+"""From a graph to steps: where each value lies, and what has to be done for it to come there.
+
+Activations of layers are feature-major, and stay so across all operations of `known.py`, which take them as they lie.
+Any other is torch's: it takes stored values as tensors with odd strides, and what it makes is copied to features only
+if a layer needs it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from growprune.deployment import views
+from growprune.deployment.fold import constant, is_constant
+from growprune.deployment.fuse import Fused, Reshape, layer
+from growprune.deployment.steps import CopyStep, InSlot, LayerStep, Step, Stored, TorchStep, Value
+from growprune.deployment.strides import Matrix, Strides, as_matrix, feature_major, with_features
+from growprune.deployment.trace import NotTraceable, Traced, aten
+
+SAFE: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+"""What stands in for operations that want strides as the tracer saw them."""
+
+
+@dataclass
+class Lowered:
+    """Steps, not yet bound to memory."""
+
+    steps: list[Step] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Of the buffers, in floats."""
+    num_slots: int = 0
+    inputs: list[int] = field(default_factory=list)
+    """The slots of the leaves of the input."""
+    outputs: list[Value] = field(default_factory=list)
+    in_torch: list[str] = field(default_factory=list)
+    """Operations that are torch's, in order."""
+
+    @property
+    def layers(self) -> list[LayerStep]:
+        return [step for step in self.steps if isinstance(step, LayerStep)]
+
+
+class Lowering:
+    """Goes through a graph from its inputs to its outputs."""
+
+    def __init__(self, traced: Traced, known: dict[Any, Callable[[Lowering, fx.Node], Value | None]]) -> None:
+        self.traced, self.known, self.done = traced, known, Lowered()
+        self.values: dict[fx.Node, Value] = {}
+
+    def run(self) -> Lowered:
+        for node in self.traced.inputs:
+            self.values[node] = self.hold()
+            self.done.inputs.append(self.values[node].slot)
+        for node in self.traced.graph.nodes:
+            if node.op == "call_function" and not is_constant(node):
+                self.values[node] = self._lower(node)
+        output = next(iter(reversed(self.traced.graph.nodes)))
+        self.done.outputs = [self.as_torch(self.value(leaf)) for leaf in output.args[0]]
+        return self.done
+
+    def _lower(self, node: fx.Node) -> Value:
+        if node.target is layer:
+            return self._layer(node)
+        if (found := views.view(node, self.value)) is not None:
+            return found
+        known = self.known.get(node.target)
+        if known is not None and (found := known(self, node)) is not None:
+            return found
+        return self._in_torch(node)
+
+    def value(self, argument: Any) -> Value:
+        """What an argument of a node is here."""
+        if not isinstance(argument, fx.Node):
+            return argument
+        return constant(argument) if is_constant(argument) else self.values[argument]
+
+    def stored(self, argument: Any) -> Stored | None:
+        """An argument that is stored."""
+        value = self.value(argument)
+        return value if isinstance(value, Stored) else None
+
+    # New places
+
+    def store(self, place: Strides) -> Stored:
+        """A new buffer for a dense tensor that lies so."""
+        self.done.sizes.append(math.prod(place.shape))
+        return Stored(len(self.done.sizes) - 1, place)
+
+    def hold(self) -> InSlot:
+        self.done.num_slots += 1
+        return InSlot(self.done.num_slots - 1)
+
+    def add(self, step: Step) -> None:
+        self.done.steps.append(step)
+
+    def copy(self, value: Value, place: Strides) -> Stored:
+        """A value at a new place."""
+        target = self.store(place)
+        self.add(CopyStep(value, target))
+        return target
+
+    def as_torch(self, value: Value) -> Value:
+        """The value, copied if torch cannot take it as it lies."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self.as_torch, value))
+        if isinstance(value, dict):
+            return {key: self.as_torch(item) for key, item in value.items()}
+        if isinstance(value, Stored) and value.place.torch is None:
+            return self.copy(value, Strides.contiguous(value.place.shape))
+        return value
+
+    # Layers
+
+    def features(self, node: fx.Node, axis: int, *, ordered: bool = False) -> tuple[Stored, Matrix]:
+        """A node's value as a matrix of features; copied to be one, if need be, and from then on there."""
+        value = self.value(node)
+        if isinstance(value, Stored) and (matrix := as_matrix(value.place, axis, ordered=ordered)) is not None:
+            return value, matrix
+        stored = self.copy(value, feature_major(node.meta["val"].shape, axis))
+        if not is_constant(node):
+            self.values[node] = stored
+        matrix = as_matrix(stored.place, axis, ordered=ordered)
+        assert matrix is not None
+        return stored, matrix
+
+    def _layer(self, node: fx.Node) -> Stored:
+        fused: Fused = node.meta["fused"]
+        source, residual = node.args
+        assert isinstance(source, fx.Node)
+        is_image = fused.is_image
+        x, matrix = self.features(source, fused.axis, ordered=is_image)
+        if is_image:
+            place = feature_major((x.place.shape[0], fused.rows, *fused.geometry.out_size), 1)
+        else:
+            place = with_features(x.place, fused.axis, fused.rows)
+        out_matrix = Matrix(fused.rows, fused.geometry.columns, fused.geometry.columns, 0)
+        middle = self._reshape(place, fused.before)
+        added = None
+        if isinstance(residual, fx.Node):
+            r = self._alike(residual, middle)
+            added = r.buffer, Matrix(out_matrix.rows, out_matrix.columns, out_matrix.step, r.place.offset)
+        out = self.store(place)
+        self.add(LayerStep(fused, (x.buffer, matrix), (out.buffer, out_matrix), added))
+        return Stored(out.buffer, self._reshape(middle, fused.after))
+
+    def _reshape(self, place: Strides, reshapes: Sequence[Reshape]) -> Strides:
+        for reshape in reshapes:
+            found = views.reshaped(place, reshape.target, reshape.arguments, reshape.shape)
+            if found is None:
+                raise NotTraceable(f"{reshape.target} regroups features and columns unevenly")
+            place = found
+        return place
+
+    def _alike(self, node: fx.Node, place: Strides) -> Stored:
+        """A node's value, lying as `place` does."""
+        value = self.value(node)
+        if isinstance(value, Stored) and value.place.canonical == place.canonical:
+            return value
+        return self.copy(value, Strides(place.dimensions))
+
+    # Everything else
+
+    def _in_torch(self, node: fx.Node) -> InSlot:
+        args, kwargs = (self.as_torch(fx.map_arg(part, self.value)) for part in (node.args, dict(node.kwargs)))
+        slot = self.hold()
+        self.add(TorchStep(SAFE.get(node.target, node.target), tuple(args), dict(kwargs), slot.slot))
+        if isinstance(node.target, torch._ops.OpOverload) and node.target not in views.ALL:
+            self.done.in_torch.append(str(node.target).removeprefix("aten.").rpartition(".")[0])
+        return slot
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float32 and value.device.type == "cpu"

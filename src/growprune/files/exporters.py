@@ -1,0 +1,163 @@
+"""Sparse models for other runtimes: ONNX, OpenVINO, folders as transformers has, dense safetensors.
+
+What is written is dense, with every zero kept exactly: as large and as fast as the dense model, unless a runtime makes
+use of zeros by itself. A file is there as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growprune.errors import GrowpruneError
+from growprune.files.atomic import meant, replacing, sync_folder
+from growprune.files.entries import DTYPES
+from growprune.files.pretrained import save_pretrained
+from growprune.files.writer import tensors_of, write_safetensors
+from growprune.masks.layers import is_compact
+from growprune.sparse.model import SparseModel
+
+MAX_ONNX_BYTES = 1 << 30
+"""Above it, the weights lie beside the graph, in NAME.onnx.data: a file of protobuf holds less than 2 GiB."""
+
+
+def to_onnx(model: SparseModel | nn.Module, path: str | os.PathLike[str], example: Any, **options: Any) -> None:
+    """Write an ONNX graph that onnxruntime runs. Its initializers have just the zeros of the model.
+
+    Args:
+        example: an input of the model, or a tuple of them.
+        options: further arguments of `torch.onnx.export`, such as dynamic_shapes.
+    """
+    path = meant(Path(path))
+    onnx = need("onnx", "onnx", "writing ONNX")
+    need("onnxscript", "onnx", "writing ONNX")
+    with plain(model) as module, _to_be_moved(path) as folder:
+        with _quiet("torch.onnx._internal.exporter._registration"):  # which misses torchvision, whoever needs it
+            program: Any = torch.onnx.export(module, _as_tuple(example), dynamo=True, verbose=False, **options)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(module)[0].values())
+        program.save(folder / path.name, external_data=num_bytes > MAX_ONNX_BYTES)
+        _check_zeros(module, onnx.load(folder / path.name), onnx.numpy_helper.to_array, path)
+
+
+def to_openvino(model: SparseModel | nn.Module, path: str | os.PathLike[str], example: Any) -> None:
+    """Write OpenVINO's IR: PATH, which ends with .xml, and the weights beside it, in a file that ends with .bin.
+
+    Args:
+        example: an input of the model, or a tuple of them.
+    """
+    if Path(path).suffix != ".xml":
+        raise GrowpruneError(f"{path} is to be OpenVINO's IR, whose name ends with .xml: give such a name")
+    path = meant(Path(path))
+    openvino = need("openvino", "openvino", "writing OpenVINO's IR")
+    with plain(model) as module, _to_be_moved(path) as folder, _quiet():
+        inputs = _as_tuple(example)
+        converted = openvino.convert_model(module, example_input=inputs[0] if len(inputs) == 1 else inputs)
+        openvino.save_model(converted, folder / path.name, compress_to_fp16=False)
+
+
+def to_hf(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
+    """Write a folder that `from_pretrained` of transformers loads: `growprune.save_pretrained`."""
+    save_pretrained(sparse, path)
+
+
+def to_dense(model: SparseModel | nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write dense safetensors under the plain names, as `safetensors.torch.load_model` reads them."""
+    with plain(model) as module:
+        state = module.state_dict()
+        names, aliases = tensors_of(module)
+        write_dense({name: state[name].detach() for name in names}, aliases, Path(path))
+
+
+EXPORTERS: dict[str, Callable[..., None]] = {
+    "onnx": to_onnx,
+    "openvino": to_openvino,
+    "hf": to_hf,
+    "dense": to_dense,
+}
+
+
+def write_dense(tensors: Mapping[str, Tensor], aliases: Mapping[str, str], path: Path) -> None:
+    """Tensors as safetensors; what a tensor is called otherwise is in the metadata, as safetensors itself has it."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise GrowpruneError(f"{name} is {tensor.dtype}, which safetensors cannot hold here: convert it first")
+    with replacing(path) as file:
+        write_safetensors(file, dict(sorted(tensors.items())), {"format": "pt", **aliases})
+
+
+def need(module: str, extra: str, what: str) -> Any:
+    """A module that only some need, or one line about how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise GrowpruneError(f"{what} needs the package {module} ({error}): pip install 'growprune[{extra}]'") from None
+
+
+@contextlib.contextmanager
+def plain(model: SparseModel | nn.Module) -> Iterator[nn.Module]:
+    """The model as plain layers in eval mode, while it lasts; a compact one is copied, all else is as it was after."""
+    module = model.model if isinstance(model, SparseModel) else model
+    if isinstance(model, SparseModel) and model.storage == "compact":
+        module = model.clone().to_dense_()
+    elif any(map(is_compact, module.modules())):
+        raise GrowpruneError("the model is stored compact: give its SparseModel")
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield module
+    finally:
+        for part in training:
+            part.training = True
+
+
+@contextlib.contextmanager
+def _quiet(logger: str = "") -> Iterator[None]:
+    """Without the warnings of exporters, about themselves and Python in the model, and without what a logger says."""
+    logged = logging.getLogger(logger or __name__)
+    level = logged.level
+    logged.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logged.setLevel(level)
+
+
+@contextlib.contextmanager
+def _to_be_moved(path: Path) -> Iterator[Path]:
+    """A folder beside a path, whose files take their places when all of them are written, that of the path last."""
+    folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        for written in sorted(folder.iterdir(), key=lambda file: file.name == path.name):
+            written.replace(path.with_name(written.name))
+        sync_folder(path.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_zeros(module: nn.Module, graph: Any, to_array: Callable[[Any], Any], path: Path) -> None:
+    """Raise if the exporter has changed which weights are zero."""
+    stored = {initializer.name: initializer for initializer in graph.graph.initializer}
+    for name, tensor in tensors_of(module)[0].items():
+        if name in stored and tensor.ndim >= 2:
+            array = to_array(stored[name])
+            if (found := int((array != 0).sum())) != (alive := int(torch.count_nonzero(tensor))):
+                raise GrowpruneError(f"{path} would have {found} weights of {name}, not {alive}: it was not written")
+
+
+def _as_tuple(example: Any) -> tuple[Any, ...]:
+    return example if isinstance(example, tuple) else (example,)

@@ -1,0 +1,99 @@
+"""What other tools left behind, as tensors and masks: pruned checkpoints of torch, apex, Lightning, SparseML.
+
+A format is known by its content, and IMPORTERS has them all, in the order in which they are tried: one file each.
+Reading runs no code: a pickle is read with `torch.load(weights_only=True)`, and what that refuses is refused.
+Where a source has masks, a live weight that happens to be zero stays alive. Where it has none, zeros are dead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from growprune.errors import GrowpruneError
+from growprune.files.importers.apex_asp import APEX_ASP
+from growprune.files.importers.compressed_tensors import COMPRESSED_TENSORS
+from growprune.files.importers.contents import Contents, open_contents
+from growprune.files.importers.dense import DENSE
+from growprune.files.importers.imported import Imported, Importer
+from growprune.files.importers.lightning import LIGHTNING
+from growprune.files.importers.ours import GROWPRUNE
+from growprune.files.importers.sparseml import SPARSEML
+from growprune.files.importers.torch_prune import TORCH_PRUNE
+from growprune.sparse.model import SparseModel
+
+IMPORTERS: dict[str, Importer] = {
+    "growprune": GROWPRUNE,
+    "compressed-tensors": COMPRESSED_TENSORS,
+    "apex-asp": APEX_ASP,
+    "lightning": LIGHTNING,
+    "sparseml": SPARSEML,
+    "torch-prune": TORCH_PRUNE,
+    "dense": DENSE,
+}
+"""By name; the first that finds its signs in a source reads it."""
+
+
+PLAIN = ("lightning", "sparseml")
+"""The formats that may be read as dense too, as their tensors can have plain names."""
+
+
+def read(source: str | os.PathLike[str] | nn.Module | Mapping[str, Any], *, format: str | None = None) -> Imported:
+    """The tensors of a source, dense and by their plain names, and the masks of those that are sparse.
+
+    Args:
+        source: a file (safetensors, or what torch.save wrote), a folder as transformers has, a module, or a state dict.
+        format: a name of IMPORTERS; found out by what the source holds, if not given.
+
+    Examples:
+        >>> import torch
+        >>> from torch.nn.utils import prune
+        >>> layer = prune.l1_unstructured(nn.Linear(4, 2), "weight", amount=6)
+        >>> found = read(layer)
+        >>> found.format, int(found.masks["weight"].sum()), sorted(found.tensors)
+        ('torch-prune', 2, ['bias', 'weight'])
+    """
+    if format is not None and format not in IMPORTERS:
+        raise GrowpruneError(f"format is {format!r}, but known are {', '.join(IMPORTERS)}")
+    contents = open_contents(source)
+    found = recognise(contents)
+    name = format or found
+    if name != found and not (name == "dense" and found in PLAIN):
+        _refuse(contents, name, found)
+    return IMPORTERS[name].read(contents)
+
+
+def load(
+    source: str | os.PathLike[str] | nn.Module | Mapping[str, Any],
+    model: nn.Module,
+    *,
+    format: str | None = None,
+    **settings: Any,
+) -> SparseModel:
+    """Fill a model from a source, and return it as a SparseModel with the masks of the source, ready to train on.
+
+    Args:
+        model: the same model, without whatever the other tool had added to it.
+        format: see `read`.
+        settings: arguments of SparseModel; sparsity is what the source has, if not given, and allocation "global".
+    """
+    return read(source, format=format).into(model, **settings)
+
+
+def recognise(contents: Contents) -> str:
+    """The name of the format that a source is in."""
+    return next(name for name, importer in IMPORTERS.items() if importer.signs(contents))
+
+
+def _refuse(contents: Contents, asked: str, found: str) -> None:
+    importer, other = IMPORTERS[asked], IMPORTERS[found]
+    raise GrowpruneError(
+        f"{contents.where} is not {importer.title}, which has {importer.wants}; it is {other.title}, as it has "
+        f"{other.signs(contents)}: use format {found!r}, or none"
+    )
+
+
+__all__ = ["IMPORTERS", "Imported", "Importer", "load", "read", "recognise"]

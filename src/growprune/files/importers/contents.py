@@ -1,0 +1,152 @@
+"""What a source holds, before anybody says what it means: tensors by name, and what lies beside them.
+
+Nothing in a file is trusted, and reading it runs no code. Tensors are views of the file, wherever that is possible.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growprune.errors import GrowpruneError
+from growprune.files.importers.containers import read_folder, read_safetensors, read_torch
+
+STATES = ("state_dict", "model_state_dict", "model", "net", "module")
+"""Where in a checkpoint the tensors of the model are; the first that is there counts."""
+
+WRAPPINGS = ("module.", "_orig_mod.")
+"""What DataParallel and torch.compile put before all names, one of them or both."""
+
+SPARE_BYTES = 64 << 20
+"""How much more than its file the tensors of a checkpoint may take, if they overlap in it."""
+
+OTHERS = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x08": "ONNX", b"<": "XML", b"{": "JSON", b"\x93NUM": "numpy's"}
+"""How files begin that hold models, but not for us."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    where: str
+    """The path, or what the source is called in errors."""
+    tensors: Mapping[str, Tensor]
+    """By the first of their names."""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """What lies beside the tensors in a checkpoint."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """The strings in the header of safetensors."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """{other name: first name} of tensors that have several."""
+    path: Path | None = None
+    """The file, if it is a single one."""
+    notes: tuple[str, ...] = ()
+
+    def aliases_among(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        return {alias: name for alias, name in self.aliases.items() if name in tensors}
+
+
+def open_contents(source: str | os.PathLike[str] | nn.Module | Mapping[str, Any]) -> Contents:
+    """What a file, a folder, a module or a state dict holds."""
+    if isinstance(source, nn.Module):
+        return from_checkpoint(source.state_dict(), f"the {type(source).__name__}")
+    if isinstance(source, Mapping):
+        return from_checkpoint(source, "the state dict")
+    if not isinstance(source, str | os.PathLike):
+        raise GrowpruneError(f"the source is {type(source).__name__}, but must be a path, a module or a state dict")
+    path = Path(source)
+    if path.is_dir():
+        return _of_folder(path)
+    if not path.is_file():
+        raise GrowpruneError(f"{path} is not there: give a file or a folder with weights")
+    return _of_file(path)
+
+
+def _of_folder(path: Path) -> Contents:
+    files = read_folder(path)
+    if len(files) == 1:
+        return _of_file(files[0])
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors |= read_safetensors(file)[0]
+    return Contents(str(path), tensors)
+
+
+def _of_file(path: Path) -> Contents:
+    with path.open("rb") as file:
+        start = file.read(16)
+    # the first bytes of safetensors are a length, which may look like the first byte of a pickle
+    is_safetensors = start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= path.stat().st_size
+    if not is_safetensors and start.startswith((b"PK\x03\x04", b"\x80")):
+        return from_checkpoint(read_torch(path), str(path), path.stat().st_size)
+    if start[8:9] != b"{":
+        kind = next((kind for sign, kind in OTHERS.items() if start.startswith(sign)), None)
+        what = f"looks like a file of {kind} format" if kind else "is neither safetensors nor what torch.save writes"
+        raise GrowpruneError(f"{path} {what}: give safetensors, a checkpoint of torch.save, or a folder with one")
+    tensors, metadata = read_safetensors(path)
+    aliases = {alias: name for alias, name in metadata.items() if name in tensors and alias not in tensors}
+    return Contents(str(path), tensors, metadata=metadata, aliases=aliases, path=path)
+
+
+def from_checkpoint(found: Any, where: str, num_bytes: int | None = None) -> Contents:
+    """What a checkpoint holds: tensors by name, or a dict with an entry that does.
+
+    Args:
+        num_bytes: of its file, beyond which overlapping tensors may not grow far.
+    """
+    state, beside = _state_in(found, where)
+    tensors = {str(name): value.detach() for name, value in state.items() if isinstance(value, Tensor)}
+    others = [str(name) for name, value in state.items() if not isinstance(value, Tensor)]
+    notes = (f"{', '.join(others[:3])} is no tensor, and was left out",) if others else ()
+    _check_plain(tensors, where)
+    tensors = _unwrapped(tensors)
+    first, aliases = _without_twins(tensors)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in first.values())
+    if num_bytes is not None and size > num_bytes + SPARE_BYTES:
+        raise GrowpruneError(f"{where} has tensors of {size} bytes in a file of {num_bytes}: they overlap, save copies")
+    return Contents(where, first, beside, aliases=aliases, notes=notes)
+
+
+def _state_in(found: Any, where: str) -> tuple[Mapping[Any, Any], Mapping[str, Any]]:
+    if not isinstance(found, Mapping):
+        kind = type(found).__name__
+        raise GrowpruneError(f"{where} holds a {kind}, but must hold tensors by name, as state_dict() gives them")
+    if any(isinstance(value, Tensor) for value in found.values()):
+        return found, {}
+    for key in STATES:
+        state = found.get(key)
+        if isinstance(state, Mapping) and any(isinstance(value, Tensor) for value in state.values()):
+            return state, {str(name): value for name, value in found.items() if name != key}
+    has = ", ".join(str(key)[:40] for key in [*found][:6]) or "nothing"
+    raise GrowpruneError(f"{where} holds no tensors, but {has}: save model.state_dict(), alone or as 'state_dict'")
+
+
+def _check_plain(tensors: Mapping[str, Tensor], where: str) -> None:
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or type(tensor) is not Tensor:
+            what = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} of {tensor.layout}"
+            raise GrowpruneError(f"{where} has {name}, which is {what}: save it as a plain dense tensor")
+
+
+def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each wrapping is taken off once: beneath it, a part of the model may be called the same."""
+    left = list(WRAPPINGS)
+    while prefix := next((p for p in left if tensors and all(name.startswith(p) for name in tensors)), ""):
+        left.remove(prefix)
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _without_twins(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors by the first of their names, and their other names."""
+    first: dict[tuple[Any, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        if first.setdefault(place, name) != name:
+            aliases[name] = first[place]
+    return {name: tensor for name, tensor in tensors.items() if name not in aliases}, aliases

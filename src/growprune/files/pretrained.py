@@ -1,0 +1,156 @@
+"""Folders of pretrained models: one that plain transformers loads exactly, and growprune loads sparse.
+
+    config.json, ...        what the model itself saves, if it has a `save_pretrained` as those of transformers do
+    model.safetensors       the weights, dense, with zeros: for everybody else (in several files, if it is large)
+    growprune.safetensors   the same model as a sparse file, with its masks: for us
+    growprune.json          the SHA-256 of the dense files, so that nobody's later changes of them are overlooked
+
+The sparse file is a second copy of the live weights, and not the masks alone: transformers may store a model otherwise
+than it is in memory, and compact storage can be filled from it without a dense copy. transformers is not imported: a
+model is known by what it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+
+from growprune.errors import GrowpruneError
+from growprune.files import sparse_file as file
+from growprune.files.atomic import replacing
+from growprune.files.weights import digest_of, is_sparse_file
+from growprune.files.writer import tensors_of, write_safetensors
+from growprune.sparse.model import SparseModel, check_sparse_model
+
+DENSE, SPARSE, ABOUT = "model.safetensors", "growprune.safetensors", "growprune.json"
+
+
+def save_pretrained(sparse: SparseModel, folder: str | os.PathLike[str]) -> None:
+    """Write a folder that `from_pretrained` of transformers loads exactly, and `growprune.from_pretrained` sparse.
+
+    A model that has no `save_pretrained` of its own has its dense weights in `model.safetensors`, which
+    `safetensors.torch.load_model` reads. Meanwhile the model's weights are all there dense once more if its storage is
+    compact.
+    """
+    check_sparse_model(sparse, "save_pretrained")
+    folder = Path(folder)
+    if hasattr(sparse.model, "peft_config"):
+        raise GrowpruneError(
+            f"{type(sparse.model).__name__} has adapters: merge them first, sparse.model.merge_and_unload()"
+        )
+    _check_not_sparse(folder, "give another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ABOUT).unlink(missing_ok=True)  # if this is cut short, the folder is known to be incomplete
+    file.save(sparse, folder / SPARSE)
+    if callable(own := getattr(sparse.model, "save_pretrained", None)):
+        own(folder)
+    else:
+        _save_dense(sparse.model, folder / DENSE)
+    about = {"format": 1, "dense": {path.name: digest_of(path) for path in _dense_files(folder)}}
+    with replacing(folder / ABOUT) as written:
+        written.write((json.dumps(about, indent=1) + "\n").encode())
+
+
+def _save_dense(model: nn.Module, path: Path) -> None:
+    state = model.state_dict()
+    with replacing(path) as written:
+        write_safetensors(written, {name: state[name].detach() for name in tensors_of(model)[0]}, {"format": "pt"})
+
+
+def _dense_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.safetensors") if path.name != SPARSE)
+
+
+def from_pretrained(
+    model: nn.Module | Callable[[], nn.Module], folder: str | os.PathLike[str], *, storage: str = "masked"
+) -> SparseModel:
+    """Load a folder that `save_pretrained` wrote, as the SparseModel that was saved, ready to train on.
+
+    Args:
+        model: a model to fill; or a class of transformers (`AutoModelForCausalLM`, `BertModel`), which is built from
+            the folder's config and is in eval mode, as transformers has it; or any function that builds the model.
+            What is built here has no dense weights at any time if the storage is compact.
+        storage: see SparseModel; whatever it was when the model was saved.
+    """
+    folder = Path(folder)
+    _check(folder)
+    if not isinstance(model, nn.Module):
+        with empty_parameters():
+            model = _build_by_config(model, folder) if _is_of_transformers(model) else model()
+    return file.load(folder / SPARSE, model, storage=storage)
+
+
+def _check(folder: Path) -> None:
+    """Refuse a folder that is not, or no longer, what `save_pretrained` wrote."""
+    if not folder.is_dir():
+        raise GrowpruneError(f"{folder} is not a folder: give one that growprune.save_pretrained wrote")
+    _check_not_sparse(folder, f"load it with growprune.load({str(folder / DENSE)!r}, model)")
+    from_zeros = "load it with its own from_pretrained, and take its zeros: growprune.SparseModel.from_zeros(model)"
+    if not (folder / ABOUT).is_file() or not (folder / SPARSE).is_file():
+        raise GrowpruneError(f"{folder} was not written by growprune.save_pretrained, or not to its end: {from_zeros}")
+    try:
+        known = dict(json.loads((folder / ABOUT).read_text())["dense"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise GrowpruneError(f"{folder / ABOUT} is damaged ({error!r}): fetch or save the folder again") from None
+    found = {path.name: digest_of(path) for path in _dense_files(folder)}
+    if changed := sorted(name for name in {**known, **found} if known.get(name) != found.get(name)):
+        raise GrowpruneError(
+            f"{folder / changed[0]} is not the one that growprune saved beside {SPARSE}, which is out of date: "
+            f"{from_zeros}"
+        )
+
+
+def _check_not_sparse(folder: Path, remedy: str) -> None:
+    path = folder / DENSE
+    if path.is_file() and is_sparse_file(path):
+        raise GrowpruneError(
+            f"{path} is a sparse file of growprune under the name that transformers has for dense weights, and nothing "
+            f"but growprune can read it: {remedy}"
+        )
+
+
+@contextlib.contextmanager
+def empty_parameters() -> Iterator[None]:
+    """While it lasts, parameters lose their content when they become part of a module; buffers are as always."""
+
+    def empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        del module, name
+        if parameter is None or parameter.is_meta or is_lazy(parameter):
+            return None  # which leaves it as it is
+        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(empty)  # type: ignore[arg-type]  # torch says less than it takes
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _is_of_transformers(kind: Any) -> bool:
+    return isinstance(kind, type) and hasattr(kind, "from_pretrained")
+
+
+def _build_by_config(kind: Any, folder: Path) -> nn.Module:
+    """What a class of transformers makes of a folder's config; a class of its Auto kind finds the right one first."""
+    configs = getattr(kind, "config_class", None) or importlib.import_module("transformers").AutoConfig
+    config = configs.from_pretrained(folder)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(config, "dtype", None) or before)
+    try:
+        model: Any = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+    finally:
+        torch.set_default_dtype(before)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = type(model.generation_config).from_pretrained(folder)
+    assert isinstance(model, nn.Module)
+    return model.eval()

@@ -1,0 +1,292 @@
+"""From a file, in which nothing is trusted, to tensors and masks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from growprune.errors import GrowpruneError
+from growprune.files.entries import DTYPES, GAP_DTYPES, Entry, check_blocks, crc32, digest, parse_entry, whole
+from growprune.files.masks import from_gaps, num_bits, num_mask_bytes, row_major, scatter
+from growprune.files.versions import FORMAT, VERSIONS
+from growprune.files.writer import tensors_of
+from growprune.masks.bits import pack, unpack
+from growprune.masks.layers import is_compact, prunable_weights
+from growprune.masks.patterns import parse_pattern
+from growprune.sparse.model import SparseModel
+from growprune.storage.kernels import count_bits, padded_copy
+
+T = TypeVar("T")
+
+SETTINGS: dict[str, type | tuple[type, ...]] = {
+    "sparsity": (int, float),
+    "allocation": str,
+    "pattern": str,
+    "scope": str,
+    "keep_dense": list,
+    "include": list,
+    "seed": int,
+}
+"""The arguments of the SparseModel, and what JSON holds them as."""
+
+MAX_NAME = 1000
+"""How long a name or glob in keep_dense or include may be: matching a longer one could take hours."""
+
+LARGE = 1 << 18
+"""From how many bytes on, dense, a tensor is worth handing to a thread."""
+
+MAX_MESSAGE = 400
+"""How many characters of an error may come from a file, which can be anyone's."""
+
+
+class SparseFile:
+    """An open sparse file. Its header has been checked: whatever it says agrees with the tensors it holds."""
+
+    def __init__(self, path: Path, handle: Any, *, thorough: bool = False) -> None:
+        self.path, self._thorough = path, thorough
+        self.num_bytes = path.stat().st_size
+        self._handle = handle
+        metadata = handle.metadata() or {}
+        self.version = self._check_version(metadata)
+        try:
+            self._read_manifest(VERSIONS[self.version](metadata))
+        except GrowpruneError as error:
+            self.refuse(f"has an invalid manifest ({error})")
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            self.refuse(f"has an invalid manifest ({type(error).__name__}: {error})")
+        self._check_header()
+
+    @property
+    def prunable(self) -> list[Entry]:
+        return [entry for entry in self.entries.values() if entry.weights]
+
+    def mask(self, entry: Entry) -> Tensor:
+        """Which weights live, as bools. All must agree with the manifest and with the number of values."""
+        if not entry.is_sparse:
+            return torch.ones(entry.shape, dtype=torch.bool)
+        return unpack(self.bits(entry), entry.shape)
+
+    def bits(self, entry: Entry) -> Tensor:
+        """Which weights live: one bit each in row-major order, eight to a byte, the first in the lowest bit.
+
+        It is checked as `mask` is. Where the file has just these bits, it is a view of the file.
+        """
+        if not entry.is_sparse:
+            return pack(torch.ones(entry.numel, dtype=torch.bool))
+        bits = row_major(self._stored_bits(entry), entry, self.pattern)
+        if (alive := count_bits(bits)) != entry.nnz:
+            self.refuse(f"has a mask of {entry.name} with {alive} alive, but {entry.nnz} values")
+        return bits
+
+    def _stored_bits(self, entry: Entry) -> Tensor:
+        """The bits of the matrices, one a weight or a block."""
+        count = num_bits(entry.weights, self.pattern)
+        stored = self._handle.get_tensor(mask_name(entry))
+        assert isinstance(stored, Tensor)
+        if entry.gaps is None and count % 8 and int(stored[-1]) >> count % 8:
+            self.refuse(f"has a mask of {entry.name} with bits set behind its end")
+        self._check_sum(stored, entry.mask_sha256, entry.mask_crc32, f"a mask of {entry.name}")
+        try:
+            return stored if entry.gaps is None else from_gaps(stored, count)
+        except GrowpruneError as error:
+            self.refuse(f"has a mask of {entry.name} with {error}")
+
+    def live(self, name: str) -> tuple[Tensor, Tensor]:
+        """The live values of a prunable tensor in row-major order, and the bits of its mask; all of it is checked."""
+        if name not in self.entries or not self.entries[name].weights:
+            raise GrowpruneError(f"{self.path} has no prunable tensor {name!r}: give a name of its manifest")
+        return self.values(self.entries[name]), self.bits(self.entries[name])
+
+    def everything(self, *, copied: bool = False) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Every tensor as `SparseModel.restore` takes it, all of it checked.
+
+        Args:
+            copied: of prunable tensors, copies that nobody else has; otherwise views of the file where possible.
+        """
+
+        def checked(entry: Entry) -> tuple[Tensor, Tensor | None]:
+            if not entry.weights:
+                return self.values(entry), None
+            bits, values = self.bits(entry), self.values(entry)
+            return (padded_copy(values), padded_copy(bits)) if copied else (values, bits)
+
+        return self.each(checked)
+
+    def each(self, read: Callable[[Entry], T]) -> dict[str, T]:
+        """What a function makes of every tensor, by name: of large ones by as many threads as torch uses."""
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # checksums, and what numpy does, let others run
+            large = {e.name: threads.submit(read, e) for e in self.entries.values() if e.num_bytes >= LARGE}
+            small = {e.name: read(e) for e in self.entries.values() if e.name not in large}
+            return {name: large[name].result() if name in large else small[name] for name in self.entries}
+
+    def values(self, entry: Entry) -> Tensor:
+        """The tensor; of a prunable parameter, the live values in row-major order. It is a view of the file.
+
+        Its bytes must be those that were saved; in a file of version 1, that cannot be known.
+        """
+        tensor = self._handle.get_tensor(f"{entry.name}.values" if entry.is_sparse else entry.name)
+        assert isinstance(tensor, Tensor)
+        if entry.sha256 is not None:
+            self._check_sum(tensor, entry.sha256, entry.crc32, f"values of {entry.name}")
+        return tensor.view(-1) if entry.weights else tensor
+
+    def _check_sum(self, tensor: Tensor, sha256: str, crc: int | None, what: str) -> None:
+        """Refuse bytes that are not those that were saved: by CRC-32 where there is one, as it is quicker."""
+        if crc is not None and crc32(tensor) != crc:
+            self.refuse(f"has {what} whose CRC-32 is not the one in the manifest")
+        if (crc is None or self._thorough) and digest(tensor) != sha256:
+            self.refuse(f"has {what} whose SHA-256 is not the one in the manifest")
+
+    def dense(self, entry: Entry) -> Tensor:
+        if not entry.is_sparse:
+            return self.values(entry).view(entry.shape).clone()
+        bits = self.bits(entry)
+        return scatter(self.values(entry), bits, entry.numel).view(entry.shape)
+
+    def make_sparse(self, model: nn.Module, storage: str) -> SparseModel:
+        settings = {name: self.manifest[name] for name in SETTINGS}
+        try:
+            self._check_weights(model)
+            return SparseModel(model, storage=storage, **settings)
+        except (KeyError, TypeError, ValueError) as error:
+            raise GrowpruneError(f"{self.path} does not fit the model: {_one_line(str(error))}") from error
+
+    def refuse(self, why: str, what_to_do: str = "it is damaged, fetch or save it again") -> NoReturn:
+        raise GrowpruneError(f"{self.path} {_one_line(why)}: {what_to_do}")
+
+    def _check_version(self, metadata: Mapping[str, str]) -> str:
+        if metadata.get("format") != FORMAT:
+            self.refuse("is not a growprune file", "load plain safetensors with safetensors.torch.load_file")
+        version = metadata.get("version")
+        if version is None or version not in VERSIONS:
+            known = ", ".join(map(repr, VERSIONS))
+            self.refuse(f"has version {version!r} of the format, this growprune reads {known}", "update growprune")
+        return version
+
+    def _read_manifest(self, manifest: Mapping[str, Any]) -> None:
+        for name, kind in SETTINGS.items():
+            if not isinstance(manifest[name], kind):
+                raise GrowpruneError(f"{name} is {manifest[name]!r}")
+        for name in (*manifest["keep_dense"], *manifest["include"]):
+            if not isinstance(name, str) or len(name) > MAX_NAME:
+                raise GrowpruneError(f"a name is {repr(name)[:60]}, but must be text of at most {MAX_NAME} characters")
+        self.manifest = {name: manifest[name] for name in (*SETTINGS, "num_edits", "aliases", "tensors")}
+        self.pattern = parse_pattern(manifest["pattern"])
+        check_blocks(self.pattern)
+        self.num_edits = whole(manifest["num_edits"])
+        self.entries = {name: parse_entry(name, about) for name, about in manifest["tensors"].items()}
+        self.aliases = {str(alias): str(name) for alias, name in manifest["aliases"].items()}
+
+    def _check_weights(self, model: nn.Module) -> None:
+        """Refuse a model that would be pruned in other places, before it is made sparse."""
+        names = {name: self.manifest[name] for name in ("keep_dense", "include")}
+        weights = prunable_weights(model, **names)
+        for name in dict.fromkeys([*(w.parameter for w in weights), *(e.name for e in self.prunable)]):
+            mine = [(w.rows, w.transposed) for w in weights if w.parameter == name]
+            if mine != [(w.rows, w.transposed) for w in self.entries[name].weights]:
+                raise GrowpruneError(f"the file prunes {name} otherwise: build the model that was saved")
+
+    def _check_header(self) -> None:
+        """Whether there are just the tensors that the manifest promises, with its dtypes and shapes."""
+        expected: dict[str, tuple[str, list[int]]] = {}
+        for entry in self.entries.values():
+            dtype = DTYPES[entry.dtype]
+            if entry.is_sparse:
+                expected[f"{entry.name}.values"] = dtype, [entry.nnz]
+                expected[mask_name(entry)] = self._expected_mask(entry)
+            else:
+                expected[entry.name] = dtype, list(entry.shape)
+        for name in sorted(expected.keys() ^ set(self._handle.keys())):
+            self.refuse(f"lacks tensor {name}" if name in expected else f"has tensor {name}, which its manifest lacks")
+        for name, (dtype, shape) in expected.items():
+            found = self._handle.get_slice(name)
+            if (found.get_dtype(), found.get_shape()) != (dtype, shape):
+                has = f"{found.get_dtype()} {found.get_shape()}"
+                self.refuse(f"has tensor {name} as {has}, but its manifest asks for {dtype} {shape}")
+        for alias, name in self.aliases.items():
+            if alias in self.entries or name not in self.entries:
+                self.refuse(f"has {alias} as another name of {name}, which is invalid")
+
+    def _expected_mask(self, entry: Entry) -> tuple[str, list[int]]:
+        if entry.gaps is None:
+            return "U8", [num_mask_bytes(entry.weights, self.pattern)]
+        if not self.pattern.bit_pattern.is_single:
+            self.refuse(f"has gaps for {entry.name}, but blocks have bits")
+        return GAP_DTYPES[entry.gaps.dtype], [entry.gaps.length]
+
+
+def mask_name(entry: Entry) -> str:
+    """What the tensor is called that holds the mask of a sparse one."""
+    return f"{entry.name}.mask" if entry.gaps is None else f"{entry.name}.gaps"
+
+
+@contextlib.contextmanager
+def open_sparse(path: str | os.PathLike[str], *, thorough: bool = False) -> Iterator[SparseFile]:
+    """Open a sparse file.
+
+    Args:
+        thorough: check every SHA-256 of what is read, also where there is a CRC-32.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file: give the path of a file that growprune saved")
+    try:
+        handle = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        reason = str(error).rpartition(": ")[2]
+        with path.open("rb") as file:
+            is_zip = file.read(2) == b"PK"
+        instead = "it looks like a checkpoint of torch, which `growprune convert` reads" if is_zip else ""
+        raise GrowpruneError(
+            f"{path} is not a safetensors file, or not all of it ({reason}): {instead or 'fetch or save it again'}"
+        ) from None
+    with handle:
+        yield SparseFile(path, handle, thorough=thorough)
+
+
+def _one_line(text: str) -> str:
+    """A text that may come from a file, without line breaks and control characters, and not too long."""
+    shown = text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
+    return "".join(character if character.isprintable() else " " for character in shown)
+
+
+def _wrapping(names: Iterable[str]) -> str:
+    """What torch.compile or DataParallel put before all names."""
+    return next((prefix for prefix in ("_orig_mod.", "module.") if all(n.startswith(prefix) for n in names)), "")
+
+
+def match_model(file: SparseFile, model: nn.Module) -> None:
+    """Refuse a model whose tensors are not those of the file in name, shape and dtype."""
+    if any(map(is_compact, model.modules())):
+        file.refuse("cannot be loaded into a model that is stored compact", "load it into a fresh one")
+    tensors, aliases = tensors_of(model)
+    build = "build the model that was saved"
+    in_file, needed = {**file.entries, **file.aliases}, {**tensors, **aliases}
+    if (here := _wrapping(needed)) != (there := _wrapping(in_file)):
+        file.refuse(f"has names that begin with {there!r}, and those of the model with {here!r}", "wrap both alike")
+    for name in sorted(in_file.keys() ^ needed.keys()):
+        file.refuse(
+            f"lacks {name}, which the model has" if name in needed else f"has {name}, which the model lacks", build
+        )
+    for alias, name in sorted(aliases.items() ^ file.aliases.items()):
+        where = "model" if alias in aliases else "file"
+        file.refuse(f"does not fit the model: {alias} and {name} are one tensor in the {where} only", build)
+    for name, buffer in model.named_buffers():
+        if name not in tensors and buffer.is_meta:
+            file.refuse(f"cannot fill {name}, a buffer on the meta device that no file has", "build it on a device")
+    for name, tensor in tensors.items():
+        entry = file.entries[name]
+        if entry.shape != tuple(tensor.shape):
+            file.refuse(f"has {name} with shape {entry.shape}, but the model with {tuple(tensor.shape)}", build)
+        if entry.dtype != tensor.dtype:
+            file.refuse(
+                f"has {name} as {entry.dtype}, but the model as {tensor.dtype}", f"call model.to({entry.dtype}) first"
+            )

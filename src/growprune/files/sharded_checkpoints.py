@@ -1,0 +1,298 @@
+"""Checkpoints of sharded training, by torch's distributed checkpoint (DCP): each rank writes what it has.
+
+A checkpoint is a folder with DCP's files (values, optimizer state, masks, gradients that an edit to come looks at), and
+an index, `growprune.json`, which is written last: a folder without it is not complete. It can be read on any number of
+ranks, one process without sharding among them. The metadata of DCP is a pickle of torch's: read your own folders only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from growprune.errors import GrowpruneError
+from growprune.files.atomic import replacing
+from growprune.masks.bits import pack
+from growprune.sharding.parameter import ShardedCompact
+
+if TYPE_CHECKING:
+    from growprune.sparse.cursor import Cursor
+    from growprune.sparse.model import SparseModel
+    from growprune.storage import SparseParameter
+
+INDEX = "growprune.json"
+VERSION = 1
+
+
+def save_state(
+    folder: str | os.PathLike[str],
+    sparse: SparseModel,
+    optimizer: Optimizer | None = None,
+    *,
+    cursor: Cursor | None = None,
+) -> None:
+    """Write a checkpoint to a new folder; all ranks call it.
+
+    Args:
+        cursor: the place in a plan, where it is not `sparse.follow` that keeps it.
+    """
+    folder = Path(folder)
+    sparse.notice_shards()
+    if (folder / INDEX).exists():
+        raise GrowpruneError(f"{folder} has a checkpoint already: give a new folder, such as state-{{iteration}}")
+    place = sparse.place if cursor is None else cursor.state_dict()
+    _check_place(place)
+    averages = {f"averages.{name}": average for name, average in sparse.gradients.averages.items()}
+    tensors = {**_model(sparse), **_masks(sparse), **_optimizer_tensors(sparse, optimizer), **_gradients(sparse)}
+    tensors |= averages
+    index = {
+        "format": "growprune-state",
+        "version": VERSION,
+        "num_edits": sparse.editor.num_edits,
+        "settings": sparse.settings,
+        "alive": {name: parameter.parameter.numel() for name, parameter in sparse.stored.items()},
+        "cursor": place,
+        "gradients": sparse.gradients.flags(),
+        "watched": [key for key in tensors if key.startswith("gradients.")],
+        "averages": list(averages),
+        "optimizer": None if optimizer is None else _optimizer_index(sparse, optimizer),
+    }
+    text = json.dumps(index)
+    with _quiet():
+        state_dict_saver.save(tensors, checkpoint_id=folder, no_dist=not _is_distributed())
+    if not _is_distributed() or distributed.get_rank() == 0:
+        with replacing(folder / INDEX) as file:
+            file.write(text.encode())
+    if _is_distributed():
+        distributed.barrier()
+
+
+def load_state(
+    folder: str | os.PathLike[str],
+    sparse: SparseModel,
+    optimizer: Optimizer | None = None,
+    *,
+    cursor: Cursor | None = None,
+) -> None:
+    """Go on from a checkpoint, on as many ranks as there are now; all of them call it.
+
+    The model is built, sharded and given its optimizer as before; weights, masks and state are then those of the
+    checkpoint. The optimizer must be attached.
+    """
+    folder = Path(folder)
+    sparse.notice_shards()
+    index = read_index(folder)
+    _check_fits(folder, index, sparse)
+    masks = {
+        f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in sparse.stored.items()
+    }
+    averages = _empty_averages(sparse, index.get("averages", []))  # folders of before have none
+    _read(folder, {**masks, **averages})
+    seen = {"sums": {}, "averages": _named(averages, "averages."), **index["gradients"]}
+    place = {"num_edits": index["num_edits"], "cursor": None if cursor else index["cursor"]}
+    made = {"settings": index.get("settings", {})}
+    sparse.load_state_dict({"masks": _named(masks, "masks."), "gradients": seen, **place, **made})
+    tensors = _model(sparse)
+    if optimizer is not None and index["optimizer"] is not None:
+        _prepare_optimizer(folder, sparse, optimizer, index["optimizer"])
+        tensors |= _optimizer_tensors(sparse, optimizer)
+    watched = _empty_gradients(sparse, index["watched"])
+    _read(folder, {**tensors, **watched})
+    sparse.gradients.take_shares({name: _local(part) for name, part in _named(watched, "gradients.").items()})
+    if cursor is not None:
+        cursor.load_state_dict(index["cursor"])
+
+
+def newest_state(folder: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint in a folder of checkpoints that was completed last; None if there is none."""
+    found = [index.parent for index in Path(folder).glob(f"*/{INDEX}")]
+    return max(found, key=lambda path: (path / INDEX).stat().st_mtime_ns, default=None)
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What the index of a checkpoint says."""
+    path = folder / INDEX
+    if not path.is_file():
+        is_cut_short = folder.is_dir()
+        raise GrowpruneError(
+            f"{folder} has no {INDEX}, "
+            + ("so its checkpoint was cut short" if is_cut_short else "as there is no such folder")
+            + ": resume from one that has it (gp.newest_state finds it)"
+        )
+    index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if index.get("format") != "growprune-state" or index.get("version") != VERSION:
+        raise GrowpruneError(
+            f"{path} is of version {index.get('version')!r}, this growprune reads {VERSION}: update it"
+        )
+    return index
+
+
+def _check_fits(folder: Path, index: Mapping[str, Any], sparse: SparseModel) -> None:
+    if differing := sorted(set(index["alive"]) ^ set(sparse.stored)):
+        raise GrowpruneError(f"{folder} is of another model: it and this one differ in {differing[0]}")
+
+
+def _check_place(place: Any) -> None:
+    """A fork holds copies of whole parts, which would have to be checkpointed on every rank."""
+    if place is not None and (place["base"] is not None or place["rule"]):
+        raise GrowpruneError("a sharded model cannot be checkpointed inside of a fork, or of a phase with a rule")
+
+
+def _is_distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _read(folder: Path, tensors: dict[str, Any]) -> None:
+    """Fill tensors in place."""
+    if tensors:
+        with _quiet():
+            state_dict_loader.load(tensors, checkpoint_id=folder, no_dist=not _is_distributed())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns of a single process, which is as good as several."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _model(sparse: SparseModel) -> dict[str, Any]:
+    tensors = [*sparse.model.named_parameters(), *sparse.model.named_buffers()]
+    return {f"model.{name}": tensor.detach() for name, tensor in tensors}
+
+
+def _masks(sparse: SparseModel) -> dict[str, Any]:
+    return {f"masks.{name}": pack(parameter.mask()).cpu() for name, parameter in sparse.stored.items()}
+
+
+def _names(sparse: SparseModel) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in sparse.model.named_parameters()}
+
+
+def _states(sparse: SparseModel, optimizer: Optimizer) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """The state of each parameter of the model that has any, by its name."""
+    names = _names(sparse)
+    for parameter, entries in optimizer.state.items():
+        if id(parameter) in names:
+            yield names[id(parameter)], parameter, entries
+
+
+def _optimizer_tensors(sparse: SparseModel, optimizer: Optimizer | None) -> dict[str, Any]:
+    if optimizer is None:
+        return {}
+    return {
+        f"optimizer.{name}.{key}": entry
+        for name, _, entries in _states(sparse, optimizer)
+        for key, entry in entries.items()
+        if isinstance(entry, Tensor)
+    }
+
+
+def _optimizer_index(sparse: SparseModel, optimizer: Optimizer) -> dict[str, Any]:
+    """What of an optimizer is no tensor, and which tensors there are."""
+    names = _names(sparse)
+    groups = [
+        {**{k: _plain(v) for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    states = {}
+    for name, parameter, entries in _states(sparse, optimizer):
+        tensors = {k: v for k, v in entries.items() if isinstance(v, Tensor)}
+        states[name] = {
+            "like": [k for k, v in tensors.items() if v.shape == parameter.shape],
+            "own": {k: [list(v.shape), str(v.dtype)[6:]] for k, v in tensors.items() if v.shape != parameter.shape},
+            "plain": {k: v for k, v in entries.items() if not isinstance(v, Tensor)},
+        }
+    return {"kind": type(optimizer).__name__, "groups": groups, "states": states}
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _prepare_optimizer(folder: Path, sparse: SparseModel, optimizer: Optimizer, index: Mapping[str, Any]) -> None:
+    """Give an optimizer the settings it had, and state of the right shapes to be filled."""
+    if index["kind"] != type(optimizer).__name__:
+        raise GrowpruneError(f"{folder} has the state of {index['kind']}, not of {type(optimizer).__name__}")
+    names, parameters = _names(sparse), dict(sparse.model.named_parameters())
+    mine = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+    if mine != [group["params"] for group in index["groups"]]:
+        raise GrowpruneError(f"{folder} has an optimizer with other groups of parameters: make it as it was")
+    for group, saved in zip(optimizer.param_groups, index["groups"], strict=True):
+        group |= {key: _like(group.get(key), value) for key, value in saved.items() if key != "params"}
+    on_device = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    counting = {id(parameter) for group in on_device for parameter in group["params"]}
+    optimizer.state.clear()
+    for name, about in index["states"].items():
+        parameter = parameters[name]
+        state = {key: torch.zeros_like(parameter.detach()) for key in about["like"]}
+        for key, (shape, dtype) in about["own"].items():
+            # torch keeps the number of steps on the CPU, but for kernels that count on the device
+            is_apart = key == "step" and id(parameter) not in counting
+            state[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu" if is_apart else parameter.device)
+        optimizer.state[parameter] = {**state, **about["plain"]}
+
+
+def _like(now: Any, saved: Any) -> Any:
+    """JSON has lists for tuples (betas), and numbers for tensors (a learning rate)."""
+    if isinstance(now, Tensor):
+        return torch.as_tensor(saved, dtype=now.dtype, device=now.device)
+    return tuple(saved) if isinstance(saved, list) else saved
+
+
+def _gradients(sparse: SparseModel) -> dict[str, Any]:
+    """What an edit to come looks at: of a sharded model, the part of each rank."""
+    parts = sparse.gradients.all_shares()
+    return {f"gradients.{name}": _as_sharded(sparse, name, part) for name, part in parts.items()}
+
+
+def _named(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """By the names that parameters have, without that of what it is of them."""
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+
+
+def _empty_averages(sparse: SparseModel, keys: list[str]) -> dict[str, Any]:
+    """Room for moving averages of gradients, which are dense: compact storage has none."""
+    stored = {key: sparse.stored[key.removeprefix("averages.")] for key in keys}
+    return {key: _zero(parameter).expand(parameter.shape).clone() for key, parameter in stored.items()}
+
+
+def _zero(parameter: SparseParameter) -> Tensor:
+    """As gradients are kept: in float32 at least."""
+    stored = parameter.parameter
+    return torch.zeros(1, dtype=torch.promote_types(stored.dtype, torch.float32), device=stored.device)
+
+
+def _empty_gradients(sparse: SparseModel, keys: list[str]) -> dict[str, Any]:
+    found = {}
+    for key in keys:
+        name = key.removeprefix("gradients.")
+        parameter = sparse.stored[name]
+        flat = _zero(parameter).expand(parameter.shape.numel())
+        part = flat if sparse.ranks is None else sparse.ranks.cut(flat)
+        found[key] = _as_sharded(sparse, name, part.clone())
+    return found
+
+
+def _as_sharded(sparse: SparseModel, name: str, part: Tensor) -> Any:
+    """A rank's part of a flat tensor as DCP knows it."""
+    parameter = sparse.stored[name]
+    if not isinstance(parameter, ShardedCompact):
+        return part
+    return parameter.handle.as_sharded(part, parameter.shape.numel())
+
+
+def _local(part: Any) -> Tensor:
+    return part.to_local() if isinstance(part, DTensor) else part

@@ -1,0 +1,193 @@
+"""How many weights live, and how many of which an edit leaves alive; edits.py carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import torch
+
+from growprune.errors import GrowpruneError
+from growprune.masks.allocation import Pool, Scope, erk, global_, parse_allocation, shared_out, uniform
+from growprune.masks.layers import Weight
+from growprune.masks.patterns import Pattern, count_groups, in_one_go
+from growprune.masks.scores import check_finite
+from growprune.plan import Action, By, Edit, Part, Spread
+from growprune.sparse.choosing import OneByOne
+from growprune.sparse.gradients import Gradients
+from growprune.storage import SparseParameter
+
+
+class Counts:
+    """What an edit comes to, in numbers of groups: weights, or blocks of them.
+
+    Args:
+        weights: all that may be pruned.
+        parameters: how their parameters are stored, by name.
+        gradients: what edits that look at gradients go by.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        parameters: Mapping[str, SparseParameter],
+        gradients: Gradients,
+        *,
+        pattern: Pattern,
+        allocation: str,
+        scope: Scope,
+    ) -> None:
+        self.weights, self._parameters, self._gradients = tuple(weights), parameters, gradients
+        self._pattern, self._allocate, self._scope = pattern, parse_allocation(allocation), scope
+        self.lost: dict[str, int] = {}
+        """By the name of a weight, how many groups the edit before took of it."""
+
+    def weights_of(self, part: Part) -> tuple[Weight, ...]:
+        names = set(part.tensors)
+        return tuple(w for w in self.weights if w.parameter in names)
+
+    def num_alive(self, weights: Sequence[Weight]) -> dict[str, int]:
+        """How many groups of each weight live, by its name; the device is waited for once."""
+        mask = OneByOne(lambda name: self._parameters[name].mask())
+        full = {w.name: self._pattern.num_groups(w) for w in weights if self._parameters[w.parameter].is_known_full}
+        others = [weight for weight in weights if weight.name not in full]
+        counts = [count_groups(self._pattern, mask(weight), weight) for weight in others]
+        counted = dict(zip((w.name for w in others), in_one_go(counts), strict=True))
+        return {weight.name: full.get(weight.name, counted.get(weight.name, 0)) for weight in weights}
+
+    def pools(self, edit: Edit, alive: Mapping[str, int] | None = None) -> list[Pool]:
+        """How many groups an edit leaves alive, of which weights ranked together.
+
+        Args:
+            alive: how many groups of each weight live before it, by name; counted if not given. If it is given, no
+                gradient is looked at: what is spread by momentum, or by what was lost, is taken to go with the live
+                weights.
+        """
+        part, spread = self.weights_of(edit.part), self._spread_of(edit)
+        if edit.within is not None and part:
+            return [self._fitting(edit.within, part, alive)]
+        if spread in (Spread.LIVE, Spread.MOMENTUM, Spread.LOST) and part:
+            return self._spread_out(edit, part, alive)
+        if edit.to is None:
+            alive = self.num_alive(part) if alive is None else alive
+            if spread is Spread.RANKING:
+                return [Pool(part, _shared(edit, sum(alive[w.name] for w in part)))] if part else []
+            return [Pool((w,), _shared(edit, alive[w.name])) for w in part]
+        self._check_pattern(part, edit.to)
+        scope = self._scope if edit.action is Action.PRUNE else Scope.PART  # to grow a part leaves the others alone
+        allocate = erk if spread is Spread.ERK else self._allocate
+        return allocate(self.weights, part, edit.to, self._pattern, scope) if part else []
+
+    def _check_pattern(self, part: Sequence[Weight], to: float) -> None:
+        try:
+            for weight in part:
+                self._pattern.check(weight, to)
+        except GrowpruneError as error:
+            remedy = "a method whose sparsity rises is told so by `start`, or by a lower `peak_density`"
+            raise GrowpruneError(f"{error}; {remedy}") from error
+
+    def _spread_of(self, edit: Edit) -> Spread | None:
+        """How layers share an edit: some spreads are for one ranking only, where layers have no count of their own."""
+        is_ranked = self._allocate is global_
+        return edit.spread if is_ranked or edit.spread not in (Spread.LOST, Spread.ERK) else None
+
+    def _fitting(self, within: float, part: tuple[Weight, ...], alive: Mapping[str, int] | None) -> Pool:
+        """All of a part, or as much of it as leaves the model no more live groups than it may have."""
+        alive = self.num_alive(self.weights) if alive is None else alive
+        num_groups = sum(map(self._pattern.num_groups, self.weights))
+        # where each layer rounds for itself, half a group of each may live too much, and the part is still to fit
+        rounded = Fraction(len(self.weights), 2) if self._allocate is uniform else 0
+        room = int(Fraction(str(within)) * num_groups + rounded) - sum(alive[weight.name] for weight in self.weights)
+        now, most = sum(alive[weight.name] for weight in part), sum(map(self._pattern.most_alive, part))
+        whole = sum(map(self._pattern.num_groups, part))
+        return Pool(part, whole if now + room >= whole else max(now, min(now + room, most)))
+
+    def _spread_out(self, edit: Edit, part: tuple[Weight, ...], alive: Mapping[str, int] | None) -> list[Pool]:
+        """Pools of one weight each, which share the growth of all."""
+        among = None if alive is not None else self._among(edit, part)
+        alive = self.num_alive(part) if alive is None else alive
+        now = [alive[weight.name] for weight in part]
+        total = sum(pool.kept for pool in self.pools(replace(edit, spread=None), alive))
+        room = [self._pattern.most_alive(weight) - count for weight, count in zip(part, now, strict=True)]
+        if not sum(now) <= total <= sum(now) + sum(room):
+            return [Pool(part, total)]  # which cannot be done, and the check of it says so
+        more = shared_out(total - sum(now), now if among is None else among, room)
+        return [Pool((w,), count + some) for w, count, some in zip(part, now, more, strict=True)]
+
+    def _among(self, edit: Edit, part: Sequence[Weight]) -> Sequence[float] | None:
+        """What the growth of each weight goes with; None for its live groups."""
+        if edit.spread is Spread.MOMENTUM:
+            return self._momenta(part)
+        return [self.lost.get(weight.name, 0) for weight in part] if edit.spread is Spread.LOST else None
+
+    def _momenta(self, part: Sequence[Weight]) -> list[float]:
+        """The mean magnitude that the momentum of each weight's live elements has."""
+        momentum = OneByOne(lambda name: self._gradients.scores(By.MOMENTUM, name))
+        mask = OneByOne(lambda name: self._parameters[name].mask())
+        means = []
+        for weight in part:
+            check_finite(momentum(weight), weight)
+            means.append(
+                momentum(weight)[mask(weight)].abs().sum(dtype=torch.float64) / mask(weight).sum().clamp(min=1)
+            )
+        return [float(mean) for mean in torch.stack(means).tolist()]
+
+    def num_grown(self, edits: Sequence[Edit]) -> dict[str, int]:
+        """How many groups of each weight edits may grow at most, by its name. Those `can_be_bounded`."""
+        alive = self.num_alive(self.weights)
+        most, grown = dict(alive), dict.fromkeys(alive, 0)
+        for before_it, edit in zip((None, *edits), edits, strict=False):
+            lost = before_it if self._spread_of(edit) is Spread.LOST else None
+            for pool in within_one(self.pools(edit, alive), alive, edit.action):
+                before, several = total_of(pool, alive), len(pool.weights) > 1
+                # of several ranked together the total is known, but what each has is a guess, and may be rounded
+                more = max(0, pool.kept - before) + (len(pool.weights) * len(edits) if several else 0)
+                for weight in pool.weights if edit.action is Action.GROW else ():
+                    more = more if lost is None else _most_lost(lost, most[weight.name])
+                    grown[weight.name] = min(self._pattern.num_groups(weight), grown[weight.name] + more)
+                    most[weight.name] = min(self._pattern.num_groups(weight), most[weight.name] + more)
+                for weight in pool.weights:
+                    alive[weight.name] = alive[weight.name] * pool.kept // max(1, before) if several else pool.kept
+        return grown
+
+    def can_be_bounded(self, edits: Sequence[Edit]) -> bool:
+        """Whether `num_grown` knows the growth of edits: not if they rank weights together, but not always the same."""
+        alive = self.num_alive(self.weights)
+        pools = [self.pools(edit, alive) for edit in edits]
+        is_ranked = any(len(pool.weights) > 1 for several in pools for pool in several)
+        changed = {frozenset(weight for pool in several for weight in pool.weights) for several in pools}
+        is_known = all(self._spread_of(edit) in (None, Spread.LOST) for edit in edits)
+        return is_known and (not is_ranked or len(changed) == 1)
+
+
+def _shared(edit: Edit, alive: int) -> int:
+    """How many live after an edit by a share of them, rounded down, in exact arithmetic."""
+    change = int(Fraction(str(edit.share)) * alive)
+    return alive - change if edit.action is Action.PRUNE else alive + change
+
+
+def _most_lost(edit: Edit, alive: int) -> int:
+    """How many an edit may take of a weight that has at most so many."""
+    is_own = edit.share is not None and edit.spread is None
+    return alive - _shared(edit, alive) if is_own else alive
+
+
+def total_of(pool: Pool, alive: Mapping[str, int]) -> int:
+    return sum(alive[weight.name] for weight in pool.weights)
+
+
+def within_one(pools: Sequence[Pool], alive: Mapping[str, int], action: Action) -> list[Pool]:
+    """Pools of which none asks for one group too many (or, to grow, too few), with the same total.
+
+    ERK's counts add up to an exact total, so with a rising sparsity the rounded count of a layer may rise by one. What
+    one layer lacks, the next that has it gives; and when such layers grow, none has to give it back.
+    """
+    sign = 1 if action is Action.PRUNE else -1
+    counts = [total_of(pool, alive) for pool in pools]
+    kept = [pool.kept - sign * (pool.kept == count + sign) for pool, count in zip(pools, counts, strict=True)]
+    lacking = sign * (sum(pool.kept for pool in pools) - sum(kept))
+    for i, count in enumerate(counts):
+        more = min(lacking, max(0, sign * (count - kept[i])))
+        kept[i], lacking = kept[i] + sign * more, lacking - more
+    return [replace(pool, kept=k) for pool, k in zip(pools, kept, strict=True)] if not lacking else list(pools)

@@ -1,0 +1,203 @@
+"""Building a model that would not fit in memory dense."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from growprune.errors import GrowpruneError
+from growprune.masks.allocation import Pool
+from growprune.masks.layers import Weight
+from growprune.masks.scores import edit_keys, salt_of
+from growprune.masks.selection import KeyChunks, choose
+from growprune.plan import By, Edit, Part, prune
+from growprune.sparse import sharded
+from growprune.sparse.model import SparseModel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def reset(module: nn.Module) -> None:
+    """Initialise a module's own parameters and buffers the way the module itself does."""
+    method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if method is None:
+        own = [name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
+        raise GrowpruneError(
+            f"{type(module).__name__} has {', '.join(own)} but no reset_parameters, so sparse_init cannot initialise "
+            f"it: give it one, or pass initialise=a function that takes a module"
+        )
+    method()
+
+
+def sparse_init(
+    build: Callable[[], nn.Module],
+    *,
+    sparsity: float,
+    device: torch.device | str = "cpu",
+    initialise: Callable[[nn.Module], None] = reset,
+    mesh: DeviceMesh | None = None,
+    sharding: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> SparseModel:
+    """Build a randomly masked model in compact storage, layer by layer: no more than one layer is ever dense.
+
+    What comes out is what `build()` and a random prune give, if every module initialises itself: the masks are those
+    a plan begins with, for every allocation. What a model does in its `__init__` to the modules inside of it, such
+    as `nn.init.normal_(self.head.weight)`, is not seen, since memory is given later: pass it as `initialise`.
+
+    Args:
+        build: makes the model; called on the meta device, where it takes no memory.
+        initialise: fills one module's own parameters and buffers, all of them.
+        mesh: shard the model over its ranks, as `SparseModel.shard` does: each unit as soon as it is filled. `device`
+            is then that of the mesh. Have the same torch.manual_seed on all ranks.
+        sharding: further arguments of `SparseModel.shard`, such as {"mp_policy": ...}.
+        settings: further arguments of `SparseModel`.
+
+    Examples:
+        >>> sparse_init(lambda: nn.Linear(100, 100), sparsity=0.9).num_alive
+        1000
+    """
+    if (storage := settings.pop("storage", "compact")) != "compact":
+        instead = "or make a SparseModel of build(), and prune it by=By.RANDOM"
+        raise GrowpruneError(f"storage is {storage!r}, but sparse_init builds compact models: leave it out, {instead}")
+    with torch.device("meta"):
+        model = build()
+    sparse = SparseModel(model, sparsity=sparsity, storage="compact", **settings)
+    shards = _shards(sparse, mesh, sharding)
+    device = torch.device(device) if shards is None else shards.device
+    edit = prune(Part("all", tuple(w.parameter for w in sparse.weights)), to=sparse.sparsity, by=By.RANDOM)
+    pools: dict[str, list[Pool]] = {}
+    for shared in sparse.editor.counts.pools(edit) if sparse.sparsity > 0 else ():
+        for pool in _one_each(shared, sparse, edit, device):
+            pools.setdefault(pool.weights[0].parameter.rpartition(".")[0], []).append(pool)
+    made = _Tied(model)
+    for path, module in _children_first(model):
+        if new := _materialise(module, device, made):
+            initialise(module)
+            _check_filled(module, path, new)
+        sparse.editor.select(pools.get(path, []), edit)
+        if shards is not None:
+            shards.done(module)
+    sparse.editor.num_edits += 1
+    sparse.notice_shards()
+    return sparse
+
+
+def _shards(sparse: SparseModel, mesh: DeviceMesh | None, sharding: Mapping[str, Any] | None) -> Any:
+    if mesh is None and sharding:
+        raise GrowpruneError(f"sharding is {dict(sharding)}, but there is no mesh to shard over: give mesh too")
+    if mesh is None:
+        return None
+    shards = sharded.sharding().UnitByUnit(sparse, mesh, **(sharding or {}))
+    shards.check_random_state()
+    return shards
+
+
+def dense_init(
+    build: Callable[[], nn.Module],
+    *,
+    device: torch.device | str = "cpu",
+    initialise: Callable[[nn.Module], None] = reset,
+) -> nn.Module:
+    """Build a dense model with the weights that `sparse_init` begins with: the same numbers, drawn in that order."""
+    with torch.device("meta"):
+        model = build()
+    made = _Tied(model)
+    for path, module in _children_first(model):
+        if new := _materialise(module, torch.device(device), made):
+            initialise(module)
+            _check_filled(module, path, new)
+    return model
+
+
+def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module after those inside it, the order in which constructors initialise them."""
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{path}.{name}" if path else name)
+    yield path, module
+
+
+class _Tied:
+    """Remembers the new tensors of those that have several places. Others are not remembered: they are to be freed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        places = Counter(id(tensor) for _, tensor in named)
+        self._new: dict[int, torch.Tensor | None] = {key: None for key, count in places.items() if count > 1}
+
+    def get(self, old: torch.Tensor) -> torch.Tensor | None:
+        return self._new.get(id(old))
+
+    def put(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        if id(old) in self._new:
+            self._new[id(old)] = new
+
+
+def _materialise(module: nn.Module, device: torch.device, tied: _Tied) -> list[str]:
+    """Give a module memory for its own tensors, tied ones once; returns the names of those that are new."""
+    new_names = []
+    for tensors in (module._parameters, module._buffers):
+        for name, old in tensors.items():
+            if old is None or old.device.type != "meta":
+                continue
+            new = tied.get(old)
+            if new is None:
+                new = torch.full_like(old, _nothing(old.dtype), device=device)
+                new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                tied.put(old, new)
+                new_names.append(name)
+            tensors[name] = new  # type: ignore[assignment]
+    return new_names
+
+
+def _nothing(dtype: torch.dtype) -> float | int | bool:
+    """What no initialisation gives, as far as there is such a thing."""
+    if dtype is torch.bool:
+        return False
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.nan
+    return torch.iinfo(dtype).min or torch.iinfo(dtype).max
+
+
+def _check_filled(module: nn.Module, path: str, names: list[str]) -> None:
+    for name in names:
+        tensor = getattr(module, name)
+        if tensor.dtype is torch.bool or not tensor.numel():
+            continue
+        ends, nothing = tensor.detach().flatten()[[0, -1]], _nothing(tensor.dtype)
+        if bool((ends.isnan() if nothing != nothing else ends == nothing).all()):
+            raise GrowpruneError(
+                f"nothing initialised {f'{path}.{name}' if path else name}, not even {type(module).__name__}'s "
+                f"reset_parameters: pass initialise=a function that does"
+            )
+
+
+def _one_each(pool: Pool, sparse: SparseModel, edit: Edit, device: torch.device) -> list[Pool]:
+    """A pool of many weights as one of each, with the counts that a ranking of all together gives them.
+
+    Random keys depend on positions only, so that they can be ranked before there are weights, a few at a time.
+    """
+    if len(pool.weights) == 1:
+        return [pool]
+    walks = choose([_random_keys(weight, sparse, edit, device) for weight in pool.weights], pool.kept)
+    counts = [sum(int(torch.count_nonzero(chosen)) for chosen in walk) for walk in walks]
+    return [Pool((weight,), count) for weight, count in zip(pool.weights, counts, strict=True)]
+
+
+def _random_keys(weight: Weight, sparse: SparseModel, edit: Edit, device: torch.device) -> KeyChunks:
+    """The keys of a weight's groups, all of them alive, for a random edit."""
+    everything = torch.ones((), dtype=torch.bool, device=device).expand(weight.shape)  # takes no memory
+    return edit_keys(
+        edit,
+        weight,
+        sparse.pattern,
+        values=lambda: everything,
+        mask=lambda: everything,
+        salt=salt_of(sparse.seed, sparse.editor.num_edits, weight.name),
+        dtype=torch.float32,
+    )

@@ -1,0 +1,83 @@
+"""Dense weights kept aside, while the model has others made of them, which it is trained and evaluated with.
+
+An optimizer's step is done to the weights aside: before it they are put into the parameters, in place, so that what is
+compiled or captured around those stays good; after it they are taken out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from growprune.errors import GrowpruneError
+from growprune.plan import Part
+from growprune.sparse.model import SparseModel
+
+
+class Aside:
+    """The dense weights of a part.
+
+    Args:
+        who: the method's name, for an error.
+    """
+
+    def __init__(self, sparse: SparseModel, part: Part, who: str) -> None:
+        if sparse.storage != "masked":
+            raise GrowpruneError(
+                f"{who} needs all weights dense, but storage is {sparse.storage!r}: use storage='masked'"
+            )
+        self._sparse = sparse
+        self.weights = sparse.editor.counts.weights_of(part)
+        self.names = tuple(dict.fromkeys(weight.parameter for weight in self.weights))
+        self.values: dict[str, Tensor] = {}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """What the model has, by name."""
+        return {name: self._sparse.model.get_parameter(name).detach() for name in self.names}
+
+    def begin(self) -> None:
+        self.values = {name: tensor.clone() for name, tensor in self.parameters.items()}
+
+    def put_in(self, names: Iterable[str]) -> None:
+        """Before a step."""
+        parameters = self.parameters
+        for name in names:
+            parameters[name].copy_(self.values[name])
+
+    def take_out(self, names: Iterable[str]) -> None:
+        """After a step; the model's own are to be made of them then."""
+        parameters = self.parameters
+        for name in names:
+            self.values[name].copy_(parameters[name])
+
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient that the optimizer will see."""
+        return self._sparse.model.get_parameter(name).grad
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        device = {name: tensor.device for name, tensor in self.parameters.items()}
+        self.values = {name: torch.clone(tensor).to(device[name]) for name, tensor in state.items()}
+
+
+class Iterations:
+    """Counts iterations by the parameters that are stepped: of several optimizers, one may step after the other."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self._stepped: set[str] = set()
+
+    def step(self, names: Iterable[str]) -> None:
+        """These are stepped: in a new iteration, if one of them was already in this one."""
+        names = set(names)
+        if not self._stepped or not self._stepped.isdisjoint(names):
+            self.begun, self._stepped = self.begun + 1, set()
+        self._stepped |= names
+
+    def resume(self, begun: int) -> None:
+        self.begun, self._stepped = begun, set()

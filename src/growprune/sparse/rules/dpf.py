@@ -1,0 +1,80 @@
+"""DPF: the model has m * w, and steps are done to the dense w, which is kept aside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from growprune.methods.dpf import Dpf
+from growprune.plan import prune
+from growprune.sparse.model import SparseModel
+from growprune.sparse.rules.aside import Aside, Iterations
+from growprune.storage.masked import zero_off
+
+
+class DpfRule:
+    """Takes the gradient at m * w for that of w, and makes m anew every so often."""
+
+    def __init__(self, rule: Dpf, sparse: SparseModel) -> None:
+        self.rule, self._sparse = rule, sparse
+        self.w = Aside(sparse, rule.part, "DPF")
+        for weight in self.w.weights:  # the first that is pruned is the least sparse, and a pattern may forbid it
+            sparse.pattern.check(weight, rule.target(0) or rule.target(rule.every))
+        self._iterations = Iterations()
+        self._target = 0.0
+        self.m: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def enter(self) -> None:
+        self.w.begin()
+        self._prune()
+
+    @torch.no_grad()
+    def before_step(self, trained: Mapping[str, float]) -> None:
+        own = [name for name in self.w.names if name in trained]
+        if own:
+            self._iterations.step(own)
+            self.w.put_in(own)
+
+    @torch.no_grad()
+    def after_step(self, trained: Mapping[str, float]) -> None:
+        own = [name for name in self.w.names if name in trained]
+        if not own:
+            return
+        self.w.take_out(own)
+        if self._iterations.begun % self.rule.every == 0:
+            self._prune()  # after the step of each optimizer, so that the last one's mask is made of all new weights
+        else:
+            self._mask(own)
+
+    def _prune(self) -> None:
+        self._target = self.rule.target(self._iterations.begun)
+        if self._target > 0:
+            self.m = self._sparse.editor.kept(prune(self.rule.part, to=self._target), self.w.values)
+            self.w.put_in(self.m)
+            self._mask(list(self.m))
+
+    def _mask(self, names: list[str]) -> None:
+        parameters = self.w.parameters
+        for name in names if self.m else ():
+            zero_off(self.m[name], parameters[name])
+
+    def figures(self) -> dict[str, float]:
+        return {"sparsity": self._target}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "iteration": self._iterations.begun,
+            "target": self._target,
+            "w": self.w.state_dict(),
+            "m": dict(self.m),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._iterations.resume(state["iteration"])
+        self._target = state["target"]
+        self.w.load_state_dict(state["w"])
+        self.m = {name: mask.to(self.w.values[name].device) for name, mask in state["m"].items()}

@@ -1,0 +1,172 @@
+"""The live weights of a sparse model, layer by layer and in all, and what they save in theory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from growprune.files.writer import num_bytes, targets
+from growprune.sparse.flops import count_flops
+from growprune.sparse.model import SparseModel
+
+
+@dataclass(frozen=True)
+class Row:
+    """One weight."""
+
+    name: str
+    shape: tuple[int, ...]
+    target: float | None
+    """The sparsity aimed at; None where layers are ranked together and only their total has a target."""
+    alive: int
+    flops_dense: int | None
+    """Those of the example, if there was one."""
+    flops_sparse: int | None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.alive / self.size if self.size else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "size": self.size,
+            "target": self.target,
+            "alive": self.alive,
+            "sparsity": self.sparsity,
+            "flops_dense": self.flops_dense,
+            "flops_sparse": self.flops_sparse,
+        }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How many weights live in a sparse model. Print it for a table."""
+
+    rows: tuple[Row, ...]
+    """The prunable weights; all else is dense."""
+    target: float
+    """The sparsity that all rows together aim at."""
+    parameters: int
+    """The elements of all parameters, prunable or not."""
+    bytes_dense: int
+    """What parameters and buffers take as they are."""
+    bytes_sparse: int
+    """What they take in a sparse file (see `growprune.files.sparse_file`), its header not counted."""
+    flops_dense: int | None
+    flops_sparse: int | None
+
+    @property
+    def prunable(self) -> int:
+        return sum(row.size for row in self.rows)
+
+    @property
+    def alive(self) -> int:
+        """How many of the prunable weights live."""
+        return sum(row.alive for row in self.rows)
+
+    @property
+    def sparsity(self) -> float:
+        """The share of the prunable weights that are gone."""
+        return 1 - self.alive / self.prunable if self.prunable else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: "rows" and "totals"."""
+        totals = {
+            "target": self.target,
+            "prunable": self.prunable,
+            "alive": self.alive,
+            "sparsity": self.sparsity,
+            "parameters": self.parameters,
+            "bytes_dense": self.bytes_dense,
+            "bytes_sparse": self.bytes_sparse,
+            "flops_dense": self.flops_dense,
+            "flops_sparse": self.flops_sparse,
+        }
+        return {"rows": [row.to_dict() for row in self.rows], "totals": totals}
+
+    def __str__(self) -> str:
+        with_flops = self.flops_dense is not None
+        head = ["weight", "shape", "size", "target", "alive", "sparsity", *(["FLOPs dense", "sparse"] * with_flops)]
+        lines = [head]
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape))
+            cells = [row.name, shape, *_numbers(row.size, row.target, row.alive, row.sparsity)]
+            lines.append(cells + [_count(flops) for flops in (row.flops_dense, row.flops_sparse)] * with_flops)
+        total = ["prunable", "", *_numbers(self.prunable, self.target, self.alive, self.sparsity)]
+        flops = [_count(sum(getattr(row, key) or 0 for row in self.rows)) for key in ("flops_dense", "flops_sparse")]
+        return "\n".join([*_aligned([*lines, total + flops * with_flops]), *self._footer()])
+
+    def _footer(self) -> list[str]:
+        kept = self.parameters - self.prunable
+        footer = [
+            f"parameters: {self.parameters:,}, of which {kept:,} always dense; {kept + self.alive:,} left",
+            f"bytes: {self.bytes_dense:,} dense, {self.bytes_sparse:,} in the sparse format",
+        ]
+        if self.flops_dense is not None and self.flops_sparse is not None:
+            footer.append(f"FLOPs of the example, in theory: {self.flops_dense:,} dense, {self.flops_sparse:,} sparse")
+        return footer
+
+
+def summarise(sparse: SparseModel, example: Any = None) -> Summary:
+    """The live weights of a sparse model; given an example input (see `count_flops`), its FLOPs too.
+
+    >>> import torch
+    >>> sparse = SparseModel(torch.nn.Linear(10, 4), sparsity=0.75)
+    >>> sparse.prune()
+    >>> print(summarise(sparse))
+    weight    shape  size  target  alive  sparsity
+    weight    4x10     40  0.7500     10    0.7500
+    prunable           40  0.7500     10    0.7500
+    parameters: 44, of which 4 always dense; 14 left
+    bytes: 176 dense, 61 in the sparse format
+    """
+    aims = targets(sparse)
+    flops = None if example is None else count_flops(sparse.model, example)
+    rows, densities = [], {}
+    for weight in sparse.weights:
+        alive = sparse.alive_in(weight)
+        densities[weight.name] = alive / weight.numel if weight.numel else 1.0
+        dense_cost = None if flops is None else flops.by_weight[weight.name]
+        sparse_cost = None if flops is None else flops.of(weight.name, densities[weight.name])
+        rows.append(Row(weight.name, weight.shape, aims[weight.name], alive, dense_cost, sparse_cost))
+    dense_bytes, sparse_bytes = num_bytes(sparse)
+    sizes = {name: parameter.numel() for name, parameter in sparse.model.named_parameters()}
+    sizes |= {name: mask.numel() for name, mask in sparse.masks.items()}  # a compact parameter is shorter
+    return Summary(
+        rows=tuple(rows),
+        target=sparse.sparsity,
+        parameters=sum(sizes.values()),
+        bytes_dense=dense_bytes,
+        bytes_sparse=sparse_bytes,
+        flops_dense=None if flops is None else flops.dense,
+        flops_sparse=None if flops is None else flops.at(densities),
+    )
+
+
+def _numbers(size: int, target: float | None, alive: int, sparsity: float) -> list[str]:
+    return [_count(size), "-" if target is None else f"{target:.4f}", _count(alive), f"{sparsity:.4f}"]
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Columns, the first two (texts) to the left and the others (numbers) to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = (
+        [
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    )
+    return ["  ".join(line).rstrip() for line in padded]

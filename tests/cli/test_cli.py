@@ -1,0 +1,422 @@
+"""The command as a person types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import typer
+from paths import TOY as TOY_FILE
+from toy import cyclic
+from typer.testing import CliRunner
+
+from growprune import engine
+from growprune.cli import app, console
+from growprune.cli.stopping import StopFlag, say_how_to_resume
+from growprune.engine.folder import RunFolder
+from growprune.recipes import find
+
+TINY = ["--set", "device=cpu", "--set", "task.width=2"]
+
+
+def growprune(*arguments: str, cwd: Path | None = None, columns: int | None = 200) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    environment |= {"COLUMNS": str(columns)} if columns else {}
+    return forked.growprune(*arguments, cwd=cwd, environment=environment)
+
+
+def refused(*arguments: str) -> str:
+    """Runs a command (in this process, to be quick) that must fail in one line, and gives that line."""
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2, done.output
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, to be read only."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    done = CliRunner().invoke(app, ["train", "digits/tiny", "--out", str(folder), *TINY])
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A finished run of the test's own."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def test_help_names_the_verbs_and_imports_no_torch() -> None:
+    code = (
+        "import sys, growprune.cli; sys.argv = ['growprune', '--help']\ntry: growprune.cli.main()\nexcept SystemExit: "
+    )
+    code += "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip().endswith("False")
+    verbs = [line.split()[0] for line in done.stdout.split("Commands:")[1].splitlines()[1:] if line.startswith("  ")]
+    assert verbs == [
+        "demo",
+        "list",
+        "plan",
+        "train",
+        "resume",
+        "inspect",
+        "convert",
+        "report",
+        "compare",
+        "deploy",
+        "bench",
+        "doctor",
+    ]
+
+
+def test_list_shows_every_method_task_and_recipe_with_what_it_is() -> None:
+    shown = growprune("list").stdout
+    for name in ("cyclic_gap", "parallel_gap", "Digits", "digits/cyclic-90", "C-GaP: each step grows one part"):
+        assert name.lower() in shown.lower()
+    assert "cyclic_gap" not in growprune("list", "recipes").stdout
+
+
+def test_list_shows_a_large_study_in_one_row_and_all_of_it_when_asked() -> None:
+    shown = growprune("list", "recipes").stdout
+    assert "classification-imagenet/... " in shown
+    assert "rigl, gmp" in " ".join(shown.split())
+    assert len(shown.splitlines()) < 30
+    asked = growprune("list", "recipes", "imagenet/rigl").stdout
+    assert [line.split()[0] for line in asked.splitlines() if "/" in line] == [
+        f"classification-imagenet/rigl-{sparsity}-{allocation}{times}"
+        for allocation in ("uniform", "erk")
+        for times in ("", "-5x", "-12x")
+        for sparsity in (80, 90)
+    ]
+
+
+def test_plan_shows_the_schedule_with_density_and_flops() -> None:
+    shown = growprune("plan", "digits/cyclic-90", "--set", "options.steps=5").stdout
+    assert shown.count("grow S") == 5
+    assert "0.1000" in shown
+    assert "34 epochs in all" in shown
+
+
+@pytest.mark.parametrize("columns", [80, None], ids=["80 columns", "piped"])
+def test_plan_cuts_no_number_off(columns: int | None) -> None:
+    shown = growprune("plan", "classification-imagenet/cyclic-90-global", columns=columns).stdout
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
+    assert rows[0][3:] == ["0", "0.1000", "~818 M", "~0"]
+    assert rows[2] == ["1", "", "prune S3 to 0.9,", "30", "0.1078", "~2.23 G", "~201 G"]
+    assert rows[3] == ["", "", "grow S0 to dense", "", "", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    {
+        0: "0",
+        999: "999",
+        1_000: "1.00 k",
+        99_949: "99.9 k",
+        999_499: "999 k",
+        999_500: "1.00 M",
+        3_122_563_000: "3.12 G",
+        281 * 10**15: "281 P",
+        5 * 10**22: "5.00e+04 E",
+    }.items(),
+)
+def test_counts_are_shown_in_three_digits(count: int, shown: str) -> None:
+    assert console.screen.short(count) == shown
+
+
+def test_train_resume_extend_and_inspect(tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    done = growprune("train", "digits/tiny", "--out", out, *TINY)
+    assert done.returncode == 0, done.stderr
+    assert "alive:" in done.stdout
+    assert "epoch 1: loss" in done.stderr  # plain lines, as this is no terminal
+    assert growprune("resume", out).stdout == done.stdout
+    assert growprune("resume", out, "--extend", "2").returncode == 0
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]["options"]["steps"] == 5
+    assert growprune("resume", out, "--extend", "1").returncode == 0
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]["options"]["steps"] == 6
+    shown = growprune("inspect", out).stdout
+    assert "cyclic_gap at sparsity 0.9" in shown
+    assert "grow S1 to dense" in shown
+    assert "stem.0.weight" in growprune("inspect", f"{out}/model.safetensors").stdout
+
+
+def test_a_recipe_can_be_a_function_in_a_file_and_is_found_again_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass, replace\n"
+        "from growprune.recipes import digits\n"
+        "@dataclass(frozen=True)\nclass Mine(digits.Digits):\n    shade: float = 0.5\n"
+        "def recipe():\n    return replace(digits.tiny(), task=Mine(width=4), sparsity=0.5)\n"
+    )
+    done = growprune("train", "mine.py:recipe", "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "run" / "result.json").unlink()
+    assert growprune("resume", str(tmp_path / "run")).returncode == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_says_how_to_resume_and_exits_with_its_code(number: int, code: int, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with forked.started("-m", "growprune", "train", "digits/cyclic-90", "--out", str(out), *TINY) as command:
+        while not (out / "log.jsonl").exists() or "epoch" not in (out / "log.jsonl").read_text():
+            assert command.poll() is None
+            time.sleep(0.01)
+        command.send_signal(number)
+        done = command.wait(60)
+    assert done.returncode == code
+    assert f"go on with `growprune resume {out}`" in done.stderr
+    newest = max((out / "checkpoints").glob("0*"))
+    assert json.loads((newest / "state.json").read_text())
+
+
+def test_bad_input_gives_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "run")]
+    assert "there is no recipe 'digits/best'; close are: digits/dense" in refused("plan", "digits/best")
+    assert "there is no recipe file nowhere.py" in refused("train", "nowhere.py:recipe", *out)
+    assert "there is no 'sparsty'" in refused("train", "digits/tiny", *out, "--set", "sparsty=1")
+    assert "sparsity is 1.5" in refused("train", "digits/tiny", *out, "--set", "sparsity=1.5")
+    assert "model has 4 layers: give at most 4" in refused("plan", "digits/tiny", "--set", "partition.kappa=5")
+    assert "has over 100,000 phases" in refused("plan", "digits/tiny", "--set", "options.steps=999999999")
+    assert "kappa is 0, but must be" in refused("plan", "digits/tiny", "--set", "partition.kappa=0")
+    assert "matches no parameter" in refused("train", "digits/tiny", *out, "--set", 'keep_dense=["tail.*"]')
+    assert "needs a multiple of 4 inputs" in refused("train", "digits/tiny", *out, "--set", "pattern=2:4")
+    assert "nothing to prune" in refused("train", "digits/tiny", *out, "--set", 'keep_dense=["*"]')
+    assert "there is no method 'magic'" in refused("plan", "digits/tiny", "--set", "method=magic")
+    assert "there is no list of 'people'" in refused("list", "people")
+    assert "none of the recipes has 'mars' in its name" in refused("list", "recipes", "mars")
+    assert "holds no run" in refused("resume", str(tmp_path / "nothing"))
+    assert "nothing.safetensors" in refused("inspect", str(tmp_path / "nothing.safetensors"))
+    (tmp_path / "file").write_text("in the way")
+    assert "is not an empty folder" in refused("train", "digits/tiny", "--out", str(tmp_path / "file"))
+    assert "cannot write to" in refused("train", "digits/tiny", "--out", str(tmp_path / "file" / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("task.batch_size=0", "batch_size is 0, but must be at least 1"),
+        ("task.width=0", "width is 0, but must be at least 1"),
+        ("task.label_smoothing=2", "label_smoothing is 2.0, but must be from 0 to below 1"),
+        ("optimizer.lr=-1", "lr is -1.0, but must be 0 or more"),
+        ("optimizer.momentum=null", "optimizer sgd does not take all of nesterov"),
+        ("optimizer.kind=adam", "optimizer adam does not take all of momentum, nesterov"),
+        ("clip=-1", "clip is -1.0, but must be above 0"),
+        ("options.sparsity=0.5", "set the recipe's own field: sparsity=0.5"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_gives_one_line_and_leaves_no_folder(
+    setting: str, message: str, tmp_path: Path
+) -> None:
+    assert message in refused("train", "digits/tiny", "--out", str(tmp_path / "run"), "--set", setting)
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_for_a_task_that_reads_no_files_is_refused(run: Path, tmp_path: Path) -> None:
+    says = "--data is here, but the task Digits reads no files: leave it out"
+    assert says in refused("train", "digits/tiny", "--out", str(tmp_path / "new"), "--data", "here")
+    assert says in refused("resume", str(run), "--data", "here")
+
+
+@pytest.mark.parametrize("name", ["recipe.json", "result.json"])
+@pytest.mark.parametrize(
+    "content", [b"", b'{"recipe": {"meth', b"\xff\xfe", b"[]", b"{}", b'{"recipe": {}, "sparsity": {"totals": 3}}']
+)
+def test_a_damaged_file_of_a_run_gives_one_line_that_names_it(name: str, content: bytes, run: Path) -> None:
+    (run / name).write_bytes(content)
+    for command in ("inspect", "resume"):
+        assert f"{run / name} is damaged" in refused(command, str(run))
+
+
+def changed(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"source": 3}, "its source is 3"),
+        ({"settings": ["a"]}, "its settings is ['a']"),
+        ({"settings": {"seed": 3}}, "its settings.* is 3"),
+        ({"extended": "many"}, "its extended is 'many'"),
+        ({"recipe": {"task": {"name": 3}, "method": "m", "sparsity": 0.5}}, "its recipe.task.name is 3"),
+        ({"recipe": {"task": {"name": "T"}, "method": "m", "sparsity": "0.5"}}, "its recipe.sparsity is '0.5'"),
+        ({"format": True}, "its format is True"),
+        ({"source": ["x" * 100_000]}, "its source is ['xxx"),
+    ],
+)
+def test_a_recipe_with_a_value_of_a_wrong_kind_gives_one_short_line(values: Any, what: str, run: Path) -> None:
+    changed(run / "recipe.json", **values)
+    for command in ("inspect", "resume"):
+        said = refused(command, str(run))
+        assert f"recipe.json is damaged ({what}" in said
+        assert len(said) < 1200
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"history": 3}, "its history is 3"),
+        ({"history": [{"stage": 1}]}, "it has no history.*.branch"),
+        ({"test": {"accuracy": None}}, "its test.* is None"),
+        ({"best": {"stage": "last"}}, "its best.stage is 'last'"),
+        ({"file_bytes": "many"}, "its file_bytes is 'many'"),
+    ],
+)
+def test_a_result_with_a_value_of_a_wrong_kind_gives_one_line(values: Any, what: str, run: Path) -> None:
+    changed(run / "result.json", **values)
+    for command in ("inspect", "resume"):
+        assert f"result.json is damaged ({what}" in refused(command, str(run))
+
+
+@pytest.mark.parametrize("name", ["recipe.json", "result.json"])
+def test_json_nested_too_deep_to_read_gives_one_line(name: str, run: Path) -> None:
+    (run / name).write_text("[" * 100_000 + "]" * 100_000)
+    assert f"{run / name} is damaged" in refused("inspect", str(run))
+
+
+def test_long_input_is_not_echoed_whole(tmp_path: Path) -> None:
+    out, long = ["--out", str(tmp_path / "run")], "x" * 100_000
+    for arguments in (
+        ["plan", long],
+        ["list", long],
+        ["plan", "digits/tiny", "--set", f"{long}=1"],
+        ["plan", "digits/tiny", "--set", f"sparsity={long}"],
+        ["plan", "digits/tiny", "--set", f"sparsity={'[' * 100_000}"],
+        ["train", "digits/tiny", *out, "--set", f'keep_dense=["{long}"]'],
+        ["train", "digits/tiny", "--out", long],
+    ):
+        assert len(refused(*arguments)) < 1200
+
+
+def test_a_path_in_square_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
+    out = tmp_path / "[" / "run]"
+    done = CliRunner().invoke(app, ["train", "digits/tiny", "--out", str(out), *TINY])
+    assert done.exit_code == 0, done.output
+    shown = CliRunner().invoke(app, ["inspect", str(out)])
+    assert shown.exit_code == 0, shown.output
+    (out / "result.json").unlink()
+    resume = shlex.join(["growprune", "resume", str(out)])
+    assert f"go on with `{resume}`" in CliRunner().invoke(app, ["inspect", str(out)]).stdout
+
+
+def test_a_run_of_the_first_format_is_shown_but_not_resumed(run: Path) -> None:
+    recipe, result = (json.loads((run / name).read_text()) for name in ("recipe.json", "result.json"))
+    recipe.pop("format", None)
+    recipe["recipe"]["pattern"] = "free"
+    result["phases"] = [{**row, "epochs": 1} for row in result.pop("history")]
+    for row in [*result["phases"], result["best"]]:
+        row["step"] = row.pop("stage")
+    (run / "recipe.json").write_text(json.dumps(recipe))
+    (run / "result.json").write_text(json.dumps(result))
+    shown = CliRunner().invoke(app, ["inspect", str(run)])
+    assert shown.exit_code == 0, shown.output
+    assert "best by validation: stage" in shown.stdout
+    assert "was started by an older growprune" in refused("resume", str(run))
+
+
+def test_the_version_is_shown() -> None:
+    from importlib.metadata import version
+
+    import growprune as gp
+
+    assert gp.__version__ == version("growprune")
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"growprune {version('growprune')}\n"
+
+
+def test_a_run_without_its_settings_is_not_resumed_with_others(run: Path) -> None:
+    stored = json.loads((run / "recipe.json").read_text())
+    del stored["settings"]
+    (run / "recipe.json").write_text(json.dumps(stored))
+    assert "was started with" in refused("resume", str(run))
+
+
+def test_a_run_from_python_is_shown_with_how_to_go_on_in_python(tmp_path: Path) -> None:
+    with pytest.raises(engine.Interrupted):
+        engine.train(cyclic(), tmp_path, should_stop=lambda: True)
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path)]).stdout
+    assert f"not finished; go on with growprune.resume(recipe, '{tmp_path}')" in shown
+    assert "was started from Python" in refused("resume", str(tmp_path))
+
+
+@pytest.mark.parametrize("mistake", ["torch.Generator().manual_seed(2**70)", "int('many')"])
+def test_an_error_in_a_users_own_file_shows_its_place(mistake: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import replace\n"
+        "import torch\n"
+        "from growprune.recipes import digits\n"
+        "class Mine(digits.Digits):\n"
+        "    def num_batches(self):\n"
+        f"        {mistake}\n"
+        "def recipe():\n    return replace(digits.tiny(), task=Mine())\n"
+    )
+    done = growprune("train", "mine.py:recipe", "--out", "run", cwd=tmp_path)
+    assert done.returncode == 1
+    assert 'mine.py", line 6, in num_batches' in done.stderr
+
+
+def test_an_error_meant_for_users_is_one_line_wherever_it_is_raised(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from growprune.errors import GrowpruneError\n"
+        "def recipe():\n    raise GrowpruneError('there is no data for Mondays')\n"
+    )
+    assert refused("plan", f"{tmp_path / 'mine.py'}:recipe") == "growprune: there is no data for Mondays"
+
+
+def test_a_disk_that_takes_no_more_ends_in_one_line_and_the_run_resumes_with_room(tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    with forked.started("-m", "growprune", "train", "digits/tiny", "--out", out, most_bytes=15_000) as command:
+        done = command.wait(60)
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("growprune: cannot write ")
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob(".*"))  # nothing half-written stays behind
+    assert growprune("resume", out).returncode == 0
+
+
+def test_a_command_to_go_on_with_can_be_pasted_whatever_the_folder_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "my run"
+    with pytest.raises(typer.Exit), say_how_to_resume(folder, StopFlag()):
+        raise engine.Interrupted
+    assert f"`growprune resume '{folder}'`" in capsys.readouterr().err
+    engine.RunFolder(folder).make()
+    engine.RunFolder(folder).write_recipe(find("digits/tiny"), {"source": "digits/tiny"})
+    assert engine.RunFolder(folder).how_to_resume() == f"`growprune resume '{folder}'`"
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_that_another_process_begins_in_the_meantime_is_gone_on_with_if_that_was_asked(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["train", f"{TOY_FILE}:cyclic", "--out", str(tmp_path / "run")]
+    make = RunFolder.make
+
+    def after_another(folder: RunFolder) -> None:
+        monkeypatch.setattr(RunFolder, "make", make)
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+        make(folder)
+
+    monkeypatch.setattr(RunFolder, "make", after_another)
+    done = CliRunner().invoke(app, [*arguments, *(["--resume"] if resume else [])])
+    assert done.exit_code == (0 if resume else 2), done.output
+    assert ("holds this recipe's run" in done.stderr) is not resume

@@ -1,0 +1,504 @@
+"""Sparse layers for decoding: formats in plain torch, kernels through Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+import growprune as gp
+from growprune.deployment.cuda import (
+    DenseLinear,
+    Entries,
+    SparseLinear,
+    choose,
+    from_bits,
+    from_dense,
+    from_mask,
+    product,
+    swap_linears,
+    table,
+)
+from growprune.deployment.cuda import products as products_module
+from growprune.deployment.cuda.bitmask import bitmask_matrix
+from growprune.deployment.cuda.choosing import FORMATS, Timed, fastest, times_of_tiles
+from growprune.deployment.cuda.lanes import LaneMatrix, lane_matrix
+from growprune.deployment.cuda.linear import is_two_of_four
+from growprune.deployment.cuda.products import BitmaskTile, LaneTile, Matrix, Tile
+from growprune.errors import GrowpruneError
+from growprune.storage import kernels
+
+MAKERS: dict[str, Callable[[Entries], Matrix]] = {
+    "columns, 8 lanes": lambda entries: lane_matrix(entries, lanes=8, has_offsets=False),
+    "columns, 32 lanes": lambda entries: lane_matrix(entries, lanes=32, has_offsets=False),
+    "offsets, 4 lanes": lambda entries: lane_matrix(entries, lanes=4),
+    "offsets, 16 lanes": lambda entries: lane_matrix(entries, lanes=16),
+    "bitmask": bitmask_matrix,
+}
+TILES: dict[str, tuple[Tile, ...]] = {
+    "columns": (LaneTile(1, 16, 2, True, True), LaneTile(2, 64, 1, False, split=1)),
+    "offsets": (LaneTile(1, 8, 1, True, split=1), LaneTile(4, 32, 2, False, True, split=3)),
+    "bitmask": (BitmaskTile(16, 64, 2, 1), BitmaskTile(32, 256, 4, 3, split=2)),
+}
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
+"""How far a sum may be from the exact one, relative to the largest."""
+
+on_the_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture(
+    params=[pytest.param("cuda", marks=on_the_gpu), pytest.param("cpu", id="interpreted")],
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where kernels run: on a GPU, or on the CPU through the interpreter, which must be chosen before they are made."""
+    if request.param == "cpu":
+        if importlib.util.find_spec("triton") is None:
+            pytest.skip("Triton is not installed, whose interpreter would run the kernels")
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU, and kernels are made for one or the other")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        mend_interpreter(monkeypatch)
+    yield request.param
+
+
+def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scalars are arrays of one element, which numpy from 2.4 on does not take for integers; and it multiplies
+    matrices of bfloat16 as if their bits were integers."""
+    from triton.runtime import interpreter
+
+    patch_tensor, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(self, *(as_float32(x, interpreter) for x in (a, b)), *rest)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+def as_float32(handle: Any, interpreter: Any) -> Any:
+    if handle.dtype.scalar != interpreter.tl.bfloat16:
+        return handle
+    floats = (handle.data.astype("uint32") << 16).view("float32")
+    return interpreter.TensorHandle(floats, interpreter.tl.float32)
+
+
+def random_weight(
+    rows: int, columns: int, sparsity: float, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    return weight.masked_fill(torch.rand(rows, columns, generator=generator) < sparsity, 0).to(dtype)
+
+
+def uneven_weight() -> Tensor:
+    """An empty row, a full one, one weight at the very end, and one far from the next."""
+    weight = random_weight(6, 530, 0.9)
+    weight[1:4] = 0
+    weight[2, [0, 255, 511, 512]] = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=weight.dtype)
+    weight[3, 529] = 2.0
+    weight[4] = random_weight(1, 530, 0.0)[0]
+    return weight
+
+
+# formats
+
+
+def test_entries_are_the_live_weights_row_by_row() -> None:
+    entries = from_dense(torch.tensor([[0.0, 5.0, 6.0], [0.0, 0.0, 0.0], [7.0, 0.0, 0.0]]))
+    assert entries.starts.tolist() == [0, 2, 2, 3]
+    assert entries.places.tolist() == [1, 2, 0]
+    assert entries.values.tolist() == [5, 6, 7]
+
+
+def test_a_zero_that_lives_is_an_entry() -> None:
+    entries = from_dense(torch.tensor([[0.0, 5.0]]), torch.tensor([[True, True]]))
+    assert entries.values.tolist() == [0, 5]
+
+
+def test_entries_of_compact_storage_need_no_dense_weight() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(70, 40))
+    sparse = gp.SparseModel(model, sparsity=0.8, storage="compact")
+    sparse.prune()
+    (layout,) = model[0]._compact_layouts.values()
+    values = model[0]._parameters["weight"].detach()
+    entries = from_bits(values, layout.bits, layout.shape, group=layout.group)
+    assert torch.equal(entries.dense(), model.state_dict()["0.weight"])
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_linear_layers_of_a_model_are_swapped_where_they_are_sparse(storage: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(70, 40), torch.nn.ReLU(), torch.nn.Linear(40, 10))
+    sparse = gp.SparseModel(model, sparsity=0.8, storage=storage, keep_dense=["2.weight"])
+    sparse.prune()
+    x = torch.randn(3, 70)
+    expected = model(x)
+    rows = swap_linears(model, batches=(1, 3))
+    assert [(row.layer, row.shape, row.batch) for row in rows] == [("0", (40, 70), 1), ("0", (40, 70), 3)]
+    assert isinstance(model[0], SparseLinear | DenseLinear)
+    assert type(model[2]) is torch.nn.Linear
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_bits_may_stand_for_groups() -> None:
+    mask = torch.tensor([[True] * 4 + [False] * 4, [False] * 4 + [True] * 4])
+    entries = from_bits(torch.arange(8.0), kernels.pack(mask.view(-1), group=4), (2, 8), group=4)
+    assert entries.dense().tolist() == [[0, 1, 2, 3, 0, 0, 0, 0], [0, 0, 0, 0, 4, 5, 6, 7]]
+
+
+def test_many_weights_are_looked_at_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("growprune.deployment.cuda.entries.CHUNK", 1024)
+    weight = random_weight(50, 77, 0.7)
+    mask = weight != 0
+    assert torch.equal(from_dense(weight).dense(), weight)
+    assert torch.equal(from_bits(weight[mask], kernels.pack(mask.view(-1)), (50, 77)).dense(), weight)
+
+
+def test_values_and_mask_must_agree() -> None:
+    with pytest.raises(GrowpruneError, match="3 values, but 1 weights live"):
+        from_mask(torch.ones(3), torch.tensor([[True, False]]))
+
+
+def test_a_run_is_consecutive_weights_across_the_lanes() -> None:
+    weight = torch.arange(1.0, 33.0).view(1, 32)
+    matrix = lane_matrix(from_dense(weight), lanes=4, has_offsets=False)
+    assert matrix.values[:, 0].tolist() == [1, 2, 3, 4]
+    assert matrix.values[1].tolist() == [2, 6, 10, 14, 18, 22, 26, 30]
+    assert torch.equal(matrix.places() + 1, matrix.values.long())
+
+
+def test_the_last_slab_of_a_row_is_narrow() -> None:
+    matrix = lane_matrix(from_dense(torch.ones(1, 40)), lanes=4, has_offsets=False)
+    assert matrix.unit_starts.tolist() == [0, 5]
+    assert matrix.slab_starts.tolist() == [0, 2]
+    assert matrix.places()[4].tolist() == list(range(32, 40))
+
+
+@pytest.mark.parametrize(("gap", "num_units"), [(255, 4 * 2 + 1), (256, 4 * 4 + 1)])
+def test_a_run_ends_where_an_offset_would_not_fit(gap: int, num_units: int) -> None:
+    """With a gap of 255, two of 40 weights fit a run, 16 a slab of eight runs; with 256 one does, and eight a slab."""
+    weight = torch.zeros(1, gap * 40)
+    weight[0, ::gap] = torch.arange(1.0, 41.0)
+    matrix = lane_matrix(from_dense(weight), lanes=4)
+    assert torch.equal(matrix.dense(), weight)
+    assert len(matrix.values) == num_units
+
+
+def test_rows_are_sorted_by_length() -> None:
+    weight = torch.tensor([[1.0, 0, 0], [1.0, 1.0, 1.0], [0, 0, 0], [1.0, 1.0, 0]])
+    assert lane_matrix(from_dense(weight)).order.tolist() == [1, 3, 0, 2]
+
+
+def test_marks_are_bits_and_how_many_live_before_them() -> None:
+    weight = torch.zeros(1, 300)
+    weight[0, [0, 7, 8, 299]] = 1.0
+    matrix = bitmask_matrix(from_dense(weight))
+    assert matrix.marks[0, :3].tolist() == [0b10000001, 0b00000001 + 2 * 256, 3 * 256]
+    assert matrix.starts.tolist() == [[0, 3]]
+
+
+def test_bytes_a_weight_are_what_they_are_said_to_be() -> None:
+    entries = from_dense(random_weight(256, 4096, 0.9))
+    bytes_each = {kind: make(entries).num_bytes / entries.values.numel() for kind, make in FORMATS.items()}
+    assert bytes_each == pytest.approx({"offsets": 3.2, "columns": 4.05, "bitmask": 4.65}, abs=0.06)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@settings(max_examples=40)
+@given(
+    rows=st.integers(0, 20),
+    columns=st.sampled_from([1, 2, 7, 8, 9, 255, 256, 257, 900]),
+    sparsity=st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0]),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from(list(ROUNDING)),
+)
+def test_formats_give_the_matrix_back(
+    kind: str, rows: int, columns: int, sparsity: float, seed: int, dtype: torch.dtype
+) -> None:
+    weight = random_weight(rows, columns, sparsity, dtype, seed)
+    matrix = MAKERS[kind](from_dense(weight))
+    assert torch.equal(matrix.dense(), weight)
+    assert (matrix.rows, matrix.columns, matrix.num_alive) == (rows, columns, int((weight != 0).sum()))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_formats_give_uneven_rows_back(kind: str) -> None:
+    assert torch.equal(MAKERS[kind](from_dense(uneven_weight())).dense(), uneven_weight())
+
+
+def test_16_bits_hold_65536_columns_and_no_more() -> None:
+    weight = torch.zeros(2, 65537)
+    weight[:, [0, 65535]] = 1.0
+    for has_offsets in (False, True):
+        narrow = lane_matrix(from_dense(weight[:, :-1]), has_offsets=has_offsets)
+        assert torch.equal(narrow.dense(), weight[:, :-1])
+        with pytest.raises(GrowpruneError, match="65537 columns, but 16-bit columns allow 65536: use the bitmask"):
+            lane_matrix(from_dense(weight), has_offsets=has_offsets)
+    assert torch.equal(bitmask_matrix(from_dense(weight)).dense(), weight)
+
+
+# kernels
+
+
+def check_product(weight: Tensor, kind: str, batch: int, device: str) -> None:
+    """Every tile gives the product in float64, rounded; and the same bits again."""
+    x = random_weight(batch, weight.shape[1], 0.0, weight.dtype, seed=5)
+    expected = F.linear(x.double(), weight.double())
+    matrix = MAKERS[kind](from_dense(weight.to(device)))
+    for tile in TILES[kind.split(",")[0]]:
+        found = product(matrix, x.to(device), tile)
+        assert (found.dtype, found.shape) == (weight.dtype, expected.shape)
+        rounding = ROUNDING[weight.dtype] * (2 if device == "cpu" else 1)  # the interpreter rounds towards zero
+        bound = rounding * expected.abs() + 2**-20 * expected.abs().amax().clamp(min=1e-3)
+        assert bool(((found.cpu().double() - expected).abs() <= bound).all()), (kind, tile)
+    assert torch.equal(product(matrix, x.to(device), tile), found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch"),
+    [*((kind, batch) for kind in MAKERS for batch in (1, 16)), ("offsets, 16 lanes", 3), ("bitmask", 5)],
+)
+def test_a_product_is_that_of_float64_rounded(kind: str, batch: int, device: str) -> None:
+    check_product(uneven_weight(), kind, batch, device)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_every_float_is_multiplied(kind: str, dtype: torch.dtype, device: str) -> None:
+    check_product(random_weight(9, 130, 0.7, dtype), kind, 2, device)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(("rows", "columns", "sparsity"), [(3, 1, 0.0), (1, 65, 0.9), (5, 300, 1.0), (13, 8, 0.5)])
+def test_odd_shapes_are_multiplied(kind: str, rows: int, columns: int, sparsity: float, device: str) -> None:
+    check_product(random_weight(rows, columns, sparsity), kind, 1, device)
+
+
+COMPILES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from growprune.deployment.cuda.triton_kernels import _lanes_kernel as kernel
+
+for has_offsets in (True, False):
+    for batch in (1, 8):
+        sizes = dict(BATCH=batch, OFFSETS=has_offsets, LANES=16, WIDTH=32, ROWS=4, STEPS=2, AHEAD=True, PINNED=False)
+        types = dict(x="*bf16", index="*i64", bases="*i64", values="*bf16", out="*bf16")
+        types |= dict(unit_starts="*i32", slab_starts="*i32", order="*i32")
+        types |= dict.fromkeys(("num_rows", "num_columns", "batch", "split_units"), "i32")
+        names = kernel.arg_names
+        source = ASTSource(
+            kernel,
+            signature={name: types.get(name, "constexpr") for name in names},
+            constexprs={(names.index(name),): value for name, value in sizes.items()},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types if types[name][0] == "*"},
+        )
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+        print(ptx.count("bar.sync"), ptx.count(".v2.b64"), ptx.count(".v4.b32"))
+"""
+
+
+def test_for_hopper_loads_are_wide_and_threads_do_not_wait_for_one_another(tmp_path: Path) -> None:
+    """Triton chooses which thread has what. If it differed from one tensor to the next, all would meet at barriers."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed, which would compile the kernels")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    run = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, check=True)
+    found = [[int(n) for n in line.split()] for line in run.stdout.splitlines()]
+    assert [barriers for barriers, _, _ in found] == [1, 1, 1, 1]  # one, at the end, for the sums
+    assert [pairs for _, pairs, _ in found] == [8, 8, 8, 8]  # two steps now and two ahead: values, and bases or columns
+    assert [fours for _, _, fours in found] == [0, 16, 0, 16]  # eight samples of a column
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("sparsity", [0.7, 0.95])
+@pytest.mark.parametrize("batch", range(1, 17))
+def test_large_products_on_a_gpu(kind: str, batch: int, sparsity: float) -> None:
+    check_product(random_weight(1027, 4100, sparsity), kind, batch, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_graphed_step_gives_what_the_layer_gives() -> None:
+    from growprune.deployment.cuda import graphed
+
+    layer = SparseLinear(MAKERS["offsets, 16 lanes"](from_dense(random_weight(512, 512, 0.9).cuda())))
+    step = graphed(layer, torch.zeros(2, 512, device="cuda", dtype=torch.bfloat16))
+    for seed in (1, 2):
+        x = random_weight(2, 512, 0.0, seed=seed).cuda()
+        assert torch.equal(step(x), layer(x))
+
+
+# layers
+
+
+def test_without_a_gpu_or_the_interpreter_a_product_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    weight, x = random_weight(6, 9, 0.5, torch.float32), torch.ones(2, 9)
+    assert torch.equal(product(bitmask_matrix(from_dense(weight)), x), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_layer_takes_any_batch_and_a_bias(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    weight, bias = random_weight(6, 9, 0.5, torch.float32), torch.arange(6.0)
+    for dense in (None, weight):
+        layer = SparseLinear(MAKERS[kind](from_dense(weight)), bias=bias, dense=dense)
+        for shape in ((9,), (2, 9), (3, 20, 9), (100, 9)):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            torch.testing.assert_close(layer(x), F.linear(x, weight, bias))
+
+
+def test_a_batch_over_16_is_taken_16_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    plain = products_module.product
+
+    def counted(matrix: Matrix, x: Tensor, tile: Tile | None) -> Tensor:
+        sizes.append(len(x))
+        return plain(matrix, x, tile)
+
+    monkeypatch.setattr("growprune.deployment.cuda.linear.product", counted)
+    layer = SparseLinear(bitmask_matrix(from_dense(torch.eye(4))))
+    layer(torch.ones(40, 4))
+    assert sizes == [16, 16, 8]
+    layer(torch.ones(65, 4))
+    assert sizes == [16, 16, 8]
+
+
+def test_a_layer_takes_the_tile_of_the_next_larger_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr("growprune.deployment.cuda.linear.product", lambda m, x, tile: taken.append(tile) or x)
+    tiles = {8: LaneTile(8), 1: LaneTile(1)}
+    layer = SparseLinear(lane_matrix(from_dense(torch.eye(4))), tiles=tiles)
+    for batch in (1, 2, 8, 9):
+        layer(torch.ones(batch, 4))
+    assert taken == [LaneTile(1), LaneTile(8), LaneTile(8), None]
+
+
+def test_a_layer_can_be_copied_and_converted() -> None:
+    layer = SparseLinear(lane_matrix(from_dense(torch.eye(4))))
+    copied = copy.deepcopy(layer).half()
+    assert copied.matrix.values.dtype == torch.float16
+    assert copied(torch.ones(1, 4, dtype=torch.float16)).tolist() == [[1, 1, 1, 1]]
+    assert layer.matrix.values.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.ones(1, 5), "must be \\(batch, 4\\)"),
+        (torch.ones(17, 4), "16 samples at most"),
+        (torch.ones(1, 4, dtype=torch.float64), "must be the same of bfloat16, float16 and float32"),
+        (torch.ones(1, 4, dtype=torch.bfloat16), "must be the same of bfloat16, float16 and float32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(x: Tensor, message: str) -> None:
+    with pytest.raises(GrowpruneError, match=message):
+        product(bitmask_matrix(from_dense(torch.eye(4))), x)
+
+
+# choosing
+
+
+@pytest.mark.parametrize(
+    ("slow", "kept"),
+    [({}, "bitmask"), ({"bitmask": 9.0}, "columns"), (dict.fromkeys(("offsets", "columns", "bitmask"), 9.0), "dense")],
+)
+def test_the_fastest_is_kept(slow: dict[str, float], kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"dense": 4.0, "offsets": 3.0, "columns": 2.0, "bitmask": 1.0} | slow
+    kinds = iter(("offsets", "columns", "bitmask"))
+    monkeypatch.setattr(
+        "growprune.deployment.cuda.choosing.fastest", lambda m, tiles, batch, s: (tiles[0], times[next(kinds)])
+    )
+    monkeypatch.setattr("growprune.deployment.cuda.choosing._time", lambda layer, entries, batch: times[layer.kind])
+    choice = choose(from_dense(random_weight(8, 16, 0.75, torch.float32)), name="fc")
+    assert choice.layer.kind == kept
+    assert isinstance(choice.layer, DenseLinear if kept == "dense" else SparseLinear)
+    (row,) = choice.rows
+    assert (row.layer, row.shape, row.choice, row.dense_us) == ("fc", (8, 16), kept, 4.0)
+
+
+def test_a_kernel_that_fails_or_errs_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = products_module.product
+
+    def broken(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
+        if isinstance(matrix, LaneMatrix) and matrix.bases is not None:
+            raise RuntimeError("out of shared memory\nand more")
+        return plain(matrix, x, tile) * (2 if isinstance(matrix, LaneMatrix) else 1)
+
+    monkeypatch.setattr("growprune.deployment.cuda.linear.product", broken)
+    monkeypatch.setattr("growprune.deployment.cuda.choosing.time_of", lambda layers, x: 1.0)
+    choice = choose(from_dense(random_weight(8, 16, 0.75, torch.float32)))
+    assert choice.failed.keys() == {"offsets", "columns"}
+    assert "out of shared memory" in choice.failed["offsets"] and "and more" not in choice.failed["offsets"]
+    assert "relative difference from the dense product is 1.0e+00" in choice.failed["columns"]
+    assert choice.rows[0].kind == "bitmask"
+
+
+def test_a_tile_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, tiles = products_module.product, (LaneTile(1), LaneTile(2), LaneTile(4))
+
+    def broken(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
+        if tile == tiles[0]:
+            raise RuntimeError("too many registers")
+        return plain(matrix, x, tile)
+
+    times = iter((5.0, 3.0))
+    monkeypatch.setattr("growprune.deployment.cuda.linear.product", broken)
+    monkeypatch.setattr("growprune.deployment.cuda.choosing.time_of", lambda layers, x: next(times))
+    assert fastest(lane_matrix(from_dense(torch.eye(4))), tiles, 1) == (tiles[2], 3.0)
+    with pytest.raises(RuntimeError, match="no tile can run: RuntimeError: too many registers"):
+        fastest(lane_matrix(from_dense(torch.eye(4))), tiles[:1], 1)
+
+
+def test_when_time_is_up_no_more_tiles_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("growprune.deployment.cuda.choosing.time_of", lambda layers, x: 1.0)
+    tiles = (LaneTile(1), LaneTile(2))
+    assert [tile for tile, _ in times_of_tiles(lane_matrix(from_dense(torch.eye(4))), tiles, 1, 0)] == [tiles[0]]
+
+
+@pytest.mark.parametrize(
+    ("row", "suits"),
+    [([1, 1, 0, 0], True), ([1, 1, 1, 0], False), ([0, 0, 1, 1, 1, 1, 0, 0], True), ([0, 1, 1, 1, 0, 0, 0, 1], False)],
+)
+def test_two_of_four_is_seen_in_the_entries(row: list[int], suits: bool) -> None:
+    weight = torch.tensor([row, [1.0] + [0] * (len(row) - 1)], dtype=torch.float32)
+    assert is_two_of_four(from_dense(weight)) is suits
+
+
+def test_a_row_end_parts_groups_of_four() -> None:
+    assert is_two_of_four(from_dense(torch.tensor([[0, 0, 1.0, 1.0], [1.0, 1.0, 0, 0]])))
+
+
+def test_the_table_has_a_line_for_each_layer_and_batch() -> None:
+    text = table([Timed("fc", (8, 16), 0.9, 4, 30.0, 7.5, "offsets", "offsets")])
+    assert text.splitlines()[-1] == "| fc | 8 x 16 | 90.0% | 4 | 30.0 | 7.5 | offsets | offsets |"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_choosing_on_a_gpu_measures_all_and_keeps_one() -> None:
+    weight = random_weight(2048, 2048, 0.9).cuda()
+    choice = choose(from_dense(weight), batches=(1, 16))
+    assert len(choice.rows) == 2
+    x = torch.randn(16, 2048, device="cuda", dtype=torch.bfloat16)
+    torch.testing.assert_close(choice.layer(x), F.linear(x, weight), atol=0.5, rtol=2e-2)

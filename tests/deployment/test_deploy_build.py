@@ -1,0 +1,173 @@
+"""The library of kernels: what it is kept by, and what happens where it cannot be built."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from growprune.deployment import build, library
+
+BUILD = "from growprune.deployment import build; found = build.open_or_build(); found.gp_lanes(); print(found._name)"
+
+
+@pytest.fixture(scope="module")
+def built() -> str:
+    """A library that was built in earnest."""
+    try:
+        build.find_compiler()
+    except build.BuildError as error:
+        pytest.skip(f"the kernels cannot be built here: {error}")
+    return build.open_or_build()._name
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a process that has loaded nothing yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_loaded", [])
+    return tmp_path / "growprune" / "kernels"
+
+
+@pytest.fixture
+def compiler(built: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that notes that it was called, and is quick: it copies a library that was built before."""
+    return fake_compiler(tmp_path, monkeypatch, f'sleep 0.1; cp "{built}" "$to"')
+
+
+def fake_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, work: str) -> Path:
+    """Made the one to use. Returns where it notes its calls."""
+    script, calls = folder / "fake c++", folder / "calls"
+    calls.touch()
+    script.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = --version ]; then echo "fake 1.0"; exit; fi\n'
+        f'echo "$@" >> "{calls}"\n'
+        "for to; do :; done\n"  # the last argument
+        f"{work}\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{script}'")
+    return calls
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_a_library_is_built_once_and_found_by_the_next_process(cache: Path, compiler: Path) -> None:
+    build.open_or_build()
+    assert build.open_or_build().gp_lanes() in (4, 8, 16)
+    assert num_lines(compiler) == 1
+    assert [path.suffix for path in cache.iterdir()] == [".so"]
+
+
+@pytest.mark.parametrize("what", ["cpu", "flags", "compiler", "source"])
+def test_a_library_for_another_cpu_compiler_flag_or_source_is_built_anew(
+    what: str, cache: Path, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.open_or_build()
+    if what == "cpu":
+        monkeypatch.setattr(build, "cpu", lambda: "another model")
+    elif what == "flags":
+        monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
+    elif what == "compiler":
+        script = tmp_path / "fake c++"
+        script.write_text(script.read_text().replace("fake 1.0", "fake 2.0"))
+    else:
+        (tmp_path / "native").mkdir()
+        (tmp_path / "native" / "api.cpp").write_text("// other")
+        monkeypatch.setattr(build, "SOURCES", tmp_path / "native")
+    build.open_or_build()
+    assert num_lines(compiler) == 2
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_the_cpu_is_known_by_its_model_and_what_it_can_do() -> None:
+    assert len(build.cpu()) > 20
+    assert build.cpu() == build.cpu()
+    assert "MHz" not in build.cpu(), "what changes from minute to minute must not count"
+
+
+def test_a_file_that_is_no_library_is_built_anew(cache: Path, compiler: Path) -> None:
+    cache.mkdir(parents=True)
+    (cache / f"kernels-{build.digest(build.find_compiler())}.so").write_bytes(b"\x7fELF")
+    assert build.open_or_build().gp_lanes() in (4, 8, 16)
+    assert num_lines(compiler) == 1
+
+
+@pytest.mark.slow
+def test_two_processes_that_build_at_once_both_get_a_whole_library(
+    cache: Path, built: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = fake_compiler(tmp_path, monkeypatch, f'sleep 1; cp "{built}" "$to"')
+    command = [sys.executable, "-c", BUILD]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    names = {process.communicate(timeout=180)[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    targets = [line.split()[-1] for line in calls.read_text().splitlines()]
+    assert len(set(targets)) == len(targets), "each builds a file of its own, which then takes the name"
+    assert names == {str(path) for path in cache.iterdir()} and len(names) == 1
+
+
+def test_a_compiler_that_fails_is_warned_of_once_with_its_command_and_log(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = fake_compiler(tmp_path, monkeypatch, 'echo "no such instruction" >&2; exit 3')
+    with pytest.warns(UserWarning, match=r"fake c\+\+' .*-O3 .* ended with 3, its log is .*CSR from 90 %") as told:
+        assert build.load() is None
+    (log,) = cache.iterdir()
+    assert str(log) in str(told[0].message)
+    assert "no such instruction" in log.read_text() and "-march=native" in log.read_text()
+    with warnings.catch_warnings(record=True) as again:
+        assert build.load() is None
+    assert again == [] and num_lines(calls) == 2, "once with OpenMP and once without"
+
+
+def test_a_compiler_without_openmp_makes_kernels_for_one_thread(
+    cache: Path, built: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = f'case "$*" in *-fopenmp*) exit 1;; esac; cp "{built}" "$to"'
+    assert num_lines(fake_compiler(tmp_path, monkeypatch, work)) == 0
+    assert build.open_or_build().gp_lanes() in (4, 8, 16)
+    assert sorted(path.suffix for path in cache.iterdir()) == [".log", ".so"]
+
+
+def test_a_missing_compiler_is_warned_of_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -m64")
+    with pytest.warns(UserWarning, match=r"no C\+\+ compiler was found .*'no-such-compiler -m64'"):
+        assert build.load() is None
+    with warnings.catch_warnings(record=True) as again:
+        assert build.load() is None
+    assert again == [] and not cache.exists()
+
+
+def test_a_compiler_that_does_not_even_say_its_version_is_a_reason_too(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "false")
+    with pytest.warns(UserWarning, match="does not work: .*false --version"):
+        assert build.load() is None
+
+
+def test_without_a_writable_cache_the_library_is_built_elsewhere(
+    cache: Path, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.parent.write_text("a file where the folder should be")
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    assert build.open_or_build().gp_lanes() in (4, 8, 16)
+    assert num_lines(compiler) == 1
+    assert len(list((tmp_path / "temporary").glob("*/*.so"))) == 1
+
+
+@pytest.mark.usefixtures("built")
+def test_layers_share_the_openmp_of_torch() -> None:
+    library.require_library()
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("only Linux tells what is loaded")
+    loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
+    assert len([path for path in loaded if "scikit" not in path]) <= 1, "of scikit-learn's we know nothing"

@@ -1,0 +1,357 @@
+"""Sparse kernels against torch in double precision, in every shape, pattern and way to cut the work up."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import growprune as gp
+from growprune.deployment import build, layer, library, pooling, tuning
+from growprune.deployment.geometry import Geometry
+from growprune.deployment.layer import Activation, Layer, NativeLayer
+from growprune.deployment.library import Library, Tile
+from growprune.deployment.matrix import SparseMatrix, from_dense, from_live
+from growprune.deployment.torch_layers import CsrLayer, DenseLayer
+from growprune.deployment.weights import matrix_of_module
+from growprune.errors import GrowpruneError
+
+PATTERNS = {"unstructured": (1, 1), "1x8": (1, 8), "8x1": (8, 1)}
+GAP = 3
+"""Columns between the rows of tensors in tests, which nobody may read or write."""
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Library:
+    try:
+        build.find_compiler()
+    except build.BuildError as error:
+        pytest.skip(f"the kernels cannot be built here: {error}")
+    return library.require_library()
+
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def weight_and_mask(shape: tuple[int, ...], pattern: str, density: float) -> tuple[Tensor, Tensor]:
+    """A random weight (out, in, ...) whose mask keeps to the pattern."""
+    height, width = PATTERNS[pattern]
+    rows, columns = shape[0], torch.Size(shape[1:]).numel()
+    blocks = torch.rand(-(-rows // height), -(-columns // width)) < density
+    mask = blocks.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+    mask = mask.view(rows, *shape[2:], shape[1]).movedim(-1, 1)
+    return torch.randn(shape) * mask, mask
+
+
+def spaced(tensor: Tensor, gap: float = float("nan")) -> Tensor:
+    """The same matrix, its rows apart, and something between them that must not matter."""
+    wide = torch.full((tensor.shape[0], tensor.shape[1] + GAP), gap)
+    wide[:, : tensor.shape[1]] = tensor
+    return wide[:, : tensor.shape[1]]
+
+
+def finish(sums: Tensor, activation: Activation) -> Tensor:
+    return {Activation.NONE: sums, Activation.RELU: sums.relu(), Activation.GELU: F.gelu(sums)}[activation]
+
+
+def expect_close(found: Tensor, expected: Tensor, scale: Tensor) -> None:
+    """At most 1e-5 off, relative to the largest sum of magnitudes."""
+    assert found.isfinite().all()
+    assert (found - expected).abs().max() <= 1e-5 * scale.abs().max().clamp_min(1e-30)
+
+
+@st.composite
+def tiles(draw: st.DrawFn, matrix_height: int) -> Tile:
+    """Any tile the library takes, with blocks so small that there are many of them."""
+    found = library.require_library()
+    lanes = draw(st.sampled_from([n for n in (1, 4, 8, 16) if n <= found.lanes]))
+    vectors = draw(st.integers(1, found.most_vectors(lanes, matrix_height)))
+    threads = draw(st.integers(1, 3))
+    k_block = draw(st.sampled_from([8, 16, 40, 512]))
+    return Tile(lanes, vectors, k_block, draw(st.integers(1, threads)), threads)
+
+
+sizes = st.integers(1, 40) | st.sampled_from([49, 64, 130])
+
+
+@settings(max_examples=150)
+@given(data=st.data(), rows=sizes, columns=sizes, n=sizes, density=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_product_with_bias_residual_and_activation_is_that_of_torch(
+    pattern: str, data: st.DataObject, rows: int, columns: int, n: int, density: float
+) -> None:
+    weight, mask = weight_and_mask((rows, columns), pattern, density)
+    x, bias, residual = torch.randn(columns, n), torch.randn(rows), torch.randn(rows, n)
+    has_bias, has_residual = data.draw(st.booleans()), data.draw(st.booleans())
+    activation, tile = data.draw(st.sampled_from(Activation)), data.draw(tiles(PATTERNS[pattern][0]))
+    matrix = from_dense(weight, mask, pattern=pattern)
+    assert torch.equal(matrix.dense(), weight)
+    prepared = NativeLayer(
+        matrix, Geometry.linear(columns, n), tile, bias=bias if has_bias else None, activation=activation
+    )
+    out = spaced(torch.zeros(rows, n), gap=7.0)
+    prepared(spaced(x), out, spaced(residual) if has_residual else None)
+    sums = weight.double() @ x.double() + has_bias * bias.double().view(-1, 1) + has_residual * residual.double()
+    expect_close(out, finish(sums, activation), weight.abs() @ x.abs() + bias.abs().view(-1, 1) + residual.abs())
+    assert (out.as_strided((rows, n + GAP), (n + GAP, 1))[:, n:] == 7.0).all()
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> Geometry:
+    kernel = draw(st.sampled_from([(1, 1), (3, 3), (7, 7), (1, 5)]))
+    stride, padding, dilation = (draw(st.tuples(st.integers(low, high), st.integers(low, high)))
+                                 for low, high in ((1, 3), (0, 3), (1, 2)))  # fmt: skip
+    least = [d * (k - 1) + 1 - 2 * p for d, k, p in zip(dilation, kernel, padding, strict=True)]
+    height, width = (max(1, size) + draw(st.integers(0, 15)) for size in least)
+    return Geometry(draw(st.integers(1, 12)), draw(st.integers(1, 3)), height, width, kernel, stride, padding, dilation)
+
+
+def convolved(x: Tensor, weight: Tensor, g: Geometry) -> Tensor:
+    images = x.double().view(g.channels, g.batch, g.height, g.width).transpose(0, 1)
+    return F.conv2d(images, weight.double(), None, g.stride, g.padding, g.dilation).transpose(0, 1).flatten(1)
+
+
+@settings(max_examples=80)
+@given(data=st.data(), geometry=convolutions(), rows=st.integers(1, 20))
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_convolution_is_that_of_torch(pattern: str, data: st.DataObject, geometry: Geometry, rows: int) -> None:
+    weight, mask = weight_and_mask((rows, geometry.channels, *geometry.kernel), pattern, 0.4)
+    x, out = torch.randn(geometry.channels, geometry.in_columns), torch.empty(rows, geometry.columns)
+    matrix, tile = from_dense(weight, mask, pattern=pattern), data.draw(tiles(PATTERNS[pattern][0]))
+    NativeLayer(matrix, geometry, tile)(spaced(x), out)
+    expect_close(out, convolved(x, weight, geometry), convolved(x.abs(), weight.abs(), geometry))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry.linear(300, 1),
+        Geometry.linear(300, 7),
+        Geometry.linear(300, 200),
+        Geometry(40, 2, 14, 14, kernel=(3, 3), padding=(1, 1)),
+        Geometry(3, 1, 40, 40, kernel=(7, 7), stride=(2, 2), padding=(3, 3)),
+    ],
+)
+def test_every_candidate_is_right_and_gives_the_same_bits_on_one_thread_and_on_two(
+    pattern: str, geometry: Geometry
+) -> None:
+    weight, mask = weight_and_mask((50, geometry.channels, *geometry.kernel), pattern, 0.2)
+    x, matrix = torch.randn(geometry.channels, geometry.in_columns), from_dense(weight, mask, pattern=pattern)
+    expected, scale = convolved(x, weight, geometry), convolved(x.abs(), weight.abs(), geometry)
+    for tile in tuning.candidates(matrix, geometry, threads=2):
+        two = NativeLayer(matrix, geometry, tile)(x, torch.empty(50, geometry.columns))
+        alone = replace(tile, threads=1, row_chunks=1)
+        one = NativeLayer(matrix, geometry, alone)(x, torch.empty(50, geometry.columns))
+        expect_close(one, expected, scale)
+        assert torch.equal(one, two), tile
+
+
+def test_gelu_is_within_a_millionth_everywhere() -> None:
+    x = torch.cat([torch.linspace(-8, 8, 100_001), torch.tensor([-1e4, -40.0, 40.0, 1e4, 0.0])]).view(1, -1)
+    one = from_dense(torch.ones(1, 1))
+    prepared, _ = tuning.tune(one, Geometry.linear(1, x.shape[1]), activation=Activation.GELU, threads=1, seconds=0)
+    found, expected = prepared(x, torch.empty_like(x)), F.gelu(x.double())
+    assert ((found - expected).abs() <= 1e-6 * expected.abs().clamp_min(1)).all()
+
+
+def test_what_an_earlier_layer_has_left_behind_does_not_matter() -> None:
+    before, _ = tuning.tune(from_dense(torch.ones(3, 40)), Geometry.linear(40, 20), threads=1, seconds=0)
+    assert before(torch.full((40, 20), float("nan")), torch.empty(3, 20)).isnan().all()
+    overhanging = from_dense(torch.ones(2, 9), pattern="1x8")
+    after, _ = tuning.tune(overhanging, Geometry.linear(9, 19), threads=1, seconds=0)
+    assert (after(torch.ones(9, 19), torch.empty(2, 19)) == 9).all()
+
+
+def test_nan_and_infinity_come_through_as_in_torch() -> None:
+    x = torch.tensor([[float("nan"), float("inf"), -float("inf"), 1.0]])
+    for activation, last in ((Activation.NONE, -float("inf")), (Activation.RELU, 0.0)):
+        ours, _ = tuning.tune(from_dense(torch.ones(1, 1)), Geometry.linear(1, 4), activation=activation, threads=1)
+        found = ours(x, torch.empty(1, 4))
+        assert found[0, 0].isnan() and found[0, 1:].tolist() == [float("inf"), last, 1.0]
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [Geometry.linear(1024, 17), Geometry.linear(4096, 1), Geometry(4, 1, 32, 32, kernel=(3, 3), padding=(1, 1))],
+)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_nothing_is_read_before_or_behind_the_input(pattern: str, geometry: Geometry) -> None:
+    """The input ends, and begins, where memory does: whoever goes too far is killed."""
+    size, page = geometry.channels * geometry.in_columns * 4, mmap.PAGESIZE
+    assert size % page == 0
+    memory = mmap.mmap(-1, size + 2 * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    assert protect(start, page, 0) == 0 and protect(start + page + size, page, 0) == 0
+    x = torch.frombuffer(memory, dtype=torch.float32, count=size // 4, offset=page).view(geometry.channels, -1)
+    weight, mask = weight_and_mask((20, geometry.channels, *geometry.kernel), pattern, 0.2)
+    matrix = from_dense(weight, mask, pattern=pattern)
+    for tile in tuning.candidates(matrix, geometry, threads=1):
+        assert NativeLayer(matrix, geometry, tile)(x, torch.empty(20, geometry.columns)).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("march, lanes", [("x86-64", 4), ("x86-64-v3", 8)])
+def test_kernels_for_shorter_vectors_give_the_same(
+    march: str, lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lanes == 8 and "avx2" not in build.cpu():
+        pytest.skip("this CPU has no AVX2")
+    flags = [f"-march={march}" if flag == "-march=native" else flag.replace("-O3", "-O1") for flag in build.FLAGS]
+    monkeypatch.setattr(build, "FLAGS", flags)
+    try:
+        short = Library(build.open_library(build.compile_to(tmp_path / "short.so", build.find_compiler())))
+    except build.BuildError:
+        pytest.skip("the compiler is not one for x86")
+    for module in (layer, tuning):
+        monkeypatch.setattr(module, "require_library", lambda: short)
+    assert short.lanes == lanes
+    for pattern in PATTERNS:
+        for geometry in (
+            Geometry.linear(100, 1),
+            Geometry.linear(100, 77),
+            Geometry(9, 2, 9, 9, (3, 3), (1, 1), (1, 1)),
+        ):
+            test_every_candidate_is_right_and_gives_the_same_bits_on_one_thread_and_on_two(pattern, geometry)
+        test_nothing_is_read_before_or_behind_the_input(pattern, Geometry(4, 1, 32, 32, (3, 3), padding=(1, 1)))
+
+
+@settings(max_examples=60)
+@given(geometry=convolutions(), ceil_mode=st.booleans(), counts_padding=st.booleans(), threads=st.integers(1, 2))
+def test_pools_are_those_of_torch(geometry: Geometry, ceil_mode: bool, counts_padding: bool, threads: int) -> None:
+    half = tuple(min(p, k // 2) for p, k in zip(geometry.padding, geometry.kernel, strict=True))
+    try:
+        g = replace(geometry, padding=half, ceil_mode=ceil_mode)
+        flat = replace(g, dilation=(1, 1))
+    except GrowpruneError:
+        return  # with less padding there is nothing left
+    x = torch.randn(g.channels, g.in_columns)
+    images = x.view(g.channels, g.batch, g.height, g.width).transpose(0, 1)
+    largest = F.max_pool2d(images, g.kernel, g.stride, g.padding, g.dilation, ceil_mode)
+    found = pooling.MaxPool(g, threads=threads)(spaced(x), torch.empty(g.channels, g.columns))
+    assert torch.equal(found, largest.transpose(0, 1).flatten(1))
+    means = F.avg_pool2d(images.double(), flat.kernel, flat.stride, flat.padding, ceil_mode, counts_padding)
+    pool = pooling.MeanPool(flat, counts_padding=counts_padding, threads=threads)
+    found = pool(spaced(x), torch.empty(g.channels, flat.columns))
+    torch.testing.assert_close(found.double(), means.transpose(0, 1).flatten(1), atol=1e-6, rtol=1e-5)
+
+
+def test_a_matrix_has_its_blocks_row_by_row_and_zeros_where_they_overhang() -> None:
+    weight = torch.zeros(9, 3)
+    weight[:8, 1] = torch.arange(1.0, 9.0)
+    weight[8, 2] = 9.0
+    tall = from_dense(weight, pattern="8x1")
+    assert (tall.starts.tolist(), tall.places.tolist()) == ([0, 1, 2], [1, 2])
+    assert tall.values.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0, 0, 0, 0, 0]
+    wide = from_dense(weight.t(), pattern="1x8")
+    assert (wide.starts.tolist(), wide.places.tolist()) == ([0, 0, 1, 2], [0, 1])
+    assert (wide.num_alive, wide.rows, wide.columns) == (9, 3, 9)
+
+
+def test_a_transposed_weight_and_one_with_its_inputs_last_give_the_same_matrix() -> None:
+    weight, mask = weight_and_mask((6, 16, 3, 3), "unstructured", 0.3)
+    expected = from_dense(weight, mask).dense()
+    assert torch.equal(expected, weight.movedim(1, -1).reshape(6, -1))
+    across, over = weight.transpose(0, 1).contiguous(), mask.transpose(0, 1).contiguous()
+    assert torch.equal(from_dense(across, over, transposed=True).dense(), expected)
+    live = weight.movedim(1, -1)[mask.movedim(1, -1)]
+    assert torch.equal(from_live(live, mask, inputs_last=True).dense(), expected)
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize("pattern", [*PATTERNS, "2:4"])
+def test_modules_give_the_very_weights_they_hold(pattern: str, storage: str) -> None:
+    model = nn.Sequential(nn.Conv2d(16, 12, 3), nn.Flatten(), nn.Linear(16, 24))
+    sparse = gp.SparseModel(model, sparsity=0.75, pattern=pattern, storage=storage)
+    sparse.prune()
+    for name, dense in sparse.model.state_dict().items():
+        if name.endswith("bias"):
+            continue
+        module = model.get_submodule(name.rpartition(".")[0])
+        weights = [weight for weight in sparse.weights if weight.parameter == name]
+        found = matrix_of_module(module, weights=weights, pattern=gp.patterns.parse_pattern(pattern))
+        assert torch.equal(found.dense(), dense.movedim(1, -1).reshape(dense.shape[0], -1))
+        assert (found.height, found.width) == PATTERNS.get(pattern, (1, 1))
+
+
+def made(kind: type[Any], matrix: SparseMatrix, geometry: Geometry, **ends: Any) -> Layer:
+    tile = tuning.candidates(matrix, geometry, threads=1)[0]
+    prepared: Layer = kind(matrix, geometry, tile, **ends) if kind is NativeLayer else kind(matrix, geometry, **ends)
+    return prepared
+
+
+@pytest.mark.parametrize("geometry", [Geometry.linear(30, 20), Geometry(4, 2, 6, 5, (3, 3), (2, 1), (1, 0))])
+@pytest.mark.parametrize("kind", [NativeLayer, CsrLayer, DenseLayer])
+def test_all_ways_to_run_a_layer_agree(kind: type[Any], geometry: Geometry) -> None:
+    if kind is CsrLayer and not geometry.is_plain:
+        pytest.skip("CSR of torch cannot convolve")
+    weight, mask = weight_and_mask((16, geometry.channels, *geometry.kernel), "8x1", 0.3)
+    x, bias, residual = (
+        torch.randn(geometry.channels, geometry.in_columns),
+        torch.randn(16),
+        torch.randn(16, geometry.columns),
+    )
+    prepared = made(kind, from_dense(weight, mask, pattern="8x1"), geometry, bias=bias, activation=Activation.RELU)
+    expected = (convolved(x, weight, geometry) + bias.double().view(-1, 1) + residual.double()).relu()
+    torch.testing.assert_close(
+        prepared(x, torch.empty_like(residual), residual).double(), expected, atol=1e-5, rtol=1e-5
+    )
+    out = residual.clone()
+    prepared.bind(x, out, out)()  # the residual may be where the result goes
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_without_kernels_csr_stands_in_from_90_percent_on_and_dense_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "library", lambda: None)
+    sparse, half = torch.eye(10), torch.eye(10) + torch.eye(10).flip(0)
+    assert type(tuning.prepare(from_dense(sparse), Geometry.linear(10, 3))) is CsrLayer
+    assert type(tuning.prepare(from_dense(half), Geometry.linear(10, 3))) is DenseLayer
+    image = Geometry(10, 1, 4, 4, stride=(2, 2))
+    assert type(tuning.prepare(from_dense(sparse.view(10, 10, 1, 1)), image)) is DenseLayer
+
+
+def test_tuning_tries_one_tile_even_without_time_and_all_with_enough() -> None:
+    matrix, geometry = from_dense(torch.ones(8, 8)), Geometry.linear(8, 100)
+    prepared, seconds = tuning.tune(matrix, geometry, threads=1, seconds=0)
+    assert prepared.tile == tuning.candidates(matrix, geometry, threads=1)[0] and seconds > 0
+    assert tuning.tune(matrix, geometry, threads=2, seconds=0.05)[0].tile in tuning.candidates(
+        matrix, geometry, threads=2
+    )
+
+
+@pytest.mark.parametrize(
+    "x, out, words",
+    [
+        (torch.zeros(4, 5), torch.zeros(3, 6), "x is torch.float32 .4, 5."),
+        (torch.zeros(4, 6), torch.zeros(3, 6).double(), "out is torch.float64"),
+        (torch.zeros(6, 4).t(), torch.zeros(3, 6), "columns next to one another"),
+        (torch.zeros(1, 6).expand(4, 6), torch.zeros(3, 6), "columns next to one another"),
+    ],
+)
+def test_tensors_that_the_kernels_would_misread_are_refused(x: Tensor, out: Tensor, words: str) -> None:
+    prepared = made(NativeLayer, from_dense(torch.ones(3, 4)), Geometry.linear(4, 6))
+    with pytest.raises(GrowpruneError, match=words):
+        prepared(x, out)
+
+
+def test_tiles_masks_and_biases_that_do_not_fit_are_refused() -> None:
+    matrix, geometry = from_dense(torch.ones(3, 4)), Geometry.linear(4, 6)
+    for tile in (Tile(16, 9, 8, 1, 1), Tile(4, 1, 70000, 1, 1), Tile(4, 1, 8, 2, 1), Tile(3, 1, 8, 1, 1)):
+        with pytest.raises(GrowpruneError, match="does not suit"):
+            NativeLayer(matrix, geometry, tile)
+    with pytest.raises(GrowpruneError, match="bias has shape"):
+        made(NativeLayer, matrix, geometry, bias=torch.ones(4))
+    with pytest.raises(GrowpruneError, match="5 values do not fit"):
+        from_live(torch.ones(5), torch.ones(2, 2, dtype=torch.bool))
+    with pytest.raises(GrowpruneError, match="no output"):
+        Geometry(3, 1, 2, 2, kernel=(5, 5))

@@ -1,0 +1,76 @@
+"""The site in a real browser: it fits on a phone, it is dark where the reader's system is, and nothing complains."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+
+pytest.importorskip("mkdocs", reason="there is no mkdocs: the extra docs has it")
+webdriver = pytest.importorskip("selenium.webdriver", reason="there is no selenium: make test-browser installs it")
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM or not DRIVER, reason="there is no chromium: make test-browser installs it"),
+]
+WIDTH = 390
+OUTSIDE = f"""
+return Array.from(document.querySelectorAll('.md-content *')).filter(node =>
+    !node.closest('pre, .md-typeset__scrollwrap, .headerlink') && node.getBoundingClientRect().right > {WIDTH} + 1
+).map(node => node.outerHTML.slice(0, 80))
+"""
+"""What is wider than the screen and does not scroll by itself, as code and tables do."""
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    """One that has never been here, with the screen of a phone."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("headless=new", "no-sandbox", "disable-gpu", "hide-scrollbars", "disable-dev-shm-usage"):
+        options.add_argument(f"--{argument}")
+    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        size = {"width": WIDTH, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+        opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        yield opened
+    finally:
+        opened.quit()
+
+
+def test_no_page_is_wider_than_a_phone(site: Path, browser: Any) -> None:
+    others = ("404.html", "comparison.html")  # the second is a page of `growprune report`, which has tests of its own
+    pages = sorted(page for page in site.glob("*.html") if page.name not in others)
+    assert len(pages) == len(list((ROOT / "docs").glob("*.md")))
+    wide = {}
+    for page in pages:
+        browser.get(page.as_uri())
+        wide[page.name] = _width(browser)
+    assert wide == {page.name: (WIDTH,) for page in pages}
+
+
+def _width(browser: Any) -> tuple[Any, ...]:
+    """How wide a page is, and what is outside, once the theme has put tables into boxes, as it does after loading."""
+    for _ in range(20):
+        found = (
+            browser.execute_script("return document.documentElement.scrollWidth"),
+            *browser.execute_script(OUTSIDE),
+        )
+        if found == (WIDTH,):
+            break
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.parametrize("scheme, name", [("light", "default"), ("dark", "slate")])
+def test_the_site_is_as_dark_as_the_system(scheme: str, name: str, site: Path, browser: Any) -> None:
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    for page in ("index", "memory"):  # the second is shown to one who has been here
+        browser.get((site / f"{page}.html").as_uri())
+        assert browser.execute_script("return document.body.dataset.mdColorScheme") == name

@@ -1,0 +1,169 @@
+"""What a run cost, in live weights and FLOPs: by hand, after a resume, and on any number of processes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy import Toy, cyclic, parallel, plain
+
+import growprune as gp
+from growprune import engine, methods
+from growprune.engine import checkpoint
+from growprune.engine.cost import estimate
+from growprune.engine.partitions import contiguous
+from growprune.engine.recipe import Recipe
+
+FIGURES = ("training_flops", "training_iterations", "training_examples", "peak_alive", "average_alive")
+
+# the plain toy: Linear 6 x 16, 16 x 16 and 16 x 3, 50 examples in 4 batches
+SIZES = (96, 256, 48)
+
+
+def figures(result: dict[str, Any]) -> dict[str, Any]:
+    return {name: result[name] for name in FIGURES}
+
+
+def short(recipe: Recipe, method: Any, **options: Any) -> Recipe:
+    return replace(recipe, method=method, options=options, partition=contiguous(3))
+
+
+def test_dense_training_costs_six_flops_for_each_weight_and_example(tmp_path: Path) -> None:
+    result = engine.train(replace(short(plain(), methods.dense, epochs=2), sparsity=0.0), tmp_path / "run")
+    assert figures(result) == {
+        "training_flops": 2 * 50 * 3 * 2 * 400,
+        "training_iterations": 8,
+        "training_examples": 100,
+        "peak_alive": 400,
+        "average_alive": 400.0,
+    }
+
+
+def test_a_cyclic_run_is_charged_for_the_part_that_is_dense_in_each_step(tmp_path: Path) -> None:
+    result = engine.train(short(plain(), methods.cyclic_gap, steps=3, epochs=1, finetune=2), tmp_path / "run")
+    sparse = [19, 51, 10]  # a fifth of each, rounded half to even
+    alive = [sum(sparse) - sparse[i] + SIZES[i] for i in range(3)]
+    assert alive == [157, 285, 118]
+    assert result["peak_alive"] == 285
+    assert result["average_alive"] == (157 + 285 + 118 + 2 * 80) / 5
+    # a forward pass has two operations for each live weight
+    assert result["training_flops"] == 50 * 3 * 2 * (157 + 285 + 118 + 2 * 80)
+
+
+def test_live_weights_are_counted_once_where_a_phase_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+    enter, count = engine.Run._enter, gp.SparseModel.alive_by_weight.fget
+    assert count is not None
+
+    def entering(run: engine.Run, scheduled: Any) -> None:
+        counted.append("phase")
+        enter(run, scheduled)
+        counted.append("entered")
+
+    def counting(sparse: gp.SparseModel) -> dict[str, int]:
+        counted.append("count")  # which a GPU has to be waited for
+        return count(sparse)
+
+    monkeypatch.setattr(engine.Run, "_enter", entering)
+    monkeypatch.setattr(gp.SparseModel, "alive_by_weight", property(counting))
+    recipe = replace(short(plain(), methods.gmp, iterations=4, every=1, begin=0.25, until=1.0), exploration=False)
+    engine.train(recipe, tmp_path / "run")
+    inside = " ".join(counted).split("phase")[1:]
+    assert [part.split("entered")[0].split() for part in inside] == [["count"]] * len(inside)
+    assert len(inside) > 2
+
+
+def test_phases_that_end_within_an_epoch_are_charged_by_the_examples_they_had(tmp_path: Path) -> None:
+    result = engine.train(short(plain(), methods.gmp, iterations=4, every=1, begin=0.5, until=0.5), tmp_path / "run")
+    # batches of 16, 16 dense; 16 and 2 at 80 %
+    assert result["training_flops"] == 3 * 2 * (32 * 400 + 18 * 80)
+    assert result["average_alive"] == (400 + 80) / 2
+
+
+def test_accumulated_batches_count_all_their_examples(tmp_path: Path) -> None:
+    recipe = replace(short(plain(), methods.dense, epochs=1), sparsity=0.0, accumulate=3)
+    result = engine.train(recipe, tmp_path / "run")
+    assert (result["training_iterations"], result["training_examples"]) == (2, 50)
+
+
+def test_a_dense_model_that_only_gave_its_gradients_counts_in_the_peak(tmp_path: Path) -> None:
+    def snip(S: Any, *, sparsity: float) -> Any:
+        from growprune.plan import By, Phase, prune
+
+        yield Phase(prune(S.whole, to=sparsity, by=By.SNIP), epochs=1)
+
+    from growprune.plan import method
+
+    result = engine.train(short(plain(), method(snip)), tmp_path / "run")
+    assert (result["peak_alive"], result["average_alive"]) == (400, 80.0)
+
+
+@pytest.mark.parametrize("make", [cyclic, parallel])
+def test_stopping_again_and_again_changes_no_figure(make: Any, tmp_path: Path) -> None:
+    expected = figures(engine.train(make(), tmp_path / "undisturbed"))
+    folder, lives = tmp_path / "stopped", 0
+    while not (folder / "result.json").exists():
+        countdown = iter([False] * (lives % 5) + [True])
+        start = engine.resume if (folder / "recipe.json").exists() else engine.train
+        try:
+            start(make(), folder, should_stop=lambda it=countdown: next(it, True))
+        except engine.Interrupted:
+            lives += 1
+    assert lives > 3
+    assert figures(json.loads((folder / "result.json").read_text())) == expected
+
+
+def test_the_branches_of_a_fork_add_up(tmp_path: Path) -> None:
+    recipe = short(replace(plain(), task=Toy(is_plain=True)), methods.parallel_gap, steps=1, epochs=1, finetune=1)
+    result = engine.train(recipe, tmp_path / "run")
+    assert result["training_examples"] == (3 + 1) * 50
+    assert result["training_flops"] == 50 * 3 * 2 * (157 + 285 + 118 + 80)
+    assert result["peak_alive"] == 285
+
+
+@pytest.mark.parametrize(
+    ("allocation", "peak"),
+    [
+        ("uniform", 285),  # each part is pruned before it is returned
+        ("global", 400),  # one ranking needs all of them dense
+    ],
+)
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_what_lives_where_branches_are_put_together_counts_in_the_peak(
+    allocation: str, peak: int, storage: str, tmp_path: Path
+) -> None:
+    recipe = short(replace(plain(), task=Toy(is_plain=True)), methods.parallel_gap, steps=1, epochs=1, finetune=1)
+    recipe = replace(recipe, allocation=allocation, storage=storage)
+    assert engine.train(recipe, tmp_path / "run")["peak_alive"] == peak
+    found = estimate(recipe)
+    assert found.peak_density == pytest.approx(peak / 400, abs=0.003)
+    assert found.merged_density == pytest.approx(1.0 if allocation == "global" else 0.2)
+    assert max(cost.density for cost in found.costs) < 0.75  # of what is trained
+
+
+def test_without_forks_nothing_is_put_together() -> None:
+    assert estimate(short(plain(), methods.cyclic_gap, steps=3, epochs=1, finetune=2)).merged_density == 0
+
+
+def test_a_run_that_began_before_there_were_figures_has_none(tmp_path: Path) -> None:
+    stop = iter([False] * 5 + [True])
+    with pytest.raises(engine.Interrupted):
+        engine.train(cyclic(), tmp_path / "run", should_stop=lambda: next(stop, True))
+    folder = tmp_path / "run" / "checkpoints"
+    found = checkpoint.load_newest(folder, lambda message: None)
+    assert found is not None
+    number, state = found
+    del state["accounting"]
+    checkpoint.save(folder, number + 1, state)
+    assert set(figures(engine.resume(cyclic(), tmp_path / "run")).values()) == {None}
+
+
+def test_runs_of_one_seed_see_the_same_data_whatever_their_method(tmp_path: Path) -> None:
+    first = engine.train(cyclic(), tmp_path / "cyclic")["data"]
+    assert first["num_batches"] == 4
+    assert engine.train(short(cyclic(), methods.rigl, epochs=1), tmp_path / "rigl")["data"] == first
+    assert engine.train(replace(cyclic(), seed=1), tmp_path / "seed")["data"] != first
+    assert engine.train(replace(cyclic(), task=Toy(num_examples=60)), tmp_path / "more")["data"] != first

@@ -1,0 +1,154 @@
+"""What a run has explored, and how much its masks change, by hand and through interruptions and processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_distributed import run_on
+from toy import Toy, cyclic, parallel
+
+from growprune import SparseModel, engine, methods
+from growprune.engine.exploration import Exploration, pack_masks
+from growprune.engine.folder import RunFolder
+from growprune.engine.partitions import contiguous
+from growprune.engine.recipe import Recipe
+from growprune.errors import GrowpruneError
+from growprune.plan import Branch, Fork, Parts, Phase, Stage, grow, method, prune, walk
+
+FIGURES = ("stage", "branch", "epoch", "explored", "churn")
+
+
+@method
+def known(S: Parts, *, sparsity: float) -> Iterator[Stage]:
+    """Live weights whose numbers are known: 400 in all, of which S0 has 96, S1 256 and S2 48."""
+    yield Phase(prune(S.whole, to=0.5))  # never trained, so not explored
+    yield Phase(prune(S[0], to=0.75), epochs=1)
+    yield Fork(*(Branch(Phase(grow(P), epochs=1), returns=P) for P in S))
+    yield Phase(prune(S.whole, to=sparsity), epochs=1)
+
+
+def figures(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{name: row[name] for name in FIGURES} for row in result["history"]]
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_what_a_rule_explores_within_a_phase_is_seen_each_epoch(tmp_path: Path) -> None:
+    options = {"epochs": 4, "until": 1.0, "temperature": 1e-2}
+    result = engine.train(replace(cyclic(), method=methods.deepr, options=options, sparsity=0.9), tmp_path / "run")
+    explored = [row["explored"] for row in figures(result)]
+    assert explored == sorted(explored)
+    assert explored[0] > 0.1
+    assert explored[-1] > explored[0]
+
+
+def test_explored_and_churn_are_those_counted_by_hand(tmp_path: Path) -> None:
+    result = engine.train(replace(cyclic(), method=known, options={}), tmp_path / "run")
+    before = 24 + 128 + 24  # live after the second phase: a quarter of S0, and half of S1 and of S2
+    expected = [
+        # of 200 live weights 24 are gone
+        {"stage": 1, "branch": None, "epoch": 1, "explored": before / 400, "churn": 24 / (200 + before)},
+        # each branch adds what its part did not have, to what went before the fork
+        {"stage": 2, "branch": 0, "epoch": 2, "explored": (before + 72) / 400, "churn": 72 / (2 * before + 72)},
+        {"stage": 2, "branch": 1, "epoch": 2, "explored": (before + 128) / 400, "churn": 128 / (2 * before + 128)},
+        {"stage": 2, "branch": 2, "epoch": 2, "explored": (before + 24) / 400, "churn": 24 / (2 * before + 24)},
+    ]
+    assert figures(result)[:4] == expected
+    assert figures(result)[4]["explored"] == 1.0  # by the branches together
+    phases = [event for event in events(tmp_path / "run") if event["event"] == "phase"]
+    assert (phases[0]["explored"], phases[0]["churn"]) == (0.0, None)
+    assert [phase["explored"] for phase in phases[1:]] == [row["explored"] for row in figures(result)]
+
+
+def test_a_mask_that_is_moved_by_a_share_has_that_churn(tmp_path: Path) -> None:
+    sparse = SparseModel(torch.nn.Linear(10, 10, bias=False), sparsity=0.5)
+    exploration = Exploration(sparse, RunFolder(tmp_path), is_on=True, is_writer=True)
+    schedule = list(walk([Phase(epochs=1)] * 3))
+    masks = torch.zeros(3, 100, dtype=torch.bool)
+    masks[0, :50] = masks[1, 10:60] = masks[2, 10:40] = True
+    seen = []
+    for scheduled, mask in zip(schedule, masks, strict=True):
+        sparse._parameters["weight"].set_mask(mask.view(10, 10))
+        exploration.enter(scheduled)
+        seen.append((exploration.figures["explored"], exploration.figures["churn"]))
+    assert seen == [(0.5, None), (0.6, 0.2), (0.6, 20 / 80)]
+
+
+def test_masks_are_packed_one_after_the_other_whatever_the_storage() -> None:
+    packed = []
+    for storage in ("masked", "compact"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
+        sparse = SparseModel(model, sparsity=0.6, storage=storage)
+        sparse.prune()
+        packed.append(pack_masks(sparse))
+        assert sum(byte.bit_count() for byte in packed[-1].tolist()) == sparse.num_alive == 14 + 6
+    assert torch.equal(*packed)
+
+
+@pytest.mark.parametrize("recipe", [cyclic(), parallel()], ids=["cyclic", "parallel"])
+def test_a_run_that_was_stopped_again_and_again_has_explored_the_same(recipe: Recipe, tmp_path: Path) -> None:
+    whole = engine.train(recipe, tmp_path / "whole")
+    start, count = engine.train, 0
+    while True:
+        asked = iter([False] * 3 + [True] * 100)  # three more iterations each time
+        try:
+            resumed = start(recipe, tmp_path / "cut", should_stop=lambda asked=asked: next(asked))
+            break
+        except engine.Interrupted:
+            start, count = engine.resume, count + 1
+    assert count >= 5
+    assert figures(resumed) == figures(whole)
+    assert all(row["explored"] is not None for row in figures(whole))
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_has_explored_the_same(tmp_path: Path) -> None:
+    recipe = replace(parallel(), task=Toy(depth=4), partition=contiguous(4))
+    one = engine.train(recipe, tmp_path / "1")
+    for world in (2, 3):
+        assert run_on(world, recipe, tmp_path / str(world)) == []
+        found = json.loads((tmp_path / str(world) / "result.json").read_text())
+        assert figures(found) == figures(one)
+    assert 0 < figures(one)[0]["explored"] < 1 == figures(one)[-1]["explored"]
+
+
+def test_it_can_be_switched_off_and_then_nothing_is_kept_of_it(tmp_path: Path) -> None:
+    result = engine.train(replace(parallel(), exploration=False), tmp_path / "run")
+    assert not any("explored" in row or "churn" in row for row in result["history"])
+    assert not any("explored" in event for event in events(tmp_path / "run"))
+    assert not list((tmp_path / "run").rglob("explored.safetensors"))
+
+
+def test_it_changes_nothing_of_the_training(tmp_path: Path) -> None:
+    recipe = replace(cyclic(), method=methods.rigl, options={"iterations": 20, "every": 5})
+    for name, is_on in (("on", True), ("off", False)):
+        engine.train(replace(recipe, exploration=is_on), tmp_path / name)
+    on, off = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("on", "off"))
+    assert on == off
+
+
+def test_a_run_that_did_not_count_at_first_does_not_count_from_the_middle(tmp_path: Path) -> None:
+    asked = iter([False] * 9 + [True] * 100)
+    with pytest.raises(engine.Interrupted):
+        engine.train(replace(cyclic(), exploration=False), tmp_path / "run", should_stop=lambda: next(asked))
+    result = engine.resume(cyclic(), tmp_path / "run")
+    assert not any("explored" in row for row in result["history"])
+
+
+def test_a_branch_whose_file_is_damaged_is_named(tmp_path: Path) -> None:
+    sparse = SparseModel(torch.nn.Linear(10, 10), sparsity=0.5)
+    exploration = Exploration(sparse, RunFolder(tmp_path), is_on=True, is_writer=True)
+    path = RunFolder(tmp_path).explored(1, 0)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"nothing of ours")
+    with pytest.raises(GrowpruneError, match=r"1-0/explored.safetensors.*resume the run"):
+        exploration.combine(1, 1)

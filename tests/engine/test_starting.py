@@ -1,0 +1,343 @@
+"""Entering a run folder: who may, when, and with what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import torch
+from torch import nn
+from toy import Toy, cyclic, parallel
+
+import growprune as gp
+from growprune import engine
+from growprune.engine import RunFolder
+from growprune.engine.optim import OptimizerConfig
+from growprune.engine.recipe import Recipe
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("growprune.engine.folder.PATIENCE", 0.2)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def stopped(recipe: Recipe, folder: Path, iterations: int) -> None:
+    countdown = iter([False] * iterations)
+    with pytest.raises(engine.Interrupted):
+        engine.train(recipe, folder, should_stop=lambda: next(countdown, True))
+
+
+def change_recipe(folder: Path, change: Any) -> None:
+    """Rewrite recipe.json as another growprune would have."""
+    content = json.loads((folder / "recipe.json").read_text())
+    change(content)
+    (folder / "recipe.json").write_text(json.dumps(content))
+
+
+# Two at once
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What is put in this list is called when the next run has found its folder free, and builds its model."""
+    calls: list[Any] = []
+    build = Toy.build_model
+
+    def interrupted(task: Toy) -> nn.Module:
+        if calls:
+            calls.pop()()
+        return build(task)
+
+    monkeypatch.setattr(Toy, "build_model", interrupted)
+    yield calls
+
+
+def test_of_two_that_start_at_once_the_later_changes_nothing_while_the_first_runs(
+    tmp_path: Path, meanwhile: list[Any]
+) -> None:
+    folder = tmp_path / "run"
+    locks = []
+
+    def other_has_the_lock() -> None:
+        folder.mkdir()
+        lock = RunFolder(folder).locked()
+        lock.__enter__()
+        locks.append(lock)
+
+    meanwhile.append(other_has_the_lock)
+    with pytest.raises(ValueError, match="run is in use by another process"):
+        engine.train(cyclic(), folder)
+    assert files_of(folder) == {}
+    locks[0].__exit__(None, None, None)
+    assert engine.train(cyclic(), folder)["test"]
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_of_two_that_start_at_once_the_later_does_not_train_over_the_first(
+    is_finished: bool, tmp_path: Path, meanwhile: list[Any]
+) -> None:
+    folder = tmp_path / "run"
+    first = replace(cyclic(), optimizer=OptimizerConfig("sgd", lr=0.01))
+    before: dict[str, bytes] = {}
+
+    def other() -> None:
+        if is_finished:
+            engine.train(first, folder)
+        else:
+            stopped(first, folder, 5)
+        before.update(files_of(folder))
+
+    meanwhile.append(other)
+    with pytest.raises(ValueError, match="run holds another recipe's run: give another --out"):
+        engine.train(cyclic(), folder)
+    assert files_of(folder) == before
+    assert engine.resume(first, folder)["recipe"]["optimizer"]["lr"] == 0.01
+
+
+def start(lr: float, folder: Path, gate: Any, said: Any) -> None:
+    torch.set_num_threads(1)
+    gate.wait()
+    try:
+        said.put(("done", engine.train(replace(cyclic(), optimizer=OptimizerConfig("sgd", lr=lr)), folder)["seed"]))
+    except ValueError as error:
+        said.put(("refused", str(error)))
+
+
+@pytest.mark.slow
+def test_of_four_processes_that_start_at_once_one_trains_and_the_others_are_told(tmp_path: Path) -> None:
+    context = forked.context()
+    gate, said, rates = context.Barrier(4), context.Queue(), (0.01, 0.02, 0.03, 0.04)
+    processes = [context.Process(target=start, args=(lr, tmp_path / "run", gate, said)) for lr in rates]
+    for process in processes:
+        process.start()
+    answers = sorted(said.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join()
+    assert [kind for kind, _ in answers] == ["done", "refused", "refused", "refused"]
+    stored = json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]["optimizer"]["lr"]
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["recipe"]["optimizer"]["lr"] == stored
+
+
+def test_a_run_in_use_is_not_extended(tmp_path: Path) -> None:
+    engine.train(cyclic(), tmp_path)
+    before = files_of(tmp_path)
+    with RunFolder(tmp_path).locked(), pytest.raises(ValueError, match="is in use by another process"):
+        engine.resume(cyclic(), tmp_path, extend=1)
+    assert files_of(tmp_path) == before
+
+
+def test_a_folder_that_a_kill_left_before_its_recipe_was_written_is_free(tmp_path: Path) -> None:
+    (tmp_path / ".recipe.json.12345678.tmp").write_text('{"form')
+    assert engine.train(cyclic(), tmp_path)["test"]
+
+
+def test_whoever_takes_the_lock_removes_what_killed_writes_left(tmp_path: Path) -> None:
+    engine.train(parallel(), tmp_path)
+    names = [".best.safetensors.deadbeef.tmp", "checkpoints/.search_end.deadbeef.tmp"]
+    names += ["checkpoints/branches/1-0/.rows.json.deadbeef.tmp"]
+    (tmp_path / "checkpoints" / "branches" / "1-0").mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (tmp_path / name).write_bytes(b"half a mod")
+    with RunFolder(tmp_path, rank=1).locked():
+        assert all((tmp_path / name).exists() for name in names), "only the first process has the lock"
+    with RunFolder(tmp_path).locked():
+        assert not any((tmp_path / name).exists() for name in names)
+
+
+# torchrun
+
+
+def under_torchrun(monkeypatch: pytest.MonkeyPatch, job: str, restarts: int) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/torchelastic_1/{job}/attempt_{restarts}/0/error.json")
+
+
+@pytest.mark.parametrize("restarts", [0, 1], ids=["started", "refused and started again"])
+def test_a_new_job_of_torchrun_is_refused_a_finished_folder(
+    restarts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_torchrun(monkeypatch, "none_old", 0)
+    engine.train(cyclic(), tmp_path)
+    before = files_of(tmp_path)
+    under_torchrun(monkeypatch, "none_new", restarts)
+    with pytest.raises(ValueError, match="holds this recipe's run: go on with"):
+        engine.train(cyclic(), tmp_path)
+    assert files_of(tmp_path) == before
+
+
+def test_a_job_that_torchrun_starts_again_after_its_end_gives_its_result_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_torchrun(monkeypatch, "none_one", 0)
+    result = engine.train(cyclic(), tmp_path)
+    under_torchrun(monkeypatch, "none_one", 1)
+    events: list[dict[str, Any]] = []
+    assert engine.train(cyclic(), tmp_path, on_event=events.append) == result
+    said = f"{tmp_path} was finished before this restart: its result stands"
+    assert events == [{"event": "warning", "message": said}]
+    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["message"] == said
+
+
+@pytest.mark.parametrize("job", ["none_one", "none_two"])
+def test_under_torchrun_an_unfinished_run_goes_on(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_torchrun(monkeypatch, "none_one", 0)
+    stopped(cyclic(), tmp_path, 5)
+    under_torchrun(monkeypatch, job, 1)
+    events: list[dict[str, Any]] = []
+    engine.train(cyclic(), tmp_path, on_event=events.append)
+    assert events[0]["event"] == "resumed"
+    assert json.loads((tmp_path / "recipe.json").read_text())["job"] == job
+
+
+# Recipes
+
+
+def test_what_changes_results_may_not_change_on_resume(tmp_path: Path) -> None:
+    stopped(cyclic(), tmp_path, 2)
+    with pytest.raises(ValueError, match=r"started with sync_batchnorm=True, but the recipe now says False"):
+        engine.resume(replace(cyclic(), sync_batchnorm=False), tmp_path)
+    assert engine.resume(replace(cyclic(), storage="compact", checkpoint_seconds=1.0, claim="x"), tmp_path)["test"]
+
+
+@pytest.mark.parametrize("names", [("clip",), ("optimizer", "betas"), ("task", "pause"), ("lr_schedule",)])
+def test_a_run_from_before_a_field_was_added_goes_on_with_its_default(names: tuple[str, ...], tmp_path: Path) -> None:
+    recipe = replace(cyclic(), lr_schedule=engine_default("lr_schedule"))
+    stopped(recipe, tmp_path, 2)
+
+    def forget(content: dict[str, Any]) -> None:
+        inside = content["recipe"]
+        for name in names[:-1]:
+            inside = inside[name]
+        del inside[names[-1]]
+
+    change_recipe(tmp_path, forget)
+    assert engine.resume(recipe, tmp_path)["test"]
+
+
+def engine_default(name: str) -> Any:
+    return getattr(Recipe(task=Toy(), method=gp.methods.dense, options={"epochs": 1}), name)
+
+
+def test_a_run_from_before_a_field_was_added_does_not_go_on_with_something_else(tmp_path: Path) -> None:
+    stopped(replace(cyclic(), clip=1.0), tmp_path, 2)
+    change_recipe(tmp_path, lambda content: content["recipe"].pop("clip"))
+    with pytest.raises(ValueError, match=r"was started with clip=None, but the recipe now says 1\.0"):
+        engine.resume(replace(cyclic(), clip=1.0), tmp_path)
+
+
+def test_a_field_without_a_default_that_a_run_does_not_have_is_named(tmp_path: Path) -> None:
+    stopped(cyclic(), tmp_path, 2)
+    change_recipe(tmp_path, lambda content: content["recipe"].pop("options"))
+    with pytest.raises(ValueError, match=r"was started without options.steps, but the recipe now says 3: put it back"):
+        engine.resume(cyclic(), tmp_path)
+
+
+def test_a_field_that_is_no_more_is_named(tmp_path: Path) -> None:
+    stopped(cyclic(), tmp_path, 2)
+    change_recipe(tmp_path, lambda content: content["recipe"]["task"].update(colour="red"))
+    with pytest.raises(ValueError, match=r"was started with task.colour='red', but the recipe now has no task.colour"):
+        engine.resume(cyclic(), tmp_path)
+
+
+# Formats
+
+
+def test_a_run_says_its_format(tmp_path: Path) -> None:
+    stopped(cyclic(), tmp_path, 2)
+    assert json.loads((tmp_path / "recipe.json").read_text())["format"] == 2
+
+
+def test_a_run_of_an_older_format_is_not_gone_on_with(tmp_path: Path) -> None:
+    stopped(cyclic(), tmp_path, 2)
+    change_recipe(tmp_path, lambda content: content.pop("format"))
+    with pytest.raises(ValueError, match=r"by an older growprune \(format 1, and this one goes on with 2\)"):
+        engine.resume(cyclic(), tmp_path)
+
+
+def test_a_run_of_a_newer_format_is_not_read(tmp_path: Path) -> None:
+    stopped(cyclic(), tmp_path, 2)
+    change_recipe(tmp_path, lambda content: content.update(format=3))
+    for look in (lambda: engine.resume(cyclic(), tmp_path), RunFolder(tmp_path).read_recipe):
+        with pytest.raises(ValueError, match=r"a newer growprune \(format 3, .* up to 2\): upgrade growprune"):
+            look()
+
+
+# Models
+
+
+@dataclass(frozen=True)
+class Other(Toy):
+    """A toy whose model's code has been changed since, in ways that settings do not tell."""
+
+
+Other.__name__ = "Toy"  # the recipe is the same
+
+
+def gained(model: nn.Module) -> nn.Module:
+    model.scale = nn.Parameter(torch.ones(1))
+    return model
+
+
+def lost(model: nn.Module) -> nn.Module:
+    model.norm = nn.Identity()
+    return model
+
+
+def without_statistics(model: nn.Module) -> nn.Module:
+    model.norm = nn.BatchNorm1d(16, track_running_stats=False)
+    return model
+
+
+def wider(model: nn.Module) -> nn.Module:
+    model.fc2, model.head = nn.Linear(16, 24), nn.Linear(24, 3)
+    return model
+
+
+def rounded(model: nn.Module) -> nn.Module:
+    model.norm = nn.BatchNorm1d(16, dtype=torch.bfloat16)
+    return model
+
+
+CHANGES = {
+    gained: "scale is float32 (1,) now, and not there in the checkpoint",
+    lost: "norm.weight is not there now, and float32 (16,) in the checkpoint",
+    without_statistics: "norm.running_mean is not there now, and float32 (16,) in the checkpoint",
+    wider: "fc2.weight is prunable float32 (24, 16) now, and prunable float32 (16, 16) in the checkpoint",
+    rounded: "norm.weight is bfloat16 (16,) now, and float32 (16,) in the checkpoint",
+}
+
+
+@pytest.mark.parametrize("is_within", [False, True], ids=["at the end of a phase", "within a phase"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_does_not_go_on_with_another_model(
+    change: Any, is_within: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped(replace(cyclic(), checkpoint_seconds=1e9), tmp_path, 9 if is_within else 7)  # two epochs of four batches
+    build = Toy.build_model
+    monkeypatch.setattr(Other, "build_model", lambda task: change(build(task)))
+    with pytest.raises(ValueError, match="the model is not the one that was trained") as error:
+        engine.resume(replace(cyclic(), task=Other()), tmp_path)
+    assert CHANGES[change] in str(error.value)
+
+
+def test_what_the_tensors_of_a_model_are_does_not_depend_on_their_storage() -> None:
+    from growprune.engine.compatibility import check_same_tensors, tensors_of
+
+    masked, compact = (
+        gp.SparseModel(Toy().build_model(), sparsity=0.8, storage=kind) for kind in ("masked", "compact")
+    )
+    masked.prune()
+    compact.prune()
+    assert tensors_of(masked)["fc2.weight"] == "prunable float32 (16, 16)"
+    assert tensors_of(masked) == tensors_of(compact)
+    check_same_tensors(compact, tensors_of(masked))

@@ -1,0 +1,406 @@
+"""`growprune convert`: from any file of weights to any other, with the same weights."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_importers import DATA, HERE, mlp, pruned_by_asp, pruned_by_torch, zeroed
+from torch import nn
+from typer.testing import CliRunner
+
+import growprune as gp
+from growprune.cli import app
+from growprune.files.convert import convert
+
+BITMASK = DATA / f"{HERE}-bitmask.safetensors"
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+
+def with_example():
+    return build(), torch.randn(2, 8)
+
+def number():
+    return 3
+"""
+
+
+def refused(*arguments: Any) -> str:
+    """Runs a command that must fail in one line, and gives that line."""
+    done = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+    assert done.exit_code == 2, done.output
+    (line,) = done.stderr.strip().splitlines()
+    return line
+
+
+def growprune(*arguments: Any) -> str:
+    done = CliRunner().invoke(app, ["convert", *map(str, arguments)], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path / "model.py"
+
+
+@pytest.fixture
+def pruned(tmp_path: Path) -> Path:
+    torch.save(pruned_by_torch().state_dict(), tmp_path / "pruned.pt")
+    return tmp_path / "pruned.pt"
+
+
+def test_without_the_models_code_a_file_goes_to_sparse_and_dense_and_back(tmp_path: Path) -> None:
+    one, two, three = (tmp_path / f"{name}.safetensors" for name in ("one", "two", "three"))
+    convert(BITMASK, one)
+    convert(one, two)  # sparse goes to dense
+    convert(two, three)
+    assert gp.manifest(one) == gp.manifest(three)  # which has the digests of all tensors
+    dense = load_file(DATA / f"{HERE}-bitmask-dense.safetensors")
+    found = load_file(two)
+    assert {n: t.tolist() for n, t in found.items()} == {n: t.tolist() for n, t in dense.items()}
+    tensors = gp.manifest(one)["tensors"]
+    assert {n: about["nnz"] for n, about in tensors.items() if "nnz" in about} == {
+        "conv.weight": 20,
+        "fc1.weight": 22,
+        "fc2.weight": 11,
+    }
+
+
+def test_a_sparse_file_made_without_code_loads_into_the_model_with_its_live_zeros(pruned: Path, tmp_path: Path) -> None:
+    convert(pruned, tmp_path / "sparse.safetensors")
+    model = mlp()
+    sparse = gp.load(tmp_path / "sparse.safetensors", model)
+    original = pruned_by_torch()
+    x = torch.randn(3, 8)
+    assert torch.equal(model(x), original(x))
+    assert torch.equal(sparse.mask("0.weight"), original[0].weight_mask.bool())
+    assert sparse.alive_by_weight == {"0.weight": 12}  # what has no mask is kept dense
+
+
+def test_a_model_says_what_is_prunable(pruned: Path, model: Path, tmp_path: Path) -> None:
+    growprune(pruned, tmp_path / "sparse.safetensors", "--model", f"{model}:build")
+    sparse = gp.load(tmp_path / "sparse.safetensors", mlp())
+    assert sparse.alive_by_weight == {"0.weight": 12, "2.weight": 24}
+
+
+def test_attention_is_known_by_its_names(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = nn.MultiheadAttention(8, 2).state_dict()
+    state["in_proj_weight"][:, 1:] = 0.0
+    save_file(state, tmp_path / "dense.safetensors")
+    convert(tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors")
+    sparse = gp.load(tmp_path / "sparse.safetensors", nn.MultiheadAttention(8, 2))
+    assert sparse.alive_by_weight == {f"in_proj_weight[{letter}]": 8 for letter in "qkv"}
+
+
+def test_a_transposed_layer_needs_the_model_and_has_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = nn.ConvTranspose2d(4, 2, 3).state_dict()
+    state["weight"][:, 1:] = 0.0
+    save_file(state, tmp_path / "dense.safetensors")
+    done = convert(tmp_path / "dense.safetensors", tmp_path / "bare.safetensors")
+    assert "transposed layers, stacked experts, tied weights need --model" in done.notes[0]
+    with pytest.raises(gp.GrowpruneError, match="the file prunes weight otherwise"):
+        gp.load(tmp_path / "bare.safetensors", nn.ConvTranspose2d(4, 2, 3))
+    convert(tmp_path / "dense.safetensors", tmp_path / "whole.safetensors", model=nn.ConvTranspose2d(4, 2, 3))
+    assert gp.load(tmp_path / "whole.safetensors", nn.ConvTranspose2d(4, 2, 3)).num_alive == 36
+
+
+def test_the_table_shows_sizes_before_and_after_and_the_sparsity(tmp_path: Path) -> None:
+    state = {"fc.weight": torch.randn(64, 100), "fc.bias": torch.randn(64)}
+    state["fc.weight"][:, 10:] = 0.0
+    save_file(state, tmp_path / "dense.safetensors")
+    shown = growprune(tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors")
+    rows = [line.split("│") for line in shown.splitlines() if "│" in line]
+    cells = [[cell.strip() for cell in row[1:-1]] for row in rows]
+    sizes = {row[0]: row[2:] for row in cells if row[0] in ("from", "to")}
+    assert sizes["from"] == ["dense", "25.4 KiB", "1.01x"]
+    assert sizes["to"][0] == "sparse"
+    assert float(sizes["to"][2].removesuffix("x")) < 0.25
+    assert ["fc.weight", "64x100", "640", "0.9000"] in cells
+    assert ["all of them", "", "640", "0.9000"] in cells
+
+
+def test_json_has_the_same(tmp_path: Path) -> None:
+    content = json.loads(growprune(BITMASK, tmp_path / "sparse.safetensors", "--json"))
+    assert content["source"] == {"path": str(BITMASK), "format": "compressed-tensors", "bytes": 1697}
+    assert content["dest"]["bytes"] == (tmp_path / "sparse.safetensors").stat().st_size
+    assert content["sparsity"] == 1 - 53 / 192
+    assert content["matrices"]["fc1.weight"] == {"shape": [6, 11], "alive": 22}
+    assert content["dense_bytes"] == 4 * (66 + 6 + 108 + 6) + 2 * 18
+
+
+def test_nothing_sparse_works_and_says_so(tmp_path: Path) -> None:
+    save_file(mlp().state_dict(), tmp_path / "dense.safetensors")
+    done = convert(tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors")
+    assert "nothing in it is sparse: no matrix has a mask, or 5 % zeros" in done.notes
+    assert gp.load(tmp_path / "sparse.safetensors", mlp()).num_alive == 72
+
+
+def test_a_file_without_a_matrix_can_only_be_dense(tmp_path: Path) -> None:
+    save_file({"scale": torch.ones(3)}, tmp_path / "vector.safetensors")
+    assert "has no matrix that could be sparse" in refused(
+        tmp_path / "vector.safetensors", tmp_path / "sparse.safetensors"
+    )
+    convert(tmp_path / "vector.safetensors", tmp_path / "out.safetensors", to="dense")
+    assert load_file(tmp_path / "out.safetensors")["scale"].tolist() == [1, 1, 1]
+
+
+def test_names_of_one_tensor_come_through(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].weight.data[:, 2:] = 0.0
+    model[1].weight = model[0].weight
+    torch.save(model.state_dict(), tmp_path / "tied.pt")
+    sparse, dense, again = (tmp_path / f"{name}.safetensors" for name in ("sparse", "dense", "again"))
+    convert(tmp_path / "tied.pt", sparse)
+    convert(sparse, dense)
+    assert sorted(load_file(dense)) == ["0.bias", "0.weight", "1.bias", "2.bias", "2.weight"]
+    convert(dense, again)
+    for path in (sparse, again):
+        assert gp.manifest(path)["aliases"] == {"1.weight": "0.weight"}
+        assert gp.load(path, model).num_alive == 16
+
+
+def test_a_tensor_whose_other_name_comes_first_is_whole(tmp_path: Path) -> None:
+    state = zeroed()
+    torch.save({**state, "tied": state["0.weight"]}, tmp_path / "tied.pt")
+    convert(tmp_path / "tied.pt", tmp_path / "sparse.safetensors")
+    assert torch.equal(gp.read(tmp_path / "sparse.safetensors")["tied"], state["0.weight"])
+    assert gp.manifest(tmp_path / "sparse.safetensors")["totals"]["prunable_nnz"] == 12
+
+
+# Folders
+
+
+def test_a_folder_gets_weights_for_everybody_and_for_us_and_keeps_what_lay_beside(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(load_file(BITMASK), source / "model.safetensors")
+    config = {"model_type": "mine", "quantization_config": {"sparsity_config": {"format": "sparse-bitmask"}}}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "tokenizer.json").write_text("{}")
+    (source / "optimizer.pt").write_text("large")
+    done = convert(source, tmp_path / "folder")
+    folder = tmp_path / "folder"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "growprune.json",
+        "growprune.safetensors",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert json.loads((folder / "config.json").read_text()) == {"model_type": "mine"}
+    dense = load_file(DATA / f"{HERE}-bitmask-dense.safetensors")
+    assert all(torch.equal(tensor, dense[name]) for name, tensor in load_file(folder / "model.safetensors").items())
+    assert done.dest_bytes == sum(path.stat().st_size for path in folder.iterdir())
+    back = convert(folder, tmp_path / "back.safetensors", to="dense")
+    assert (back.format, len(back.matrices)) == ("growprune", 3)
+
+
+def test_a_folder_of_transformers_is_loaded_by_it_as_before(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    model = transformers.BertModel(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2 and parameter.shape[0] != 32:
+            parameter.data[:, ::2] = 0
+    model.save_pretrained(tmp_path / "theirs")
+    done = convert(tmp_path / "theirs", tmp_path / "ours")
+    again = transformers.BertModel.from_pretrained(tmp_path / "ours").eval()
+    tokens = torch.arange(6)[None]
+    assert torch.equal(again(tokens).last_hidden_state, model(tokens).last_hidden_state)
+    assert "encoder.layer.0.attention.self.query.weight" in {matrix.name for matrix in done.matrices}
+
+
+# What is there already
+
+
+def test_nothing_is_overwritten_without_force(pruned: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "out.safetensors"
+    dest.write_text("mine")
+    assert "is there already" in refused(pruned, dest)
+    assert dest.read_text() == "mine"
+    growprune(pruned, dest, "--force")
+    assert gp.manifest(dest)["totals"]["prunable_nnz"] == 12
+
+
+def test_a_folder_is_replaced_only_by_force_and_only_if_it_holds_a_model(pruned: Path, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letters.txt").write_text("mine")
+    assert "is a folder without a model" in refused(pruned, tmp_path / "home", "--force")
+    convert(pruned, tmp_path / "folder")
+    assert "is there already" in refused(pruned, tmp_path / "folder")
+    convert(BITMASK, tmp_path / "folder", force=True)
+    assert sorted(load_file(tmp_path / "folder" / "model.safetensors"))[0] == "conv.weight"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "home", "pruned.pt"]
+
+
+def test_a_folder_that_a_link_means_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    convert(BITMASK, tmp_path / "link", force=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "growprune.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_whoever_is_interrupted_while_a_folder_is_replaced_has_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    replace = Path.replace
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.name.endswith(".tmp") and self.is_dir():
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(BITMASK, tmp_path / "folder", force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["config.json"]
+
+
+def test_names_may_have_what_globs_have(tmp_path: Path) -> None:
+    tensors = {"a[0].weight": zeroed()["0.weight"], "a[1].weight": torch.ones(8, 8)}
+    save_file(tensors, tmp_path / "dense.safetensors")
+    (matrix,) = convert(tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors").matrices
+    assert matrix.name == "a[0].weight"
+    found = gp.read(tmp_path / "sparse.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("growprune.files.convert._copy_others", failing)
+    convert(pruned, tmp_path / "folder")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(OSError, match="the disk is full"):
+        convert(tmp_path / "folder", tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_source_is_never_its_own_destination(tmp_path: Path) -> None:
+    save_file(zeroed(), tmp_path / "a.safetensors")
+    assert "is the source itself" in refused(tmp_path / "a.safetensors", tmp_path / "." / "a.safetensors", "--force")
+
+
+# Mistakes
+
+
+def test_a_sparse_file_goes_to_sparse_only_with_its_model(model: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    sparse = gp.SparseModel(mlp(), sparsity=0.5, pattern="1x2", seed=7)
+    sparse.prune()
+    gp.save(sparse, one)
+    assert "is a sparse file already" in refused(one, two, "--to", "sparse")
+    growprune(one, two, "--to", "sparse", "--model", f"{model}:build")
+    assert gp.manifest(two)["pattern"] == "1x2"
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_file_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    save_file(zeroed(), tmp_path / "new.safetensors", metadata={"format": "growprune", "version": "99"})
+    line = refused(tmp_path / "new.safetensors", tmp_path / "out.safetensors")
+    assert "has version '99' of the format" in line
+    assert line.endswith("update growprune")
+
+
+def test_the_wrong_format_is_said_with_what_was_found(tmp_path: Path) -> None:
+    torch.save(pruned_by_asp(), tmp_path / "asp.pt")
+    line = refused(tmp_path / "asp.pt", tmp_path / "out.safetensors", "--from", "torch-prune")
+    assert "is not a checkpoint of torch.nn.utils.prune" in line
+    assert "it is a checkpoint of apex ASP, as it has 0.__weight_mma_mask" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["out.bin"], "out.bin does not say what to write"),
+        (["out.safetensors", "--to", "gguf"], "to is 'gguf', but known are sparse, dense, hf, onnx, openvino"),
+        (["out.onnx"], "onnx is a graph, which is made of the model's code"),
+        (["out.xml", "--model", "model.py:build"], "give the model and an example input"),
+        (["out.safetensors", "--model", "model.py"], "must be path.py:function or module:function"),
+        (["out.safetensors", "--model", "model.py:nothing"], "has no function 'nothing'"),
+        (["out.safetensors", "--model", "no_such_module:f"], "which cannot be found (No module named"),
+        (["out.safetensors", "--model", "model.py:number"], "returned int, but must return a module"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(
+    arguments: list[str], said: str, model: Path, pruned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # what Python keeps of model.py is not ours
+    assert said in refused(pruned, *arguments)
+    assert sorted(path.name for path in model.parent.iterdir()) == ["model.py", "pruned.pt"]
+
+
+def test_names_that_no_model_can_have_are_refused(tmp_path: Path) -> None:
+    for names in (("a", "a.b"), ("a..b",), ("x" + ".x" * 100,), ("training",)):
+        save_file({name: torch.zeros(4, 4) + torch.eye(4) for name in names}, tmp_path / "odd.safetensors")
+        with pytest.raises(gp.GrowpruneError, match="no model"):
+            convert(tmp_path / "odd.safetensors", tmp_path / "out.safetensors")
+
+
+def header_of(path: Path, names: list[str]) -> Path:
+    """Safetensors with empty matrices of these names."""
+    text = json.dumps({name: {"dtype": "F32", "shape": [1, 0], "data_offsets": [0, 0]} for name in names}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    return path
+
+
+def test_a_header_of_very_many_kinds_of_matrices_does_not_hang(tmp_path: Path) -> None:
+    words = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=5)]
+    many = header_of(tmp_path / "many.safetensors", words)
+    assert "has matrices of 32768 kinds of names, more than 1000" in refused(many, tmp_path / "out.safetensors")
+
+
+def test_a_deep_model_is_named_by_few_globs(tmp_path: Path) -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(30)))
+    model = nn.Sequential(layers, nn.Linear(4, 2))
+    for block in layers:
+        block[0].weight.data[:, 1:] = 0.0
+    save_file(model.state_dict(), tmp_path / "dense.safetensors")
+    convert(tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors")
+    about = gp.manifest(tmp_path / "sparse.safetensors")
+    assert len(about["include"]) == 30  # which differ from those that are dense in a number only
+    assert gp.load(tmp_path / "sparse.safetensors", model).num_alive == 30 * 4
+    save_file({f"{i}.fc.weight": torch.eye(4) for i in range(300)}, tmp_path / "deep.safetensors")
+    convert(tmp_path / "deep.safetensors", tmp_path / "globs.safetensors")
+    assert gp.manifest(tmp_path / "globs.safetensors")["include"] == ["*.fc.weight"]
+
+
+# Graphs
+
+
+def test_a_graph_is_made_of_the_models_code(model: Path, pruned: Path, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    growprune(pruned, tmp_path / "model.onnx", "--model", f"{model}:with_example")
+    stored = [onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / "model.onnx").graph.initializer]
+    assert [int((array != 0).sum()) for array in stored if array.shape == (6, 8)] == [11]
+
+
+def test_openvinos_graph_is_two_files_whose_sizes_are_added(model: Path, pruned: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    content = json.loads(growprune(pruned, tmp_path / "m.xml", "--model", f"{model}:with_example", "--json"))
+    assert content["dest"]["bytes"] == sum((tmp_path / f"m.{end}").stat().st_size for end in ("xml", "bin"))

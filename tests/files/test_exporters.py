@@ -1,0 +1,165 @@
+"""What other runtimes get computes the same, with the same zeros."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+import growprune as gp
+from growprune.files import exporters
+from growprune.files.exporters import EXPORTERS
+
+
+def make(storage: str = "masked") -> gp.SparseModel:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)
+    )
+    model(torch.randn(4, 3, 6, 6))  # statistics that are not those of a new model
+    sparse = gp.SparseModel(model, sparsity=0.9, storage=storage)
+    sparse.prune()
+    return sparse
+
+
+EXAMPLE = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+ALIVE = {(8, 3, 3, 3): 22, (10, 288): 288}
+"""Of the two weights, by shape: a tenth of 216 and of 2,880."""
+
+
+def expected(sparse: gp.SparseModel) -> torch.Tensor:
+    with exporters.plain(sparse) as module, torch.no_grad():
+        return module(EXAMPLE)
+
+
+def test_a_graph_goes_where_a_link_means_and_never_over_what_is_no_plain_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(converted: nn.Module, path: Path, **options: Any) -> None:
+        path.write_text("graph")
+        path.with_suffix(".bin").write_text("weights")
+
+    fake = SimpleNamespace(convert_model=lambda module, **options: module, save_model=save)
+    monkeypatch.setattr(exporters, "need", lambda *names: fake)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link.xml").symlink_to(tmp_path / "elsewhere" / "real.xml")
+    exporters.to_openvino(make(), tmp_path / "link.xml", EXAMPLE)
+    assert (tmp_path / "link.xml").is_symlink()
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["real.bin", "real.xml"]
+    os.mkfifo(tmp_path / "pipe.xml")
+    with pytest.raises(OSError, match="it is not a plain file"):
+        exporters.to_openvino(make(), tmp_path / "pipe.xml", EXAMPLE)
+    assert (tmp_path / "pipe.xml").is_fifo()
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_onnx_runs_in_onnxruntime_with_every_zero(storage: str, tmp_path: Path) -> None:
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    sparse = make(storage)
+    exporters.to_onnx(sparse, tmp_path / "model.onnx", EXAMPLE)
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    (found,) = session.run(None, {session.get_inputs()[0].name: EXAMPLE.numpy()})
+    assert torch.allclose(torch.from_numpy(found), expected(sparse), atol=1e-5)
+    stored = [onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(tmp_path / "model.onnx").graph.initializer]
+    assert {array.shape: int((array != 0).sum()) for array in stored if array.shape in ALIVE} == ALIVE
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    assert (sparse.storage, sparse.model.training) == (storage, True)
+
+
+def test_an_onnx_exporter_that_loses_zeros_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    real = onnx.numpy_helper.to_array
+    monkeypatch.setattr(onnx.numpy_helper, "to_array", lambda tensor: real(tensor) + 1)
+    with pytest.raises(gp.GrowpruneError, match=r"would have .* weights of .*: it was not written"):
+        exporters.to_onnx(make(), tmp_path / "model.onnx", EXAMPLE)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_openvino_computes_the_same_with_every_zero(storage: str, tmp_path: Path) -> None:
+    openvino = pytest.importorskip("openvino")
+    sparse = make(storage)
+    exporters.to_openvino(sparse, tmp_path / "model.xml", EXAMPLE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.bin", "model.xml"]
+    model = openvino.Core().read_model(tmp_path / "model.xml")
+    stored = [op.data for op in model.get_ops() if op.get_type_name() == "Constant"]
+    assert {array.shape: int((array != 0).sum()) for array in stored if array.shape in ALIVE} == ALIVE
+    compiled = openvino.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    assert torch.allclose(torch.from_numpy(compiled(EXAMPLE.numpy())[0]), expected(sparse), atol=1e-5)
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_dense_safetensors_are_read_by_safetensors_itself(storage: str, tmp_path: Path) -> None:
+    sparse = make(storage)
+    exporters.to_dense(sparse, tmp_path / "dense.safetensors")
+    fresh = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+    load_model(fresh, tmp_path / "dense.safetensors")
+    assert torch.equal(fresh.eval()(EXAMPLE), expected(sparse))
+    stored = load_file(tmp_path / "dense.safetensors").values()
+    assert {tuple(t.shape): int(t.count_nonzero()) for t in stored if tuple(t.shape) in ALIVE} == ALIVE
+
+
+def test_a_tied_tensor_is_in_a_dense_file_once(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    exporters.to_dense(model, tmp_path / "tied.safetensors")
+    assert sorted(load_file(tmp_path / "tied.safetensors")) == ["0.bias", "0.weight", "1.bias"]
+    fresh = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fresh[1].weight = fresh[0].weight
+    load_model(fresh, tmp_path / "tied.safetensors")
+    assert torch.equal(fresh[1].weight, model[0].weight)
+
+
+def test_a_folder_loads_sparse_again(tmp_path: Path) -> None:
+    sparse = make()
+    EXPORTERS["hf"](sparse, tmp_path / "folder")
+    again = gp.from_pretrained(make().model, tmp_path / "folder")
+    assert torch.equal(expected(again), expected(sparse))
+
+
+@pytest.mark.parametrize(
+    ("to", "file", "missing"),
+    [("onnx", "m.onnx", "onnx"), ("onnx", "m.onnx", "onnxscript"), ("openvino", "m.xml", "openvino")],
+)
+def test_a_missing_package_is_named_with_the_extra_that_has_it(
+    to: str, file: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if missing == "onnxscript":
+        pytest.importorskip("onnx")
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(gp.GrowpruneError, match=rf"needs the package {missing} .*growprune\[{to}\]"):
+        EXPORTERS[to](make(), tmp_path / file, EXAMPLE)
+    assert not any(tmp_path.iterdir())
+
+
+def test_openvino_wants_a_name_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(gp.GrowpruneError, match=r"whose name ends with \.xml"):
+        exporters.to_openvino(make(), tmp_path / "model.onnx", EXAMPLE)
+
+
+def test_a_compact_module_without_its_sparse_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(gp.GrowpruneError, match="give its SparseModel"):
+        exporters.to_dense(make("compact").model, tmp_path / "dense.safetensors")
+
+
+def test_a_failed_export_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.onnx").write_text("old")
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setitem(sys.modules, "onnx", sys)
+    monkeypatch.setitem(sys.modules, "onnxscript", sys)
+    monkeypatch.setattr(torch.onnx, "export", failing)
+    with pytest.raises(RuntimeError, match="no such operator"):
+        exporters.to_onnx(make(), tmp_path / "model.onnx", EXAMPLE)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.onnx", "old")]

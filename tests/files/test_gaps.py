@@ -1,0 +1,280 @@
+"""Masks as gaps, version 3 of the sparse file: what their bytes are, when they are used, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import runpy
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from file_cases import EXAMPLE, FLOATS, assert_same, header_of, metadata, stored, tampered
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from growprune.errors import GrowpruneError
+from growprune.files import sparse_file as file
+from growprune.files.contents import contents, live_tensor
+from growprune.files.entries import Entry, bytes_of
+from growprune.files.masks import from_gaps, to_gaps
+from growprune.masks.bits import pack, unpack
+from growprune.masks.layers import Weight
+from growprune.masks.patterns import parse_pattern
+from growprune.sparse.model import SparseModel
+
+
+def layer(alive: list[int], shape: tuple[int, ...] = (32, 64), dtype: torch.dtype = torch.float32) -> SparseModel:
+    """A layer of which these live, the first with value 1, the next with 2, and so on."""
+    model = nn.Linear(shape[1], shape[0], bias=False)
+    with torch.no_grad():
+        model.weight.zero_().view(-1)[torch.tensor(alive)] = torch.arange(1.0, len(alive) + 1)
+    return SparseModel.from_zeros(model.to(dtype), sparsity=0.9)
+
+
+def like(sparse: SparseModel) -> nn.Linear:
+    weight = sparse.model.weight
+    return nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+
+
+ALIVE = [0, 1, 10, 310, 566, 1500]
+GAPS = [0, 0, 8, 255, 44, 255, 0, 255, 255, 255, 168]
+"""299 dead ones before 310, 255 before 566, 933 before 1500."""
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Path:
+    path = tmp_path / "few.safetensors"
+    file.save(layer(ALIVE), path)
+    return path
+
+
+# What the bytes are
+
+
+def test_a_file_with_gaps_is_as_specified(few: Path) -> None:
+    assert stored(few)["weight.gaps"].tolist() == GAPS
+    assert stored(few)["weight.values"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert stored(few).keys() == {"weight.gaps", "weight.values"}
+    assert metadata(few)["version"] == "3"
+    about = json.loads(metadata(few)["manifest"])["tensors"]["weight"]
+    assert about["gaps"] == ["U8", 11]
+    assert about["mask_sha256"] == hashlib.sha256(bytes(GAPS)).hexdigest()
+    assert header_of(few)["weight.gaps"]["dtype"] == "U8"
+
+
+def test_gaps_of_two_bytes_are_used_where_they_are_shorter(tmp_path: Path) -> None:
+    sparse = layer([*range(1, 301), 65_299, 65_300, 196_372], shape=(256, 1024))
+    file.save(sparse, tmp_path / "model")
+    gaps = stored(tmp_path / "model")["weight.gaps"]
+    assert gaps.dtype == torch.uint16
+    assert gaps.tolist() == [1] + [0] * 299 + [64_998, 0, 65_535, 65_535, 1]  # 131,071 dead before the last
+    assert_same(sparse, file.load(tmp_path / "model", like(sparse)))
+
+
+def test_gaps_are_used_where_they_take_at_most_half_the_bytes_of_bits(tmp_path: Path) -> None:
+    half = list(range(0, 2048, 16))  # 128, and there are 256 bytes of bits
+    file.save(layer(half), tmp_path / "half")
+    assert stored(tmp_path / "half").keys() == {"weight.gaps", "weight.values"}
+    file.save(layer([0, 1, *half[1:]]), tmp_path / "more")
+    assert stored(tmp_path / "more").keys() == {"weight.mask", "weight.values"}
+
+
+def test_blocks_have_bits_however_few_live(tmp_path: Path) -> None:
+    sparse = SparseModel(nn.Linear(64, 64, bias=False), sparsity=0.99, pattern="1x8")
+    sparse.prune()
+    file.save(sparse, tmp_path / "model")
+    assert stored(tmp_path / "model")["weight.mask"].shape == (64,)
+    assert metadata(tmp_path / "model")["version"] == "2"
+
+
+def test_a_mask_too_empty_for_gaps_has_bits(tmp_path: Path) -> None:
+    sparse = layer([5], shape=(128, 128))  # 4 bytes and a gap of 1 are less than a thousandth of 65,536
+    file.save(sparse, tmp_path / "model")
+    assert stored(tmp_path / "model").keys() == {"weight.mask", "weight.values"}
+    assert_same(sparse, file.load(tmp_path / "model", like(sparse)))
+
+
+def test_at_95_percent_a_file_takes_two_bits_a_weight(tmp_path: Path) -> None:
+    sparse = SparseModel(nn.Linear(1000, 1000, bias=False), sparsity=0.95)
+    sparse.prune()
+    file.save(sparse, tmp_path / "model")
+    assert file.writer.num_bytes(sparse)[1] == sum(t.nbytes for t in stored(tmp_path / "model").values())
+    assert 2.0e6 / 8 <= file.writer.num_bytes(sparse)[1] < 2.01e6 / 8
+
+
+# Round trips
+
+
+@given(
+    alive=st.sets(st.integers(0, 2**19 - 1), min_size=1, max_size=300),
+    dtype=st.sampled_from([torch.uint8, torch.uint16]),
+)
+@settings(deadline=None, max_examples=100)
+def test_gaps_of_any_mask_come_back(alive: set[int], dtype: torch.dtype) -> None:
+    mask = torch.zeros(2**19, dtype=torch.bool)
+    mask[torch.tensor(sorted(alive))] = True
+    entry = Entry("w", (2**19,), torch.complex64, (Weight("w", "w", (2**19,)),), nnz=len(alive))
+    gaps = to_gaps(pack(mask), entry, parse_pattern("unstructured"))
+    if gaps is not None:
+        assert torch.equal(from_gaps(gaps, mask.numel()), pack(mask))
+    wide = torch.tensor([0, 3, 2], dtype=dtype)
+    assert unpack(from_gaps(wide, 9), (9,)).nonzero().flatten().tolist() == [0, 4, 7]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("keep", [[], ["in_proj_weight[k]"]])
+def test_attention_with_gaps_comes_back_everywhere(dtype: torch.dtype, keep: list[str], tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.MultiheadAttention(48, 2).to(dtype)
+
+    sparse = SparseModel(build(), sparsity=0.97, keep_dense=["out_proj", *keep])
+    sparse.prune()
+    path = tmp_path / "model"
+    file.save(sparse, path)
+    assert metadata(path)["version"] == "3"
+    assert_same(sparse, file.load(path, build()))
+    assert_same(sparse, file.load(path, build(), storage="compact"))
+    assert all(torch.equal(tensor, sparse.model.state_dict()[name]) for name, tensor in file.read(path).items())
+    arrays = runpy.run_path(str(EXAMPLE))["read"](path)
+    for name, tensor in sparse.model.state_dict().items():
+        np.testing.assert_array_equal(arrays[name], (tensor.float() if dtype == torch.bfloat16 else tensor).numpy())
+
+
+@pytest.mark.parametrize("pattern", ["unstructured", "1x8", "1x16", "1x4", "8x1", "2:4"])
+@pytest.mark.parametrize("sparsity", [0.5, 0.98])
+def test_live_values_and_bits_of_a_tensor_are_had_from_the_file(pattern: str, sparsity: float, tmp_path: Path) -> None:
+    sparse = SparseModel(nn.Conv2d(16, 24, 3, bias=False), sparsity=sparsity, pattern=pattern)
+    sparse.prune()
+    file.save(sparse, tmp_path / "model")
+    values, bits = live_tensor(tmp_path / "model", "weight")
+    mask = sparse.mask("weight")
+    assert torch.equal(unpack(bits, mask.shape), mask)
+    assert torch.equal(values, sparse.model.weight[mask])
+
+
+@pytest.mark.parametrize("pattern", ["1x8", "1x16", "1x4", "8x1"])
+def test_bits_of_blocks_in_a_linear_layer_are_one_a_weight(pattern: str, tmp_path: Path) -> None:
+    sparse = SparseModel(nn.Linear(48, 20, bias=False), sparsity=0.75, pattern=pattern)
+    sparse.prune()
+    file.save(sparse, tmp_path / "model")
+    assert torch.equal(unpack(live_tensor(tmp_path / "model", "weight")[1], (20, 48)), sparse.mask("weight"))
+
+
+def test_a_tensor_that_is_not_prunable_has_no_live_values(few: Path) -> None:
+    with pytest.raises(GrowpruneError, match=r"few.safetensors has no prunable tensor 'bias': give a name of its"):
+        live_tensor(few, "bias")
+
+
+def test_what_a_tensor_with_gaps_takes_is_told(few: Path) -> None:
+    (tensor,) = contents(few)
+    assert (tensor.alive, tensor.num_bytes, tensor.dense_bytes, tensor.state) == (6, 6 * 4 + 11, 8192, "ok")
+
+
+# What is refused
+
+Change = Callable[[dict[str, Tensor], dict[str, str], dict[str, Any]], None]
+
+
+def with_gaps(gaps: list[int], dtype: torch.dtype = torch.uint8, **about_weight: Any) -> Change:
+    """Other gaps, with the digest and the manifest made to fit."""
+
+    def change(tensors: dict[str, Tensor], about: dict[str, str], manifest: dict[str, Any]) -> None:
+        tensors["weight.gaps"] = torch.tensor(gaps, dtype=dtype)
+        digest = hashlib.sha256(tensors["weight.gaps"].numpy().tobytes()).hexdigest()
+        length = {"gaps": [{1: "U8", 2: "U16"}[dtype.itemsize], len(gaps)]}
+        manifest["tensors"]["weight"].update(
+            {"mask_sha256": digest, "mask_crc32": zlib.crc32(bytes_of(tensors["weight.gaps"]))}
+        )
+        manifest["tensors"]["weight"].update({**length, **about_weight})
+
+    return change
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    "gaps beyond the end": (
+        with_gaps([*GAPS[:-1], 255, 255, 206]),
+        "a mask of weight with gaps that lead to bit 2049 of 2048",
+    ),
+    "gaps far beyond the end": (
+        with_gaps([65_535] * 100_000, torch.uint16),
+        r"a mask of weight with gaps that lead to bit \d+ of 2048",
+    ),
+    "too many dead ones behind the last": (with_gaps([*GAPS, 255, 255, 255]), "gaps that lead to bit 2266 of 2048"),
+    "too many alive": (with_gaps([*GAPS[:7], 0, 0]), "a mask of weight with 7 alive, but 6 values"),
+    "too few alive": (with_gaps(GAPS[:7]), "a mask of weight with 5 alive, but 6 values"),
+    "no gaps": (with_gaps([]), "a mask of weight with 0 alive, but 6 values"),
+    "other bytes": (
+        lambda tensors, about, manifest: tensors["weight.gaps"].copy_(torch.tensor([1, *GAPS[1:]])),
+        "a mask of weight whose CRC-32 is not the one in the manifest",
+    ),
+    "another length": (
+        lambda tensors, about, manifest: manifest["tensors"]["weight"].update(gaps=["U8", 10]),
+        r"has tensor weight.gaps as U8 \[11\], but its manifest asks for U8 \[10\]",
+    ),
+    "another dtype": (
+        lambda tensors, about, manifest: manifest["tensors"]["weight"].update(gaps=["U16", 11]),
+        r"has tensor weight.gaps as U8 \[11\], but its manifest asks for U16 \[11\]",
+    ),
+    "gaps of floats": (
+        lambda tensors, about, manifest: manifest["tensors"]["weight"].update(gaps=["F32", 11]),
+        r"invalid manifest \(KeyError: 'F32'\)",
+    ),
+    "a negative length": (
+        lambda tensors, about, manifest: manifest["tensors"]["weight"].update(gaps=["U8", -1]),
+        r"invalid manifest \(-1 is not a size\)",
+    ),
+    "gaps that are no pair": (
+        lambda tensors, about, manifest: manifest["tensors"]["weight"].update(gaps=None),
+        r"invalid manifest \(TypeError",
+    ),
+    "gaps of a layer that is all alive": (
+        lambda tensors, about, manifest: manifest["tensors"]["weight"].update(nnz=2048),
+        "invalid manifest .weight takes",
+    ),
+    "gaps of blocks": (
+        lambda tensors, about, manifest: manifest.update(pattern="1x8"),
+        "has gaps for weight, but blocks have bits",
+    ),
+    "few gaps for a large tensor": (
+        lambda tensors, about, manifest: manifest["tensors"]["weight"].update(shape=[32, 10**12]),
+        "invalid manifest .weight takes 35 bytes and would take 128000000000000, over 1000 times as many",
+    ),
+    "version 2": (
+        lambda tensors, about, manifest: about.update(version="2"),
+        "invalid manifest .it has gaps, which version 2 has not",
+    ),
+    "gaps and bits": (
+        lambda tensors, about, manifest: tensors.update({"weight.mask": torch.zeros(256, dtype=torch.uint8)}),
+        "has tensor weight.mask, which its manifest lacks",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_gaps_that_are_not_as_saved_are_refused(what: str, few: Path) -> None:
+    change, message = REFUSED[what]
+    path = tampered(few, change)
+    for reader in (file.read, lambda p: file.load(p, nn.Linear(64, 32, bias=False))):
+        with pytest.raises(GrowpruneError, match=message) as caught:
+            reader(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_every_changed_byte_of_a_file_with_gaps_is_refused(few: Path) -> None:
+    content, changed = few.read_bytes(), few.with_name("changed")
+    unseen = []
+    for place in range(len(content)):
+        for flip in (0x01, 0x20):  # 0x01 makes version "2" of "3"
+            changed.write_bytes(content[:place] + bytes([content[place] ^ flip]) + content[place + 1 :])
+            try:
+                file.read(changed)
+            except GrowpruneError:
+                continue
+            unseen.append(place)
+    assert unseen == []

@@ -1,0 +1,599 @@
+"""What other tools left behind becomes the model it was: values, masks, and nothing guessed."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import pickle
+import random
+import runpy
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paths import ROOT
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import growprune as gp
+from growprune.files import importers
+from growprune.files.importers import IMPORTERS
+
+DATA = Path(__file__).parent / "data"
+HERE = "compressed-tensors-0.9.4"
+"""The version of compressed-tensors that wrote the files in tests/data, and beside them the same tensors dense."""
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+
+
+def pruned_by_torch() -> nn.Sequential:
+    """The first layer at 75 %, with a live weight that is zero; what is hidden keeps its value, as torch has it."""
+    model = mlp()
+    prune.l1_unstructured(model[0], "weight", amount=36)
+    alive = model[0].weight_mask.nonzero()[0]
+    model[0].weight_orig.data[tuple(alive)] = 0.0
+    return model
+
+
+def pruned_by_asp(**more: Tensor) -> dict[str, Tensor]:
+    """The layout of apex ASP: a mask beside each weight, whose dead values are zero."""
+    state = mlp().state_dict()
+    mask = torch.tensor([True, False, False, True]).repeat(6, 2)
+    state["0.weight"] *= mask
+    state["0.weight"][0, 0] = 0.0
+    return {**state, "0.__weight_mma_mask": mask, **more}
+
+
+def pruned_by_sparseml(*, with_masks: bool = True, stages: bool = False) -> dict[str, Any]:
+    """The layout of SparseML 1.8 (`save_model`): everything in float32, masks by modifier, if they were saved."""
+    state = {name: tensor.float() for name, tensor in mlp().state_dict().items()}
+    mask = torch.zeros(6, 8)
+    mask[:, ::4] = 1
+    state["0.weight"] *= mask
+    state["0.weight"][0, 0] = 0.0
+    found: dict[str, Any] = {"state_dict": OrderedDict(state), "recipe": "modifiers:\n  - !GMPruningModifier\n"}
+    modifiers = {"GMPruningModifier-5f": OrderedDict({"0.weight.sparsity_mask": mask})}
+    if with_masks:
+        found["manager"] = {"pruning_stage": modifiers} if stages else modifiers
+    return found | {"epoch": 3, "arch_key": "mlp"}
+
+
+def zeroed() -> dict[str, Tensor]:
+    state = mlp().state_dict()
+    state["0.weight"][:, 2:] = 0.0
+    return state
+
+
+# One format after another
+
+
+def test_torch_prune_gives_masks_with_live_zeros_and_what_is_hidden_is_zero() -> None:
+    model = pruned_by_torch()
+    for source in (model, model.state_dict(), {"state_dict": model.state_dict(), "epoch": 1}):
+        found = importers.read(source)
+        assert found.format == "torch-prune"
+        assert sorted(found.tensors) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        assert torch.equal(found.tensors["0.weight"], model[0].weight_orig * model[0].weight_mask)
+        assert torch.equal(found.masks["0.weight"], model[0].weight_mask.bool())
+        assert list(found.masks) == ["0.weight"]
+        assert (found.num_alive, int(found.tensors["0.weight"].count_nonzero())) == (12, 11)
+
+
+def test_a_checkpoint_of_torch_prune_computes_the_same_in_a_plain_model(tmp_path: Path) -> None:
+    model = pruned_by_torch()
+    torch.save(model.state_dict(), tmp_path / "pruned.pt")
+    fresh = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+    sparse = importers.load(tmp_path / "pruned.pt", fresh)
+    x = torch.randn(3, 8)
+    assert torch.equal(fresh(x), model(x))
+    assert sparse.alive_by_weight == {"0.weight": 12, "2.weight": 24}
+    assert sparse.sparsity == 0.5  # 36 dead of 72
+
+
+def test_torch_prune_in_the_old_format_of_torch_save_and_wrapped_by_ddp(tmp_path: Path) -> None:
+    state = {f"module.{name}": tensor for name, tensor in pruned_by_torch().state_dict().items()}
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    found = importers.read(tmp_path / "old.pt")
+    assert (found.format, found.num_alive, "0.weight" in found.tensors) == ("torch-prune", 12, True)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
+def test_what_was_compiled_and_wrapped_has_its_plain_names(prefix: str) -> None:
+    found = importers.read({f"{prefix}{name}": tensor for name, tensor in zeroed().items()})
+    assert set(found.tensors) == set(zeroed())
+
+
+def test_a_part_of_the_model_that_is_called_as_a_wrapping_is_keeps_its_name() -> None:
+    found = importers.read({f"module.module.{name}": tensor for name, tensor in zeroed().items()})
+    assert set(found.tensors) == {f"module.{name}" for name in zeroed()}
+
+
+def test_a_pruned_bias_is_zero_where_its_mask_is_and_is_no_matrix() -> None:
+    model = pruned_by_torch()
+    prune.l1_unstructured(model[0], "bias", amount=4)
+    found = importers.read(model)
+    assert int(found.tensors["0.bias"].count_nonzero()) == 2
+    assert list(found.masks) == ["0.weight"]
+
+
+def test_a_nan_that_is_pruned_is_gone() -> None:
+    model = pruned_by_torch()
+    model[0].weight_orig.data[model[0].weight_mask == 0] = torch.nan
+    assert not importers.read(model).tensors["0.weight"].isnan().any()
+
+
+def test_apex_asp_gives_its_masks_and_leaves_out_what_it_kept_of_the_dead(tmp_path: Path) -> None:
+    kept = {"0.__weight_mma_pruned_p": torch.ones(6, 8)}
+    torch.save({"state_dict": pruned_by_asp(**kept), "best_acc1": 0.7}, tmp_path / "asp.pth")
+    found = importers.read(tmp_path / "asp.pth")
+    assert found.format == "apex-asp"
+    assert sorted(found.tensors) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert found.masks["0.weight"][0].int().tolist() == [1, 0, 0, 1, 1, 0, 0, 1]
+    assert found.tensors["0.weight"][0, 0] == 0
+    sparse = importers.load(tmp_path / "asp.pth", mlp(), pattern="2:4", keep_dense=["2"])
+    assert (sparse.num_alive, sparse.sparsity, sparse.pattern.name) == (24, 0.5, "2:4")
+
+
+def test_an_asp_mask_without_its_weight_is_damage() -> None:
+    state = pruned_by_asp()
+    del state["0.weight"]
+    with pytest.raises(gp.GrowpruneError, match=r"has 0[.]__weight_mma_mask, but no 0[.]weight"):
+        importers.read(state)
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_sparseml_gives_the_masks_of_its_modifiers(stages: bool, tmp_path: Path) -> None:
+    torch.save(pruned_by_sparseml(stages=stages), tmp_path / "checkpoint.pth")
+    found = importers.read(tmp_path / "checkpoint.pth")
+    assert (found.format, found.num_alive, int(found.tensors["0.weight"].count_nonzero())) == ("sparseml", 12, 11)
+
+
+def test_sparseml_without_masks_gives_zeros(tmp_path: Path) -> None:
+    torch.save(pruned_by_sparseml(with_masks=False), tmp_path / "checkpoint.pth")
+    found = importers.read(tmp_path / "checkpoint.pth")
+    assert (found.format, found.num_alive) == ("sparseml", 11)
+
+
+def test_masks_of_top_kast_are_those_of_the_forward_pass() -> None:
+    found = pruned_by_sparseml()
+    masks = next(iter(found["manager"].values()))
+    found["manager"] = {"TopKAST": {"param_masks": masks, "grad_masks": {n: m * 0 for n, m in masks.items()}}}
+    assert importers.read(found).num_alive == 12
+
+
+def test_sparseml_after_quantization_is_refused() -> None:
+    found = pruned_by_sparseml()
+    found["state_dict"]["0.weight_fake_quant.scale"] = torch.ones(1)
+    with pytest.raises(gp.GrowpruneError, match=r"is quantized \(0.weight_fake_quant.scale\)"):
+        importers.read(found)
+
+
+@pytest.mark.parametrize("kind", ["bitmask", "24-bitmask"])
+def test_files_of_compressed_tensors_give_what_was_compressed(kind: str) -> None:
+    found = importers.read(DATA / f"{HERE}-{kind}.safetensors")
+    dense = load_file(DATA / f"{HERE}-{kind}-dense.safetensors")
+    assert found.format == "compressed-tensors"
+    assert found.tensors.keys() == dense.keys()
+    assert all(torch.equal(tensor, dense[name]) for name, tensor in found.tensors.items())
+    assert {name: tensor.dtype for name, tensor in found.tensors.items()} == {n: t.dtype for n, t in dense.items()}
+    alive = {name: int(mask.sum()) for name, mask in found.masks.items()}
+    # the 2:4 file has two values in each four, one of which is zero and lives
+    expected = {"conv.weight": 20, "fc1.weight": 22, "fc2.weight": 11} if kind == "bitmask" else {"a.weight": 64}
+    assert alive == expected
+
+
+def test_bits_of_compressed_tensors_are_read_row_by_row() -> None:
+    state = {
+        "fc.compressed": torch.tensor([1.0, 2.0, 3.0]),
+        "fc.bitmask": torch.tensor([[0b00000001, 0b10], [0b10000000, 0]], dtype=torch.uint8),
+        "fc.shape": torch.tensor([2, 10]),
+        "fc.row_offsets": torch.tensor([0, 2]),
+    }
+    expected = torch.zeros(2, 10)
+    expected[0, 0], expected[0, 9], expected[1, 7] = 1, 2, 3
+    assert torch.equal(importers.read(state).tensors["fc.weight"], expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "said"),
+    [
+        ("shape", torch.tensor([2, 1 << 40]), "but a bitmask of 4 bytes"),
+        ("shape", torch.tensor([-2, 10]), r"shape \[-2, 10\]"),
+        ("shape", torch.tensor([], dtype=torch.int64), r"shape \[\]"),
+        ("compressed", torch.ones(4), "4 values, but 3 bits"),
+        ("bitmask", torch.zeros(2, 2), "a bitmask of torch.float32"),
+    ],
+)
+def test_a_file_of_compressed_tensors_that_contradicts_itself_is_damaged(part: str, value: Tensor, said: str) -> None:
+    state = {
+        "fc.compressed": torch.ones(3),
+        "fc.bitmask": torch.tensor([[1, 2], [128, 0]], dtype=torch.uint8),
+        "fc.shape": torch.tensor([2, 10]),
+    }
+    with pytest.raises(gp.GrowpruneError, match=said):
+        importers.read(state | {f"fc.{part}": value})
+
+
+def test_a_plain_checkpoint_gives_its_zeros_and_a_few_of_them_are_none() -> None:
+    state = zeroed()
+    state["2.weight"][0, 0] = 0.0  # of 24: less than 5 %
+    found = importers.read(state)
+    assert (found.format, list(found.masks), found.num_alive, found.sparsity) == ("dense", ["0.weight"], 12, 0.75)
+
+
+def test_names_of_one_tensor_are_kept_together(tmp_path: Path) -> None:
+    state = zeroed()
+    torch.save({**state, "tied.weight": state["0.weight"]}, tmp_path / "tied.pt")
+    found = importers.read(tmp_path / "tied.pt")
+    assert (dict(found.aliases), "tied.weight" in found.tensors) == ({"tied.weight": "0.weight"}, False)
+
+
+def test_a_file_of_ours_is_read_too(tmp_path: Path) -> None:
+    sparse = gp.SparseModel(mlp(), sparsity=0.5)
+    sparse.prune()
+    gp.save(sparse, tmp_path / "ours.safetensors")
+    found = importers.read(tmp_path / "ours.safetensors")
+    assert (found.format, found.num_alive) == ("growprune", sparse.num_alive)
+
+
+def test_a_file_of_a_newer_version_says_to_update(tmp_path: Path) -> None:
+    save_file(zeroed(), tmp_path / "new.safetensors", metadata={"format": "growprune", "version": "99"})
+    with pytest.raises(gp.GrowpruneError, match=r"has version '99' of the format.*update growprune"):
+        importers.read(tmp_path / "new.safetensors")
+
+
+# Lightning itself
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_permanent", [False, True])
+def test_a_checkpoint_that_lightnings_modelpruning_saved_is_the_model_it_pruned(
+    is_permanent: bool, tmp_path: Path
+) -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+
+    class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = mlp()
+
+        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+            return self.model(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Module()
+    pruning = pl.callbacks.ModelPruning(
+        "l1_unstructured",
+        parameters_to_prune=[(module.model[0], "weight")],
+        amount=0.5,
+        make_pruning_permanent=is_permanent,
+        verbose=0,
+    )
+    quiet = {name: False for name in ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary")}
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[pruning], default_root_dir=tmp_path, **quiet)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(4, 8)), batch_size=4))
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    fresh = mlp()
+    sparse = importers.load(tmp_path / "model.ckpt", fresh)  # whose names lack "model."
+    x = torch.randn(3, 8)
+    assert importers.read(tmp_path / "model.ckpt").format == "lightning"
+    assert torch.equal(fresh(x), module.model(x))
+    assert sparse.alive_by_weight == {"0.weight": 24, "2.weight": 24}
+
+
+# Into a model
+
+
+def test_what_is_imported_trains_on_and_keeps_its_zeros() -> None:
+    sparse = importers.load(pruned_by_torch(), mlp())
+    mask = sparse.mask("0.weight")
+    optimizer = sparse.attach(torch.optim.Adam(sparse.model.parameters()))
+    sparse.model(torch.randn(5, 8)).square().sum().backward()
+    optimizer.step()
+    weight = sparse.model.get_parameter("0.weight")
+    assert not weight[~mask].any()
+    assert int(weight.count_nonzero()) == 12  # the live zero has learned
+
+
+def test_compact_storage_takes_an_import() -> None:
+    masked, compact = (importers.load(pruned_by_torch(), mlp(), storage=s) for s in ("masked", "compact"))
+    x = torch.randn(3, 8)
+    assert torch.allclose(masked.model(x), compact.model(x))
+    assert torch.equal(masked.mask("0.weight"), compact.mask("0.weight"))
+
+
+def test_blocks_live_where_any_of_their_weights_does() -> None:
+    state = mlp().state_dict()
+    state["0.weight"][:, 4:] = 0.0
+    state["0.weight"][0, 0] = 0.0
+    sparse = importers.load(state, mlp(), pattern="1x4")
+    assert sparse.alive_by_weight["0.weight"] == 24
+
+
+def test_a_model_with_nothing_sparse_is_loaded_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="nothing is sparse in what was read as dense"):
+        sparse = importers.load(mlp().state_dict(), mlp())
+    assert (sparse.sparsity, sparse.num_alive) == (0.0, 72)
+
+
+def test_a_sparse_embedding_is_named_if_the_model_keeps_it_dense() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
+    state = copy.deepcopy(model.state_dict())
+    state["0.weight"][:5] = 0.0
+    with pytest.warns(UserWarning, match="0.weight is sparse in the source, but dense in the model"):
+        importers.load(state, model)
+    assert importers.load(state, model, include=["0.weight"]).alive_by_weight == {"1.weight": 8, "0.weight": 20}
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"other": torch.ones(2)}, "lacks 0.weight, which the model has; it has names like 'other'"),
+        ({**zeroed(), "0.weight": torch.ones(6, 9)}, r"has 0.weight with shape \(6, 9\), but the model with \(6, 8\)"),
+        ({**zeroed(), "more": torch.ones(2)}, "has more, which the model lacks"),
+        ({name: tensor * 0 for name, tensor in zeroed().items()}, "all prunable weights are zero"),
+    ],
+)
+def test_another_model_is_refused_and_left_as_it_was(state: dict[str, Tensor], said: str) -> None:
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(gp.GrowpruneError, match=said):
+        importers.load(state, model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+# The wrong format, and what is no format
+
+
+def sources(folder: Path) -> dict[str, Any]:
+    sparse = gp.SparseModel(mlp(), sparsity=0.5)
+    sparse.prune()
+    gp.save(sparse, folder / "ours.safetensors")
+    return {
+        "growprune": folder / "ours.safetensors",
+        "compressed-tensors": DATA / f"{HERE}-bitmask.safetensors",
+        "apex-asp": pruned_by_asp(),
+        "lightning": {"state_dict": pruned_by_torch().state_dict(), "pytorch-lightning_version": "2.6.6"},
+        "sparseml": pruned_by_sparseml(),
+        "torch-prune": pruned_by_torch(),
+        "dense": zeroed(),
+    }
+
+
+def test_every_format_is_known_by_its_content_and_an_importer_of_another_says_what_it_found(tmp_path: Path) -> None:
+    found = sources(tmp_path)
+    assert list(found) == list(IMPORTERS)
+    for name, source in found.items():
+        assert importers.read(source).format == name
+        for other in IMPORTERS.keys() - {name, "dense"}:
+            with pytest.raises(gp.GrowpruneError, match=f"is not .*; it is {IMPORTERS[name].title}.*format '{name}'"):
+                importers.read(source, format=other)
+
+
+def test_masks_are_never_taken_for_plain_tensors(tmp_path: Path) -> None:
+    for name, source in sources(tmp_path).items():
+        if name in ("growprune", "compressed-tensors", "apex-asp", "torch-prune"):
+            with pytest.raises(gp.GrowpruneError, match="is not a plain dense checkpoint"):
+                importers.read(source, format="dense")
+
+
+def test_an_unknown_format_lists_the_known_ones() -> None:
+    with pytest.raises(gp.GrowpruneError, match="format is 'nni', but known are growprune, compressed-tensors"):
+        importers.read(zeroed(), format="nni")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "neither safetensors nor what torch.save writes"),
+        (b"GGUF" + bytes(100), "looks like a file of GGUF format"),
+        (b"\x08\x07\x12\x07pytorch" + bytes(50), "looks like a file of ONNX format"),
+        (b"PK\x03\x04" + bytes(100), "not a whole checkpoint|would run code, or damaged"),
+        (b"\x80\x02}q\x00.", "not a whole checkpoint|would run code, or damaged"),
+        ((40).to_bytes(8, "little") + b"{" + bytes(100), "not a safetensors file"),
+    ],
+)
+def test_what_is_no_checkpoint_is_said_in_one_line(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(gp.GrowpruneError, match=said) as raised:
+        importers.read(tmp_path / "file")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"epoch": 3, "lr": 0.1}, "holds no tensors, but epoch, lr"),
+        ({"a": torch.ones(2, 2).to_sparse()}, "has a, which is a Tensor of torch.sparse_coo"),
+        ({"a": torch.ones(2, device="meta")}, "on the meta device"),
+        (3, "the source is int"),
+        ("nowhere.pt", "nowhere.pt is not there"),
+    ],
+)
+def test_sources_without_plain_tensors_are_refused(source: Any, said: str) -> None:
+    with pytest.raises(gp.GrowpruneError, match=said):
+        importers.read(source)
+
+
+# Nothing is run, and nothing grows
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("pwned",)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_pickle_that_would_run_code_is_refused_in_one_line(
+    is_zip: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": zeroed(), "x": Evil()}, "evil.pt", _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(gp.GrowpruneError, match=r"would run code.*posix.mkdir.*no code is run") as raised:
+        importers.read("evil.pt")
+    assert "\n" not in str(raised.value)
+    assert not Path("pwned").exists()
+
+
+def test_a_whole_model_in_a_pickle_is_refused_with_its_class(tmp_path: Path) -> None:
+    torch.save(mlp(), tmp_path / "model.pt")
+    with pytest.raises(gp.GrowpruneError, match=r"it has torch.nn.modules.container.Sequential"):
+        importers.read(tmp_path / "model.pt")
+
+
+def test_an_archive_that_would_unpack_to_any_size_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({}) + bytes(10**6))
+    with pytest.raises(gp.GrowpruneError, match=r"has compressed 'archive/data.pkl'"):
+        importers.read(tmp_path / "bomb.pt")
+
+
+def test_a_tensor_that_repeats_a_few_bytes_without_end_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1).expand(1 << 40)}, tmp_path / "wide.pt")
+    with pytest.raises(gp.GrowpruneError, match=r"has tensors of 4398046511104 bytes in a file of"):
+        importers.read(tmp_path / "wide.pt")
+
+
+def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
+    save_file(zeroed(), tmp_path / "secret.safetensors")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    index = {"weight_map": {"0.weight": "../secret.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(gp.GrowpruneError, match="a name leads out of the folder"):
+        importers.read(folder)
+
+
+def test_a_folder_of_several_files_is_read_as_one(tmp_path: Path) -> None:
+    state = zeroed()
+    names = {name: f"model-{i % 2 + 1}-of-2.safetensors" for i, name in enumerate(state)}
+    for file in set(names.values()):
+        save_file({name: state[name] for name in state if names[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    found = importers.read(tmp_path)
+    assert (sorted(found.tensors), found.num_alive) == (sorted(state), 12)
+
+
+def test_a_folder_whose_dense_file_was_changed_is_read_by_that(tmp_path: Path) -> None:
+    sparse = gp.SparseModel(mlp(), sparsity=0.5)
+    sparse.prune()
+    gp.save_pretrained(sparse, tmp_path)
+    assert importers.read(tmp_path).format == "growprune"
+    save_file(zeroed(), tmp_path / "model.safetensors")
+    found = importers.read(tmp_path)
+    assert (found.format, found.num_alive) == ("dense", 12)
+
+
+def test_reading_does_not_change_the_file(tmp_path: Path) -> None:
+    save_file(zeroed(), tmp_path / "model.safetensors")
+    before = (tmp_path / "model.safetensors").read_bytes()
+    sparse = importers.load(tmp_path / "model.safetensors", mlp())
+    sparse.prune(to=0.6)
+    for tensor in importers.read(tmp_path / "model.safetensors").tensors.values():
+        tensor.fill_(3.0)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def saved(content: Any, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer, **options)
+    return buffer.getvalue()
+
+
+MUTATIONS = runpy.run_path(str(ROOT / "benchmarks" / "mutations.py"))["BYTES"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mutated_files_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    contents = [
+        (DATA / f"{HERE}-bitmask.safetensors").read_bytes(),
+        saved(pruned_by_torch().state_dict()),
+        saved(pruned_by_sparseml(), _use_new_zipfile_serialization=False),
+        saved({"state_dict": pruned_by_asp()}),
+    ]
+    numbers = random.Random(0)
+    refused = 0
+    for i in range(600):
+        mutate = numbers.choice(MUTATIONS)
+        (tmp_path / "file").write_bytes(mutate(numbers, contents[i % len(contents)]))
+        try:
+            importers.read(tmp_path / "file")
+        except gp.GrowpruneError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert 200 < refused < 600
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory from /proc")
+def test_memory_stays_below_twice_the_file(tmp_path: Path) -> None:
+    weight = torch.randn(4096, 4096)
+    weight[weight.abs() < 1.3] = 0  # 64 MiB, about 80 % zeros
+    model = nn.Linear(4096, 4096, bias=False)
+    model.weight.data = weight
+    prune.custom_from_mask(model, "weight", weight != 0)
+    torch.save(model.state_dict(), tmp_path / "pruned.pt")
+    size = (tmp_path / "pruned.pt").stat().st_size
+    code = """
+import sys, torch, growprune.files.importers
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+torch.ones(8, 8) != 0
+before = peak()
+found = growprune.files.importers.read(sys.argv[1])
+print(peak() - before, found.num_alive)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "pruned.pt")], capture_output=True, text=True)
+    taken, alive = map(int, done.stdout.split())
+    assert alive == int(weight.count_nonzero())
+    assert taken < 2 * size
+
+
+def test_a_safetensors_file_whose_length_begins_like_a_pickle_is_read_as_what_it_is(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    sparse = gp.SparseModel(model, sparsity=0.75)
+    sparse.prune()
+    path = tmp_path / "model.safetensors"
+    gp.save(sparse, path)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    spaces = (0x80 - length) % 256  # a header may end in spaces
+    path.write_bytes(
+        (length + spaces).to_bytes(8, "little") + data[8 : 8 + length] + b" " * spaces + data[8 + length :]
+    )
+    assert path.read_bytes()[:1] == b"\x80"
+    assert importers.read(path).format == "growprune"
+
+
+@pytest.mark.parametrize("about", [{}, {"format": "pt"}, {"format": "growprunf", "manifest": "{}"}])
+def test_a_sparse_file_of_ours_that_lost_its_metadata_is_not_taken_for_a_dense_one(
+    about: dict[str, str], tmp_path: Path
+) -> None:
+    sparse = gp.SparseModel(nn.Linear(16, 8), sparsity=0.5)
+    sparse.prune()
+    gp.save(sparse, tmp_path / "model.safetensors")
+    save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "lost.safetensors", about)
+    with pytest.raises(gp.GrowpruneError, match=r"has weight\.values and its mask.* not the metadata of one"):
+        importers.read(tmp_path / "lost.safetensors")
+
+
+@pytest.mark.parametrize("name", ["cut.pt", "cut.safetensors"])
+def test_what_is_left_of_a_checkpoint_is_refused_whatever_it_is_called(name: str, tmp_path: Path) -> None:
+    content = saved({"weight": torch.ones(64, 64)})
+    for size in (5, 70, 700, len(content) - 20):
+        (tmp_path / name).write_bytes(content[:size])
+        with pytest.raises(gp.GrowpruneError, match=r"is not a whole checkpoint|would run code, or damaged|is neither"):
+            importers.read(tmp_path / name)

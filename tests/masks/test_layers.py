@@ -1,0 +1,311 @@
+"""Which weights of a model may become sparse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from growprune.masks import layers
+from growprune.masks.layers import LAYERS, Weight, layer_weights, matches, matching, prunable_weights
+
+
+class Language(nn.Module):
+    """An embedding, a body, and an output layer that may share the embedding's matrix."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 4)
+        self.norm = nn.LayerNorm(4)
+        self.body = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 12)
+        if tied:
+            self.out.weight = self.embed.weight
+
+
+class Scaled(nn.Module):
+    """A layer torch does not know: a bare matrix, and a bare number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.matrix = nn.Parameter(torch.ones(4, 4))
+        self.vector = nn.Parameter(torch.ones(4))
+        self.number = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) @ self.matrix * self.vector * self.number
+
+
+def names(model: nn.Module, **options: list[str]) -> list[str]:
+    return [weight.name for weight in prunable_weights(model, **options)]
+
+
+def test_a_linear_layer_has_its_weight_and_not_its_bias() -> None:
+    assert prunable_weights(nn.Linear(3, 5)) == (Weight("weight", "weight", (5, 3)),)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv1d(4, 6, 3), (6, 4, 3)),
+        (nn.Conv2d(4, 6, (3, 5)), (6, 4, 3, 5)),
+        (nn.Conv3d(4, 6, 3), (6, 4, 3, 3, 3)),
+        (nn.Conv2d(4, 6, 3, groups=2), (6, 2, 3, 3)),
+        (nn.Conv2d(4, 4, 3, groups=4), (4, 1, 3, 3)),
+    ],
+)
+def test_a_convolution_has_its_kernel(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    assert prunable_weights(layer) == (Weight("weight", "weight", shape),)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.ConvTranspose1d(4, 6, 3), (4, 6, 3)),
+        (nn.ConvTranspose2d(4, 6, 3, groups=2), (4, 3, 3, 3)),
+        (nn.ConvTranspose3d(4, 6, 3), (4, 6, 3, 3, 3)),
+    ],
+)
+def test_a_transposed_convolution_is_known_to_be_stored_inputs_first(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    assert prunable_weights(layer) == (Weight("weight", "weight", shape, transposed=True),)
+
+
+def test_attention_has_its_query_key_and_value_matrices_apart() -> None:
+    assert prunable_weights(nn.MultiheadAttention(4, 2)) == (
+        Weight("in_proj_weight[q]", "in_proj_weight", (4, 4), rows=(0, 4)),
+        Weight("in_proj_weight[k]", "in_proj_weight", (4, 4), rows=(4, 8)),
+        Weight("in_proj_weight[v]", "in_proj_weight", (4, 4), rows=(8, 12)),
+        Weight("out_proj.weight", "out_proj.weight", (4, 4)),
+    )
+
+
+def test_the_rows_of_a_query_matrix_are_a_view() -> None:
+    attention = nn.MultiheadAttention(2, 1)
+    key = prunable_weights(attention)[1]
+    with torch.no_grad():
+        key.of(attention.in_proj_weight).fill_(7)
+    assert (attention.in_proj_weight == 7).all(dim=1).tolist() == [False, False, True, True, False, False]
+
+
+def test_attention_over_other_dimensions_has_three_parameters() -> None:
+    attention = nn.MultiheadAttention(4, 2, kdim=6, vdim=8, add_bias_kv=True)
+    assert [(w.name, w.shape) for w in prunable_weights(attention)] == [
+        ("q_proj_weight", (4, 4)),
+        ("k_proj_weight", (4, 6)),
+        ("v_proj_weight", (4, 8)),
+        ("out_proj.weight", (4, 4)),
+    ]
+
+
+def test_norms_biases_and_embeddings_are_never_prunable() -> None:
+    model = nn.Sequential(
+        nn.Embedding(9, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.PReLU(4)
+    )
+    assert names(model) == ["1.weight"]
+
+
+def test_an_embedding_that_is_also_the_output_layer_stays_dense() -> None:
+    assert names(Language(tied=False)) == ["body.weight", "out.weight"]
+    assert names(Language(tied=True)) == ["body.weight"]
+
+
+def test_a_weight_of_two_layers_counts_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    assert names(model) == ["0.weight"]
+
+
+def test_a_shared_module_counts_once() -> None:
+    shared = nn.Linear(4, 4)
+    assert names(nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(4, 2))) == ["0.weight", "3.weight"]
+
+
+def test_a_weight_made_by_a_parametrization_is_not_a_parameter_and_so_not_prunable() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
+    assert names(model) == ["1.weight"]
+
+
+def test_layers_are_listed_in_the_order_of_registration() -> None:
+    layers = layer_weights(nn.TransformerEncoderLayer(4, 2, dim_feedforward=8))
+    assert list(layers) == ["self_attn", "self_attn.out_proj", "linear1", "linear2"]
+
+
+@pytest.mark.parametrize(
+    ("keep_dense", "left"),
+    [
+        (["0.weight"], ["1.0.weight", "1.2.weight", "2.weight"]),
+        (["0"], ["1.0.weight", "1.2.weight", "2.weight"]),
+        (["1"], ["0.weight", "2.weight"]),
+        (["1.*"], ["0.weight", "2.weight"]),
+        (["*.2.weight"], ["0.weight", "1.0.weight", "2.weight"]),
+        (["0", "2"], ["1.0.weight", "1.2.weight"]),
+        (["0", "0.weight"], ["1.0.weight", "1.2.weight", "2.weight"]),
+    ],
+)
+def test_keep_dense_takes_parameters_modules_and_globs(keep_dense: list[str], left: list[str]) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert names(nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 4)), keep_dense=keep_dense) == left
+
+
+def test_keep_dense_of_a_module_is_not_a_prefix_of_letters() -> None:
+    model = nn.ModuleDict({"fc": nn.Linear(4, 4), "fc2": nn.Linear(4, 4)})
+    assert names(model, keep_dense=["fc"]) == ["fc2.weight"]
+
+
+def test_keep_dense_takes_a_single_matrix_of_an_attention() -> None:
+    left = names(nn.MultiheadAttention(4, 2), keep_dense=["in_proj_weight[q]"])
+    assert left == ["in_proj_weight[k]", "in_proj_weight[v]", "out_proj.weight"]
+
+
+def test_keep_dense_may_name_what_is_dense_anyway() -> None:
+    assert names(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), keep_dense=["1", "0.bias"]) == ["0.weight"]
+
+
+def test_include_adds_parameters_of_other_modules() -> None:
+    assert names(Scaled()) == ["fc.weight"]
+    assert names(Scaled(), include=["matrix", "vector"]) == ["fc.weight", "matrix", "vector"]
+
+
+def test_include_adds_a_parameter_once_however_often_it_is_named() -> None:
+    assert names(Scaled(), include=["matrix", "mat*", "fc.weight"]) == ["fc.weight", "matrix"]
+
+
+def test_include_can_make_a_tied_embedding_sparse() -> None:
+    assert names(Language(tied=True), include=["embed"]) == ["body.weight", "embed.weight"]
+
+
+def test_include_refuses_a_single_number() -> None:
+    with pytest.raises(ValueError, match="'number', which is a single number"):
+        names(Scaled(), include=["number"])
+
+
+@pytest.mark.parametrize("argument", ["keep_dense", "include"])
+def test_a_name_that_matches_nothing_is_an_error_that_lists_some(argument: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{argument} has 'conv\*', which matches no parameter; there are weight, bias"
+    ):
+        names(nn.Linear(4, 4), **{argument: ["conv*"]})
+
+
+@pytest.mark.parametrize("argument", ["keep_dense", "include"])
+def test_a_bare_text_instead_of_a_list_is_an_error(argument: str) -> None:
+    with pytest.raises(ValueError, match=rf"{argument} is the text 'weight', but must be a list"):
+        names(nn.Linear(4, 4), **{argument: "weight"})
+
+
+def test_a_model_without_layers_has_nothing_to_prune() -> None:
+    with pytest.raises(ValueError, match="nothing to prune: it has no Linear, convolution or attention weight"):
+        names(nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)))
+
+
+def test_a_model_that_is_kept_dense_as_a_whole_has_nothing_to_prune() -> None:
+    with pytest.raises(ValueError, match="nothing to prune: all are in keep_dense"):
+        names(nn.Linear(4, 4), keep_dense=["*"])
+
+
+@pytest.mark.parametrize("argument", ["keep_dense", "include"])
+def test_names_may_be_an_iterator(argument: str) -> None:
+    expected = {"keep_dense": ["1.weight"], "include": ["0.weight", "1.weight", "0.bias"]}[argument]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    name = {"keep_dense": "0", "include": "0.bias"}[argument]
+    assert names(model, **{argument: (n for n in [name])}) == expected  # type: ignore[arg-type]
+
+
+NAMES = st.lists(st.text("ab.[]1*", max_size=6), max_size=12)
+
+
+@given(names=NAMES, patterns=st.lists(st.text("ab.[]1*?!-", max_size=5), max_size=6), data=st.data())
+def test_patterns_match_as_if_each_were_tried_on_each_name(names: list[str], patterns: list[str], data: Any) -> None:
+    some = data.draw(st.lists(st.sampled_from(names), max_size=3)) if names else []  # exact names, of which some match
+    patterns = [*patterns, *some]
+    expected = [[name for name in names if matches(name, pattern)] for pattern in patterns]
+    assert list(matching(patterns, names)) == expected
+
+
+def test_thousands_of_names_are_not_held_against_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(layers, "matches", lambda name, pattern: tried.append(name) or matches(name, pattern))
+    names = [f"blocks.{i}.weight" for i in range(5000)]
+    assert list(matching([*names, "blocks.4?.*"], names)) == [*([name] for name in names), names[40:50]]
+    assert len(tried) < 7000
+
+
+# Kinds of layers
+
+
+class Conv1D(nn.Module):
+    """Like that of transformers: a Linear stored (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class Experts(nn.Module):
+    """Like those of transformers: every expert's matrix in one parameter of three dimensions."""
+
+    def __init__(self, *, is_transposed: bool | None = None, hidden_size: int = 8, ffn: int = 6) -> None:
+        super().__init__()
+        self.num_experts, self.hidden_size = 3, hidden_size
+        if is_transposed is not None:
+            self.is_transposed = is_transposed
+        up, down = (2 * ffn, hidden_size), (hidden_size, ffn)
+        self.gate_up_proj = nn.Parameter(torch.randn(3, *(up[::-1] if is_transposed else up)))
+        self.down_proj = nn.Parameter(torch.randn(3, *(down[::-1] if is_transposed else down)))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(3, 2 * ffn))
+
+
+def test_bilinear_has_its_weight() -> None:
+    assert prunable_weights(nn.Bilinear(4, 5, 3)) == (Weight("weight", "weight", (3, 4, 5)),)
+
+
+def test_a_conv1d_of_transformers_is_known_to_be_stored_inputs_first() -> None:
+    assert prunable_weights(Conv1D(6, 4)) == (Weight("weight", "weight", (4, 6), transposed=True),)
+
+
+def test_each_expert_is_a_matrix() -> None:
+    assert prunable_weights(Experts()) == (
+        *(Weight(f"gate_up_proj[{i}]", "gate_up_proj", (12, 8), rows=(i, i + 1)) for i in range(3)),
+        *(Weight(f"down_proj[{i}]", "down_proj", (8, 6), rows=(i, i + 1)) for i in range(3)),
+    )
+    assert names(Experts(), keep_dense=["gate_up_proj[1]", "down_proj"]) == ["gate_up_proj[0]", "gate_up_proj[2]"]
+
+
+def test_an_expert_is_a_view_of_two_dimensions() -> None:
+    model = Experts()
+    weight = prunable_weights(model)[1]
+    assert torch.equal(weight.of(model.gate_up_proj), model.gate_up_proj[1])
+    assert weight.of(model.gate_up_proj).data_ptr() == model.gate_up_proj[1].data_ptr()
+
+
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_experts_say_whether_they_are_stored_inputs_first(is_transposed: bool) -> None:
+    assert {w.transposed for w in prunable_weights(Experts(is_transposed=is_transposed))} == {is_transposed}
+
+
+def test_experts_that_do_not_say_are_known_by_the_hidden_size() -> None:
+    model = Experts(is_transposed=True)
+    del model.is_transposed
+    assert {w.transposed for w in prunable_weights(model)} == {True}
+    assert {w.transposed for w in prunable_weights(Experts(ffn=4))} == {False}  # square
+
+
+def test_three_dimensions_without_a_number_of_experts_are_no_experts() -> None:
+    model = Experts()
+    del model.num_experts
+    with pytest.raises(ValueError, match="nothing to prune"):
+        names(model)
+
+
+def test_a_kind_of_layer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYERS, "scaled", lambda module, shapes: [Weight(n, n, shapes[n]) for n in shapes])
+    assert names(Scaled()) == ["matrix", "fc.weight"]

@@ -1,0 +1,231 @@
+"""Gradual grow-and-prune, by hand: its sparsities, its parts, its memory."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from plan_cases import phases_of
+from torch import nn
+
+import growprune as gp
+from growprune.engine.partitions import Balanced, parse_partition
+from growprune.masks.partition import Partition
+from growprune.methods import gradual_gap, parallel_gradual_gap
+from growprune.plan import Action, Fork, Part, Phase
+
+FOUR = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(4)))
+
+
+def lines(plan: Any) -> list[str]:
+    return [f"{stage}: {stage.iterations}" if isinstance(stage, Phase) else "fork" for stage in plan]
+
+
+def test_the_sparsity_rises_evenly_while_the_parts_grow_in_turns() -> None:
+    plan = gradual_gap(FOUR, sparsity=0.9, iterations=20, every=3, start=0.5, until=0.6, power=1)
+    assert lines(plan) == [
+        "prune all to 0.5 by random: 0",
+        "prune all to 0.5, grow S0 to dense: 3",
+        "prune all to 0.6, grow S1 to dense: 3",
+        "prune all to 0.7, grow S2 to dense: 3",
+        "prune all to 0.8, grow S3 to dense: 3",
+        "prune all to 0.9: 8",
+    ]
+
+
+def test_it_rises_evenly_and_three_fifths_of_the_weights_live_at_most_if_nothing_is_said() -> None:
+    plan = gradual_gap(FOUR, sparsity=0.8, iterations=12, every=6, until=1.0)
+    # a quarter is grown, and 0.4 are zero: 0.4 / 0.75 of the rest
+    assert lines(plan)[:3] == [
+        "prune all to 0.5333 by random: 0",
+        "prune all to 0.5333, grow S0 to dense within 0.6: 6",
+        "prune all to 0.6667, grow S1 to dense within 0.6: 6",
+    ]
+
+
+def test_a_model_that_cannot_keep_to_the_usual_peak_comes_as_near_as_it_can() -> None:
+    assert lines(gradual_gap(FOUR, sparsity=0.5, iterations=12))[0] == "prune all to 0.5 by random: 0"
+    whole = Partition((Part("S0", ("0.weight",)),))
+    assert lines(gradual_gap(whole, sparsity=0.5, iterations=12))[0] == "prune all to dense by random: 0"
+
+
+def test_it_rises_as_gmp_does_with_a_power_of_three() -> None:
+    plan = gradual_gap(FOUR, sparsity=0.9, iterations=12, every=6, start=0.1, until=1.0, power=3, control="start")
+    # half way, an eighth of the way is left: 0.9 - 0.8 / 8
+    assert lines(plan) == [
+        "prune all to 0.1 by random: 0",
+        "prune all to 0.1: 6",
+        "prune all to 0.8: 6",
+        "prune all to 0.9: 0",
+    ]
+
+
+def test_a_step_is_a_sixtieth_of_the_training_if_nothing_is_said() -> None:
+    plan = list(gradual_gap(FOUR, sparsity=0.9, iterations=6000))
+    assert [phase.iterations for phase in plan] == [0, *[100] * 45, 1500]  # type: ignore[union-attr]
+    assert not any(phase.restart for phase in plan)  # type: ignore[union-attr]
+
+
+def model() -> nn.Sequential:
+    """Layers of 24, 16, 8 and 4 weights: 52 in all."""
+    return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 2))
+
+
+def test_balanced_parts_take_the_largest_layer_first() -> None:
+    S = Partition.balanced(model(), 2)
+    assert [part.tensors for part in S] == [("0.weight", "0.bias", "3.weight", "3.bias"), S[1].tensors]
+    assert S.sizes == (28, 24)
+    assert S.largest_share == 28 / 52
+
+
+def test_parts_of_unknown_size_count_as_equal() -> None:
+    assert FOUR.largest_share == 0.25
+
+
+@pytest.mark.parametrize("control", [None, "peak"])
+@pytest.mark.parametrize("kappa", [1, 2, 4])
+def test_no_more_weights_live_than_the_peak_density_allows(kappa: int, control: Any) -> None:
+    net = nn.Sequential(*(nn.Linear(20, 20) for _ in range(4)))
+    sparse = gp.SparseModel(net, sparsity=0.9)
+    S = Partition.balanced(net, kappa)
+    peak = 1.0 if kappa == 1 else 0.75
+    plan = gradual_gap(S, sparsity=0.9, iterations=40, every=2, peak_density=peak, control=control)
+    alive = [sparse.num_alive / sparse.num_prunable for _ in phases_of(sparse, plan)]
+    assert max(alive[1:]) == pytest.approx(peak, abs=0.002)
+    assert alive[-1] == pytest.approx(0.1)
+
+
+def test_controls_never_grow_from_the_same_start_or_the_same_peak() -> None:
+    options: dict[str, Any] = {"sparsity": 0.9, "iterations": 8, "every": 4, "start": 0.4, "until": 1.0, "power": 1}
+    assert lines(gradual_gap(FOUR, **options, control="start")) == [
+        "prune all to 0.4 by random: 0",
+        "prune all to 0.4: 4",
+        "prune all to 0.65: 4",
+        "prune all to 0.9: 0",
+    ]
+    # 0.6 + 0.4 / 4 of the weights live at the peak
+    assert lines(gradual_gap(FOUR, **options, control="peak"))[:3] == [
+        "prune all to 0.3 by random: 0",
+        "prune all to 0.3: 4",
+        "prune all to 0.6: 4",
+    ]
+
+
+def test_a_peak_density_is_exact_for_parts_that_differ() -> None:
+    net = model()
+    sparse = gp.SparseModel(net, sparsity=0.75)
+    plan = gradual_gap(Partition.balanced(net, 2), sparsity=0.75, iterations=4, every=1, peak_density=0.8, until=1.0)
+    # 28 of 52 are grown: (1 - 0.8) / (1 - 28 / 52) of all are zero at first
+    assert str(next(iter(plan))) == "prune all to 0.4333 by random"
+    alive = [sparse.num_alive for _ in phases_of(sparse, plan)]
+    assert alive[1] == 28 + 9 + 5  # of 16 and 8, as many as rounding leaves; 0.8 of 52 is 41.6
+
+
+def test_the_parallel_form_rises_as_the_other_does() -> None:
+    def sparsities(method: Any) -> list[float]:
+        stages = method(FOUR, sparsity=0.9, iterations=40, every=5)
+        edits = [edit for stage in stages if isinstance(stage, Phase) for edit in stage.edits]
+        return [edit.to for edit in edits if edit.action is Action.PRUNE]
+
+    assert sparsities(parallel_gradual_gap) == sparsities(gradual_gap)
+
+
+def test_each_machine_of_the_parallel_form_grows_another_part() -> None:
+    plan = list(parallel_gradual_gap(FOUR, sparsity=0.9, iterations=10, every=4, start=0.5, until=0.8, power=1))
+    assert lines(plan) == [
+        "prune all to 0.5 by random: 0",
+        "prune all to 0.5: 0",
+        "fork",
+        "prune all to 0.7: 0",
+        "fork",
+        "prune all to 0.9: 2",
+    ]
+    forks = [stage for stage in plan if isinstance(stage, Fork)]
+    assert [[str(branch.phase) for branch in fork.branches] for fork in forks] == [
+        [f"grow S{i} to dense" for i in range(4)]
+    ] * 2
+    assert all(branch.phase.iterations == 4 for fork in forks for branch in fork.branches)
+
+
+@pytest.mark.parametrize("option", [{}, {"start": 0.2}, {"peak_density": 0.9}])
+def test_sparsity_never_falls(option: dict[str, float]) -> None:
+    plan = gradual_gap(FOUR, sparsity=0.3, iterations=100, **option)
+    asked = [phase.edits[0].to for phase in plan]  # type: ignore[union-attr]
+    assert all(a <= b for a, b in pairwise(asked))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start": 0.95}, "start is 0.95, but the sparsity to reach is 0.9: give at most that"),
+        ({"start": 0.5, "peak_density": 0.6}, "start is 0.5 and peak_density is 0.6: give one of the two"),
+        ({"peak_density": 0.3}, "a part of 0.25 of the weights grown at a sparsity of 0.9, up to 0.325 of them live"),
+        ({"peak_density": 1.5}, "peak_density is 1.5"),
+        ({"every": 0}, "every is 0"),
+        ({"power": 0}, "power is 0"),
+        ({"control": "both"}, "control is 'both', but must be 'start', 'peak', or None"),
+        ({"until": 1.2}, "until is 1.2"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(gp.GrowpruneError, match=message):
+        gradual_gap(FOUR, sparsity=0.9, iterations=100, **options)
+
+
+def test_a_partition_can_be_written_as_text() -> None:
+    assert parse_partition("balanced(3)") == Balanced(3) == gp.balanced(3)
+    assert parse_partition("per_layer()") == gp.per_layer()
+    assert parse_partition('named([["0", "1"], ["2"]])') == gp.named([["0", "1"], ["2"]])
+
+
+@pytest.mark.parametrize("text", ["balanced", "balanced(x)", "balanced(1, 2)", "thirds(3)", "balanced(4))"])
+def test_a_text_that_is_no_partition_says_which_are(text: str) -> None:
+    with pytest.raises(gp.GrowpruneError, match=r"must be contiguous\(4\), balanced\(4\)"):
+        parse_partition(text)
+
+
+def test_balanced_refuses_more_parts_than_layers() -> None:
+    with pytest.raises(gp.GrowpruneError, match="kappa is 5, but the model has 4 layers: give at most 4"):
+        Partition.balanced(model(), 5)
+
+
+@pytest.mark.parametrize("method", [gradual_gap, parallel_gradual_gap])
+@pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.6, 0.9, 0.95, 2 / 3])
+def test_the_least_peak_that_a_refusal_names_is_accepted(method: Any, sparsity: float) -> None:
+    for sizes in [(28, 24), (7, 3, 1), (1, 1, 1), (11, 5, 5, 1)]:
+        parts = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(len(sizes))), sizes)
+        with pytest.raises(gp.GrowpruneError, match="live: give at least that") as refusal:
+            method(parts, sparsity=sparsity, iterations=100, peak_density=0.01)
+        named = re.search(r"up to ([0-9.]+) of them live", str(refusal.value))
+        assert named
+        assert 0 <= float(named[1]) - (1 - sparsity * (1 - parts.largest_share)) < 1.1e-4
+        assert len(list(method(parts, sparsity=sparsity, iterations=100, peak_density=float(named[1])))) > 2
+
+
+def test_growth_keeps_to_the_peak_as_it_was_given() -> None:
+    """Not to 1 - (1 - 0.45) / (1 - 1/3) (1 - 1/3), which is a little less."""
+    parts = Partition(FOUR[:3])
+    phases = list(gradual_gap(parts, sparsity=0.9, iterations=12, peak_density=0.45))
+    assert {edit.within for phase in phases for edit in phase.edits[1:]} == {0.45}  # type: ignore[union-attr]
+
+
+def test_a_pattern_that_a_first_mask_cannot_have_names_the_options_that_make_it() -> None:
+    """0.4 / 0.9 are zero at first, and of four weights two have to be."""
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
+    parts = Partition.balanced(net, 10)
+    sparse = gp.SparseModel(net, sparsity=0.9, pattern="2:4", allocation="global")
+    with pytest.raises(gp.GrowpruneError) as refusal:
+        next(sparse.follow(gradual_gap(parts, sparsity=0.9, iterations=60)))
+    assert str(refusal.value) == (
+        "phase 0 (stage 0: prune all to 0.4444 by random), at iteration 0: sparsity is 0.4444, but pattern 2:4 lets at "
+        "most 0.5 of the weights live: give a sparsity of at least 0.5; a method whose sparsity rises is told so by "
+        "`start`, or by a lower `peak_density`"
+    )
+    for options in ({"start": 0.5}, {"peak_density": 0.55}):  # 0.45 / 0.9 are a half, to a float's last digit
+        assert next(
+            gp.SparseModel(net, sparsity=0.9, pattern="2:4").follow(
+                gradual_gap(parts, sparsity=0.9, iterations=60, **options)
+            )
+        )

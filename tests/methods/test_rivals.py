@@ -1,0 +1,439 @@
+"""The rivals of grow-and-prune, each against its paper's formula worked out by hand on a few numbers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import Optimize, adamw, all_of, check_same_bits, sgd, small_net, train_step
+from test_scores import splitmix
+from torch import Tensor, nn
+
+from growprune.errors import GrowpruneError
+from growprune.masks.partition import Partition
+from growprune.masks.scores import salt_of
+from growprune.masks.selection import num_kept
+from growprune.methods import acdc, admm, gmp, rigl, set_, static_random
+from growprune.methods.admm import Admm
+from growprune.plan import Action, By, Part, Phase, grow, prune
+from growprune.sparse.cursor import Cursor
+from growprune.sparse.model import SparseModel
+
+S = Partition((Part("S0", ("weight",)),))
+ALL = S.whole
+
+
+class Eight(nn.Module):
+    """Eight weights, whose loss can be given any gradient."""
+
+    def __init__(self, *values: float) -> None:
+        super().__init__()
+        self.in_features = len(values)  # so that its weight is one of a layer
+        self.weight = nn.Parameter(torch.tensor([values]))
+
+    def forward(self, gradient: list[float]) -> Tensor:
+        return (self.weight * torch.tensor([gradient])).sum()
+
+
+def alive(sparse: SparseModel) -> list[int]:
+    return sparse.mask("weight").int().flatten().tolist()
+
+
+def still(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that steps and changes nothing."""
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def pass_one(model: nn.Module, optimizer: torch.optim.Optimizer, gradient: list[float]) -> None:
+    optimizer.zero_grad()
+    model(gradient).backward()
+    optimizer.step()
+
+
+# Gradual magnitude pruning
+
+
+def test_gmp_says_the_cubic_of_the_paper() -> None:
+    """s_t = 0.8 (1 - (1 - (t - 2) / 10)^3) at t = 2, 4, ..., 12."""
+    plan = list(gmp(S, sparsity=0.8, iterations=16, every=2, begin=0.125, until=0.75))
+    assert [(stage.iterations, len(stage.edits)) for stage in plan] == [(2, 0), *[(2, 1)] * 5, (4, 1)]
+    targets = [stage.edits[0].to for stage in plan[1:]]
+    assert targets == pytest.approx([0.0, 0.3904, 0.6272, 0.7488, 0.7936, 0.8], abs=1e-12)
+    assert targets[-1] == 0.8
+    assert {(edit.action, edit.part, edit.by) for stage in plan for edit in stage.edits} == {
+        (Action.PRUNE, ALL, By.MAGNITUDE)
+    }
+
+
+def test_gmp_may_begin_with_a_random_sparse_mask() -> None:
+    """s_t = 0.8 + (0.4 - 0.8) (1 - (t - 2) / 10)^3 at t = 2, 4, ..., 12."""
+    plan = list(gmp(S, sparsity=0.8, start=0.4, iterations=16, every=2, begin=0.125, until=0.75))
+    assert [str(edit) for edit in plan[0].edits] == ["prune all to 0.4 by random"]
+    targets = [stage.edits[0].to for stage in plan[1:]]
+    assert targets == pytest.approx([0.4, 0.5952, 0.7136, 0.7744, 0.7968, 0.8], abs=1e-12)
+    assert [stage.iterations for stage in plan] == [2, 2, 2, 2, 2, 2, 4]
+
+
+def test_gmp_refuses_to_begin_sparser_than_it_ends() -> None:
+    with pytest.raises(GrowpruneError, match=r"^start is 0.9, but the sparsity to reach is 0.8: give at most that$"):
+        gmp(S, sparsity=0.8, start=0.9, iterations=16)
+
+
+def test_gmp_prunes_eight_weights_by_its_cubic() -> None:
+    model = Eight(0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8)
+    sparse = SparseModel(model, sparsity=0.8)
+    cursor = Cursor(sparse, gmp(S, sparsity=0.8, iterations=16, every=2, begin=0.125, until=0.75))
+    masks = {}
+    for iteration in range(16):
+        cursor.advance(iteration)
+        masks[iteration] = alive(sparse)
+    # 8 (1 - s) is 8, 8, 4.88, 2.98, 2.01, 1.65, 1.6
+    assert masks[0] == masks[3] == [1, 1, 1, 1, 1, 1, 1, 1]
+    assert masks[4] == masks[5] == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert masks[6] == masks[7] == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert masks[8] == masks[15] == [0, 0, 0, 0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "erk", "global"])
+def test_gmp_follows_its_cubic_at_every_edit(allocation: str) -> None:
+    model = small_net()
+    sparse = SparseModel(model, sparsity=0.9, allocation=allocation)
+    cursor = Cursor(sparse, gmp(Partition.per_layer(model), sparsity=0.9, iterations=40, every=3))
+    optimizer = cursor.attach(sgd(model.parameters()))
+    cubic = {t: 0.9 * (1 - (1 - (t - 4) / 26) ** 3) for t in range(4, 30, 3)} | {30: 0.9}
+    assert len(cubic) == 10
+    target = 0.0
+    for iteration in range(40):
+        target = cubic.get(iteration, target)
+        sizes = [w.numel for w in sparse.weights] if allocation == "uniform" else [sparse.num_prunable]
+        assert sparse.num_alive == sum(num_kept(target, size) for size in sizes)
+        train_step(model, optimizer, iteration)
+    assert cursor.is_over
+    assert sparse.num_alive == sum(num_kept(0.9, size) for size in sizes)
+
+
+def test_gmp_with_one_edit_is_one_shot_pruning() -> None:
+    assert list(gmp(S, sparsity=0.5, iterations=4, every=9, begin=0.5, until=0.5)) == [
+        Phase(iterations=2),
+        Phase(prune(ALL, to=0.5), iterations=2),
+    ]
+
+
+def layers(*shapes: tuple[int, int]) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(columns, rows) for rows, columns in shapes)
+
+
+def counts(sparse: SparseModel) -> list[int]:
+    return [sparse.alive_in(weight) for weight in sparse.weights]
+
+
+def test_where_erk_rounds_a_layer_up_as_sparsity_rises_another_layer_gives_one() -> None:
+    model = layers((5, 4), (6, 3), (6, 3), (4, 3))
+    sparse = SparseModel(model, sparsity=0.2647, allocation="erk")
+    sparse.prune(to=0.25)
+    assert counts(sparse) == [14, 14, 13, 10]  # 51 of 68
+    whole = Partition.contiguous(model, 1).whole
+    assert [pool.kept for pool in sparse.editor.counts.pools(prune(whole, to=0.2647))] == [13, 13, 13, 11]  # 50
+    assert sparse.can_be_pruned
+    with sparse.pruned():
+        assert counts(sparse) == [14, 13, 13, 10]
+    sparse.prune()
+    assert counts(sparse) == [14, 13, 13, 10]
+
+
+@pytest.mark.filterwarnings("ignore:no weight lives in")
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6),
+    st.lists(st.floats(0.001, 0.99), min_size=50, max_size=50),
+)
+def test_erk_with_a_rising_sparsity_never_fails_by_rounding(
+    shapes: list[tuple[int, int]], sparsities: list[float]
+) -> None:
+    sparse = SparseModel(layers(*shapes), sparsity=0.5, allocation="erk")
+    for sparsity in sorted(sparsities):
+        sparse.prune(to=sparsity)
+        assert sparse.num_alive == num_kept(sparsity, sparse.num_prunable)
+
+
+# RigL and SET
+
+
+def test_rigl_swaps_a_share_that_falls_with_a_cosine() -> None:
+    """alpha/2 (1 + cos(pi t / T_end)), alpha = 0.3, T_end = 12: at t = 3, 6, 9 the cosine is 0.7071, 0, -0.7071."""
+    plan = list(rigl(S, sparsity=0.5, iterations=16, every=3))
+    assert plan[0] == Phase(prune(ALL, to=0.5, by=By.RANDOM), iterations=3)
+    shares = [stage.edits[0].share for stage in plan[1:4]]
+    assert shares == pytest.approx([0.256066017, 0.15, 0.043933983], abs=1e-9)
+    for stage, share in zip(plan[1:4], shares, strict=True):
+        assert stage == Phase(prune(ALL, share=share), grow(ALL, to=0.5, by=By.GRADIENT), iterations=3)
+    assert plan[4:] == [Phase(iterations=3), Phase(iterations=1)]
+
+
+def test_set_is_rigl_that_grows_at_random() -> None:
+    ours, rigls = (list(method(S, sparsity=0.5, iterations=16, every=3)) for method in (set_, rigl))
+    assert ours[0] == rigls[0]
+    for our, their in zip(ours[1:4], rigls[1:4], strict=True):
+        assert our == Phase(their.edits[0], grow(ALL, to=0.5, by=By.RANDOM), iterations=3)
+    assert ours[4:] == rigls[4:]
+
+
+WEIGHTS = (0.9, -0.1, 0.4, -0.2, 0.5, 0.5, 0.5, 0.5)
+"""Of which the first four live."""
+FIRST_FOUR = [1, 1, 1, 1, 0, 0, 0, 0]
+
+
+def one_swap(
+    by: By, gradient: list[float], *, storage: str = "masked", share: float = 0.5
+) -> tuple[SparseModel, Eight]:
+    """Four of eight weights live; one iteration with a gradient, then a swap of a share of them."""
+    model = Eight(*WEIGHTS)
+    sparse = SparseModel(model, sparsity=0.5, storage=storage)
+    state = sparse.state_dict()
+    state["masks"]["weight"] = torch.tensor([0b00001111], dtype=torch.uint8)
+    sparse.load_state_dict(state)
+    plan = [Phase(iterations=1), Phase(prune(ALL, share=share), grow(ALL, to=0.5, by=by), iterations=1)]
+    cursor = Cursor(sparse, plan)
+    optimizer = cursor.attach(still(model))
+    assert alive(sparse) == FIRST_FOUR
+    pass_one(model, optimizer, gradient)
+    return sparse, model
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_rigl_drops_the_smallest_and_grows_those_of_the_largest_gradient(storage: str) -> None:
+    # of four alive half are dropped, -0.1 and -0.2; of the six that do not live then, |-7| and |5| are the largest
+    sparse, model = one_swap(By.GRADIENT, [9, 1, 8, 2, 3, -7, 5, 0], storage=storage)
+    assert alive(sparse) == [1, 0, 1, 0, 0, 1, 1, 0]
+    assert model.weight.tolist() == [[pytest.approx(0.9), 0, pytest.approx(0.4), 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_weight_that_rigl_drops_may_come_back_and_starts_from_zero(storage: str) -> None:
+    sparse, model = one_swap(By.GRADIENT, [0, 6, 0, 1, 3, 2, -5, 0], storage=storage)
+    assert alive(sparse) == [1, 1, 1, 0, 0, 0, 1, 0]
+    assert model.weight.tolist() == [[pytest.approx(0.9), 0, pytest.approx(0.4), 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_rigl_rounds_the_number_it_swaps_down(storage: str) -> None:
+    sparse, _ = one_swap(By.GRADIENT, [0, 0, 0, 0, 3, -7, 5, 0], storage=storage, share=0.49)
+    assert alive(sparse) == [1, 0, 1, 1, 0, 1, 0, 0]  # 0.49 x 4 = 1.96: one is dropped
+    sparse, _ = one_swap(By.GRADIENT, [0, 0, 0, 0, 3, -7, 5, 0], storage=storage, share=0.24)
+    assert alive(sparse) == FIRST_FOUR  # 0.24 x 4 = 0.96: none is
+
+
+def test_set_drops_the_smallest_and_grows_as_many_at_random() -> None:
+    sparse, model = one_swap(By.RANDOM, [9, 1, 8, 2, 3, -7, 5, 0])
+    mask = alive(sparse)
+    assert (mask[0], mask[2], sum(mask)) == (1, 1, 4)
+    assert model.weight.count_nonzero() == 2
+    numbers = {i: splitmix(i, salt_of(0, 1, "weight")) for i in (1, 3, 4, 5, 6, 7)}  # seed 0; the swap's second edit
+    drawn = sorted(numbers, key=lambda i: numbers[i])[-2:]
+    assert mask == [int(i in (0, 2, *drawn)) for i in range(8)]
+
+
+def test_set_grows_every_position_as_often() -> None:
+    counts = torch.zeros(6)
+    for seed in range(300):
+        sparse = SparseModel(nn.Linear(6, 1), sparsity=0.5, seed=seed)
+        sparse.prune(by=By.RANDOM)
+        counts += sparse.mask("weight")[0]
+    assert counts.sum() == 900
+    assert float(((counts - 150) ** 2 / 75).sum()) < 25  # chi-square, 5 degrees: once in 10,000
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "erk", "global"])
+@pytest.mark.parametrize("pattern", ["unstructured", "1x4", "2:4"])
+@pytest.mark.parametrize("method", [rigl, set_])
+def test_the_number_of_live_weights_is_exact_at_every_iteration(method: Any, pattern: str, allocation: str) -> None:
+    model = small_net()
+    sparse = SparseModel(model, sparsity=0.75, allocation=allocation, pattern=pattern)
+    cursor = Cursor(sparse, method(Partition.per_layer(model), sparsity=0.75, iterations=24, every=2, drop=0.5))
+    optimizer = cursor.attach(sgd(model.parameters()))
+    masks = sparse.masks
+    assert sparse.num_prunable == 288 + 1152 + 64
+    for iteration in range(24):
+        assert sparse.num_alive == 376
+        assert sum(int(p.count_nonzero()) for p in model.parameters() if p.dim() > 1) <= 376
+        train_step(model, optimizer, iteration)
+    assert cursor.is_over
+    assert sparse.num_alive == 376
+    assert any(not torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
+
+
+ITERATIONS = 30
+
+
+def run_rigl(storage: str, optimize: Optimize, *, batches: int, clip: float | None, **options: Any) -> dict[str, Any]:
+    """RigL over 30 iterations with a swap every 5, all that there is after each swap."""
+    accumulate, dtype = options.pop("accumulate"), options.pop("dtype", torch.float32)
+    model = small_net(dtype)
+    sparse = SparseModel(model, sparsity=0.75, storage=storage, **options)
+    plan = rigl(Partition.per_layer(model), sparsity=0.75, iterations=ITERATIONS, every=5, drop=0.5, until=1.0)
+    cursor = Cursor(sparse, plan, accumulate=accumulate)
+    optimizer = cursor.attach(optimize(model.parameters()))
+    seen = {"0": all_of(sparse, optimizer)}
+    for iteration in range(ITERATIONS):
+        train_step(model, optimizer, iteration, batches=batches, clip=clip)
+        if (iteration + 1) % 5 == 0:
+            seen[str(iteration + 1)] = all_of(sparse, optimizer)
+    masks = [seen[key]["masks"]["3.weight"] for key in seen]
+    assert sum(not torch.equal(a, b) for a, b in itertools.pairwise(masks)) >= 4, "nothing was swapped"
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("allocation", "pattern", "optimize", "batches"),
+    [  # of all 36, nine in which any two settings meet
+        ("uniform", "unstructured", sgd, 1),
+        ("uniform", "1x4", adamw, 2),
+        ("uniform", "2:4", sgd, 2),
+        ("erk", "unstructured", adamw, 2),
+        ("erk", "1x4", sgd, 1),
+        ("erk", "2:4", adamw, 1),
+        ("global", "unstructured", sgd, 2),
+        ("global", "1x4", adamw, 1),
+        ("global", "2:4", adamw, 2),
+    ],
+)
+def test_rigl_with_compact_storage_is_rigl_with_masks_bit_for_bit(
+    allocation: str, pattern: str, optimize: Optimize, batches: int
+) -> None:
+    options: dict[str, Any] = {"batches": batches, "clip": 0.01, "accumulate": 1 if batches == 1 else None}
+    options |= {"pattern": pattern, "allocation": allocation}
+    check_same_bits(run_rigl("compact", optimize, **options), run_rigl("masked", optimize, **options))
+
+
+@pytest.mark.parametrize(("accumulate", "batches"), [(1, 1), (None, 1), (2, 2)])
+def test_rigl_without_clipping_is_the_same_in_both_storages(accumulate: int | None, batches: int) -> None:
+    options: dict[str, Any] = {"batches": batches, "clip": None, "accumulate": accumulate}
+    check_same_bits(run_rigl("compact", sgd, **options), run_rigl("masked", sgd, **options))
+
+
+@pytest.mark.parametrize("accumulate", [1, None])
+@pytest.mark.parametrize("allocation", ["erk", "global"])
+def test_rigl_in_float64_is_the_same_in_both_storages(allocation: str, accumulate: int | None) -> None:
+    options: dict[str, Any] = {"batches": 1, "clip": None, "accumulate": accumulate, "allocation": allocation}
+    options["dtype"] = torch.float64
+    check_same_bits(run_rigl("compact", sgd, **options), run_rigl("masked", sgd, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_growth_by_gradient_never_drops_a_live_weight_however_large_the_gradient(
+    storage: str, dtype: torch.dtype
+) -> None:
+    model = Eight(*WEIGHTS).to(dtype)
+    sparse = SparseModel(model, sparsity=0.5, storage=storage)
+    sparse.prune()
+    assert alive(sparse) == [1, 0, 0, 0, 1, 1, 1, 0]
+    largest = torch.finfo(dtype).max
+    huge = torch.tensor([[0, largest, -largest, 0, 0, 0, 0, largest]], dtype=dtype)
+    sparse.score(By.GRADIENT, [lambda: (model.weight * huge).sum()])
+    sparse.grow(to=0.25, by=By.GRADIENT)
+    assert alive(sparse) == [1, 1, 1, 0, 1, 1, 1, 0]
+
+
+# AC/DC
+
+
+def test_acdc_of_a_hundred_epochs_is_the_schedule_of_the_paper() -> None:
+    """Dense to 10, sparse and dense by fives to 75, dense to 85, sparse to 100."""
+    sparse, dense = prune(ALL, to=0.9), grow(ALL)
+    assert list(acdc(S, sparsity=0.9, iterations=100)) == [
+        Phase(iterations=10),
+        Phase(sparse, iterations=5),  # 10
+        Phase(dense, iterations=5),  # 15
+        Phase(sparse, iterations=5),  # 20
+        Phase(dense, iterations=5),  # 25
+        Phase(sparse, iterations=5),  # 30
+        Phase(dense, iterations=5),  # 35
+        Phase(sparse, iterations=5),  # 40
+        Phase(dense, iterations=5),  # 45
+        Phase(sparse, iterations=5),  # 50
+        Phase(dense, iterations=5),  # 55
+        Phase(sparse, iterations=5),  # 60
+        Phase(dense, iterations=5),  # 65
+        Phase(sparse, iterations=5),  # 70
+        Phase(dense, iterations=10),  # 75
+        Phase(sparse, iterations=15),  # 85
+    ]
+
+
+def test_acdc_masks_of_six_weights() -> None:
+    model = Eight(0.1, -0.2, 0.3, -0.4, 0.5, -0.6)
+    sparse = SparseModel(model, sparsity=0.5)
+    cursor = Cursor(sparse, acdc(S, sparsity=0.5, iterations=8, every=2, begin=0.25, until=0.75, dense_until=0.875))
+    masks = []
+    for iteration in range(8):
+        cursor.advance(iteration)
+        masks.append(alive(sparse))
+        with torch.no_grad():
+            model.weight += 1.0  # as training would
+        sparse.enforce()
+    whole, half = [1] * 6, [1, 0, 1, 0, 1, 0]  # after two iterations, those that were positive are the largest
+    assert masks == [whole, whole, half, half, whole, whole, whole, half]
+
+
+@pytest.mark.parametrize("begin", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("until", [0.0, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("dense_until", [0.0, 0.5, 0.85, 1.0])
+def test_acdc_trains_as_long_as_it_is_told_whatever_the_shares(begin: float, until: float, dense_until: float) -> None:
+    if begin > until:
+        pytest.skip("refused")
+    plan = acdc(S, sparsity=0.9, iterations=33, every=4, begin=begin, until=until, dense_until=dense_until)
+    assert sum(stage.iterations for stage in plan) == 33
+    assert plan[-1].edits == (prune(ALL, to=0.9),)
+
+
+@pytest.mark.parametrize("method", [acdc, admm, gmp])
+def test_what_ends_before_it_begins_is_refused(method: Any) -> None:
+    with pytest.raises(GrowpruneError, match=r"^begin is 0.8, but until is 0.5: give a begin of at most until$"):
+        method(S, sparsity=0.9, iterations=10, begin=0.8, until=0.5)
+
+
+@pytest.mark.parametrize("method", [acdc, admm, gmp, rigl, set_, static_random])
+@pytest.mark.parametrize("iterations", [-1, 2.5, None, True])
+def test_iterations_that_are_no_count_are_refused(method: Any, iterations: Any) -> None:
+    with pytest.raises(GrowpruneError, match=f"^iterations is {iterations}, but must be a whole number of at least 0$"):
+        method(S, sparsity=0.9, iterations=iterations)
+
+
+# A random mask that stays
+
+
+def test_static_random_is_one_phase() -> None:
+    assert list(static_random(S, sparsity=0.75, iterations=6)) == [
+        Phase(prune(ALL, to=0.75, by=By.RANDOM), iterations=6)
+    ]
+
+
+def test_static_random_looks_at_no_weight_and_never_changes() -> None:
+    masks = []
+    for values in (range(8), range(8, 0, -1)):
+        model = Eight(*map(float, values))
+        sparse = SparseModel(model, sparsity=0.75)
+        cursor = Cursor(sparse, static_random(S, sparsity=0.75, iterations=3))
+        optimizer = cursor.attach(torch.optim.SGD(model.parameters(), lr=1.0))
+        for _ in range(3):
+            masks.append(alive(sparse))
+            pass_one(model, optimizer, [1.0] * 8)
+        assert cursor.is_over
+        assert model.weight.flatten().tolist() == [m * (v - 3) for m, v in zip(masks[-1], values, strict=True)]
+    assert masks == [[0, 1, 0, 1, 0, 0, 0, 0]] * 6
+
+
+# ADMM
+
+
+def test_admm_is_three_phases_of_which_one_has_a_rule() -> None:
+    assert list(admm(S, sparsity=0.75, iterations=20, every=2, rho=0.1)) == [
+        Phase(iterations=8),
+        Phase(iterations=7, rule=Admm(ALL, to=0.75, rho=0.1, every=2)),
+        Phase(prune(ALL, to=0.75), iterations=5),
+    ]

@@ -1,0 +1,329 @@
+"""Recipes: every row of the paper is there and says what it expects; every tiny one runs, resumes, ends as stated."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paths import ROOT
+from small_data import EVERY_MAKER, MAKERS
+
+import growprune as gp
+from growprune import engine
+from growprune.engine.cost import estimate
+from growprune.engine.recipe import Recipe
+from growprune.recipes import RECIPES, find
+from growprune.tasks.segmentation.shapenet import NAME
+
+EXPERIMENTS = ROOT / "experiments"
+PAPER = [name for name in RECIPES if re.match(r"\w+-(imagenet|coco|shapenet|wmt14)/", name)]
+TINY = [name for name in RECIPES if re.match(r"\w+-tiny/", name)]
+METHOD_OF = {"cyclic": "cyclic_gap", "parallel": "parallel_gap", "random": "random_gap", "set": "set_"}
+METHOD_OF |= {"gradual": "gradual_gap"}
+METHOD_OF |= {"static": "static_random", "str": "str_", "one-shot": "one_shot", "iterative-admm": "iterative_admm"}
+"""What a row calls a method that has another name."""
+
+
+def one_of_each_kind(names: list[str]) -> list[str]:
+    """One row of each method and task, no long form; and of each number of parts, pattern and scope, in some task.
+
+    That all the others can be built, and what they cost, the test before the runs sees.
+    """
+    chosen = {}
+    for name in names:
+        task, method = name.partition("-")[0], re.split(r"-\d", name.partition("/")[2])[0]
+        if not re.search(r"-\d+x$", name):
+            extra = re.search(r"kappa1|kappa6|1x8|sparse-fc", name)
+            chosen.setdefault(extra[0] if extra else (task, method), name)
+            if name.endswith("cyclic-90-uniform"):  # which is cut and resumed
+                chosen[task, method] = name
+    return list(chosen.values())
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield {task: str(make(tmp_path_factory.mktemp(task))) for task, make in EVERY_MAKER.items()}
+
+
+def with_data(name: str, data: dict[str, str]) -> Recipe:
+    recipe = find(name)
+    return replace(recipe, task=replace(recipe.task, data=data[name.partition("-")[0]]))
+
+
+@pytest.mark.parametrize(
+    "name, epochs",
+    {
+        "classification-imagenet/dense": 250,
+        "classification-imagenet/cyclic-80-uniform": 990,
+        "classification-imagenet/cyclic-90-global": 990,
+        "classification-imagenet/cyclic-90-uniform-kappa1": 990,
+        "classification-imagenet/random-90-global": 990,
+        "classification-imagenet/parallel-90-uniform": 1110,
+        "detection-coco/cyclic-90-uniform": 1345,
+        "segmentation-shapenet/cyclic-90-uniform": 1250,
+        "segmentation-shapenet/parallel-90-uniform": 1250,
+        "translation-wmt14/one-shot-80-uniform": 80,
+        "translation-wmt14/cyclic-90-uniform-kappa6": 340,
+        "translation-wmt14/parallel-80-uniform": 340,
+    }.items(),
+)
+def test_epochs_are_counted_as_the_paper_does(name: str, epochs: int) -> None:
+    recipe = find(name)
+    assert estimate(recipe).epochs == epochs
+    assert f"; {epochs} epochs; machines of 8 V100" in recipe.claim
+
+
+@pytest.mark.parametrize(
+    "name, epochs",
+    {
+        "classification-imagenet/snip-80-uniform": 100,
+        "classification-imagenet/set-90-uniform-12x": 1200,
+        "classification-imagenet/rigl-80-erk-5x": 500,
+        "classification-imagenet/gmp-80-global": 135,
+        "classification-imagenet/grasp-90-global": 150,
+        "classification-imagenet/iterative-admm-80-uniform": 750,
+        "classification-imagenet/iterative-admm-90-uniform": 1250,
+        "classification-cifar10/gmp-80-global": 60,
+        "classification-cifar10/iterative-admm-90-uniform": 60,
+        "classification-cifar10/rigl-80-erk-5x": 300,
+        "detection-coco/iterative-90-uniform": 390,
+        "detection-bccd/iterative-90-uniform": 120,
+        "segmentation-shapenet/iterative-admm-90-uniform": 1250,
+        "segmentation-subset/iterative-admm-90-uniform": 60,
+    }.items(),
+)
+def test_a_rival_trains_as_long_as_in_the_paper_or_as_all_others_in_small(name: str, epochs: int) -> None:
+    recipe = find(name)
+    assert recipe.options["epochs"] == epochs
+    assert f"; {epochs} epochs; " in recipe.claim
+
+
+def test_every_rival_of_table_1_has_its_row() -> None:
+    """By the lines of Table 1: how the row is called, the sparsities' top-1, and the total of epochs."""
+    for row, found, epochs in (
+        ("iterative-admm-{}-uniform", ("77.1", "75.8"), (750, 1250)),
+        ("snip-{}-uniform", ("72.0", "67.2"), (100, 100)),
+        ("set-{}-uniform", ("72.9", "69.6"), (100, 100)),
+        ("set-{}-uniform-12x", ("76.4", "74.5"), (1200, 1200)),
+        ("rigl-{}-uniform", ("74.6", "72.0"), (100, 100)),
+        ("rigl-{}-uniform", ("74.6", "72.5"), (100, 100)),  # the authors' own
+        ("rigl-{}-uniform-5x", ("76.6", "75.7"), (500, 500)),
+        ("rigl-{}-uniform-5x", ("76.9", "75.6"), (500, 500)),
+        ("rigl-{}-uniform-12x", ("77.1", "76.0"), (1200, 1200)),
+        ("gmp-{}-global", ("76.5", "75.0"), (135, 135)),
+        ("snip-{}-global", ("69.7", "61.9"), (100, 100)),
+        ("grasp-{}-global", ("72.1", "68.1"), (150, 150)),
+        ("set-{}-erk", ("72.6", "70.4"), (100, 100)),
+        ("dsr-{}-global", ("73.3", "71.6"), (100, 100)),
+        ("rigl-{}-erk", ("75.1", "73.0"), (100, 100)),
+        ("rigl-{}-erk", ("75.4", "73.9"), (100, 100)),
+        ("rigl-{}-erk-5x", ("77.1", "76.4"), (500, 500)),
+        ("rigl-{}-erk-5x", ("77.4", "76.3"), (500, 500)),
+        ("rigl-{}-erk-12x", ("77.4", "76.8"), (1200, 1200)),
+    ):
+        for percent, top1, total in zip((80, 90), found, epochs, strict=True):
+            claim = find(f"classification-imagenet/{row.format(percent)}").claim
+            assert f"Table 1, {row.split('-')[0].replace('iterative', 'prune')}" in claim
+            assert f"{percent} %" in claim
+            assert re.search(rf"top-1.* {top1}\b.*; {total} epochs;", claim), claim
+
+
+def test_long_forms_have_a_cosine_and_mixup() -> None:
+    short, long = (find(f"classification-imagenet/rigl-80-erk{times}") for times in ("", "-5x"))
+    assert (short.lr_schedule.shape, long.lr_schedule.shape) == ("step", "cosine")
+    assert (vars(short.task)["mixup"], vars(long.task)["mixup"]) == (0.0, 0.2)
+    assert (short.keep_dense, find("classification-imagenet/rigl-80-uniform").keep_dense) == ((), ("conv1", "fc"))
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_row_of_the_paper_says_what_it_expects_and_is_what_its_name_says(name: str) -> None:
+    recipe = find(name)
+    assert re.search(r"Table|Ablation|paper does not have", recipe.claim)
+    row = name.partition("/")[2]
+    if row == "dense":
+        assert recipe.sparsity == 0
+        return
+    method, sparsity, allocation = re.match(r"(.+?)-(\d+)-(\w+)", row).groups()  # type: ignore[union-attr]
+    assert recipe.method.__name__ == METHOD_OF.get(method, method)
+    assert (recipe.sparsity, recipe.allocation) == (int(sparsity) / 100, allocation)
+    assert recipe.pattern == ("1x8" if row.endswith("1x8") else "unstructured")
+    if found := re.search(r"kappa(\d)", row):
+        assert recipe.partition.num_parts == int(found[1])
+
+
+@pytest.mark.parametrize(
+    "name, sizes",
+    {
+        # 3 x 3 and 1 x 1 convolutions of each stage, and nothing else: what is kept dense is in no count
+        "classification-imagenet/cyclic-80-uniform": (212_992, 1_212_416, 7_077_888, 14_942_208),
+        "classification-imagenet/cyclic-80-global": (222_400, 1_212_416, 7_077_888, 16_990_208),
+        # an encoder layer has 12 d^2 weights, a decoder layer 16 d^2
+        "translation-wmt14/cyclic-90-uniform": (75_497_472, 50_331_648, 50_331_648),
+        "translation-wmt14/cyclic-90-uniform-kappa6": (*[25_165_824] * 3, *[33_554_432] * 3),
+        "translation-wmt14/cyclic-90-uniform-kappa1": (176_160_768,),
+    }.items(),
+)
+def test_parts_are_the_papers(name: str, sizes: tuple[int, ...]) -> None:
+    recipe = find(name)
+    with torch.device("meta"):
+        model = recipe.task.build_model()
+    sparse = recipe.sparse_model(model)
+    assert (
+        tuple(
+            sum(w.numel for w in sparse.editor.counts.weights_of(part))
+            for part in recipe.partition.cut(model, keep_dense=recipe.keep_dense)
+        )
+        == sizes
+    )
+
+
+@pytest.mark.parametrize("sparsity, flops", [(80, 1_827_782_116), (90, 1_033_958_816)])
+def test_resnet50_has_the_flops_of_its_live_weights(sparsity: int, flops: int) -> None:
+    found = estimate(find(f"classification-imagenet/cyclic-{sparsity}-uniform"))
+    assert found.dense_flops == 8_178_368_512
+    assert found.costs[-1].forward_flops == pytest.approx(flops, rel=1e-4)  # each layer keeps a whole number
+
+
+def test_small_and_tiny_have_every_row_of_the_paper() -> None:
+    rows: dict[str, dict[str, set[str]]] = {}
+    for name in RECIPES:
+        study, _, row = name.partition("/")
+        task, _, dataset = study.partition("-")
+        rows.setdefault(task, {}).setdefault(dataset, set()).add(row)
+    for task in MAKERS:
+        assert len(rows[task]) == 3
+        assert len({frozenset(of_one) for of_one in rows[task].values()}) == 1
+
+
+@pytest.mark.parametrize("task", EVERY_MAKER)
+def test_a_tiny_recipe_of_every_row_has_edits_and_a_price(task: str, data: dict[str, str]) -> None:
+    for name in (name for name in TINY if name.startswith(f"{task}-") and not name.endswith("/dense")):
+        found = estimate(with_data(name, data))
+        assert sum(len(cost.scheduled.phase.edits) for cost in found.costs) > 0, name
+        assert found.costs[-1].density == pytest.approx(1 - find(name).sparsity, abs=0.02), name
+
+
+@pytest.mark.filterwarnings("ignore:no weight lives in")  # of so small a model, under one ranking
+@pytest.mark.parametrize("name", one_of_each_kind(TINY))
+def test_a_tiny_recipe_runs_and_ends_at_its_sparsity(name: str, data: dict[str, str], tmp_path: Path) -> None:
+    recipe = with_data(name, data)
+    # how each method resumes, test_methods.py sees; here, how each task does
+    is_cut = re.match(r"\w+-tiny/cyclic-90-uniform$", name)
+    result = run_whole_and_cut(recipe, tmp_path) if is_cut else engine.train(recipe, tmp_path / "whole")
+    totals = result["sparsity"]["totals"]
+    in_file = gp.manifest(tmp_path / "whole/model.safetensors")["totals"]
+    assert (in_file["prunable_nnz"], in_file["prunable"]) == (totals["alive"], totals["prunable"])
+    assert totals["alive"] / totals["prunable"] == pytest.approx(1 - recipe.sparsity, abs=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("task", EVERY_MAKER)
+def test_a_task_resumes_exactly_on_a_gpu_too(task: str, data: dict[str, str], tmp_path: Path) -> None:
+    recipe = with_data(f"{task}-tiny/cyclic-80-uniform", data)
+    run_whole_and_cut(replace(recipe, device="cuda", precision="bf16"), tmp_path)
+
+
+def run_whole_and_cut(recipe: Recipe, tmp_path: Path) -> dict[str, Any]:
+    """Run it once, and once broken off half-way and resumed; both must give the same bits. Returns the result."""
+    result = engine.train(recipe, tmp_path / "whole")
+    iterations = len(result["history"]) * recipe.task.num_batches()
+    countdown = iter([False] * (iterations // 2))
+    with pytest.raises(engine.Interrupted):
+        engine.train(recipe, tmp_path / "cut", should_stop=lambda: next(countdown, True))
+    again = engine.resume(recipe, tmp_path / "cut")
+    assert (tmp_path / "cut/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+    assert again["test"] == result["test"]
+    return result
+
+
+def test_data_may_have_moved_when_a_run_is_resumed(data: dict[str, str], tmp_path: Path) -> None:
+    recipe = with_data("translation-tiny/cyclic-80-uniform", data)
+    countdown = iter([False] * 2)
+    with pytest.raises(engine.Interrupted):
+        engine.train(recipe, tmp_path / "run", should_stop=lambda: next(countdown, True))
+    moved = Path(data["translation"]).rename(tmp_path / "moved")
+    result = engine.resume(replace(recipe, task=replace(recipe.task, data=str(moved))), tmp_path / "run")
+    moved.rename(data["translation"])
+    assert json.loads((tmp_path / "run/recipe.json").read_text())["recipe"]["task"]["data"] == str(moved)
+    assert result["sparsity"]["totals"]["alive"] > 0
+
+
+@pytest.mark.parametrize("task", EVERY_MAKER)
+@pytest.mark.parametrize("place, says", [("", "say where the data is with --data"), ("nowhere", "there is no nowhere")])
+def test_data_that_is_not_there_is_said_before_a_run_has_a_folder(
+    task: str, place: str, says: str, tmp_path: Path
+) -> None:
+    recipe = find(f"{task}-tiny/dense")
+    with pytest.raises(ValueError, match=f"{says}.*; expected is"):
+        engine.train(replace(recipe, task=replace(recipe.task, data=place)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "task, file",
+    {
+        "detection": "annotations/val.json",
+        "segmentation": f"{NAME}/train_test_split/shuffled_test_file_list.json",
+        "translation": "test.de",
+    }.items(),
+)
+def test_a_split_that_is_missing_is_said_at_the_start_not_the_end(task: str, file: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    root = MAKERS[task](tmp_path / "data")
+    (root / file).unlink()
+    recipe = find(f"{task}-tiny/dense")
+    with pytest.raises(ValueError, match=Path(file).name):
+        engine.train(replace(recipe, task=replace(recipe.task, data=str(root))), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "study", ["classification-cifar10", "translation-multi30k", "segmentation-subset", "detection-bccd"]
+)
+def test_small_recipes_say_what_was_measured(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    import table
+
+    found, metric = table.results(study), table.METRICS[study][0]
+    for name in (name for name in RECIPES if name.startswith(f"{study}/")):
+        runs = found.get(name.partition("/")[2], [])
+        mean = sum(run["test"][metric] for run in runs) / max(1, len(runs))
+        expected = f"{metric} {mean:.2f}" if runs else "not measured"
+        assert re.search(rf", on \S+: {expected}; \d+ epochs; one GPU$", find(name).claim)
+
+
+def test_the_page_of_results_shows_the_results_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    import table
+
+    text = table.PAGE.read_text()
+    assert text == table.page(text), "run python experiments/table.py --write"
+    for path in EXPERIMENTS.glob("*/*/seed*/result.json"):
+        study, row = path.parts[-4:-2]
+        assert f"| {table.label(study, row)} |" in text
+        assert "/" not in json.loads(path.read_text())["recipe"]["task"]["data"]
+
+
+def test_the_tables_of_comparisons_and_of_trained_models_are_those_of_their_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    import comparing
+    import controls
+    import pretrained
+
+    for script in (comparing, controls):
+        text = script.PAGE.read_text()
+        assert text == script.page(text), f"run python experiments/{script.__name__}.py --write"
+    assert pretrained.table(pretrained.RESULTS) in pretrained.PAGE.read_text(), (
+        "run python experiments/pretrained.py --write"
+    )

@@ -1,0 +1,165 @@
+"""The page in a real browser: everything is drawn, nothing complains, nothing is fetched, and it fits on a phone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+from toy import cyclic, parallel
+
+from growprune import engine, methods
+from growprune.report import find_runs, write_page
+
+pytest.importorskip("plotly", reason="the page needs plotly: make test-browser installs it")
+webdriver = pytest.importorskip("selenium.webdriver", reason="there is no selenium: make test-browser installs it")
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM or not DRIVER, reason="there is no chromium: make test-browser installs it"),
+]
+
+EXPERIMENTS = ROOT / "experiments"
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By name: of runs with everything, of one run, of results of earlier versions, and of rows with long names."""
+    folder = tmp_path_factory.mktemp("pages")
+    runs = folder / "runs"
+    for seed in (0, 1):
+        engine.train(replace(cyclic(), seed=seed), runs / f"cyclic{seed}")
+    engine.train(replace(cyclic(), method=methods.rigl, options={"epochs": 9}), runs / "rigl")
+    engine.train(replace(cyclic(), method=methods.dense, options={"epochs": 9}, sparsity=0.0), runs / "dense")
+    engine.train(replace(parallel(), options={"steps": 2, "epochs": 1, "finetune": 3}), runs / "parallel")
+    shown = {"several": runs, "one": runs / "cyclic0", "earlier": EXPERIMENTS / "classification-cifar10-width32"}
+    shown["long names"] = EXPERIMENTS / "compare" / "shapenet"
+    for name, path in shown.items():
+        write_page(find_runs([path]), folder / f"{name}.html")
+    return {name: folder / f"{name}.html" for name in shown}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("headless=new", "no-sandbox", "disable-gpu", "hide-scrollbars", "disable-dev-shm-usage"):
+        options.add_argument(f"--{argument}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        yield opened
+    finally:
+        opened.quit()
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+def show(browser: Any, page: Path, *, width: int = 1280, scheme: str = "light") -> int:
+    """Open a page, wait until it says that it has drawn, and return how many charts it has."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    for log in ("browser", "performance"):
+        browser.get_log(log)  # what was before is none of ours
+    browser.get(page.as_uri())
+    return int(wait_for(lambda: browser.execute_script("return document.documentElement.dataset.drawn")))
+
+
+@pytest.mark.parametrize(
+    "name, charts, width, scheme",
+    [
+        ("several", 14, 1280, "light"),
+        ("several", 14, 390, "dark"),
+        ("one", 7, 390, "light"),
+        ("earlier", 11, 1280, "dark"),
+        ("earlier", 11, 390, "light"),
+    ],
+)
+def test_every_chart_is_drawn_without_complaint_and_without_a_network(
+    name: str, charts: int, width: int, scheme: str, pages: dict[str, Path], browser: Any
+) -> None:
+    assert show(browser, pages[name], width=width, scheme=scheme) == charts
+    drawn = browser.execute_script(
+        "return Array.from(document.querySelectorAll('.plot'), plot =>"
+        " plot.querySelectorAll('.scatterlayer .trace path, .barlayer .point path').length)"
+    )
+    assert len(drawn) == charts and all(drawn), drawn
+    sizes = browser.execute_script(
+        "return Array.from(document.querySelectorAll('.plot'), p => [p.clientWidth,"
+        " p.querySelector('.main-svg').clientWidth, p.clientHeight, p.querySelector('.main-svg').clientHeight])"
+    )
+    assert all(inner <= outer and high == tall > 100 for outer, inner, high, tall in sizes), sizes
+    assert browser.get_log("browser") == []  # a breach of the page's own policy would be here too
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+    assert [url for url in asked if not url.startswith(("data:", "blob:"))] == [pages[name].as_uri()]
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    outside = browser.execute_script(
+        "return Array.from(document.querySelectorAll('main *')).filter(node => !node.closest('.scroll, pre, .plot')"
+        " && node.getBoundingClientRect().right > innerWidth + 1).map(node => node.outerHTML.slice(0, 80))"
+    )
+    assert outside == []
+
+
+def test_on_a_phone_names_are_whole_and_leave_room_for_their_bars(pages: dict[str, Path], browser: Any) -> None:
+    show(browser, pages["long names"], width=390)
+    seen = browser.execute_script(
+        "return Array.from(document.querySelectorAll('.plot')).filter(plot => plot.querySelector('.barlayer .point'))"
+        ".map(plot => { const box = (node) => node.getBoundingClientRect(), whole = box(plot);"
+        " const names = Array.from(plot.querySelectorAll('.ytick text'), name => box(name).left - whole.left);"
+        " return [Math.min(...names), box(plot.querySelector('.barlayer')).width / whole.width]; })"
+    )
+    assert len(seen) >= 2
+    assert all(left >= 0 and share > 0.45 for left, share in seen), seen
+
+
+def test_the_switch_changes_the_colours_of_page_and_charts(pages: dict[str, Path], browser: Any) -> None:
+    show(browser, pages["one"])
+    ink = "return document.querySelector('.xtitle').style.fill"
+    seen = []
+    for _ in range(3):
+        browser.execute_script("document.getElementById('theme').click()")
+        paper = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        seen.append((browser.execute_script("return document.getElementById('theme').textContent"), paper))
+        seen[-1] += (browser.execute_script(ink),)
+    white, black = ("rgb(255, 255, 255)", "rgb(27, 32, 38)"), ("rgb(18, 22, 27)", "rgb(230, 234, 238)")
+    assert seen == [("Theme: light", *white), ("Theme: dark", *black), ("Theme: auto", *white)]
+
+
+def test_a_chart_can_be_saved_as_png_svg_and_csv(pages: dict[str, Path], browser: Any, tmp_path: Path) -> None:
+    show(browser, pages["one"])
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    for kind in ("png", "svg", "csv"):
+        browser.execute_script(f"document.querySelector('#chart-1 button[data-kind={kind}]').click()")
+        wait_for((tmp_path / f"02-quality.{kind}").exists)
+    assert (tmp_path / "02-quality.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "02-quality.svg").read_text().startswith("<svg")
+    lines = (tmp_path / "02-quality.csv").read_text().splitlines()
+    result = json.loads((pages["one"].parent / "runs/cyclic0/result.json").read_text())
+    assert lines[0] == "epoch,cyclic_gap 0.8"
+    assert lines[1:] == [f"{row['epoch']},{row['validation']['accuracy']!r}" for row in result["history"]]
+    assert browser.get_log("browser") == []
+
+
+def test_it_prints_white_and_no_wider_than_paper(pages: dict[str, Path], browser: Any) -> None:
+    show(browser, pages["several"], width=1280, scheme="dark")
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    widths = browser.execute_script("return Array.from(document.querySelectorAll('.main-svg'), svg => svg.clientWidth)")
+    assert widths and max(widths) <= 660
+    assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    browser.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 27)"

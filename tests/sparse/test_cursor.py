@@ -1,0 +1,578 @@
+"""One cursor for every loop: advanced by hand, by an optimizer, or iterated over, it does the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from plan_cases import all_of, check_same_bits, frozen, loss_of, sgd, small_net, thawed, train_step
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from growprune.errors import GrowpruneError
+from growprune.masks.partition import Partition
+from growprune.methods import cyclic_gap, gmp, parallel_gap, rigl, static_random
+from growprune.plan import Branch, By, Fork, Phase, Plan, Stage, grow, prune
+from growprune.sparse.cursor import Cursor
+from growprune.sparse.model import SparseModel
+
+EPOCH = 3
+"""Iterations in an epoch."""
+every_storage = pytest.mark.parametrize("storage", ["masked", "compact"])
+
+
+def make(**options: Any) -> tuple[SparseModel, Partition]:
+    model = small_net()
+    return SparseModel(model, **({"sparsity": 0.75} | options)), Partition.per_layer(model)
+
+
+def steps_of(S: Partition) -> list[Stage]:
+    """Phases of 2, 0, 0, 1 and 3 iterations."""
+    return [
+        Phase(prune(S.whole, to=0.25), iterations=2),
+        Phase(prune(S.whole, to=0.5)),
+        Phase(grow(S[0])),
+        Phase(prune(S.whole, to=0.6), iterations=1),
+        Phase(prune(S.whole, to=0.75), iterations=3),
+    ]
+
+
+# Advancing by hand
+
+
+def test_advance_does_every_edit_that_is_due_and_gives_the_phase_that_began() -> None:
+    sparse, S = make()
+    stages = steps_of(S)
+    cursor = Cursor(sparse, stages)
+    began = [cursor.advance(iteration) for iteration in range(8)]
+    assert began == [stages[0], None, stages[3], stages[4], None, None, None, None]
+    assert (cursor.is_over, cursor.current, cursor.iteration) == (True, None, 7)
+    assert sparse.num_alive == 376
+
+
+def test_advance_may_jump_over_several_phases_at_once() -> None:
+    sparse, S = make()
+    stages = steps_of(S)
+    cursor = Cursor(sparse, stages)
+    assert cursor.advance(4) == stages[4]
+    assert (cursor.start, cursor.length, cursor.left, cursor.position) == (3, 3, 2, 4)
+    assert sparse.editor.num_edits == 5
+    assert cursor.advance(1000) is None
+    assert cursor.is_over
+
+
+def test_a_plan_that_only_edits_is_done_at_once() -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, [Phase(prune(S.whole, to=0.5)), Phase(prune(S.whole, to=0.75))])
+    assert cursor.advance(0) is None
+    assert cursor.is_over
+    assert sparse.num_alive == 376
+
+
+def test_an_empty_plan_is_over_at_once() -> None:
+    sparse, _ = make()
+    cursor = Cursor(sparse, [])
+    assert cursor.advance(0) is None
+    assert cursor.is_over
+    assert list(Cursor(sparse, [])) == []
+
+
+def test_where_a_cursor_stands() -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, steps_of(S))
+    assert (cursor.position, cursor.current, cursor.iteration) == (-1, None, 0)
+    cursor.advance(1)
+    assert cursor.current is not None
+    assert (cursor.current.index, cursor.length, cursor.left) == (0, 2, 1)
+
+
+def test_epochs_count_as_many_iterations_as_they_are_said_to_have() -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, cyclic_gap(S, sparsity=0.75, steps=2, epochs=2, finetune=1), iterations_per_epoch=EPOCH)
+    starts = {i: phase.epochs for i in range(20) if (phase := cursor.advance(i)) is not None}
+    assert starts == {0: 2, 6: 2, 12: 1}
+    assert cursor.is_over
+
+
+def test_advancing_tells_of_each_phase_as_it_begins_and_ends() -> None:
+    sparse, S = make()
+    told: list[tuple[str, int]] = []
+    cursor = Cursor(
+        sparse,
+        steps_of(S),
+        on_enter=lambda scheduled: told.append(("enter", scheduled.index)),
+        on_leave=lambda scheduled: told.append(("leave", scheduled.index)),
+    )
+    cursor.advance(0)
+    assert told == [("enter", 0)]
+    cursor.advance(2)
+    assert told[1:] == [
+        ("leave", 0), ("enter", 1), ("leave", 1), ("enter", 2), ("leave", 2), ("enter", 3),
+    ]  # fmt: skip
+
+
+# Three loops, one result
+
+
+def by_hand(sparse: SparseModel, plan: Plan | Sequence[Stage]) -> dict[str, Any]:
+    """As a trainer does: says how far it is; a phase that restarts has a fresh optimizer."""
+    cursor = Cursor(sparse, plan, iterations_per_epoch=EPOCH)
+    optimizer = sparse.attach(sgd(sparse.model.parameters()))
+    phase, iteration = cursor.advance(0), 0
+    while not cursor.is_over:
+        if phase is not None and (phase.restart or isinstance(cursor.current and cursor.current.branch, int)):
+            optimizer = sparse.attach(sgd(sparse.model.parameters()))
+        train_step(sparse.model, optimizer, iteration)
+        iteration += 1
+        phase = cursor.advance(iteration)
+    return all_of(sparse, optimizer)
+
+
+def by_itself(sparse: SparseModel, plan: Plan | Sequence[Stage]) -> dict[str, Any]:
+    """A plain loop: each step advances."""
+    cursor = Cursor(sparse, plan, iterations_per_epoch=EPOCH)
+    optimizer = cursor.attach(sgd(sparse.model.parameters()))
+    iteration = 0
+    while not cursor.is_over:
+        train_step(sparse.model, optimizer, iteration)
+        iteration += 1
+    return all_of(sparse, optimizer)
+
+
+def by_following(sparse: SparseModel, plan: Plan | Sequence[Stage]) -> dict[str, Any]:
+    """One's own loop over phases, with a fresh optimizer for each that restarts."""
+    optimizer = sparse.attach(sgd(sparse.model.parameters()))
+    iteration = 0
+    for phase in sparse.follow(plan):
+        assert sparse.cursor is not None
+        assert sparse.cursor.current is not None
+        if phase.restart or sparse.cursor.current.branch is not None:
+            optimizer = sparse.attach(sgd(sparse.model.parameters()))
+        for _ in range(phase.num_iterations(EPOCH)):
+            train_step(sparse.model, optimizer, iteration)
+            iteration += 1
+    return all_of(sparse, optimizer)
+
+
+@every_storage
+@pytest.mark.parametrize("restart", [True, False])
+def test_advancing_by_hand_and_by_itself_and_following_are_the_same_for_cyclic_gap(storage: str, restart: bool) -> None:
+    ends = []
+    for loop in (by_hand, by_itself, by_following):
+        sparse, S = make(storage=storage)
+        ends.append(loop(sparse, cyclic_gap(S, sparsity=0.75, steps=3, epochs=1, finetune=2, restart=restart)))
+    check_same_bits(ends[0], ends[1])
+    check_same_bits(ends[0], ends[2])
+
+
+@every_storage
+def test_forks_are_the_same_in_every_loop(storage: str) -> None:
+    ends = []
+    for loop in (by_hand, by_itself, by_following):
+        sparse, S = make(storage=storage)
+        ends.append(loop(sparse, parallel_gap(S, sparsity=0.75, steps=2, epochs=1, finetune=1)))
+        assert sparse.num_alive == 376
+    check_same_bits(ends[0], ends[1])
+    check_same_bits(ends[0], ends[2])
+
+
+@every_storage
+def test_growth_by_gradient_is_the_same_in_every_loop(storage: str) -> None:
+    ends = []
+    for loop in (by_hand, by_itself, by_following):
+        sparse, S = make(storage=storage)
+        ends.append(loop(sparse, rigl(S, sparsity=0.75, iterations=12, every=3, drop=0.5)))
+    check_same_bits(ends[0], ends[1])
+    check_same_bits(ends[0], ends[2])
+
+
+def test_a_plain_loop_over_a_dataloader_runs_rigl_unchanged() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 8, generator=generator)
+    loader = DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=8)
+    sparse = SparseModel(model, sparsity=0.75)
+    plan = rigl(Partition.contiguous(model, 1), sparsity=0.75, iterations=4 * len(loader), every=4, drop=0.5)
+    cursor = Cursor(sparse, plan)
+
+    optimizer = cursor.attach(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    masks, losses = [sparse.masks], []
+    for _ in range(4):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            masks.append(sparse.masks)
+            losses.append(float(loss.detach()))
+            assert sparse.num_alive == 48
+    assert cursor.is_over
+    changed = [i for i in range(1, 21) if not all(torch.equal(masks[i][name], masks[i - 1][name]) for name in masks[0])]
+    assert changed == [4, 8, 12]  # a swap every 4 of 20 iterations, up to the 15th
+    assert losses[-1] < losses[0]
+
+
+# Optimizers
+
+
+def momenta(optimizer: torch.optim.Optimizer) -> int:
+    return sum("momentum_buffer" in state for state in optimizer.state.values())
+
+
+def test_a_phase_that_restarts_empties_the_state_of_the_optimizer_and_another_does_not() -> None:
+    sparse, _ = make()
+    plan = [Phase(iterations=1), Phase(iterations=1, restart=True), Phase(iterations=1), Phase(iterations=1)]
+    cursor = Cursor(sparse, plan)
+    optimizer = cursor.attach(sgd(sparse.model.parameters()))
+    had = []
+    for iteration in range(4):
+        train_step(sparse.model, optimizer, iteration)
+        had.append(momenta(optimizer))
+    assert had == [0, 6, 6, 6]
+
+
+def test_a_phase_without_iterations_that_restarts_empties_the_state_too() -> None:
+    sparse, _ = make()
+    cursor = Cursor(sparse, [Phase(iterations=1), Phase(restart=True), Phase(iterations=1)])
+    optimizer = cursor.attach(sgd(sparse.model.parameters()))
+    train_step(sparse.model, optimizer, 0)
+    assert momenta(optimizer) == 0
+
+
+def test_every_branch_has_a_fresh_optimizer_and_so_has_what_follows_a_fork() -> None:
+    sparse, S = make()
+    fork = Fork(*(Branch(Phase(grow(P), iterations=2), returns=P) for P in S))
+    cursor = Cursor(sparse, [Phase(prune(S.whole, to=0.75), iterations=2), fork, Phase(iterations=2)])
+    optimizer = cursor.attach(sgd(sparse.model.parameters()))
+    had = []
+    for iteration in range(10):
+        train_step(sparse.model, optimizer, iteration)
+        had.append(momenta(optimizer))
+    assert had == [6, 0, 6, 0, 6, 0, 6, 0, 6, 6]
+    assert cursor.is_over
+
+
+def test_after_the_end_an_attached_optimizer_goes_on_and_nothing_more_is_edited() -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, static_random(S, sparsity=0.75, iterations=2))
+    optimizer = cursor.attach(sgd(sparse.model.parameters()))
+    for iteration in range(4):
+        train_step(sparse.model, optimizer, iteration)
+    assert (cursor.is_over, cursor.iteration, sparse.num_alive) == (True, 2, 376)
+
+
+def test_an_optimizer_that_is_attached_twice_advances_once_a_step() -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, static_random(S, sparsity=0.75, iterations=4))
+    optimizer = sparse.attach(sgd(sparse.model.parameters()))
+    assert cursor.attach(cursor.attach(optimizer)) is optimizer
+    train_step(sparse.model, optimizer, 0)
+    assert cursor.iteration == 1
+
+
+@every_storage
+def test_of_several_optimizers_the_one_attached_last_advances(storage: str) -> None:
+    sparse, S = make(storage=storage)
+    cursor = Cursor(sparse, rigl(S, sparsity=0.75, iterations=8, every=2, drop=0.5))
+    weights = [p for p in sparse.model.parameters() if p.dim() > 1]
+    biases = [p for p in sparse.model.parameters() if p.dim() == 1]
+    first, last = cursor.attach(sgd(weights)), cursor.attach(sgd(biases))
+    for iteration in range(8):
+        assert cursor.iteration == iteration
+        sparse.model.zero_grad()
+        loss_of(sparse.model, iteration).backward()
+        first.step()
+        last.step()
+        assert sparse.num_alive == 376
+    assert cursor.is_over
+
+
+@every_storage
+def test_an_optimizer_made_before_the_plan_began_follows_its_first_edits(storage: str) -> None:
+    sparse, S = make(storage=storage)
+    optimizer = sgd(sparse.model.parameters())
+    cursor = Cursor(sparse, static_random(S, sparsity=0.75, iterations=2))
+    cursor.attach(optimizer)
+    before = frozen(sparse.model.state_dict())
+    train_step(sparse.model, optimizer, 0)
+    assert frozen(sparse.model.state_dict()) != before
+    assert sparse.num_alive == 376
+
+
+# Errors
+
+
+def test_advancing_backwards_is_refused() -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, steps_of(S))
+    cursor.advance(2)
+    with pytest.raises(
+        GrowpruneError, match=r"^advance\(1\) goes backwards: 2 iterations of the plan are done;[^\n]*$"
+    ):
+        cursor.advance(1)
+    cursor.advance(2)
+    with pytest.raises(GrowpruneError, match=r"advance\(-1\) goes backwards"):
+        Cursor(sparse, steps_of(S)).advance(-1)
+
+
+@pytest.mark.parametrize("iteration", ["3", 2.5, None, True])
+def test_iterations_are_whole_numbers(iteration: Any) -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, steps_of(S))
+    with pytest.raises(GrowpruneError, match=r"^advance was given .*, but takes how many iterations are done: [^\n]*$"):
+        cursor.advance(iteration)
+    cursor.advance(torch.tensor(1))  # type: ignore[arg-type]
+    assert cursor.iteration == 1 and type(cursor.iteration) is int
+
+
+@pytest.mark.parametrize("order", ["socm", "ocsm", "osmc"])
+@every_storage
+def test_state_of_an_optimizer_that_came_before_its_masks_is_not_trained_with(storage: str, order: str) -> None:
+    def made() -> dict[str, Any]:
+        sparse, S = make(storage=storage)
+        cursor = Cursor(sparse, rigl(S, sparsity=0.75, iterations=8, every=2))
+        return {"s": sparse, "m": sparse.model, "c": cursor, "o": cursor.attach(sgd(sparse.model.parameters()))}
+
+    first, again = made(), made()
+    for number in range(2):
+        train_step(first["m"], first["o"], number)
+    states = {name: frozen(thing.state_dict()) for name, thing in first.items()}
+    for name in order:
+        again[name].load_state_dict(thawed(states[name])[0])
+    if storage == "compact" and order[0] == "o":
+        for _ in range(2):
+            with pytest.raises(GrowpruneError, match=r"was loaded before the SparseModel's, whose masks say"):
+                train_step(again["m"], again["o"], 2)
+        again["o"].load_state_dict(thawed(states["o"])[0])
+    train_step(first["m"], first["o"], 2)
+    train_step(again["m"], again["o"], 2)
+    check_same_bits(first["m"].state_dict(), again["m"].state_dict())
+
+
+def test_a_state_of_another_plan_is_refused_and_changes_nothing() -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, gmp(S, sparsity=0.75, iterations=8, every=2))
+    cursor.advance(5)
+    state = cursor.state_dict()
+    other = Cursor(sparse, gmp(S, sparsity=0.7, iterations=8, every=2))
+    with pytest.raises(GrowpruneError, match=r"^the state is of phase \d of another plan: [^\n]*$"):
+        other.load_state_dict(state)
+    assert (other.position, other.iteration) == (-1, 0)
+
+
+@pytest.mark.parametrize("change", [{"sparsity": 0.7}, {"every": 3}, {"begin": 0.5}, {"until": 0.5}, {"iterations": 9}])
+def test_every_option_that_changes_what_was_done_makes_another_plan(change: dict[str, Any]) -> None:
+    sparse, S = make()
+    options = {"sparsity": 0.75, "iterations": 8, "every": 2}
+    cursor = Cursor(sparse, gmp(S, **options))
+    cursor.advance(6)
+    assert Cursor(sparse, gmp(S, **options)).is_place(cursor.state_dict())
+    assert not Cursor(sparse, gmp(S, **{**options, **change})).is_place(cursor.state_dict())
+
+
+def test_a_plan_that_is_over_is_not_one_that_goes_on() -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, steps_of(S)[:1])
+    cursor.advance(2)
+    assert cursor.is_over
+    assert not Cursor(sparse, steps_of(S)).is_place(cursor.state_dict())
+    cursor = Cursor(sparse, steps_of(S))
+    cursor.advance(1)
+    assert Cursor(sparse, steps_of(S)[:1]).is_place(cursor.state_dict())  # what is to come may change
+    cursor.advance(4)
+    assert not Cursor(sparse, steps_of(S)[:1]).is_place(cursor.state_dict())
+
+
+def test_epochs_need_their_number_of_iterations_before_anything_is_done() -> None:
+    sparse, S = make()
+    plan = cyclic_gap(S, sparsity=0.75, steps=2, epochs=2, finetune=1)
+    for begin in (lambda c: c.advance(0), lambda c: c.attach(sgd(sparse.model.parameters()))):
+        with pytest.raises(GrowpruneError, match=r"^a phase of the plan has 2 epochs [^\n]*iterations_per_epoch=len"):
+            begin(Cursor(sparse, plan))
+        assert sparse.num_alive == sparse.num_prunable
+    assert len(list(Cursor(sparse, plan))) == 4  # one's own loop needs no such number
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.5, True])
+@pytest.mark.parametrize("name", ["iterations_per_epoch", "accumulate"])
+def test_numbers_that_are_no_counts_are_refused(name: str, bad: Any) -> None:
+    sparse, S = make()
+    with pytest.raises(GrowpruneError, match=f"^{name} is {bad}, but must be a whole number of at least 1$"):
+        Cursor(sparse, steps_of(S), **{name: bad})
+
+
+def test_an_edit_that_cannot_reach_its_count_says_where_it_stands() -> None:
+    sparse, S = make()
+    plan = [Phase(prune(S.whole, to=0.75), iterations=4), Phase(prune(S.whole, to=0.5), iterations=1)]
+    cursor = Cursor(sparse, plan)
+    for iteration in range(4):
+        cursor.advance(iteration)
+    with pytest.raises(
+        GrowpruneError,
+        match=r"^phase 1 \(stage 1: prune all to 0.5\), at iteration 4: cannot prune to sparsity 0.5: that is \d+ "
+        r"alive, but \d+ are alive in 0.weight; grow first$",
+    ):
+        cursor.advance(4)
+    assert sparse.num_alive == 376
+
+
+def test_a_share_that_has_no_room_to_grow_says_where_it_stands() -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, [Phase(prune(S.whole, to=0.25), iterations=1), Phase(grow(S.whole, share=0.5))])
+    cursor.advance(0)
+    with pytest.raises(GrowpruneError, match=r"at iteration 1: cannot grow 0.5 more of all: .* have room for 288$"):
+        cursor.advance(1)
+
+
+@every_storage
+def test_growth_by_gradient_needs_an_optimizer_that_is_attached(storage: str) -> None:
+    sparse, S = make(storage=storage)
+    cursor = Cursor(sparse, rigl(S, sparsity=0.75, iterations=8, every=2))
+    cursor.advance(0)
+    optimizer = sgd(sparse.model.parameters())  # and nobody is told
+    for iteration in range(2):
+        cursor.advance(iteration)
+        train_step(sparse.model, optimizer, iteration)
+    with pytest.raises(
+        GrowpruneError,
+        match=r"^phase 1 .*, at iteration 2: an edit by gradient needs gradients, but none were seen: attach",
+    ):
+        cursor.advance(2)
+
+
+@pytest.mark.parametrize("by", [By.MOMENTUM, By.GRASP])
+def test_what_needs_dense_tensors_is_refused_with_compact_storage_before_anything_is_done(by: By) -> None:
+    sparse, S = make(storage="compact")
+    plan = [Phase(prune(S.whole, to=0.5), iterations=1), Phase(prune(S.whole, to=0.75, by=by), iterations=1)]
+    with pytest.raises(GrowpruneError, match=rf"^by is {by.value}, which needs dense tensors of all weights: use"):
+        Cursor(sparse, plan)
+    assert sparse.num_alive == sparse.num_prunable
+    with pytest.raises(GrowpruneError, match=f"by is {by.value}"):
+        sparse.score(by, [])
+    Cursor(make()[0], plan)
+
+
+def test_a_plan_of_another_model_is_refused_before_anything_is_done() -> None:
+    sparse, _ = make()
+    S = Partition.per_layer(nn.ModuleDict({"other": nn.Linear(3, 3)}))
+    with pytest.raises(GrowpruneError, match=r"other\.weight"):
+        Cursor(sparse, static_random(S, sparsity=0.5, iterations=1))
+
+
+# What is to be scored before any training
+
+
+def test_a_cursor_asks_for_a_score_where_no_iteration_came_before() -> None:
+    sparse, S = make()
+    asked = []
+
+    def score(by: By) -> None:
+        asked.append(by)
+        sparse.score(by, [lambda: sparse.model(torch.ones(1, 4, 3, 3)).square().sum()])
+
+    plan = [Phase(prune(S.whole, to=0.5, by=By.SNIP), iterations=2), Phase(prune(S.whole, to=0.75, by=By.SNIP))]
+    cursor = Cursor(sparse, plan, score=score)
+    optimizer = cursor.attach(sgd(sparse.model.parameters()))
+    assert asked == [By.SNIP]
+    for iteration in range(2):
+        train_step(sparse.model, optimizer, iteration)
+    assert asked == [By.SNIP]  # the second edit saw the iteration before it
+    assert sparse.num_alive == 376
+
+
+# State
+
+
+def test_a_cursor_lives_as_long_as_the_optimizer_that_advances_it() -> None:
+    sparse, S = make()
+    optimizer = sgd(sparse.model.parameters())
+    Cursor(sparse, gmp(S, sparsity=0.75, iterations=4, every=1, begin=0.0)).attach(optimizer)
+    model = sparse.model
+    del sparse
+    gc.collect()
+    for iteration in range(4):
+        train_step(model, optimizer, iteration)
+    assert sum(int(p.count_nonzero()) for p in model.parameters() if p.dim() > 1) == 376
+
+
+def test_nothing_of_a_cursor_is_left_when_its_optimizer_is_gone() -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, gmp(S, sparsity=0.75, iterations=4, every=1))
+    optimizer = cursor.attach(sgd(sparse.model.parameters()))
+    left = weakref.ref(cursor)
+    del cursor
+    gc.collect()
+    assert left() is not None
+    del optimizer
+    gc.collect()
+    assert left() is None
+
+
+def test_of_two_cursors_of_a_model_the_one_attached_last_advances() -> None:
+    sparse, S = make()
+    optimizer = sgd(sparse.model.parameters())
+    first = Cursor(sparse, gmp(S, sparsity=0.75, iterations=4, every=1))
+    first.attach(optimizer)
+    train_step(sparse.model, optimizer, 0)
+    second = Cursor(sparse, [Phase(iterations=4)])
+    second.attach(optimizer)
+    train_step(sparse.model, optimizer, 1)
+    assert (first.iteration, second.iteration) == (1, 1)
+
+
+@pytest.mark.parametrize("mine", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
+def test_iterations_count_the_branches_that_are_trained_elsewhere_too(mine: tuple[int, ...]) -> None:
+    sparse, S = make()
+    fork = Fork(*(Branch(Phase(grow(P), iterations=2 + i), returns=P) for i, P in enumerate(S)))
+    plan = [Phase(prune(S.whole, to=0.75), iterations=1), fork, Phase(iterations=2)]
+    cursor = Cursor(sparse, plan, is_local=lambda branch: branch in mine)
+    cursor.advance(0)
+    began = []
+    while cursor.current is not None:
+        began.append((cursor.current.index, cursor.start))
+        cursor.advance(cursor.start + cursor.length)
+    starts = {1 + branch: (1, 3, 6)[branch] for branch in mine}
+    assert began == [(0, 0), *starts.items(), (4, 10)]
+    assert cursor.iteration == 12
+
+
+@every_storage
+def test_states_may_be_loaded_after_the_optimizer_was_attached_the_masks_before_the_weights(storage: str) -> None:
+    def fresh(seed: int) -> tuple[SparseModel, Cursor, torch.optim.Optimizer]:
+        sparse, S = make(storage=storage, seed=seed)
+        cursor = Cursor(sparse, rigl(S, sparsity=0.75, iterations=8, every=2, drop=0.5))
+        return sparse, cursor, cursor.attach(sgd(sparse.model.parameters()))
+
+    sparse, cursor, optimizer = fresh(0)
+    for iteration in range(8):
+        if iteration == 5:
+            states = frozen(*(x.state_dict() for x in (sparse, cursor, sparse.model, optimizer)))
+        train_step(sparse.model, optimizer, iteration)
+    resumed, cursor, again = fresh(0)
+    for target, state in zip((resumed, cursor, resumed.model, again), thawed(states), strict=True):
+        target.load_state_dict(state)
+    for iteration in range(5, 8):
+        train_step(resumed.model, again, iteration)
+    check_same_bits(all_of(resumed, again), all_of(sparse, optimizer))
+
+
+def test_weights_that_compact_storage_would_lose_are_not_loaded_in_silence() -> None:
+    dense, _ = make(storage="compact")
+    sparse, S = make(storage="compact")
+    Cursor(sparse, static_random(S, sparsity=0.75, iterations=2)).attach(sgd(sparse.model.parameters()))
+    with pytest.raises(GrowpruneError, match=r"0\.weight has \d+ weights where none live .* load the SparseModel"):
+        sparse.model.load_state_dict(dense.model.state_dict())
+
+
+def test_the_state_is_safe_to_load_and_of_plain_values() -> None:
+    sparse, S = make()
+    cursor = Cursor(sparse, parallel_gap(S, sparsity=0.75, steps=1, epochs=1, finetune=1), iterations_per_epoch=2)
+    cursor.advance(3)
+    state = cursor.state_dict()
+    assert (state["position"], state["iteration"], state["start"]) == (2, 3, 2)
+    check_same_bits(thawed(frozen(state))[0], state)

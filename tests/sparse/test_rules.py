@@ -1,0 +1,259 @@
+"""Training rules: ADMM worked out by hand on four numbers, its state, and where it does not go."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from plan_cases import check_same_bits, frozen, sgd, small_net, thawed, train_step
+from torch import Tensor, nn
+
+from growprune.errors import GrowpruneError
+from growprune.masks.partition import Partition
+from growprune.methods import METHODS, admm
+from growprune.methods.admm import Admm
+from growprune.plan import Part, Phase, prune
+from growprune.sparse.cursor import Cursor
+from growprune.sparse.model import SparseModel
+from growprune.sparse.rules.admm import AdmmRule
+
+ALL = Part("all", ("weight",))
+
+
+class Four(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features = 4
+        self.weight = nn.Parameter(torch.tensor([[4.0, -3.0, 2.0, 1.0]]))
+
+    def forward(self, gradient: tuple[float, ...]) -> Tensor:
+        return (self.weight * torch.tensor([gradient])).sum()
+
+
+def of_rule(sparse: SparseModel) -> tuple[list[float], list[float]]:
+    assert isinstance(sparse.rule, AdmmRule)
+    return sparse.rule.Z["weight"][0].tolist(), sparse.rule.U["weight"][0].tolist()
+
+
+def pass_one(model: Four, optimizer: torch.optim.Optimizer, gradient: tuple[float, ...]) -> list[float]:
+    """One iteration; what the rule added to the gradient."""
+    optimizer.zero_grad()
+    model(gradient).backward()
+    optimizer.step()
+    assert model.weight.grad is not None
+    return (model.weight.grad[0] - torch.tensor(gradient)).tolist()
+
+
+def ruled(every: int = 1, sparsity: float = 0.5, **settings: Any) -> tuple[Four, SparseModel, Cursor, Any]:
+    model = Four()
+    sparse = SparseModel(model, sparsity=sparsity, **settings)
+    plan = [Phase(iterations=4, rule=Admm(ALL, to=0.5, rho=0.5, every=every)), Phase(prune(ALL, to=0.5), iterations=1)]
+    cursor = Cursor(sparse, plan)
+    return model, sparse, cursor, cursor.attach(torch.optim.SGD(model.parameters(), lr=0.5))
+
+
+def test_two_updates_of_admm_by_hand() -> None:
+    """Z = project(W + U), U = U + W - Z; the gradient has rho (W - Z + U) added; rho and the learning rate are 1/2."""
+    model, sparse, _, optimizer = ruled()
+    # W = 4 -3 2 1; Z = 4 -3 0 0, U = 0
+    assert pass_one(model, optimizer, (0, 4, 0, 0)) == [0, 0, 1, 0.5]
+    assert of_rule(sparse) == ([4, -3, 0, 0], [0, 0, 0, 0])
+    assert model.weight.tolist() == [[4, -5, 1.5, 0.75]]
+    # W + U = 4 -5 1.5 0.75; Z = 4 -5 0 0, U = 0 0 1.5 0.75; W - Z + U = 0 0 3 1.5
+    assert pass_one(model, optimizer, (8, 0, 0, 0)) == [0, 0, 1.5, 0.75]
+    assert of_rule(sparse) == ([4, -5, 0, 0], [0, 0, 1.5, 0.75])
+    assert model.weight.tolist() == [[0, -5, 0.75, 0.375]]
+    # W + U = 0 -5 2.25 1.125; Z = 0 -5 2.25 0, U = 0 0 0 1.125; W - Z + U = 0 0 -1.5 1.5
+    assert pass_one(model, optimizer, (0, 0, 0, 0)) == [0, 0, -0.75, 0.75]
+    assert of_rule(sparse) == ([0, -5, 2.25, 0], [0, 0, 0, 1.125])
+    assert model.weight.tolist() == [[0, -5, 1.125, 0]]
+
+
+def test_between_updates_z_and_u_stay() -> None:
+    model, sparse, _, optimizer = ruled(every=2)
+    assert pass_one(model, optimizer, (0, 4, 0, 0)) == [0, 0, 1, 0.5]
+    assert pass_one(model, optimizer, (8, 0, 0, 0)) == [0, -1, 0.75, 0.375]  # W = 4 -5 1.5 0.75, Z = 4 -3 0 0, U = 0
+    assert of_rule(sparse) == ([4, -3, 0, 0], [0, 0, 0, 0])
+    assert model.weight.tolist() == [[0, -4.5, 1.125, 0.5625]]
+    pass_one(model, optimizer, (0, 0, 0, 0))
+    assert of_rule(sparse) == ([0, -4.5, 1.125, 0], [0, 0, 0, 0.5625])
+
+
+def test_with_two_optimizers_each_weight_is_pulled_once_an_iteration() -> None:
+    """As with one: every=2, so that counting steps instead of iterations would show."""
+    rule = Admm(Part("both", ("0.weight", "1.weight")), to=0.5, rho=0.5, every=2)
+    ends = []
+    for split in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        sparse = SparseModel(model, sparsity=0.5)
+        cursor = Cursor(sparse, [Phase(iterations=9, rule=rule)])
+        groups = [list(layer.parameters()) for layer in model] if split else [list(model.parameters())]
+        optimizers = [cursor.attach(sgd(group)) for group in groups]
+        for iteration in range(5):
+            model(torch.full((1, 4), float(iteration))).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+        assert sparse.rule is not None
+        ends.append((dict(model.state_dict()), sparse.rule.state_dict()))
+    check_same_bits(ends[0], ends[1])
+
+
+def test_a_step_with_a_closure_is_pulled_as_one_without() -> None:
+    ends = []
+    for has_closure in (False, True):
+        model, _, _, optimizer = ruled(every=2)
+
+        def closure(model: Four = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = model((1.0, 2.0, 3.0, 4.0))
+            loss.backward()
+            return loss
+
+        for _ in range(4):
+            if has_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        ends.append(model.weight.tolist())
+    assert ends[0] == ends[1]
+
+
+def test_admm_projects_onto_blocks() -> None:
+    model, sparse, _, optimizer = ruled(pattern="1x2")
+    pass_one(model, optimizer, (0, 0, 0, 0))
+    assert of_rule(sparse)[0] == [4, -3, 0, 0]
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[4.0, 0.0, 3.0, 3.0]]))
+    pass_one(model, optimizer, (0, 0, 0, 0))
+    assert of_rule(sparse)[0] == [0, 0, 3, 3]
+
+
+def test_the_rule_is_over_with_its_phase_and_its_weights_are_pruned() -> None:
+    model, sparse, cursor, optimizer = ruled()
+    for _ in range(3):
+        pass_one(model, optimizer, (0, 0, 0, 0))
+        assert sparse.mask("weight").all()
+    pass_one(model, optimizer, (0, 0, 0, 0))
+    assert sparse.rule is None
+    assert sparse.mask("weight").tolist() == [[True, True, False, False]]
+    assert pass_one(model, optimizer, (0, 0, 0, 0)) == [0, 0, 0, 0]
+    assert cursor.is_over
+
+
+@pytest.mark.parametrize("stop", range(1, 10))
+@pytest.mark.parametrize("allocation", ["uniform", "global"])
+def test_the_state_of_the_rule_goes_with_the_cursors(allocation: str, stop: int) -> None:
+    def fresh() -> tuple[SparseModel, Cursor]:
+        model = small_net()
+        sparse = SparseModel(model, sparsity=0.75, allocation=allocation)
+        plan = admm(Partition.per_layer(model), sparsity=0.75, iterations=10, every=2, begin=0.2, until=0.9, rho=0.1)
+        return sparse, Cursor(sparse, plan)
+
+    sparse, cursor = fresh()
+    optimizer = cursor.attach(sgd(sparse.model.parameters()))
+    for iteration in range(10):
+        if iteration == stop:
+            states = frozen(*(x.state_dict() for x in (sparse.model, sparse, cursor, optimizer)))
+        train_step(sparse.model, optimizer, iteration)
+    resumed, cursor = fresh()
+    of_model, of_sparse, of_cursor, of_optimizer = thawed(states)
+    resumed.model.load_state_dict(of_model)
+    resumed.load_state_dict(of_sparse)
+    cursor.load_state_dict(of_cursor)
+    assert (resumed.rule is not None) is (2 <= stop < 9)
+    again = cursor.attach(sgd(resumed.model.parameters()))
+    again.load_state_dict(of_optimizer)
+    for iteration in range(stop, 10):
+        train_step(resumed.model, again, iteration)
+    check_same_bits(resumed.model.state_dict(), sparse.model.state_dict())
+    check_same_bits(resumed.masks, sparse.masks)
+    check_same_bits(again.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "erk", "global"])
+def test_a_rule_may_be_of_one_part(allocation: str) -> None:
+    model = small_net()
+    sparse = SparseModel(model, sparsity=0.5, allocation=allocation)
+    part = Partition.per_layer(model)[1]
+    cursor = Cursor(sparse, [Phase(iterations=2, rule=Admm(part, to=0.5, every=1))])
+    optimizer = cursor.attach(sgd(model.parameters()))
+    train_step(model, optimizer, 0)
+    assert isinstance(sparse.rule, AdmmRule)
+    assert set(sparse.rule.Z) == {"3.weight"}
+    alive = int(sparse.rule.Z["3.weight"].count_nonzero())
+    assert alive == 576 if allocation == "uniform" else 0 < alive < 1152
+
+
+def test_a_cursor_that_is_loaded_after_its_end_leaves_no_rule_behind() -> None:
+    model, _, cursor, optimizer = ruled()
+    for _ in range(5):
+        pass_one(model, optimizer, (0, 0, 0, 0))
+    over = cursor.state_dict()
+    assert over["is_over"]
+    _, again, middle, _ = ruled()
+    assert again.rule is not None
+    middle.load_state_dict(over)
+    assert again.rule is None
+
+
+# Where it does not go
+
+
+def test_admm_with_compact_storage_is_refused_before_anything_is_done() -> None:
+    model = small_net()
+    sparse = SparseModel(model, sparsity=0.75, storage="compact")
+    whole = Partition.per_layer(model).whole
+    before = frozen(model.state_dict(), sparse.state_dict())
+    with pytest.raises(GrowpruneError, match=r"^ADMM needs all weights dense, but storage is 'compact': use") as error:
+        Cursor(sparse, [Phase(prune(whole, to=0.75)), Phase(iterations=3, rule=Admm(whole, to=0.75))])
+    assert "\n" not in str(error.value)
+    assert frozen(model.state_dict(), sparse.state_dict()) == before
+
+
+@pytest.mark.parametrize("rho", [0, -1.0, math.nan, math.inf, True, "a"])
+def test_admm_refuses_a_rho_that_does_not_pull(rho: Any) -> None:
+    with pytest.raises(GrowpruneError, match=r"^rho is .*, but must be a number above 0$"):
+        Admm(ALL, to=0.5, rho=rho)
+
+
+def test_admm_refuses_other_bad_options() -> None:
+    with pytest.raises(GrowpruneError, match=r"sparsity is 1.5"):
+        Admm(ALL, to=1.5)
+    with pytest.raises(GrowpruneError, match=r"every is 0, but must be a whole number of at least 1"):
+        Admm(ALL, to=0.5, every=0)
+
+
+class Relative(torch.optim.SGD):
+    """Finds a learning rate by itself, as transformers' Adafactor does: its groups have lr=None."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["lr"] = None
+
+    def step(self, closure: Any = None) -> None:
+        del closure
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(0.1 * parameter.grad)
+
+
+@pytest.mark.parametrize(("method", "who"), [("deepr", "DeepR"), ("str_", "STR"), ("dpf", None), ("admm", None)])
+def test_a_rule_that_goes_by_the_learning_rate_asks_for_one(method: str, who: str | None) -> None:
+    model = small_net()
+    sparse = SparseModel(model, sparsity=0.5, allocation="global")
+    cursor = Cursor(sparse, METHODS[method](Partition.contiguous(model, 1), sparsity=0.5, iterations=4))
+    optimizer = cursor.attach(Relative(model.parameters()))
+    before = frozen(model.state_dict())
+    model(torch.ones(2, 4, 3, 3)).sum().backward()
+    if who is None:
+        optimizer.step()
+        assert cursor.iteration == 1
+    else:
+        with pytest.raises(GrowpruneError, match=f"^{who} goes by the learning rate .* no lr for .*: give it one"):
+            optimizer.step()
+        assert frozen(model.state_dict()) == before
+    assert not any(parameter.isnan().any() for parameter in model.parameters())

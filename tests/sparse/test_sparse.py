@@ -1,0 +1,573 @@
+"""SparseModel: what prune and grow leave alive, exactly, for every pattern, allocation and kind of layer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from growprune.errors import GrowpruneError
+from growprune.masks import patterns
+from growprune.masks.layers import Weight
+from growprune.masks.partition import Partition
+from growprune.masks.patterns import Block, NofM
+from growprune.masks.selection import num_kept
+from growprune.plan import By, Part, grow, prune
+from growprune.sparse.model import SparseModel
+
+SPARSITIES = [0, 0.5, 0.8, 0.9, 0.95, 0.99]
+PATTERNS = ["unstructured", "1x8", "2x4", "4x4", "2:4", "1:4"]
+ALLOCATIONS = [("uniform", "model"), ("global", "model"), ("global", "part"), ("erk", "model")]
+
+
+def zoo(*, ragged: bool) -> nn.Module:
+    """A layer of every kind; ragged sizes fit no block, the others suit N:M."""
+    torch.manual_seed(0)
+    odd = 1 if ragged else 0
+    return nn.ModuleList(
+        [
+            nn.Linear(8 - odd, 6 - odd),
+            nn.Conv1d(4 - odd, 6 - odd, 3),
+            nn.Conv2d(4 - odd, 6 - odd, (3, 2)),
+            nn.Conv3d(4 - odd, 3, 2),
+            nn.Conv2d(8, 4, 3, groups=2),
+            nn.Conv2d(4, 4, 2, groups=4),
+            nn.ConvTranspose1d(4 - odd, 6 - odd, 3),
+            nn.ConvTranspose2d(8, 6, 2, groups=2),
+            nn.ConvTranspose3d(4 - odd, 2, 2),
+            nn.MultiheadAttention(8, 2),
+            nn.MultiheadAttention(8, 2, kdim=4, vdim=12),
+            nn.BatchNorm2d(4),
+        ]
+    )
+
+
+def make(model: nn.Module, sparsity: float, **options: object) -> SparseModel:
+    return SparseModel(model, sparsity=sparsity, **options)  # type: ignore[arg-type]
+
+
+def prune_quietly(sparse: SparseModel, parts: Sequence[Part | None] = (None,)) -> None:
+    """Prune where layers may be too small to keep anything, which is warned of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "no weight lives in")
+        for part in parts:
+            sparse.prune(part)
+
+
+def one_layer(values: Sequence[Sequence[float]], sparsity: float = 0.5, **options: object) -> SparseModel:
+    weight = torch.tensor(values)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    return make(layer, sparsity, **options)
+
+
+def folded(mask: Tensor, weight: Weight) -> Tensor:
+    """A weight's mask as (out, kernel positions x in), done by hand."""
+    own = weight.of(mask)
+    own = own.transpose(0, 1) if weight.transposed else own
+    return own.movedim(1, -1).flatten(1)
+
+
+def live_blocks(matrix: Tensor, height: int, width: int) -> tuple[int, bool]:
+    """How many blocks have life in them, and whether each is alive as a whole or not at all."""
+    alive, whole = 0, True
+    for top in range(0, matrix.shape[0], height):
+        for left in range(0, matrix.shape[1], width):
+            block = matrix[top : top + height, left : left + width]
+            alive += bool(block.any())
+            whole &= bool(block.all()) or not bool(block.any())
+    return alive, whole
+
+
+def groups_alive(sparse: SparseModel, weight: Weight) -> int:
+    """The count the sparsity is about: blocks, or weights."""
+    matrix = folded(sparse.mask(weight.parameter), weight)
+    if isinstance(sparse.pattern, Block):
+        alive, whole = live_blocks(matrix, sparse.pattern.height, sparse.pattern.width)
+        assert whole, f"{weight.name} has half a block"
+        return alive
+    if isinstance(sparse.pattern, NofM) and sparse.sparsity > 0:
+        assert int(matrix.view(-1, sparse.pattern.m).sum(1).max()) <= sparse.pattern.n
+    return int(matrix.sum())
+
+
+def groups_in(sparse: SparseModel, weight: Weight) -> int:
+    if isinstance(sparse.pattern, Block):
+        rows, columns = folded(sparse.mask(weight.parameter), weight).shape
+        return math.ceil(rows / sparse.pattern.height) * math.ceil(columns / sparse.pattern.width)
+    return weight.numel
+
+
+def check_counts_are_exact(sparse: SparseModel, parts: Partition | None) -> None:
+    """Counts against the sparsity asked for, and weights against masks."""
+    alive = {weight.name: groups_alive(sparse, weight) for weight in sparse.weights}
+    sizes = {weight.name: groups_in(sparse, weight) for weight in sparse.weights}
+    if sparse.allocation == "uniform":
+        assert alive == {name: num_kept(sparse.sparsity, size) for name, size in sizes.items()}
+    elif parts is not None and sparse.scope.value == "part" and sparse.allocation == "global":
+        for part in parts:
+            names = [weight.name for weight in sparse.weights if weight.parameter in part.tensors]
+            assert sum(alive[n] for n in names) == num_kept(sparse.sparsity, sum(sizes[n] for n in names))
+    else:
+        assert sum(alive.values()) == num_kept(sparse.sparsity, sum(sizes.values()))
+    for name, mask in sparse.masks.items():
+        assert torch.equal(sparse.model.get_parameter(name) != 0, mask)
+    assert sparse.num_alive == sum(int(mask.sum()) for mask in sparse.masks.values())
+
+
+# Counts
+
+
+@pytest.mark.parametrize("sparsity", SPARSITIES)
+@pytest.mark.parametrize(("allocation", "scope"), ALLOCATIONS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_number_alive_is_exact(pattern: str, allocation: str, scope: str, sparsity: float) -> None:
+    for ragged in (False, True) if ":" not in pattern else (False,):
+        model = zoo(ragged=ragged)
+        options = {"allocation": allocation, "scope": scope, "pattern": pattern}
+        least = {"2:4": 0.5, "1:4": 0.75}.get(pattern, 0)
+        if 0 < sparsity < least:
+            with pytest.raises(ValueError, match=f"sparsity is {sparsity}, but pattern {pattern} lets at most"):
+                make(model, sparsity, **options)
+            continue
+        sparse = make(model, sparsity, **options)
+        parts = Partition.contiguous(model, 3)
+        prune_quietly(sparse, list(parts) if scope == "part" else [None])
+        check_counts_are_exact(sparse, parts)
+
+
+dimension = st.integers(1, 7)
+linear_shapes = st.tuples(dimension, dimension)
+conv_shapes = st.tuples(dimension, dimension, st.integers(1, 3), st.integers(1, 3), st.booleans())
+
+
+@given(
+    st.lists(linear_shapes, min_size=1, max_size=3),
+    st.lists(conv_shapes, max_size=2),
+    st.sampled_from(["unstructured", "1x8", "2x4", "4x4", "3x2"]),
+    st.sampled_from(["uniform", "global", "erk"]),
+    st.floats(0, 0.999),
+    st.integers(1, 40),
+    st.sampled_from([By.MAGNITUDE, By.RANDOM]),
+)
+def test_the_number_alive_is_exact_for_any_layers_sparsity_and_chunks(
+    linears: list[tuple[int, int]],
+    convs: list[tuple[int, int, int, int, bool]],
+    pattern: str,
+    allocation: str,
+    sparsity: float,
+    chunk: int,
+    by: By,
+) -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(a, b) for a, b in linears]
+    layers += [(nn.ConvTranspose2d if transposed else nn.Conv2d)(a, b, (h, w)) for a, b, h, w, transposed in convs]
+    sparse = make(nn.ModuleList(layers), sparsity, pattern=pattern, allocation=allocation)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(patterns, "chunk_elements", lambda device: chunk)
+        warnings.filterwarnings("ignore", "no weight lives in")
+        sparse.prune(by=by)
+    check_counts_are_exact(sparse, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("by", [By.MAGNITUDE, By.RANDOM])
+def test_the_number_alive_is_exact_in_every_float_type(dtype: torch.dtype, by: By) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)).to(dtype)
+    sparse = make(model, 0.9, allocation="global")
+    sparse.prune(to=0.5, by=by)
+    assert sparse.num_alive == 400
+    sparse.prune(by=by)
+    assert sparse.num_alive == 80
+    sparse.grow(to=0.7)
+    assert sparse.num_alive == 240
+
+
+@pytest.mark.filterwarnings("ignore:no weight lives in weight")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("by", [By.MAGNITUDE, By.RANDOM])
+@pytest.mark.parametrize("pattern", ["unstructured", "1x4", "2:4"])
+def test_a_layer_can_lose_all(dtype: torch.dtype, by: By, pattern: str) -> None:
+    sparse = make(nn.Linear(4, 2, dtype=dtype), 0.99, pattern=pattern)
+    sparse.prune(by=by)
+    assert sparse.num_alive == 0
+    assert int(sparse.model.weight.count_nonzero()) == 0
+
+
+def test_weights_of_different_types_are_ranked_together() -> None:
+    model = nn.Sequential(
+        nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False).double(), nn.Linear(2, 1, bias=False)
+    )
+    for layer, values in zip(model, ([3.0, -1.0], [2.0, 0.5], [-4.0, 0.25]), strict=True):
+        layer.weight.data.copy_(torch.tensor([values]))
+    model[2].bfloat16()
+    sparse = make(model, 0.5, allocation="global")
+    sparse.prune()
+    assert [mask.tolist() for mask in sparse.masks.values()] == [[[True, False]], [[True, False]], [[True, False]]]
+
+
+def test_the_memory_layout_does_not_matter() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(8, 8, 3)
+    last = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
+    last.load_state_dict(model.state_dict())
+    for pattern in ("unstructured", "1x8", "2:4"):
+        ours, theirs = make(model, 0.9, pattern=pattern), make(last, 0.9, pattern=pattern)
+        ours.prune()
+        theirs.prune()
+        assert torch.equal(ours.mask("weight"), theirs.mask("weight"))
+
+
+def test_a_layer_too_small_to_keep_anything_is_warned_of_and_is_all_zero() -> None:
+    sparse = make(nn.Sequential(nn.Linear(4, 4), nn.Linear(40, 40)), 0.99)
+    with pytest.warns(UserWarning, match=r"no weight lives in 0\.weight: too small for this sparsity; see keep_dense"):
+        sparse.prune()
+    assert [sparse.alive_in(weight) for weight in sparse.weights] == [0, 16]
+    assert int(sparse.model.get_parameter("0.weight").count_nonzero()) == 0
+
+
+def test_a_layer_that_one_ranking_leaves_nothing_is_told_from_one_that_is_too_small() -> None:
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+    model[0].weight.data.mul_(1e-3)
+    sparse = make(model, 0.9, allocation="global")
+    with pytest.warns(UserWarning, match=r"no weight lives in 0\.weight: one ranking .* allocation 'uniform' or 'erk'"):
+        sparse.prune()
+    assert [sparse.alive_in(weight) for weight in sparse.weights] == [0, 320]
+
+
+# Prune
+
+
+def test_pruning_keeps_the_largest_magnitudes() -> None:
+    sparse = one_layer([[1.0, -4.0, 2.0], [0.5, 3.0, -5.0]])
+    sparse.prune()
+    assert sparse.model.weight.tolist() == [[0, -4, 0], [0, 3, -5]]
+    assert sparse.mask("weight").tolist() == [[False, True, False], [False, True, True]]
+
+
+def test_pruning_equal_weights_keeps_the_earlier() -> None:
+    sparse = one_layer([[1.0, -1.0, 1.0, 1.0]])
+    sparse.prune()
+    assert sparse.model.weight.tolist() == [[1, -1, 0, 0]]
+
+
+def test_pruning_again_only_takes_from_the_living() -> None:
+    sparse = one_layer([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]], 0.75)
+    sparse.prune(to=0.5)
+    sparse.prune()
+    assert sparse.model.weight.tolist() == [[0, 0, 0, 0, 0, 0, 7, 8]]
+
+
+def test_a_living_weight_that_is_zero_is_alive_and_ranks_before_the_dead() -> None:
+    sparse = one_layer([[1.0, 2.0, 3.0, 4.0]], 0.75)
+    sparse.prune(to=0.5)
+    with torch.no_grad():
+        sparse.model.weight.zero_()
+    sparse.prune()
+    assert sparse.mask("weight").tolist() == [[False, False, True, False]]
+
+
+def test_pruning_to_what_is_alive_already_changes_nothing() -> None:
+    sparse = one_layer([[1.0, 2.0, 3.0, 4.0]])
+    sparse.prune(by=By.RANDOM)
+    before = sparse.mask("weight")
+    sparse.prune()
+    assert torch.equal(sparse.mask("weight"), before)
+
+
+def test_pruning_to_more_than_is_alive_is_an_error() -> None:
+    sparse = one_layer([[1.0, 2.0, 3.0, 4.0]], 0.75)
+    sparse.prune()
+    with pytest.raises(
+        ValueError, match=r"cannot prune to sparsity 0\.5: that is 2 alive, but 1 are alive in weight; grow first"
+    ):
+        sparse.prune(to=0.5)
+
+
+def test_pruning_to_dense_changes_nothing() -> None:
+    sparse = one_layer([[1.0, 2.0, 3.0, 4.0]])
+    sparse.prune()
+    sparse.prune(to=0)
+    assert sparse.num_alive == 2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_pruning_a_diverged_weight_is_an_error_that_names_it(bad: float) -> None:
+    sparse = one_layer([[1.0, bad, 3.0, 4.0]])
+    with pytest.raises(ValueError, match="weight holds NaN or infinity, so its weights cannot be ranked"):
+        sparse.prune()
+    assert sparse.num_alive == 4
+
+
+def test_pruning_a_part_leaves_other_parts_untouched() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    before = model[1].weight.clone()
+    sparse = make(model, 0.75)
+    sparse.prune(Partition.per_layer(model)[0])
+    assert [sparse.alive_in(weight) for weight in sparse.weights] == [4, 16, 16]
+    assert torch.equal(model[1].weight, before)
+
+
+def test_a_global_prune_of_a_part_ranks_the_whole_model_by_default_and_the_part_if_asked() -> None:
+    for scope, expected in (("model", [2, 0]), ("part", [1, 2])):
+        model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False))
+        model[0].weight.data.copy_(torch.tensor([[4.0, 3.0]]))
+        model[1].weight.data.copy_(torch.tensor([[2.0, 1.0]]))
+        sparse = make(model, 0.5, allocation="global", scope=scope)
+        prune_quietly(sparse, [Partition.per_layer(model)[0]])
+        assert [sparse.alive_in(weight) for weight in sparse.weights] == expected
+
+
+def test_query_key_and_value_are_pruned_apart() -> None:
+    attention = nn.MultiheadAttention(4, 2, bias=False)
+    with torch.no_grad():
+        attention.in_proj_weight[:4] *= 100
+    sparse = make(attention, 0.5)
+    sparse.prune()
+    assert [sparse.alive_in(weight) for weight in sparse.weights] == [8, 8, 8, 8]
+
+
+def test_the_query_matrix_can_stay_dense_and_is_not_counted() -> None:
+    sparse = make(nn.MultiheadAttention(4, 2), 0.5, keep_dense=["in_proj_weight[q]"])
+    sparse.prune()
+    assert sparse.num_prunable == 48
+    assert sparse.num_alive == 24
+    assert bool(sparse.mask("in_proj_weight")[:4].all())
+
+
+# Grow
+
+
+def test_growing_to_dense_lets_all_live_from_exactly_zero() -> None:
+    sparse = one_layer([[1.0, -4.0, 2.0, 3.0]])
+    sparse.prune()
+    sparse.grow()
+    assert sparse.num_alive == 4
+    assert sparse.model.weight.tolist() == [[0, -4, 0, 3]]
+
+
+def test_growing_to_a_sparsity_keeps_the_living_and_adds_the_exact_count() -> None:
+    torch.manual_seed(0)
+    sparse = make(nn.Linear(20, 10), 0.9)
+    sparse.prune()
+    before, weight = sparse.mask("weight"), sparse.model.weight.detach().clone()
+    sparse.grow(to=0.6)
+    after = sparse.mask("weight")
+    assert int(after.sum()) == 80
+    assert bool((after | ~before).all())
+    assert torch.equal(sparse.model.weight, weight)
+
+
+def test_growing_a_part_leaves_other_parts_untouched() -> None:
+    for allocation in ("uniform", "global", "erk"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        sparse = make(model, 0.75, allocation=allocation)
+        sparse.prune()
+        before = sparse.masks
+        sparse.grow(Partition.per_layer(model)[1], to=0.25)
+        assert sparse.alive_in(sparse.weights[1]) == 48
+        assert torch.equal(sparse.mask("0.weight"), before["0.weight"])
+        assert torch.equal(sparse.mask("2.weight"), before["2.weight"])
+
+
+def test_growing_respects_the_pattern() -> None:
+    for pattern in ("1x8", "2x2", "2:4"):
+        sparse = make(nn.Linear(16, 8), 0.75, pattern=pattern)
+        sparse.prune()
+        sparse.grow(to=0.5)
+        assert groups_alive(sparse, sparse.weights[0]) == num_kept(0.5, groups_in(sparse, sparse.weights[0]))
+
+
+def test_growing_to_fewer_than_are_alive_is_an_error() -> None:
+    sparse = one_layer([[1.0, 2.0, 3.0, 4.0]])
+    with pytest.raises(
+        ValueError, match=r"cannot grow to sparsity 0\.5: that is 2 alive, but 4 are alive in weight; prune first"
+    ):
+        sparse.grow(to=0.5)
+
+
+def test_what_grows_starts_from_zero_even_if_someone_wrote_into_it() -> None:
+    sparse = one_layer([[1.0, -4.0, 2.0, 3.0]])
+    sparse.prune()
+    with torch.no_grad():
+        sparse.model.weight.fill_(9.0)
+    sparse.grow()
+    assert sparse.model.weight.tolist() == [[0, 9, 0, 9]]
+
+
+def test_edits_apply_in_the_order_given() -> None:
+    sparse = one_layer([[1.0, 2.0, 3.0, 4.0]])
+    whole = Part("all", ("weight",))
+    sparse.apply(prune(whole, to=0.5), grow(whole))
+    assert sparse.model.weight.tolist() == [[0, 0, 3, 4]]
+    assert sparse.num_alive == 4
+
+
+def test_a_part_with_nothing_to_prune_is_passed_over() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    sparse = make(model, 0.5)
+    norm = Part("norm", ("1.weight", "1.bias", "1.running_mean"))
+    with pytest.warns(UserWarning, match="norm has nothing to grow"):
+        sparse.apply(prune(norm, to=0.5), grow(norm))
+    assert sparse.num_alive == 16
+
+
+# Randomness
+
+
+def test_a_random_mask_is_the_same_for_the_same_seed_and_another_for_another() -> None:
+    def mask(seed: int) -> Tensor:
+        torch.manual_seed(seed + 17)  # the global generator has no say
+        sparse = make(nn.Linear(20, 20), 0.5, seed=seed)
+        sparse.prune(by=By.RANDOM)
+        return sparse.mask("weight")
+
+    assert torch.equal(mask(3), mask(3))
+    assert not torch.equal(mask(3), mask(4))
+
+
+def test_random_masks_differ_from_layer_to_layer_and_from_edit_to_edit() -> None:
+    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    sparse = make(model, 0.5)
+    sparse.prune(by=By.RANDOM)
+    first = sparse.masks
+    assert not torch.equal(first["0.weight"], first["1.weight"])
+    sparse.grow()
+    sparse.prune(by=By.RANDOM)
+    assert not torch.equal(sparse.mask("0.weight"), first["0.weight"])
+
+
+def test_pruning_draws_nothing_from_the_global_generator() -> None:
+    before = torch.get_rng_state()
+    sparse = one_layer([[1.0, 2.0, 3.0, 4.0]])
+    torch.set_rng_state(before)
+    sparse.prune(by=By.RANDOM)
+    sparse.grow(to=0.25)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# What is prunable, and options
+
+
+def test_a_tied_embedding_stays_dense() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(10, 4), "body": nn.Linear(4, 4), "out": nn.Linear(4, 10)})
+    model["out"].weight = model["embed"].weight
+    sparse = make(model, 0.5)
+    sparse.prune()
+    assert list(sparse.masks) == ["body.weight"]
+    assert int(model["embed"].weight.count_nonzero()) == 40
+
+
+def test_a_weight_of_two_layers_is_pruned_once_and_in_both() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    sparse = make(model, 0.75)
+    sparse.prune()
+    assert sparse.num_prunable == 16
+    assert int(model[1].weight.count_nonzero()) == 4
+
+
+def test_a_vector_named_in_also_is_pruned() -> None:
+    sparse = make(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), 0.5, include=["1.weight"])
+    sparse.model.get_parameter("1.weight").data.copy_(torch.tensor([1.0, -3.0, 0.5, 2.0]))
+    sparse.prune()
+    assert sparse.mask("1.weight").tolist() == [False, True, False, True]
+
+
+def test_keep_dense_is_never_pruned() -> None:
+    sparse = make(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 0.5, keep_dense=["1"])
+    sparse.prune()
+    assert int(sparse.model.get_parameter("1.weight").count_nonzero()) == 16
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"sparsity": 1.0}, "sparsity is 1.0"),
+        ({"sparsity": -0.5}, "sparsity is -0.5"),
+        ({"sparsity": 90}, "sparsity is 90"),
+        ({"allocation": "layerwise"}, "allocation is 'layerwise', but must be one of"),
+        ({"pattern": "8"}, "pattern is '8'"),
+        ({"scope": "layer"}, "scope is 'layer', but must be one of model, part"),
+        ({"storage": "zip"}, "storage is 'zip', but must be one of"),
+        ({"pattern": "2:4", "sparsity": 0.4}, "pattern 2:4 lets at most 0.5"),
+        ({"pattern": "2:3"}, "needs a multiple of 3 inputs, but weight has 4"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        SparseModel(nn.Linear(4, 4), **({"sparsity": 0.5} | options))  # type: ignore[arg-type]
+
+
+def test_the_mask_of_an_unknown_parameter_is_an_error_that_lists_the_known() -> None:
+    with pytest.raises(KeyError, match="'bias' is not prunable; prunable are weight"):
+        make(nn.Linear(4, 4), 0.5).mask("bias")
+
+
+def test_masks_handed_out_are_copies() -> None:
+    sparse = one_layer([[1.0, 2.0, 3.0, 4.0]])
+    sparse.mask("weight").zero_()
+    sparse.masks["weight"].zero_()
+    assert sparse.num_alive == 4
+
+
+def test_the_model_keeps_its_names_and_its_class() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    keys, kinds = list(model.state_dict()), [type(module) for module in model.modules()]
+    sparse = make(model, 0.5)
+    sparse.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    sparse.prune()
+    assert list(model.state_dict()) == keys
+    assert [type(module) for module in model.modules()] == kinds
+    fresh = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    fresh.load_state_dict(model.state_dict())
+    x = torch.randn(3, 4)
+    assert torch.equal(fresh(x), model(x))
+
+
+def test_an_edit_that_cannot_be_done_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sparse = SparseModel(model, sparsity=0.5)
+    with torch.no_grad():
+        model[1].weight[2, 1] = float("nan")
+    before = model[0].weight.clone()
+    with pytest.raises(ValueError, match=r"^1\.weight holds NaN or infinity"):
+        sparse.prune()
+    assert torch.equal(model[0].weight, before)
+    assert sparse.num_alive == 32
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_preview_that_is_refused_leaves_the_model_as_it_was(storage: str) -> None:
+    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(3)))
+    sparse = SparseModel(model, sparsity=0.5, storage=storage)
+    sparse.prune(Part("last", ("2.weight",)), to=0.9)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(GrowpruneError, match=r"that is 50 alive, but 10 are alive in 2.weight; grow first"):
+        sparse.pruned().__enter__()
+    assert list(sparse.alive_by_weight.values()) == [100, 100, 10]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_preview_that_fails_on_the_way_is_undone(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(3)))
+    sparse = SparseModel(model, sparsity=0.5, storage=storage)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def fail(mask: torch.Tensor) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(sparse._parameters["2.weight"], "preview", fail)
+    with pytest.raises(MemoryError):
+        sparse.pruned().__enter__()
+    assert list(sparse.alive_by_weight.values()) == [100, 100, 100]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

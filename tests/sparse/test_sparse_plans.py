@@ -1,0 +1,501 @@
+"""Following a plan: forks and merges, resuming bit for bit, and the loops one would write by hand."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_cases import phases_of
+from torch import Tensor, nn
+
+from growprune.masks.bits import Snapshot, pack, unpack
+from growprune.masks.partition import Partition
+from growprune.masks.patterns import count_groups
+from growprune.methods import cyclic_gap, one_shot, parallel_gap, random_gap
+from growprune.plan import Branch, By, Fork, Phase, Plan, Stage, grow, prune, walk
+from growprune.sparse.model import SparseModel
+
+STEPS = 3
+"""Batches in an epoch."""
+
+
+class Net(nn.Module):
+    """Running statistics, a norm and biases: all that a merge must not forget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(6, 12)
+        self.norm1 = nn.BatchNorm1d(12)
+        self.fc2 = nn.Linear(12, 12)
+        self.norm2 = nn.BatchNorm1d(12)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm1(self.fc1(x)))
+        return self.head(torch.relu(self.norm2(self.fc2(x))))
+
+
+def make(seed: int = 0, **options: Any) -> SparseModel:
+    torch.manual_seed(seed)
+    return SparseModel(Net(), **({"sparsity": 0.75} | options))
+
+
+def batch_of(scheduled: int, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * scheduled + number)
+    return torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduled: int, number: int) -> None:
+    x, y = batch_of(scheduled, number)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def save(*states: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(states, file)
+    return file.getvalue()
+
+
+def run(
+    sparse: SparseModel, plan: Plan, *, stop: tuple[int, int] | None = None, checkpoint: bytes | None = None
+) -> bytes | None:
+    """A user's own loop, with a fresh optimizer in each phase; it may stop in the middle, and go on from there."""
+    start = 0
+    saved: Any = None
+    if checkpoint is not None:
+        model_state, saved, sparse_state, start = torch.load(io.BytesIO(checkpoint), weights_only=True)
+        sparse.model.load_state_dict(model_state)
+        sparse.load_state_dict(sparse_state)
+    for phase in sparse.follow(plan):
+        optimizer = sparse.attach(sgd(sparse.model))
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        for number in range(start, STEPS * phase.epochs):
+            if (sparse.cursor.position, number) == stop:
+                return save(sparse.model.state_dict(), optimizer.state_dict(), sparse.state_dict(), number)
+            train_step(sparse.model, optimizer, sparse.cursor.position, number)
+        start, saved = 0, None
+    return None
+
+
+def check_same(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def alive(sparse: SparseModel) -> list[int]:
+    return [sparse.alive_in(weight) for weight in sparse.weights]
+
+
+# Walking
+
+
+def test_each_phase_is_handed_out_with_its_edits_done() -> None:
+    sparse = make()
+    S = Partition.per_layer(sparse.model)
+    seen = []
+    plan = cyclic_gap(S, sparsity=0.75, steps=3, epochs=1, finetune=2)
+    for phase in sparse.follow(plan):
+        seen.append((sparse.cursor.position, phase.epochs, alive(sparse)))
+    assert seen == [
+        (0, 0, [18, 36, 9]),
+        (1, 1, [72, 36, 9]),
+        (2, 1, [18, 144, 9]),
+        (3, 1, [18, 36, 36]),
+        (4, 2, [18, 36, 9]),
+    ]
+
+
+def test_under_a_global_ranking_the_model_without_the_grown_part_has_the_target_sparsity() -> None:
+    sparse = make(allocation="global")
+    S = Partition.per_layer(sparse.model)
+    plan = cyclic_gap(S, sparsity=0.75, steps=4, epochs=1, finetune=1)
+    before = 252
+    for scheduled in phases_of(sparse, plan):
+        grown = [edit.part for edit in scheduled.phase.edits if edit.action.value == "grow"]
+        for part in grown:
+            (weight,) = sparse.editor.counts.weights_of(part)
+            assert sparse.alive_in(weight) == weight.numel
+        if not grown:
+            assert sparse.num_alive == 63
+        assert sparse.num_alive != before
+        before = sparse.num_alive
+        for number in range(STEPS * scheduled.phase.epochs):
+            train_step(sparse.model, sparse.attach(sgd(sparse.model)), scheduled.index, number)
+
+
+@pytest.mark.filterwarnings("ignore:no weight lives in head.weight")
+@pytest.mark.parametrize(("pattern", "groups"), [("unstructured", 45), ("1x4", 11), ("2x2", 12), ("2:4", 45)])
+@pytest.mark.parametrize("allocation", ["uniform", "global", "erk"])
+def test_cyclic_and_parallel_gap_end_sparse_with_every_pattern(pattern: str, groups: int, allocation: str) -> None:
+    for method in (cyclic_gap, parallel_gap):
+        sparse = make(pattern=pattern, allocation=allocation, keep_dense=["fc1"])
+        S = Partition.per_layer(sparse.model, keep_dense=["fc1"])
+        run(sparse, method(S, sparsity=0.75, steps=3, epochs=1, finetune=1))
+        assert sum(count_groups(sparse.pattern, sparse.mask(w.parameter), w) for w in sparse.weights) == groups
+        for name, mask in sparse.masks.items():
+            assert int(sparse.model.get_parameter(name)[~mask].count_nonzero()) == 0
+
+
+def test_a_list_of_steps_can_be_followed() -> None:
+    sparse = make()
+    whole = Partition.contiguous(sparse.model, 1).whole
+    assert len(list(sparse.follow([Phase(prune(whole, to=0.5)), Phase(epochs=1)]))) == 2
+    assert sparse.num_alive == 126
+
+
+# Forks
+
+
+def two_halves(model: nn.Module) -> Partition:
+    return Partition.of(model, [["fc1", "norm1"], ["fc2", "norm2", "head"]])
+
+
+def test_every_branch_starts_from_the_same_model() -> None:
+    sparse = make()
+    S = two_halves(sparse.model)
+    starts = []
+    for scheduled in phases_of(sparse, parallel_gap(S, sparsity=0.75, steps=1, epochs=1, finetune=0)):
+        if scheduled.branch is not None:
+            starts.append((copy.deepcopy(sparse.model.state_dict()), sparse.masks))
+            with torch.no_grad():
+                for tensor in sparse.model.state_dict().values():
+                    tensor.add_(1)
+    (first, first_masks), (second, second_masks) = starts
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert [int(mask.sum()) for mask in first_masks.values()] == [72, 36, 9]
+    assert [int(mask.sum()) for mask in second_masks.values()] == [18, 144, 36]
+
+
+def test_after_a_fork_every_tensor_of_a_part_comes_from_its_branch() -> None:
+    sparse = make()
+    S = two_halves(sparse.model)
+    ends = []
+    plan = parallel_gap(S, sparsity=0.75, steps=1, epochs=2, finetune=0)
+    merged: dict[str, Tensor] = {}
+    for scheduled in phases_of(sparse, [*plan][:2] + [Phase()]):
+        if scheduled.branch is None and ends:
+            merged = copy.deepcopy(sparse.model.state_dict())
+        optimizer = sparse.attach(sgd(sparse.model))
+        for number in range(STEPS * scheduled.phase.epochs):
+            train_step(sparse.model, optimizer, scheduled.index, number)
+        if scheduled.branch is not None:
+            ends.append(copy.deepcopy(sparse.model.state_dict()))
+    assert set(merged) == {name for part in S for name in part.tensors}
+    for branch, part in enumerate(S):
+        for name in part.tensors:
+            assert torch.equal(merged[name], ends[branch][name]), name
+    for name in ("norm1.running_mean", "norm1.running_var", "norm1.weight", "fc1.bias", "fc1.weight"):
+        assert not torch.equal(merged[name], ends[1][name]), "the branches differ, so the test can tell them apart"
+
+
+def test_a_merge_brings_the_masks_of_the_grown_parts() -> None:
+    sparse = make()
+    plan = parallel_gap(two_halves(sparse.model), sparsity=0.75, steps=1, epochs=1, finetune=0)
+    for _ in sparse.follow([*plan][:2]):
+        pass
+    assert alive(sparse) == [72, 144, 36]
+
+
+def test_a_fork_right_after_a_fork_trains_dense_what_it_brought() -> None:
+    sparse = make()
+    S = Partition.per_layer(sparse.model)
+    fork = Fork(*(Branch(Phase(grow(part), epochs=1), part) for part in S))
+    plan: list[Stage] = [Phase(prune(S.whole, to=0.75, by=By.RANDOM)), fork, fork, Phase(prune(S.whole, to=0.75))]
+    alive = [sparse.num_alive for _ in sparse.follow(plan)]
+    assert alive[4:7] == [sparse.num_prunable] * 3  # all were grown in the first fork, and nothing has pruned them
+    assert alive[-1] == alive[0] == 63
+
+
+def test_what_no_branch_brings_is_as_it_was_before_the_fork() -> None:
+    sparse = make()
+    S = Partition.per_layer(sparse.model)
+    before = {name: tensor.clone() for name, tensor in sparse.model.state_dict().items()}
+    fork = Fork(*(Branch(Phase(epochs=1), part) for part in (S[0], S[1])))
+    for _ in sparse.follow([fork]):
+        with torch.no_grad():
+            for parameter in sparse.model.parameters():
+                parameter.add_(1.0)
+    after = sparse.model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in S[2].tensors)
+    assert all(torch.equal(after[name], before[name] + 1) for name in ("fc1.weight", "fc2.weight"))
+
+
+def test_two_branches_cannot_bring_the_same() -> None:
+    S = Partition.per_layer(Net())
+    with pytest.raises(ValueError, match=r"two branches of a fork return 'fc1.weight'"):
+        Fork(Branch(Phase(epochs=1), S[0]), Branch(Phase(epochs=1), S.whole))
+
+
+def test_a_part_that_is_kept_dense_is_warned_of_or_left_out() -> None:
+    sparse = make(keep_dense=["head"])
+    S = Partition.per_layer(sparse.model)
+    assert len(S) == 3
+    with pytest.warns(UserWarning, match="S2 has nothing to grow: no weight of it may be pruned"):
+        sparse.grow(S[2])
+    S = Partition.per_layer(sparse.model, keep_dense=["head"])
+    assert [part.tensors[0] for part in S] == ["fc1.weight", "fc2.weight"]
+    assert "head.weight" in S[1].tensors
+
+
+def test_a_branch_may_end_sparse() -> None:
+    sparse = make()
+    S = two_halves(sparse.model)
+    fork = Fork(*(Branch(Phase(prune(P, to=0.5), epochs=1), returns=P) for P in S))
+    for _ in sparse.follow([fork]):
+        pass
+    assert alive(sparse) == [36, 72, 18]
+
+
+def test_running_statistics_at_a_merge_by_hand() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    sparse = SparseModel(model, sparsity=0.5)
+    S = Partition.of(model, [["0", "1"], ["2", "3"]])
+    fork = Fork(*(Branch(Phase(grow(P), epochs=1), returns=P) for P in S))
+    for scheduled in phases_of(sparse, [fork, Phase()]):
+        if scheduled.branch is not None:
+            model[1].running_mean.fill_(10 + scheduled.branch)
+            model[3].running_mean.fill_(20 + scheduled.branch)
+            model[3].num_batches_tracked.fill_(scheduled.branch)
+    assert model[1].running_mean.tolist() == [10, 10]
+    assert model[3].running_mean.tolist() == [21, 21]
+    assert int(model[3].num_batches_tracked) == 1
+
+
+# Resuming
+
+
+def stops(plan: Plan) -> list[tuple[int, int]]:
+    """The first batch of every phase that trains, and one in its middle."""
+    return [(s.index, number) for s in walk(plan) if s.phase.epochs for number in (0, STEPS * s.phase.epochs // 2)]
+
+
+@pytest.mark.parametrize(
+    ("method", "allocation"),
+    [
+        (cyclic_gap, "uniform"),
+        (parallel_gap, "uniform"),  # whose branches prune what they return
+        (parallel_gap, "global"),  # whose parts are pruned together
+        (lambda S, **o: random_gap(S, kappa=3, **o), "global"),
+    ],
+)
+def test_a_users_loop_resumes_bit_for_bit_from_any_point(method: Any, allocation: str) -> None:
+    whole = make(allocation=allocation)
+    S = Partition.contiguous(whole.model, 3)
+    plan = method(S, sparsity=0.75, steps=3, epochs=1, finetune=2)
+    run(whole, plan)
+    for stop in stops(plan):
+        checkpoint = run(make(allocation=allocation), plan, stop=stop)
+        assert checkpoint is not None
+        resumed = make(seed=99, allocation=allocation)
+        run(resumed, plan, checkpoint=checkpoint)
+        check_same(resumed.model, whole.model)
+        assert all(torch.equal(mask, whole.mask(name)) for name, mask in resumed.masks.items())
+        assert resumed.num_alive == 63
+
+
+def test_a_state_taken_in_a_fork_is_not_changed_by_going_on() -> None:
+    sparse = make()
+    plan = parallel_gap(Partition.contiguous(sparse.model, 3), sparsity=0.75, steps=1, epochs=1, finetune=1)
+    states = []
+    for _ in sparse.follow(plan):
+        state = sparse.state_dict()
+        states.append((state, save(state)))
+        with torch.no_grad():
+            sparse.model.fc1.bias.add_(1)
+    assert [len(state["cursor"]["returned"]) for state, _ in states] == [
+        0,
+        0,
+        7,
+        14,
+        0,
+        0,
+    ]  # a linear layer and its norm
+    assert all(save(state) == as_it_was for state, as_it_was in states)
+
+
+def test_growing_at_random_goes_on_as_if_nothing_had_happened() -> None:
+    first = make()
+    first.prune(by=By.RANDOM)
+    second = make()
+    second.load_state_dict(first.state_dict())
+    first.grow(to=0.5)
+    second.grow(to=0.5)
+    assert all(torch.equal(mask, second.mask(name)) for name, mask in first.masks.items())
+
+
+def test_a_state_with_other_weights_is_refused() -> None:
+    state = make().state_dict()
+    with pytest.raises(ValueError, match=r"masks and the model's prunable weights differ in \['head.weight'\]"):
+        make(keep_dense=["head"]).load_state_dict(state)
+
+
+def test_loading_a_state_masks_the_model_and_its_optimizers() -> None:
+    sparse, other = make(), make()
+    sparse.prune()
+    optimizer = other.attach(sgd(other.model))
+    train_step(other.model, optimizer, 0, 0)
+    other.load_state_dict(sparse.state_dict())
+    for name, mask in sparse.masks.items():
+        parameter = other.model.get_parameter(name)
+        assert int(parameter[~mask].count_nonzero()) == 0
+        assert int(optimizer.state[parameter]["momentum_buffer"][~mask].count_nonzero()) == 0
+
+
+def test_a_snapshot_restores_tensors_and_masks() -> None:
+    sparse = make()
+    sparse.prune()
+    before, masks = copy.deepcopy(sparse.model), sparse.masks
+    snapshot = sparse.snapshot()
+    sparse.grow()
+    optimizer = sparse.attach(sgd(sparse.model))
+    train_step(sparse.model, optimizer, 0, 0)
+    sparse.restore(snapshot)
+    check_same(sparse.model, before)
+    assert all(torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
+
+
+def test_a_snapshot_of_a_part_holds_that_part_alone() -> None:
+    sparse = make()
+    part = two_halves(sparse.model)[0]
+    assert set(sparse.snapshot(part)) == set(part.tensors)
+
+
+# Equivalences
+
+
+def magnitude_mask(weight: Tensor, kept: int) -> Tensor:
+    mask = torch.zeros_like(weight, dtype=torch.bool)
+    mask.view(-1)[weight.abs().flatten().topk(kept).indices] = True
+    return mask
+
+
+def train_by_hand(model: nn.Module, masks: dict[str, Tensor], scheduled: int, epochs: int) -> None:
+    """What everyone writes: mask the gradient before the step, and the weight after it."""
+    optimizer = sgd(model)
+    for number in range(STEPS * epochs):
+        x, y = batch_of(scheduled, number)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            for name, mask in masks.items():
+                model.get_parameter(name).grad.mul_(mask)  # type: ignore[union-attr]
+            optimizer.step()
+            for name, mask in masks.items():
+                model.get_parameter(name).mul_(mask)
+
+
+def prune_by_hand(model: nn.Module, names: Sequence[str], sparsity: float) -> dict[str, Tensor]:
+    masks = {}
+    with torch.no_grad():
+        for name in names:
+            weight = model.get_parameter(name)
+            masks[name] = magnitude_mask(weight, round((1 - sparsity) * weight.numel()))
+            weight.mul_(masks[name])
+    return masks
+
+
+def test_cyclic_gap_with_one_part_and_one_step_is_dense_training_then_pruning_then_fine_tuning() -> None:
+    sparse, by_hand = make(), make()
+    by_hand.prune(by=By.RANDOM)  # both start from the same randomly masked weights
+    model = by_hand.model
+    train_by_hand(model, {}, scheduled=1, epochs=2)
+    masks = prune_by_hand(model, list(by_hand.masks), 0.75)
+    train_by_hand(model, masks, scheduled=2, epochs=3)
+
+    plan = cyclic_gap(Partition.contiguous(sparse.model, 1), sparsity=0.75, steps=1, epochs=2, finetune=3)
+    run(sparse, plan)
+    check_same(sparse.model, model)
+
+
+def test_one_shot_is_dense_training_then_pruning_then_fine_tuning() -> None:
+    sparse, model = make(), make().model
+    train_by_hand(model, {}, scheduled=0, epochs=2)
+    masks = prune_by_hand(model, list(sparse.masks), 0.75)
+    train_by_hand(model, masks, scheduled=1, epochs=3)
+    run(sparse, one_shot(Partition.contiguous(sparse.model, 2), sparsity=0.75, epochs=2, finetune=3))
+    check_same(sparse.model, model)
+
+
+def test_cyclic_gap_with_two_parts_by_hand() -> None:
+    sparse, by_hand = make(), make()
+    by_hand.prune(by=By.RANDOM)
+    model, masks = by_hand.model, by_hand.masks
+    first, second = ["fc1.weight"], ["fc2.weight", "head.weight"]
+    train_by_hand(model, {name: masks[name] for name in second}, scheduled=1, epochs=1)
+    masks |= prune_by_hand(model, first, 0.75)
+    train_by_hand(model, {name: masks[name] for name in first}, scheduled=2, epochs=1)
+    masks |= prune_by_hand(model, second, 0.75)
+    train_by_hand(model, masks, scheduled=3, epochs=1)
+
+    run(sparse, cyclic_gap(two_halves(sparse.model), sparsity=0.75, steps=2, epochs=1, finetune=1))
+    check_same(sparse.model, model)
+
+
+def test_parallel_gap_with_one_part_is_cyclic_gap_with_one_part() -> None:
+    cyclic, parallel = make(), make()
+    S = Partition.contiguous(cyclic.model, 1)
+    steps: list[Stage] = [*parallel_gap(S, sparsity=0.75, steps=1, epochs=2, finetune=3)]
+    *start, pruning, finetuning = steps
+    assert isinstance(pruning, Phase)
+    assert isinstance(finetuning, Phase)
+    joined: Any = [*start, Phase(*pruning.edits, epochs=finetuning.epochs)]  # so that both have three phases
+    run(parallel, joined)
+    run(cyclic, cyclic_gap(S, sparsity=0.75, steps=1, epochs=2, finetune=3))
+    check_same(parallel.model, cyclic.model)
+
+
+# Packed masks
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_a_packed_mask_unpacks(flags: list[bool]) -> None:
+    mask = torch.tensor(flags, dtype=torch.bool)
+    packed = pack(mask)
+    assert packed.numel() == (len(flags) + 7) // 8
+    assert packed.tolist() == [
+        sum(bit << i for i, bit in enumerate(flags[at : at + 8])) for at in range(0, len(flags), 8)
+    ]
+    assert torch.equal(unpack(packed, (len(flags),)), mask)
+
+
+def test_a_mask_of_any_layout_is_packed_row_by_row() -> None:
+    mask = torch.tensor([[True, False, False], [True, True, False]])
+    assert pack(mask).tolist() == [0b011001]
+    assert pack(mask.T.contiguous().T).tolist() == [0b011001]
+    assert torch.equal(unpack(pack(mask), (2, 3)), mask)
+
+
+@pytest.mark.parametrize("allocation, returned", [("uniform", 4 * 40), ("global", 4 * 400)])
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_part_is_pruned_before_it_is_brought_unless_it_is_ranked_with_the_others(
+    storage: str, allocation: str, returned: int
+) -> None:
+    model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(4)))
+    sparse = SparseModel(model, sparsity=0.9, storage=storage, allocation=allocation)
+    plan = parallel_gap(Partition.contiguous(model, 4), sparsity=0.9, steps=2, epochs=1, finetune=1)
+    counts = []
+
+    def combine(parts: Snapshot, names: list[tuple[str, ...]], like: Snapshot) -> Snapshot:
+        counts.append(sum(values.numel() for values, mask in parts.values() if mask is not None))
+        return parts
+
+    for _ in phases_of(sparse, plan, combine=combine):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)  # as training would
+        sparse.enforce()
+    assert counts == [returned] * 2
+    assert sparse.num_alive == 4 * 40

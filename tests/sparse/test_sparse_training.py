@@ -1,0 +1,483 @@
+"""Training under masks: after any step of any optimizer, what is pruned is exactly zero, and so is its state."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from growprune.masks.partition import Partition
+from growprune.plan import Part, grow, prune
+from growprune.sparse.model import SparseModel
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "ascent": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, maximize=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=1e-2),
+    "adam, one by one": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
+    "adam, fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adamw, amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, weight_decay=1e-2),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01, weight_decay=1e-2),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+}
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+no_complaints_from_torch = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+every_optimizer = pytest.mark.parametrize("name", list(OPTIMIZERS))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.down = nn.ConvTranspose2d(4, 2, 2)
+        self.attention = nn.MultiheadAttention(10, 2, batch_first=True)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 2, 6, 6)
+        x = self.down(torch.relu(self.norm(self.conv(x)))).flatten(2).mean(2)  # (B, 2)
+        x = x.repeat(1, 5).unsqueeze(1)  # (B, 1, 10)
+        return self.head(self.attention(x, x, x, need_weights=False)[0][:, 0])
+
+
+def make(sparsity: float = 0.5, **options: str) -> SparseModel:
+    torch.manual_seed(0)
+    return SparseModel(Net(), sparsity=sparsity, **options)  # type: ignore[arg-type]
+
+
+def batches(seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(4, 2, 6, 6, generator=generator), torch.randint(3, (4,), generator=generator)
+
+
+def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    return loss.detach()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> None:
+    def closure() -> float:
+        optimizer.zero_grad()
+        return float(backward(model, batch))
+
+    optimizer.step(closure)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """As integers, so that a negative zero is not a zero."""
+    return tensor.detach().contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def check_zero_off_masks(sparse: SparseModel, optimizer: torch.optim.Optimizer) -> None:
+    for name, mask in sparse.masks.items():
+        parameter = sparse.model.get_parameter(name)
+        states = [t for t in optimizer.state[parameter].values() if isinstance(t, Tensor) and t.shape == mask.shape]
+        gradients = [] if parameter.grad is None else [parameter.grad]
+        for tensor in (parameter, *gradients, *states):
+            assert not bool(bits(tensor)[~mask].any()), name
+
+
+@every_optimizer
+def test_off_the_mask_weight_gradient_and_state_are_exactly_zero_after_every_step(name: str) -> None:
+    sparse = make()
+    optimizer = sparse.attach(OPTIMIZERS[name](sparse.model.parameters()))
+    S = Partition.contiguous(sparse.model, 3)
+    sparse.prune()
+    data = batches()
+    for edit in (lambda: None, lambda: sparse.grow(S[0]), lambda: sparse.prune(S[0]), lambda: sparse.grow(to=0.25)):
+        edit()
+        for _ in range(2):
+            step(sparse.model, optimizer, next(data))
+            check_zero_off_masks(sparse, optimizer)
+    assert sparse.num_alive == sum(round(0.75 * weight.numel) for weight in sparse.weights)
+
+
+@every_optimizer
+def test_the_living_train_as_without_masks(name: str) -> None:
+    sparse, plain = make(0.0), Net()
+    plain.load_state_dict(sparse.model.state_dict())
+    masked, free = sparse.attach(OPTIMIZERS[name](sparse.model.parameters())), OPTIMIZERS[name](plain.parameters())
+    for _, batch in zip(range(3), batches(), strict=False):
+        step(sparse.model, masked, batch)
+        step(plain, free, batch)
+    for ours, theirs in zip(sparse.model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@every_optimizer
+def test_what_grows_has_zero_weight_and_zero_state_and_then_learns(name: str) -> None:
+    sparse = make(0.8)
+    optimizer = sparse.attach(OPTIMIZERS[name](sparse.model.parameters()))
+    sparse.prune()
+    data = batches()
+    for _ in range(3):
+        step(sparse.model, optimizer, next(data))
+    before = sparse.masks
+    sparse.grow()
+    for parameter_name, mask in before.items():
+        parameter = sparse.model.get_parameter(parameter_name)
+        states = [t for t in optimizer.state[parameter].values() if isinstance(t, Tensor) and t.shape == mask.shape]
+        assert all(not bool(bits(tensor)[~mask].any()) for tensor in (parameter, *states))
+        assert bool((parameter[mask] != 0).any())
+    step(sparse.model, optimizer, next(data))
+    assert int((sparse.model.head.weight[~before["head.weight"]] != 0).sum()) > 0
+
+
+def test_an_optimizer_attached_after_pruning_is_masked_too() -> None:
+    sparse = make()
+    sparse.prune()
+    optimizer = sparse.attach(torch.optim.Adam(sparse.model.parameters()))
+    step(sparse.model, optimizer, next(batches()))
+    check_zero_off_masks(sparse, optimizer)
+
+
+def test_state_that_an_optimizer_held_before_is_masked_when_it_is_attached() -> None:
+    sparse = make()
+    optimizer = torch.optim.Adam(sparse.model.parameters())
+    step(sparse.model, optimizer, next(batches()))
+    sparse.model.zero_grad()
+    sparse.prune()
+    sparse.attach(optimizer)
+    check_zero_off_masks(sparse, optimizer)
+
+
+def test_attaching_twice_is_attaching_once() -> None:
+    sparse = make()
+    sparse.prune()
+    optimizer = torch.optim.SGD(sparse.model.parameters(), lr=0.1)
+    hooks = len(sparse.attach(optimizer)._optimizer_step_post_hooks)
+    assert sparse.attach(optimizer) is optimizer
+    assert len(optimizer._optimizer_step_post_hooks) == hooks
+    assert len(sparse.model.head.weight._post_accumulate_grad_hooks) == 1
+
+
+def test_two_optimizers_can_share_a_model() -> None:
+    sparse = make()
+    sparse.prune()
+    first = sparse.attach(torch.optim.Adam(sparse.model.conv.parameters()))
+    second = sparse.attach(torch.optim.SGD(sparse.model.head.parameters(), lr=0.1, momentum=0.9))
+    for batch, _ in zip(batches(), range(2), strict=False):
+        sparse.model.zero_grad()
+        backward(sparse.model, batch)
+        first.step()
+        second.step()
+    check_zero_off_masks(sparse, first)
+    check_zero_off_masks(sparse, second)
+
+
+def test_the_model_may_be_dropped_with_its_optimizer() -> None:
+    sparse = make()
+    sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))  # and nobody keeps it
+    sparse.prune()
+    assert len(sparse._optimizers.attached) == 0
+
+
+def total_norm(model: nn.Module) -> Tensor:
+    return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+def test_a_model_whose_sparse_model_is_gone_trains_freely() -> None:
+    sparse = make()
+    sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    sparse.prune()
+    model = sparse.model
+    del sparse
+    backward(model, next(batches()))
+    assert int(model.head.weight.grad.count_nonzero()) == 30
+
+
+def test_clipping_sees_only_the_gradients_of_the_living() -> None:
+    sparse = make(0.9)
+    sparse.prune()
+    dense = copy.deepcopy(sparse.model)
+    batch = next(batches())
+    sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    backward(sparse.model, batch)
+    backward(dense, batch)
+    unmasked = total_norm(dense)
+    for name, mask in sparse.masks.items():
+        dense.get_parameter(name).grad.mul_(mask)  # type: ignore[union-attr]
+    assert torch.equal(nn.utils.clip_grad_norm_(sparse.model.parameters(), 1e-3), total_norm(dense))
+    assert total_norm(dense) < unmasked
+
+
+def test_accumulated_gradients_are_masked_and_add_up() -> None:
+    sparse = make(0.9)
+    sparse.prune()
+    dense = copy.deepcopy(sparse.model)
+    sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    for batch, _ in zip(batches(), range(3), strict=False):
+        backward(sparse.model, batch)
+        backward(dense, batch)
+    for name, mask in sparse.masks.items():
+        gradient = sparse.model.get_parameter(name).grad
+        assert gradient is not None
+        assert torch.equal(gradient, torch.where(mask, dense.get_parameter(name).grad, 0))
+
+
+def test_gradients_that_are_nan_off_the_mask_do_no_harm() -> None:
+    sparse = make()
+    sparse.prune()
+    optimizer = sparse.attach(torch.optim.Adam(sparse.model.parameters()))
+    weight, mask = sparse.model.head.weight, sparse.mask("head.weight")
+    (weight * torch.where(mask, 1.0, math.nan)).sum().backward()
+    optimizer.step()
+    assert bool(weight.isfinite().all())
+    assert not bool(bits(weight)[~mask].any())
+
+
+def test_a_step_that_the_gradient_scaler_skips_changes_nothing() -> None:
+    sparse = make()
+    sparse.prune()
+    optimizer = sparse.attach(torch.optim.Adam(sparse.model.parameters()))
+    scaler, data = torch.amp.GradScaler("cpu", init_scale=4.0), batches()
+    before = copy.deepcopy(list(sparse.model.parameters()))
+    for scale in (math.inf, 1.0):
+        optimizer.zero_grad()
+        batch = next(data)
+        scaler.scale(nn.functional.cross_entropy(sparse.model(batch[0]), batch[1]) * scale).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        is_same = all(torch.equal(a, b) for a, b in zip(before, sparse.model.parameters(), strict=True))
+        assert is_same == (scale == math.inf)
+        if scale != math.inf:
+            check_zero_off_masks(sparse, optimizer)
+    assert scaler.get_scale() == 2.0
+
+
+def test_training_under_autocast_keeps_zeros_exact() -> None:
+    sparse = make()
+    sparse.prune()
+    optimizer = sparse.attach(torch.optim.AdamW(sparse.model.parameters(), weight_decay=0.1))
+    for batch, _ in zip(batches(), range(3), strict=False):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(sparse.model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        check_zero_off_masks(sparse, optimizer)
+
+
+# A model that is copied, moved, frozen, compiled
+
+
+@no_complaints_from_torch
+def test_a_compiled_model_has_no_graph_break_and_is_not_compiled_again_when_masks_change() -> None:
+    torch._dynamo.reset()
+    sparse = make()
+    optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1, momentum=0.9))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(sparse.model, backend=counter, fullgraph=True)
+    data = batches()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for edit in (sparse.prune, sparse.grow, sparse.prune, lambda: None):
+            edit()
+            optimizer.zero_grad()
+            backward(compiled, next(data))
+            optimizer.step()
+            check_zero_off_masks(sparse, optimizer)
+    assert counter.frame_count == 1
+
+
+@no_complaints_from_torch
+def test_a_compiled_model_trains_like_the_model() -> None:
+    torch._dynamo.reset()
+    results = []
+    for compiler in (lambda model: model, lambda model: torch.compile(model, backend="aot_eager", fullgraph=True)):
+        sparse = make()
+        sparse.prune()
+        optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1, momentum=0.9))
+        run = compiler(sparse.model)
+        for batch, _ in zip(batches(), range(3), strict=False):
+            optimizer.zero_grad()
+            backward(run, batch)
+            optimizer.step()
+        results.append(torch.cat([parameter.detach().flatten() for parameter in sparse.model.parameters()]))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_a_copy_of_the_model_is_a_plain_model() -> None:
+    sparse = make()
+    sparse.prune()
+    sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    clone = copy.deepcopy(sparse.model)
+    backward(clone, next(batches()))
+    optimizer = torch.optim.SGD(clone.parameters(), lr=0.1)
+    optimizer.step()
+    assert int(clone.head.weight.count_nonzero()) == 30, "nothing masks the copy"
+    assert int(sparse.model.head.weight.count_nonzero()) == 15, "and it does not touch the model"
+
+
+def test_a_moving_average_is_made_exactly_as_sparse_as_the_model() -> None:
+    sparse = make(0.8)
+    optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    average = AveragedModel(sparse.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for batch, _ in zip(batches(), range(3), strict=False):
+        step(sparse.model, optimizer, batch)
+        average.update_parameters(sparse.model)
+    sparse.prune()
+    before = copy.deepcopy(average.module)
+    sparse.mask_copy(average.module)
+    for name, mask in sparse.masks.items():
+        ours, theirs = average.module.get_parameter(name), before.get_parameter(name)
+        assert torch.equal(ours, torch.where(mask, theirs, 0))
+        assert not bool(bits(ours)[~mask].any())
+    assert torch.equal(average.module.head.bias, before.head.bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_moved_to_another_type_stays_masked(dtype: torch.dtype) -> None:
+    sparse = make()
+    sparse.prune()
+    sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    backward(sparse.model, next(batches()))  # makes autograd remember the old type
+    masks = sparse.masks
+    sparse.model.to(dtype)
+    sparse.model.zero_grad()
+    optimizer = sparse.attach(torch.optim.Adam(sparse.model.parameters()))
+    x, y = next(batches())
+    step(sparse.model, optimizer, (x.to(dtype), y))
+    check_zero_off_masks(sparse, optimizer)
+    assert all(torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
+
+
+def test_a_model_moved_to_another_memory_layout_stays_masked() -> None:
+    sparse = make()
+    sparse.prune()
+    sparse.model.to(memory_format=torch.channels_last)
+    optimizer = sparse.attach(torch.optim.Adam(sparse.model.parameters()))
+    step(sparse.model, optimizer, next(batches()))
+    check_zero_off_masks(sparse, optimizer)
+
+
+def test_a_parameter_put_in_place_of_another_is_masked_from_the_next_attach_on() -> None:
+    sparse = make()
+    sparse.prune()
+    sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    sparse.model.head.weight = nn.Parameter(torch.ones(3, 10))
+    optimizer = sparse.attach(torch.optim.Adam(sparse.model.parameters()))
+    assert int(sparse.model.head.weight.count_nonzero()) == 15
+    step(sparse.model, optimizer, next(batches()))
+    check_zero_off_masks(sparse, optimizer)
+
+
+def test_a_frozen_weight_is_pruned_but_not_trained() -> None:
+    sparse = make()
+    sparse.model.conv.weight.requires_grad_(False)
+    sparse.prune()
+    before = sparse.model.conv.weight.clone()
+    optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1, weight_decay=0.1))
+    step(sparse.model, optimizer, next(batches()))
+    assert torch.equal(sparse.model.conv.weight, before)
+    assert int(before.count_nonzero()) == 36
+    check_zero_off_masks(sparse, optimizer)
+
+
+def test_a_weight_that_thaws_is_masked_from_the_next_attach_on() -> None:
+    sparse = make()
+    sparse.model.conv.weight.requires_grad_(False)
+    sparse.prune()
+    sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    sparse.model.conv.weight.requires_grad_(True)
+    optimizer = sparse.attach(torch.optim.Adam(sparse.model.parameters()))
+    step(sparse.model, optimizer, next(batches()))
+    check_zero_off_masks(sparse, optimizer)
+
+
+def test_a_weight_that_thaws_has_masked_gradients_at_once() -> None:
+    sparse = make()
+    sparse.prune()
+    for parameter in sparse.model.parameters():
+        parameter.requires_grad_(False)
+    sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    assert not any(parameter.requires_grad for parameter in sparse.model.parameters())
+    for parameter in sparse.model.parameters():
+        parameter.requires_grad_(True)
+    backward(sparse.model, next(batches()))
+    for name, mask in sparse.masks.items():
+        gradient = sparse.model.get_parameter(name).grad
+        assert gradient is not None
+        assert gradient[mask].any()
+        assert not gradient[~mask].any()
+
+
+def test_the_plain_state_loads_into_a_fresh_plain_model() -> None:
+    sparse = make()
+    sparse.prune()
+    step(sparse.model, sparse.attach(torch.optim.Adam(sparse.model.parameters())), next(batches()))
+    fresh = Net()
+    fresh.load_state_dict(sparse.model.state_dict(), strict=True)
+    assert int(fresh.head.weight.count_nonzero()) == 15
+
+
+def test_dense_weights_loaded_into_the_model_are_masked_by_enforce() -> None:
+    sparse = make()
+    sparse.prune()
+    sparse.model.load_state_dict(Net().state_dict())
+    sparse.enforce()
+    assert int(sparse.model.head.weight.count_nonzero()) == 15
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_model_moved_to_the_gpu_takes_its_masks_along() -> None:
+    sparse = make()
+    sparse.prune()
+    masks = sparse.masks
+    sparse.model.cuda()
+    optimizer = sparse.attach(torch.optim.Adam(sparse.model.parameters()))
+    x, y = next(batches())
+    step(sparse.model, optimizer, (x.cuda(), y.cuda()))
+    check_zero_off_masks(sparse, optimizer)
+    assert all(mask.is_cuda and torch.equal(mask.cpu(), masks[name]) for name, mask in sparse.masks.items())
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("pattern", ["unstructured", "1x8", "2x4", "2:4"])
+@pytest.mark.parametrize("allocation", ["uniform", "global", "erk"])
+def test_masks_are_the_same_on_every_device(pattern: str, allocation: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 96), nn.Conv2d(32, 16, 3), nn.ConvTranspose2d(16, 32, 2))
+    for layer in layers:
+        nn.init.normal_(layer.weight)
+        layer.weight.data[::2] = layer.weight.data[1::2]  # ties
+    masks = []
+    for device in ("cpu", "cuda"):
+        sparse = SparseModel(copy.deepcopy(layers).to(device), sparsity=0.9, pattern=pattern, allocation=allocation)
+        sparse.prune()
+        sparse.grow(to=0.8)
+        masks.append(sparse.masks)
+    assert all(torch.equal(mask, masks[1][name].cpu()) for name, mask in masks[0].items())
+
+
+def test_what_is_pruned_and_grown_again_in_one_phase_starts_from_zero_state() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    sparse = SparseModel(model, sparsity=0.5)
+    optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    whole = Part("all", ("weight",))
+    sparse.apply(prune(whole, to=0.5), grow(whole))
+    pruned = model.weight == 0
+    assert pruned.sum() == 8
+    assert (optimizer.state[model.weight]["momentum_buffer"][pruned] == 0).all()
+    assert (optimizer.state[model.weight]["momentum_buffer"][~pruned] != 0).all()

@@ -1,0 +1,546 @@
+"""Products over live blocks are those with the dense weight: in torch operations, in Triton, through whole layers."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_decode_kernels import mend_interpreter, on_the_gpu
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as activation_checkpoint
+
+from growprune.errors import GrowpruneError
+from growprune.masks.partition import Partition
+from growprune.masks.patterns import parse_pattern
+from growprune.plan import By
+from growprune.sparse.model import SparseModel
+from growprune.storage import block_products, blocks, kernels
+from growprune.storage.compact_modules import layouts_of
+
+ALIVE = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 0]], dtype=torch.bool)
+"""With an empty row and an empty column."""
+CROWDED = torch.tensor([[1, 1, 0, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0, 1]], dtype=torch.bool)
+"""With more neighbours in a row than a program takes at once."""
+SIZES = [(32, 32), (64, 32), (32, 96), (128, 64)]
+
+
+@pytest.fixture(autouse=True)
+def way() -> Iterator[None]:
+    """What a test chooses is not chosen for the next."""
+    before = block_products.choose_products("measure")
+    yield
+    block_products.choose_products(before)
+
+
+def mask_of(alive: Tensor, height: int, width: int) -> Tensor:
+    return alive.repeat_interleave(height, 0).repeat_interleave(width, 1)
+
+
+def random_alive(down: int, across: int, seed: int = 0) -> Tensor:
+    return torch.rand(down, across, generator=torch.Generator().manual_seed(seed)) < 0.3
+
+
+def operands(
+    alive: Tensor, height: int, width: int, tokens: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Any, ...]:
+    """Live blocks, x, dy, values, and the dense weight."""
+    generator = torch.Generator().manual_seed(1)
+    mask = mask_of(alive, height, width)
+    shapes = mask.shape, (tokens, mask.shape[1]), (tokens, mask.shape[0])
+    weight, x, dy = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    found = blocks.live_blocks(mask.to(device), height, width)
+    assert found is not None
+    return found, x.to(device), dy.to(device), weight[mask].to(device), (weight * mask).to(device)
+
+
+def test_the_table_says_where_live_blocks_are() -> None:
+    found = blocks.live_blocks(mask_of(ALIVE, 32, 64), 32, 64)
+    assert found is not None
+    assert found.sizes == (3, 4, 4, 32, 64)
+    assert found.table.dtype == torch.int32
+    assert found.table.tolist() == [
+        *(0, 2, 2, 4),  # where block rows begin
+        *(0, 1, 3, 3, 4),  # where block columns begin
+        *(1, 3, 0, 1),  # row by row: columns
+        *(0, 0, 2, 2),  # row by row: rows
+        *(2, 0, 2, 0),  # column by column: rows
+        *(64, 0, 65, 1),  # column by column: first pieces; two blocks of 32 rows before the third
+        *(2, 2, 2, 2),  # column by column: strides
+        0,
+    ]
+
+
+def test_a_mask_that_splits_a_block_has_no_table() -> None:
+    mask = mask_of(ALIVE, 32, 32)
+    mask[0, 32] = False
+    assert blocks.live_blocks(mask, 32, 32) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape", "found"),
+    [
+        ("32x64", (96, 128), (32, 64)),
+        ("128x128", (256, 128), (128, 128)),
+        ("32x32", (40, 64), None),  # a rest
+        ("16x64", (64, 64), None),  # too small
+        ("64x64", (64, 64, 3), None),  # a convolution
+        ("unstructured", (64, 64), None),
+        ("2:4", (64, 64), None),
+    ],
+)
+def test_products_are_for_large_blocks_that_fit(pattern: str, shape: tuple[int, ...], found: Any) -> None:
+    assert blocks.block_of(parse_pattern(pattern), "fc.weight", torch.Size(shape)) == found
+
+
+def test_a_layer_that_blocks_do_not_fill_is_named_with_what_fits(caplog: pytest.LogCaptureFixture) -> None:
+    SparseModel(nn.Sequential(nn.Linear(96, 64)), sparsity=0.5, storage="compact", pattern="64x64")
+    assert (
+        "0.weight is 64x96, which blocks of 64x64 do not fill: its products stay dense; 32x32 would fit" in caplog.text
+    )
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize("alive", [ALIVE, torch.zeros_like(ALIVE), random_alive(5, 7)], ids=["few", "none", "some"])
+def test_products_in_torch_are_those_with_the_dense_weight(alive: Tensor, height: int, width: int) -> None:
+    found, x, dy, values, weight = operands(alive, height, width, 5, torch.float64)
+    bias = dy[0]
+    torch.testing.assert_close(blocks.output(x, values, bias, found), x @ weight.t() + bias)
+    torch.testing.assert_close(blocks.input_gradient(dy, values, found), dy @ weight)
+    gradient = blocks.values_gradient(dy, x, found, torch.float64)
+    torch.testing.assert_close(gradient, (dy.t() @ x)[mask_of(alive, height, width)])
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The kernels, run by Triton's interpreter, which must be chosen before they are made."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed, whose interpreter would run the kernels")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, and kernels are made for one or the other")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    mend_interpreter(monkeypatch)
+    names = ("growprune.storage.triton_kernels", "growprune.storage.triton_blocks")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module(names[1])
+
+    def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, *, num_warps: int, num_stages: int) -> None:
+        kernel[grid](*tensors, *numbers, num_warps=num_warps, num_stages=num_stages)
+
+    monkeypatch.setattr(module, "launch", launch)
+    yield module
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize(
+    ("alive", "tokens"), [(ALIVE, 130), (torch.zeros_like(ALIVE), 3), (random_alive(4, 3), 64), (CROWDED, 64)]
+)
+def test_interpreted_kernels_give_the_products(
+    height: int, width: int, alive: Tensor, tokens: int, interpreted: Any
+) -> None:
+    found, x, dy, values, weight = operands(alive, height, width, tokens, torch.float32)
+    bias, mask = dy[0].clone(), mask_of(alive, height, width)
+    close = {"rtol": 1e-5, "atol": 1e-4}
+    for tile in interpreted.tiles("output", height, width):
+        y = interpreted.output(x, values, None, found.table, found.sizes, tile)
+        torch.testing.assert_close(y, x @ weight.t(), **close)
+    y = interpreted.output(x, values, bias, found.table, found.sizes, interpreted.tiles("output", height, width)[0])
+    torch.testing.assert_close(y, x @ weight.t() + bias, **close)
+    for tile in interpreted.tiles("input", height, width):
+        dx = interpreted.input_gradient(dy, values, found.table, found.sizes, tile)
+        torch.testing.assert_close(dx, dy @ weight, **close)
+    for tile in interpreted.tiles("values", height, width):
+        gradient = interpreted.values_gradient(dy, x, found.table, found.sizes, torch.float32, tile)
+        torch.testing.assert_close(gradient, (dy.t() @ x)[mask], **close)
+
+
+def test_interpreted_kernels_round_sums_of_bfloat16_once(interpreted: Any) -> None:
+    found, x, dy, values, weight = operands(ALIVE, 32, 64, 70, torch.bfloat16)
+    y = interpreted.output(x, values, None, found.table, found.sizes, interpreted.tiles("output", 32, 64)[0])
+    torch.testing.assert_close(y.double(), x.double() @ weight.double().t(), rtol=2**-7, atol=1e-3)
+    gradient = interpreted.values_gradient(
+        dy, x, found.table, found.sizes, torch.float32, interpreted.tiles("values", 32, 64)[0]
+    )
+    exact = (dy.double().t() @ x.double())[mask_of(ALIVE, 32, 64)]
+    torch.testing.assert_close(gradient.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+COMPILES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from growprune.storage import triton_blocks
+
+POINTERS = dict.fromkeys(("x", "values", "bias", "y", "dy", "dx"), "*bf16") | {"gradient": "*fp32", "table": "*i32"}
+NUMBERS = ("num_tokens", "x_stride", "dy_stride", "block_rows", "block_columns", "num_blocks")
+AXES = {"output": "TOKENS OUTPUTS INPUTS", "input": "TOKENS INPUTS OUTPUTS", "values": "OUTPUTS INPUTS TOKENS"}
+for product, axes in AXES.items():
+    kernel = getattr(triton_blocks, f"_{product}_kernel")
+    tile = triton_blocks.tiles(product, 64, 64)[0]
+    sizes = dict(HEIGHT=64, WIDTH=64, HAS_BIAS=0, EVEN=1) | dict(zip(axes.split(), tile))
+    names, types = kernel.arg_names, POINTERS | dict.fromkeys(NUMBERS, "i32")
+    source = ASTSource(
+        kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): size for name, size in sizes.items() if name in names},
+        attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types and n != "num_blocks"},
+    )
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    stages = made.metadata.shared / (2 * tile.depth * (tile.rows + tile.columns))
+    print(made.asm["ptx"].count("wgmma.mma_async") > 0, stages == tile.num_stages)
+"""
+
+
+def test_for_hopper_every_stage_is_loaded_ahead_of_its_tensor_cores(tmp_path: Path) -> None:
+    """Looking up a block in the step that loads it would cost half of the stages."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed, which would compile the kernels")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    run = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == ["True True"] * 3
+
+
+def test_tiles_divide_their_blocks(interpreted: Any) -> None:
+    for height, width in [(32, 32), (64, 64), (128, 128), (96, 160), (256, 64)]:
+        for tile in interpreted.tiles("output", height, width):
+            assert height % tile.columns == 0
+            assert width % tile.depth == 0
+        for tile in interpreted.tiles("input", height, width):
+            assert width % tile.columns == 0
+            assert height % tile.depth == 0
+        for tile in interpreted.tiles("values", height, width):
+            assert height % tile.rows == 0
+            assert width % tile.columns == 0 or tile.columns % width == 0  # several neighbours
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(96, 128), nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def sparse_model(dtype: torch.dtype = torch.float64, device: str = "cpu", pattern: str = "32x32") -> SparseModel:
+    torch.manual_seed(0)
+    sparse = SparseModel(Small().to(device, dtype), sparsity=0.5, storage="compact", pattern=pattern)
+    sparse.prune()
+    return sparse
+
+
+def trained(way: str) -> dict[str, Tensor]:
+    """Weights after steps before and after an edit."""
+    block_products.choose_products(way)
+    sparse = sparse_model()
+    optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1, momentum=0.9))
+    parts = Partition.contiguous(sparse.model, 2)
+    for step in range(6):
+        if step == 2:
+            sparse.grow(parts[0])
+        if step == 4:
+            sparse.prune(parts[0])
+        optimizer.zero_grad()
+        sparse.model(torch.randn(3, 4, 96, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    return sparse.model.state_dict()
+
+
+def test_training_over_live_blocks_is_training_with_the_dense_weight() -> None:
+    torch.testing.assert_close(trained("sparse"), trained("dense"), rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_over_live_blocks_are_right() -> None:
+    block_products.choose_products("sparse")
+    sparse = sparse_model()
+    layer = sparse.model.first
+    x = torch.randn(2, 96, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda x, values, bias: layer(x),
+        (x, layer._parameters["weight"], layer.bias),
+        atol=1e-7,
+        rtol=1e-7,
+        fast_mode=True,
+    )
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each product was taken over live blocks."""
+    counts = dict.fromkeys(("output", "input_gradient", "values_gradient"), 0)
+
+    def counting(name: str) -> Any:
+        plain = getattr(blocks, name)
+
+        def run(*operands: Any) -> Any:
+            counts[name] += 1
+            return plain(*operands)
+
+        return run
+
+    for name in counts:
+        monkeypatch.setattr(blocks, name, counting(name))
+    return counts
+
+
+def test_layers_multiply_live_blocks_only_and_dense_parts_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = counted(monkeypatch)
+    sparse = sparse_model()
+    x = torch.randn(2, 96, dtype=torch.float64)
+    sparse.model(x).sum().backward()
+    assert counts == {"output": 0, "input_gradient": 0, "values_gradient": 0}  # a CPU makes the weight dense
+    block_products.choose_products("sparse")
+    sparse.model(x).sum().backward()
+    assert counts == {"output": 2, "input_gradient": 1, "values_gradient": 2}  # the first input needs no gradient
+    sparse.grow(Partition.contiguous(sparse.model, 2)[0])
+    sparse.model(x).sum().backward()
+    assert counts == {"output": 3, "input_gradient": 2, "values_gradient": 3}
+
+
+def test_a_mask_of_other_blocks_is_made_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    block_products.choose_products("sparse")
+    counts = counted(monkeypatch)
+    sparse = sparse_model(pattern="48x32")
+    sparse.model(torch.randn(2, 96, dtype=torch.float64))
+    assert counts["output"] == 0
+
+
+def test_dense_gradients_are_recorded_as_ever() -> None:
+    block_products.choose_products("sparse")
+    sparse = sparse_model()
+    optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    seen = []
+    recording = sparse_parameter(sparse, "first.weight")
+    recording.record = seen.append
+    x = torch.randn(5, 96, dtype=torch.float64)
+    sparse.model(x).square().sum().backward()
+    assert [tuple(gradient.shape) for gradient in seen] == [(128, 96)]
+    assert torch.count_nonzero(seen[0][~recording.mask()]) > 0
+    torch.testing.assert_close(recording.parameter.grad, seen[0][recording.mask()])
+    del optimizer
+
+
+def sparse_parameter(sparse: SparseModel, name: str) -> Any:
+    return sparse._parameters[name]
+
+
+def test_activation_checkpointing_computes_the_same() -> None:
+    block_products.choose_products("sparse")
+    sparse = sparse_model()
+    x = torch.randn(5, 96, dtype=torch.float64, requires_grad=True)
+    gradients = []
+    for run in (sparse.model, lambda x: activation_checkpoint(sparse.model, x, use_reentrant=False)):
+        sparse.model.zero_grad()
+        run(x).square().sum().backward()
+        gradients.append([p.grad.clone() for p in sparse.model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_copies_have_tables_of_their_own() -> None:
+    sparse = sparse_model()
+    mine, copied = (layouts_of(m.first)["weight"] for m in (sparse.model, copy.deepcopy(sparse.model)))
+    assert mine is not None and copied is not None
+    assert mine.blocks is not None and copied.blocks is not None
+    assert torch.equal(mine.blocks.table, copied.blocks.table)
+    assert mine.blocks.table.data_ptr() != copied.blocks.table.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does that itself
+def test_torch_compile_makes_one_graph_over_live_blocks() -> None:
+    block_products.choose_products("sparse")
+    sparse = sparse_model(torch.float32)
+    x = torch.randn(5, 96, requires_grad=True)
+    gradients = []
+    for run in (sparse.model, torch.compile(sparse.model, backend="aot_eager", fullgraph=True)):
+        sparse.model.zero_grad()
+        run(x).square().sum().backward()
+        gradients.append([p.grad.clone() for p in sparse.model.parameters() if p.grad is not None])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("product", ["output", "input", "values"])
+def test_operators_are_what_their_fakes_say(product: str) -> None:
+    found, x, dy, values, _ = operands(random_alive(3, 4), 32, 64, 5, torch.float32)
+    bits = kernels.pack(mask_of(random_alive(3, 4), 32, 64).flatten())
+    layout = (found.table, bits, kernels.block_offsets(bits)[0], found.sizes, 1)
+    arguments = {
+        "output": (x, values, None, *layout),
+        "input": (dy, values, *layout),
+        "values": (dy, x, *layout, torch.float64),
+    }[product]
+    operator = getattr(torch.ops.growprune, f"block_{product}")
+    torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_way_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(GrowpruneError, match="'fast', but must be one of measure, sparse, dense"):
+        block_products.choose_products("fast")
+    monkeypatch.setattr(block_products, "_way", "fast")
+    with pytest.raises(GrowpruneError, match="GROWPRUNE_BLOCK_PRODUCTS is 'fast'"):
+        sparse_model()
+    monkeypatch.setattr(block_products, "_way", "measure")
+
+
+@pytest.mark.parametrize(
+    ("times", "fastest"),
+    [({None: 3.0, "a": 2.0, "b": 1.0}, "b"), ({None: 1.0, "a": 2.0, "b": 3.0}, None), ({None: 2.0, "a": 1.0}, "a")],
+)
+def test_the_fastest_way_is_taken_and_a_tile_that_fails_is_left_out(
+    times: dict[Any, float], fastest: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(block_products, "_milliseconds", lambda run: run())
+    monkeypatch.setattr(block_products, "_failures", lambda: (RuntimeError,))
+    monkeypatch.setattr(block_products, "SKIPPED", {})
+
+    def sparse(tile: str) -> Any:
+        if tile not in times:
+            raise RuntimeError("out of resources")
+        return times[tile]
+
+    assert block_products._measured(("output",), ("a", "b"), sparse, lambda: times[None]) == fastest  # type: ignore[arg-type,return-value]
+    failed = [] if "b" in times else [("output", "b")]
+    assert list(block_products.SKIPPED) == failed
+    assert ("left out: out of resources" in caplog.text) == bool(failed)
+
+
+@pytest.mark.parametrize(("alive", "is_sparse"), [(1, True), (2, True), (3, False)])
+def test_the_rule_goes_by_density_and_takes_the_first_tile(
+    alive: int, is_sparse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_products, "_tiles", lambda product, blocks: ("first", "second"))
+    monkeypatch.setattr(block_products, "PAYS_BELOW", {32: 0.0, 64: 0.25, 128: 0.5})
+    found = blocks.LiveBlocks(torch.zeros(1, dtype=torch.int32), (2, 4, alive, 64, 128))
+    assert block_products._by_rule("output", found) == ("first" if is_sparse else None)
+
+
+# On a GPU
+
+
+def gpu_pair(pattern: str) -> tuple[nn.Module, nn.Module, Tensor]:
+    """A sparse layer, a dense one with its weight, and an input."""
+    torch.manual_seed(0)
+    layer = nn.Linear(512, 768).cuda()
+    sparse = SparseModel(layer, sparsity=0.8, storage="compact", pattern=pattern)
+    sparse.prune()
+    plain = nn.Linear(512, 768).cuda()
+    plain.load_state_dict(layer.state_dict())
+    return sparse.model, plain, torch.randn(3, 111, 512, device="cuda").bfloat16()
+
+
+def passed(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output and gradients of input, weight (dense, or live values) and bias."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        y = layer(x)
+    y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y).bfloat16())
+    weight = layer._parameters["weight"]
+    assert x.grad is not None and weight is not None and weight.grad is not None
+    return y.detach(), x.grad, weight.grad, layer.bias.grad  # type: ignore[return-value,union-attr]
+
+
+def close_to(found: Tensor, exact: Tensor) -> None:
+    """Within the rounding of bfloat16, relative to the largest."""
+    assert found.shape == exact.shape
+    assert float((found.float() - exact.float()).abs().max()) <= 2**-6 * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("pattern", ["32x32", "64x64", "128x128", "96x64", "64x32"])
+@pytest.mark.parametrize("way", ["sparse", "measure"])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_the_gpu)])
+def test_a_layer_on_a_gpu_computes_what_the_dense_one_does(pattern: str, way: str, device: str) -> None:
+    del device
+    block_products.choose_products(way)
+    layer, plain, x = gpu_pair(pattern)
+    mask = layouts_of(layer)["weight"].mask()  # type: ignore[union-attr]
+    found, exact = passed(layer, x), passed(plain, x)
+    for one, other in zip(found, (*exact[:2], exact[2][mask], exact[3]), strict=True):
+        close_to(one, other)
+
+
+@pytest.mark.parametrize("pattern", ["32x32", "64x64", "128x128"])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_the_gpu)])
+def test_every_tile_gives_the_product_and_the_same_bits_twice(pattern: str, device: str) -> None:
+    from growprune.storage import triton_blocks
+
+    height, width = (int(side) for side in pattern.split("x"))
+    alive = random_alive(6, 9)
+    alive[2], alive[:, 4] = False, False
+    found, x, dy, values, weight = operands(alive, height, width, 333, torch.bfloat16, device)
+    table, sizes, mask = found.table, found.sizes, mask_of(alive, height, width).cuda()
+    runs = {
+        "output": (lambda tile: triton_blocks.output(x, values, None, table, sizes, tile), x @ weight.t()),
+        "input": (lambda tile: triton_blocks.input_gradient(dy, values, table, sizes, tile), dy @ weight),
+        "values": (
+            lambda tile: triton_blocks.values_gradient(dy, x, table, sizes, torch.float32, tile),
+            (dy.float().t() @ x.float())[mask],
+        ),
+    }
+    for product, (run, exact) in runs.items():
+        for tile in triton_blocks.tiles(product, height, width):
+            first = run(tile)
+            close_to(first, exact)
+            assert torch.equal(first, run(tile)), (product, tile)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_the_gpu)])
+def test_after_edits_products_are_of_the_new_blocks(device: str) -> None:
+    block_products.choose_products("sparse")
+    torch.manual_seed(0)
+    sparse = SparseModel(nn.Linear(512, 768).to(device), sparsity=0.8, storage="compact", pattern="64x64")
+    x = torch.randn(200, 512, device=device).bfloat16()
+    for seed in range(3):
+        sparse.prune(by=By.RANDOM)
+        plain = nn.Linear(512, 768).to(device)
+        plain.load_state_dict(sparse.model.state_dict())
+        mask = sparse.mask("weight") if seed == 0 else layouts_of(sparse.model)["weight"].mask()  # type: ignore[union-attr]
+        found, exact = passed(sparse.model, x), passed(plain, x)
+        for one, other in zip(found, (*exact[:2], exact[2][mask], exact[3]), strict=True):
+            close_to(one, other)
+        sparse.grow(Partition.contiguous(sparse.model, 1)[0])
+        sparse.model.weight.data.normal_()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, of other versions too
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_the_gpu)])
+def test_compiled_on_a_gpu_a_layer_computes_the_same(device: str) -> None:
+    block_products.choose_products("sparse")
+    layer, _, x = gpu_pair("64x64")
+    compiled = torch.compile(lambda x: layer(x))
+    found = passed(layer, x)
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    with torch.autocast(device, torch.bfloat16, cache_enabled=False):
+        y = compiled(x)
+    y.backward(torch.linspace(-1, 1, y.numel(), device=device).view_as(y).bfloat16())
+    close_to(y.detach(), found[0])
+    close_to(x.grad, found[1])
+    close_to(layer._parameters["weight"].grad, found[2])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_the_gpu)])
+def test_where_the_same_bits_are_wanted_nothing_is_measured(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    del device
+    monkeypatch.setattr(block_products, "MILLISECONDS", {})
+    layer, _, x = gpu_pair("64x64")
+    torch.backends.cudnn.deterministic = True
+    try:
+        passed(layer, x)
+    finally:
+        torch.backends.cudnn.deterministic = False
+    assert block_products.MILLISECONDS == {}
+    monkeypatch.setattr(block_products, "CHOSEN", {})
+    passed(layer, x)
+    assert {key[0] for key in block_products.MILLISECONDS} == {"output", "input", "values"}

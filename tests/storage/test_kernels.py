@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from growprune.masks.selection import choose, magnitude_keys
+from growprune.storage import kernels
+from growprune.storage.kernels import block_offsets, compress, expand, pack, unpack
+from growprune.storage.ranking import can_keep_largest, keep_largest
+
+every_device = pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+        ),
+    ],
+)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PAIRS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+"""What values are commonly held in, and computed with."""
+
+
+def mask_of(text: str, device: str = "cpu") -> Tensor:
+    return torch.tensor([letter == "1" for letter in text], device=device)
+
+
+def random_mask(num_groups: int, density: float, group: int, seed: int = 0) -> Tensor:
+    lives = torch.rand(num_groups, generator=torch.Generator().manual_seed(seed)) < density
+    return lives.repeat_interleave(group)
+
+
+def random_values(count: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def by_boolean_indexing(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    dense = torch.zeros(mask.shape, dtype=dtype, device=values.device)
+    dense[mask] = values.to(dtype)
+    return dense
+
+
+@every_device
+def test_bits_are_packed_least_significant_first(device: str) -> None:
+    bits = pack(mask_of("1010000001", device))
+    assert bits.dtype == torch.uint8
+    assert bits.tolist() == [0b00000101, 0b00000010, *[0] * 126]
+
+
+@every_device
+def test_bits_are_padded_to_whole_blocks(device: str) -> None:
+    sizes = {n: pack(torch.ones(n, dtype=torch.bool, device=device)).numel() for n in (0, 1, 1024, 1025)}
+    assert sizes == {0: 0, 1: 128, 1024: 128, 1025: 256}
+
+
+@every_device
+def test_offsets_count_the_live_bits_before_each_block(device: str) -> None:
+    mask = torch.zeros(3000, dtype=torch.bool, device=device)
+    mask[[0, 7, 1023, 1024, 2999]] = True
+    offsets, nnz = block_offsets(pack(mask))
+    assert offsets.dtype == torch.int64
+    assert (offsets.tolist(), nnz) == ([0, 3, 4], 5)
+
+
+@every_device
+def test_nothing_has_no_blocks(device: str) -> None:
+    bits = pack(torch.zeros(0, dtype=torch.bool, device=device))
+    offsets, nnz = block_offsets(bits)
+    assert (offsets.numel(), nnz) == (0, 0)
+    empty = torch.zeros(0, device=device)
+    assert expand(empty, bits, offsets, 0, dtype=torch.float32).numel() == 0
+    assert compress(empty, bits, offsets, 0, dtype=torch.float32).numel() == 0
+
+
+@every_device
+def test_expand_puts_values_where_the_mask_lives(device: str) -> None:
+    bits = pack(mask_of("0110000010", device))
+    values = torch.tensor([1.5, -2.0, 3.0], device=device)
+    dense = expand(values, bits, block_offsets(bits)[0], 10, dtype=torch.float32)
+    assert dense.tolist() == [0, 1.5, -2.0, 0, 0, 0, 0, 0, 3.0, 0]
+
+
+@every_device
+def test_compress_takes_what_lives(device: str) -> None:
+    bits = pack(mask_of("0110000010", device))
+    dense = torch.arange(10, device=device, dtype=torch.float32)
+    assert compress(dense, bits, block_offsets(bits)[0], 3, dtype=torch.float32).tolist() == [1, 2, 8]
+
+
+@every_device
+def test_a_group_costs_one_bit(device: str) -> None:
+    bits = pack(mask_of("111000111", device), group=3)
+    offsets, num_live = block_offsets(bits)
+    assert (bits[0].item(), num_live) == (0b101, 2)
+    values = torch.tensor([1.0, 2, 3, 4, 5, 6], device=device)
+    dense = expand(values, bits, offsets, 9, dtype=torch.float32, group=3)
+    assert dense.tolist() == [1, 2, 3, 0, 0, 0, 4, 5, 6]
+    assert compress(dense + 1, bits, offsets, 6, dtype=torch.float32, group=3).tolist() == [2, 3, 4, 5, 6, 7]
+    assert unpack(bits, 9, group=3).tolist() == mask_of("111000111").tolist()
+
+
+@every_device
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_all_agree_with_boolean_indexing(device: str, data: st.DataObject) -> None:
+    group = data.draw(st.sampled_from([1, 4, 8]))
+    num_groups = data.draw(st.one_of(st.integers(1, 40), st.integers(1000, 3100), st.just(2048)))
+    density = data.draw(st.sampled_from([0.0, 0.03, 0.1, 0.5, 1.0]))
+    held, computed = data.draw(st.sampled_from(PAIRS))
+    mask = random_mask(num_groups, density, group, seed=data.draw(st.integers(0, 99))).to(device)
+    n, nnz = mask.numel(), int(mask.sum())
+    bits = pack(mask, group=group)
+    offsets, num_live = block_offsets(bits)
+    assert num_live * group == nnz
+    assert torch.equal(unpack(bits, n, group=group), mask)
+
+    values = random_values(nnz, held).to(device)
+    dense = expand(values, bits, offsets, n, dtype=computed, group=group)
+    assert torch.equal(dense, by_boolean_indexing(values, mask, computed))
+
+    gradient = random_values(n, computed).to(device)
+    taken = compress(gradient, bits, offsets, nnz, dtype=held, group=group)
+    assert torch.equal(taken, gradient[mask].to(held))
+
+
+@every_device
+@pytest.mark.parametrize("computed", FLOATS, ids=str)
+@pytest.mark.parametrize("held", FLOATS, ids=str)
+def test_casts_round_as_torch_does(device: str, held: torch.dtype, computed: torch.dtype) -> None:
+    mask = random_mask(5000, 0.3, 1).to(device)
+    bits = pack(mask)
+    offsets, nnz = block_offsets(bits)
+    values, gradient = random_values(nnz, held).to(device), random_values(5000, computed).to(device)
+    dense = expand(values, bits, offsets, 5000, dtype=computed)
+    assert torch.equal(dense, by_boolean_indexing(values, mask, computed))
+    assert torch.equal(compress(gradient, bits, offsets, nnz, dtype=held), gradient[mask].to(held))
+
+
+@every_device
+@pytest.mark.parametrize("group", [5, 16, 200])
+def test_any_group_works(device: str, group: int) -> None:
+    mask = random_mask(1100, 0.2, group).to(device)
+    bits = pack(mask, group=group)
+    offsets, num_live = block_offsets(bits)
+    values = random_values(num_live * group, torch.float32).to(device)
+    dense = expand(values, bits, offsets, mask.numel(), dtype=torch.float32, group=group)
+    assert torch.equal(dense, by_boolean_indexing(values, mask, torch.float32))
+    assert torch.equal(compress(dense, bits, offsets, values.numel(), dtype=torch.float32, group=group), values)
+
+
+@every_device
+def test_dead_weights_are_positive_zeros_beside_infinities(device: str) -> None:
+    mask = mask_of("01" * 600, device)
+    bits = pack(mask)
+    values = torch.full((600,), -torch.inf, device=device)
+    values[::2] = torch.nan
+    dead = expand(values, bits, block_offsets(bits)[0], 1200, dtype=torch.bfloat16)[~mask]
+    assert not dead.any()
+    assert not dead.signbit().any()
+
+
+@every_device
+def test_a_dense_tensor_of_any_shape_and_stride_is_read_row_major(device: str) -> None:
+    mask = mask_of("011010", device)
+    bits = pack(mask.view(2, 3))
+    dense = torch.arange(6.0, device=device).view(3, 2).t()
+    taken = compress(dense, bits, block_offsets(bits)[0], 3, dtype=torch.float32)
+    assert taken.tolist() == dense[mask.view(2, 3)].tolist() == [2, 4, 3]
+
+
+@every_device
+@pytest.mark.parametrize("group", [1, 4])
+def test_chunks_meet_without_a_seam(device: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "chunk_elements", lambda device: 1024)
+    monkeypatch.setattr(kernels, "_triton_kernels", lambda device: None)
+    mask = random_mask(5000, 0.1, group).to(device)
+    bits = pack(mask, group=group)
+    offsets, num_live = block_offsets(bits)
+    values = random_values(num_live * group, torch.float32).to(device)
+    dense = expand(values, bits, offsets, mask.numel(), dtype=torch.float32, group=group)
+    assert torch.equal(unpack(bits, mask.numel(), group=group), mask)
+    assert torch.equal(dense, by_boolean_indexing(values, mask, torch.float32))
+    assert torch.equal(compress(dense, bits, offsets, values.numel(), dtype=torch.float32, group=group), values)
+
+
+@every_device
+def test_the_operators_keep_their_promises_to_torch(device: str) -> None:
+    bits = pack(mask_of("0110000010", device))
+    offsets, _ = block_offsets(bits)
+    values, dense = torch.ones(3, device=device), torch.ones(10, device=device)
+    operators = torch.ops.growprune
+    expanding = torch.library.opcheck(operators.expand, (values, bits, offsets, 10, torch.bfloat16, 1))
+    compressing = torch.library.opcheck(operators.compress, (dense, bits, offsets, 3, torch.bfloat16, 1))
+    assert {*expanding.values(), *compressing.values()} == {"SUCCESS"}
+
+
+@every_device
+@pytest.mark.filterwarnings("ignore")  # inductor's own, on tf32 and the like
+def test_compile_sees_one_graph(device: str) -> None:
+    def train(values: Tensor, bits: Tensor, offsets: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        weight = expand(values, bits, offsets, 5000, dtype=torch.float32).view(50, 100)
+        gradient = (x @ weight.t()).t() @ x
+        taken = compress(gradient, bits, offsets, values.numel(), dtype=torch.float32)
+        return taken, weight
+
+    mask = random_mask(5000, 0.1, 1).to(device)
+    bits = pack(mask)
+    offsets, nnz = block_offsets(bits)
+    arguments = random_values(nnz, torch.float32).to(device), bits, offsets, torch.ones(3, 100, device=device)
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    compiled = torch.compile(train, backend=backend, fullgraph=True)
+    for result, expected in zip(compiled(*arguments), train(*arguments), strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+def test_a_length_that_is_no_multiple_of_the_group_is_refused() -> None:
+    bits = pack(mask_of("1111"))
+    with pytest.raises(ValueError, match="10 elements cannot be cut into groups of 4"):
+        expand(torch.ones(4), bits, block_offsets(bits)[0], 10, dtype=torch.float32, group=4)
+    with pytest.raises(ValueError, match="groups of 0"):
+        pack(mask_of("1111"), group=0)
+
+
+def test_a_mask_that_splits_a_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="splits a group of 2"):
+        pack(mask_of("1110"), group=2)
+
+
+def test_bits_that_do_not_fit_are_refused() -> None:
+    bits = pack(mask_of("1111"))
+    offsets, _ = block_offsets(bits)
+    with pytest.raises(ValueError, match="2000 must be 256 of uint8"):
+        expand(torch.ones(4), bits, offsets, 2000, dtype=torch.float32)
+    with pytest.raises(ValueError, match="whole blocks"):
+        block_offsets(bits[:100])
+    with pytest.raises(ValueError, match="one for each of the 1 blocks"):
+        expand(torch.ones(4), bits, offsets.repeat(2), 4, dtype=torch.float32)
+
+
+def test_missing_triton_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delitem(sys.modules, "growprune.storage.triton_kernels", raising=False)
+    monkeypatch.delattr("growprune.storage.triton_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    kernels._triton_kernels.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert kernels._triton_kernels("cuda") is None
+        assert kernels._triton_kernels("cuda") is None
+    assert [record.message for record in caplog.records if "Triton is not installed" in record.message]
+    assert len(caplog.records) == 1
+    kernels._triton_kernels.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_more_than_two_to_the_31_weights_work() -> None:
+    n = 2**31 + 4104
+    mask = torch.zeros(n, dtype=torch.bool, device="cuda")
+    mask[::3] = True
+    bits = pack(mask)
+    offsets, nnz = block_offsets(bits)
+    assert nnz == len(range(0, n, 3))
+    values = torch.arange(nnz, device="cuda").remainder_(251).to(torch.bfloat16)
+    dense = expand(values, bits, offsets, n, dtype=torch.bfloat16)
+    assert torch.equal(dense[::3], values)
+    assert int(dense.count_nonzero()) == int(values.count_nonzero())
+    assert torch.equal(compress(dense, bits, offsets, nnz, dtype=torch.bfloat16), values)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("n", [1, 1000, 1024, 100_003])
+def test_what_is_off_the_bits_is_zeroed(mode: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from growprune.storage import triton_kernels
+
+    for dtype, num_bytes in itertools.product((torch.int8, torch.int16, torch.int32, torch.int64), (128, 512)):
+        monkeypatch.setattr(triton_kernels, "ZERO_OFF", {"mode": mode, "bytes": num_bytes, "num_warps": 4})
+        mask = random_mask(n, 0.1, 1).cuda()
+        bits = pack(mask)
+        for start in (0, 1):  # a tensor that begins in the middle of another is not aligned
+            for _ in range(2):  # the second time without asking Triton
+                tensor = torch.randint(1, 100, (n + 1,), device="cuda").to(dtype)[start : n + start]
+                expected = tensor * mask
+                kernels.zero_off(tensor, bits)
+                assert torch.equal(tensor, expected)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_largest_of_many_tensors_are_those_of_the_general_way(dtype: torch.dtype, is_tied: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(n, generator=generator).to(dtype) for n in (1, 70_000, 33, 16_384, 5000)]
+    values = [v.round() for v in values] if is_tied else values
+    masks = [torch.rand(v.shape, generator=generator) < 0.7 for v in values]
+    pools = [0, 1, 0, 1, 1]
+    for share in (0, 10, 2, 1):
+        alive = [sum(int(m.sum()) for m, p in zip(masks, pools, strict=True) if p == pool) for pool in (0, 1)]
+        kept = [count // share if share else 0 for count in alive]
+        on_gpu = [v.cuda() for v in values], [m.cuda() for m in masks]
+        assert can_keep_largest(on_gpu[0])
+        found = keep_largest(*on_gpu, pools, kept)
+        assert found is not None
+        for pool in (0, 1):
+            numbers = [i for i, p in enumerate(pools) if p == pool]
+            sources = [lambda i=i: iter([magnitude_keys(values[i]).mul_(masks[i])]) for i in numbers]
+            for i, chosen in zip(numbers, choose(sources, kept[pool]), strict=True):
+                assert torch.equal(found[i].cpu(), torch.cat(list(chosen)))
+    on_gpu[0][1][0], on_gpu[1][1][0] = float("nan"), True
+    assert keep_largest(*on_gpu, pools, kept) is None

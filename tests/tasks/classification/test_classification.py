@@ -1,0 +1,250 @@
+"""The task, on images in folders and packed files."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from classification_cases import (
+    CPU,
+    NAMES,
+    VARIANTS,
+    Image,
+    Recorder,
+    assert_same,
+    jpeg,
+    packed,
+    picture,
+    shown,
+    small,
+    write_folder,
+    write_packed,
+)
+from torch import Tensor, nn
+
+from growprune.sparse.model import SparseModel
+from growprune.tasks.classification import Classification, augment, images, sources
+from growprune.tasks.image_loading import to_rgb
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+def test_an_epoch_is_the_same_each_time_and_can_be_entered_anywhere(data: str, settings: dict[str, Any]) -> None:
+    task = small(data, **settings)
+    epoch = list(task.batches(seed=2**62 + 1, start=0, device=CPU))
+    assert [len(batch[1]) for batch in epoch] == [8, 8, 8, 8]  # 33 = 4 * 8 + 1, and the one is left out
+    assert len(epoch) == task.num_batches()
+    for start in range(5):
+        assert_same(list(task.batches(seed=2**62 + 1, start=start, device=CPU)), epoch[start:])
+    other = next(iter(task.batches(seed=5, start=0, device=CPU)))
+    assert not torch.equal(other[0], epoch[0][0])
+
+
+def test_batches_do_not_touch_the_global_generators(data: str) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    for settings in VARIANTS:
+        list(small(data, **settings).batches(seed=0, start=0, device=CPU))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of fork, from Python 3.12 on
+@pytest.mark.parametrize("crop", ["padded", "resized"])
+def test_workers_change_nothing(data: str, crop: str) -> None:
+    alone, helped = (small(data, crop=crop, in_memory=False, workers=workers) for workers in (0, 2))
+    for start in (0, 2):
+        batches = [list(task.batches(seed=3, start=start, device=CPU)) for task in (alone, helped)]
+        assert_same(*batches)
+
+
+@pytest.mark.parametrize("crop", ["padded", "resized"])
+def test_a_folder_and_a_packed_file_of_the_same_images_are_the_same(
+    tmp_path: Path, files: list[tuple[bytes, int, bool]], crop: str
+) -> None:
+    where = [write_folder(tmp_path / "folder", files), write_packed(tmp_path / "images.npz", packed(files))]
+    for in_memory in (True, False):
+        epochs = [list(small(d, crop=crop, in_memory=in_memory).batches(seed=0, start=0, device=CPU)) for d in where]
+        assert_same(*epochs)
+
+
+def test_without_crops_images_in_memory_are_those_that_are_streamed(data: str) -> None:
+    epochs = [list(small(data, in_memory=held).batches(seed=0, start=0, device=CPU)) for held in (True, False)]
+    assert_same(*epochs)
+
+
+def test_pixels_are_those_of_the_files(data: str, files: list[tuple[bytes, int, bool]]) -> None:
+    decoded = images.decode_all(data, 3, 0)
+    assert decoded.labels.tolist() == [label for _, label, _ in files]
+    for pixels, (content, _, _) in zip(decoded.pixels, files, strict=True):
+        np.testing.assert_array_equal(pixels.numpy(), np.array(Image.open(io.BytesIO(content))))
+
+
+def trained(task: Classification, monkeypatch: pytest.MonkeyPatch) -> set[bytes]:
+    """The images of several epochs, without what is done to them."""
+    monkeypatch.setattr(augment, "flipped", lambda pixels, which: pixels)
+    monkeypatch.setattr(augment, "shifted", lambda pixels, offsets: pixels)
+    epochs = (task.batches(seed=seed, start=0, device=CPU) for seed in range(6))
+    return {image.contiguous().numpy().tobytes() for epoch in epochs for batch in epoch for image in batch[0]}
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_no_image_is_in_two_splits(data: str, in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = small(data, in_memory=in_memory)
+    train, validation, test = trained(task, monkeypatch), shown(task, "validation"), shown(task, "test")
+    assert (len(train), len(validation), len(test)) == (33, 6, 9)
+    assert not train & validation
+    assert not train & test
+    assert not validation & test
+
+
+def test_validation_images_are_the_same_whatever_the_batches(data: str) -> None:
+    assert shown(small(data), "validation") == shown(small(data, batch_size=4, in_memory=False), "validation")
+
+
+def test_the_test_split_is_the_val_folder(data: str, files: list[tuple[bytes, int, bool]]) -> None:
+    task = small(data, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255), channels_last=False)
+    expected = [np.array(Image.open(io.BytesIO(content))) for content, _, is_test in files if is_test]
+    recorder = Recorder()
+    task.evaluate(recorder, "test", device=CPU)
+    for found, pixels in zip(recorder.seen, expected, strict=True):
+        np.testing.assert_allclose(found.permute(1, 2, 0).numpy(), pixels, atol=1e-3)
+
+
+def test_metrics_are_in_percent_and_over_the_whole_split(data: str) -> None:
+    class Always(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tensor([0.0, 2.0, 1.0]).expand(len(x), 3)
+
+    metrics = small(data).evaluate(Always(), "test", device=CPU)  # three of each class
+    total = math.log(1 + math.e + math.e**2)
+    assert metrics == {"top1": pytest.approx(100 / 3), "top5": 100.0, "loss": pytest.approx(total - 1)}
+
+
+def test_images_have_the_layout_that_is_asked_for(data: str) -> None:
+    for mixup in (0.0, 0.5):
+        batch = next(iter(small(data, mixup=mixup).batches(seed=0, start=0, device=CPU)))
+        assert batch[0].shape == (8, 3, 12, 12)
+        assert batch[0].dtype == torch.float32
+        assert batch[0].is_contiguous()  # on a CPU always, where torch may crash otherwise
+
+
+def test_a_mixed_batch_is_the_mixture_of_the_plain_one(data: str) -> None:
+    plain = next(iter(small(data).batches(seed=4, start=0, device=CPU)))
+    inputs, labels, others, share = next(iter(small(data, mixup=0.4).batches(seed=4, start=0, device=CPU)))
+    assert torch.equal(labels, plain[1])
+    assert others.tolist() == [labels.tolist()[i - 1] for i in range(8)]
+    assert len(set(share.tolist())) == 1
+    assert 0 < float(share[0]) < 1
+    for i in range(8):
+        expected = float(share[0]) * plain[0][i] + (1 - float(share[0])) * plain[0][i - 1]
+        torch.testing.assert_close(inputs[i], expected)
+
+
+def test_about_half_of_the_images_are_flipped_and_all_shifts_occur(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flips: list[bool] = []
+    shifts: set[tuple[int, int]] = set()
+    flipped, shifted = augment.flipped, augment.shifted
+    monkeypatch.setattr(augment, "flipped", lambda p, which: (flips.extend(which.tolist()), flipped(p, which))[1])
+    monkeypatch.setattr(augment, "shifted", lambda p, by: (shifts.update(map(tuple, by.tolist())), shifted(p, by))[1])
+    for seed in range(30):
+        list(small(data).batches(seed=seed, start=0, device=CPU))
+    assert 0.45 < sum(flips) / len(flips) < 0.55
+    assert shifts == set(itertools.product(range(9), range(9)))
+
+
+def test_evaluation_looks_at_the_centre(tmp_path: Path) -> None:
+    files = [(jpeg(picture(i % 3, i, height=64, width=96)), i % 3, i >= 9) for i in range(12)]
+    data = write_packed(tmp_path / "images.npz", packed(files))
+    scale = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}
+    for in_memory in (True, False):
+        task = small(data, crop="resized", image_size=28, num_validation=2, in_memory=in_memory, **scale)
+        recorder = Recorder()
+        task.evaluate(recorder, "test", device=CPU)
+        for found, (content, _, _) in zip(recorder.seen, files[9:], strict=True):
+            resized = Image.open(io.BytesIO(content)).resize((48, 32), Image.Resampling.BILINEAR)
+            expected = np.array(resized.crop((10, 2, 38, 30)))
+            # Streamed images are decoded at half their size already, which rounds otherwise.
+            assert np.abs(found.permute(1, 2, 0).numpy() - expected).max() <= (1.01 if in_memory else 6)
+
+
+def test_streamed_crops_are_parts_of_their_images(tmp_path: Path) -> None:
+    """Images whose colours tell the place: red from left to right, green from top to bottom."""
+    y, x = np.mgrid[:100, :200]
+    image = np.stack([x, 2 * y, 0 * x], -1).astype(np.uint8)
+    data = write_packed(tmp_path / "images.npz", packed([(jpeg(image), i % 3, i >= 9) for i in range(12)]))
+    scale = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}
+    task = small(data, crop="resized", image_size=16, num_validation=1, batch_size=8, in_memory=False, **scale)
+    (pixels, _), *_ = task.batches(seed=7, start=0, device=CPU)
+    order = sources.splits(data, 3, 1)["train"][np.random.default_rng(7).permutation(8)]
+    for found, index in zip(pixels, order.tolist(), strict=True):
+        left, top, right, bottom = images.random_box(index, 200, 100, seed=7, min_scale=task.min_scale)
+        centres = left + (right - left) * (np.arange(16) + 0.5) / 16 - 0.5
+        row = found[0].mean(0).numpy()
+        row = row if row[0] < row[-1] else row[::-1]  # it may be flipped
+        assert np.abs(row - centres).max() < 4
+        assert (
+            np.abs(found[1].mean(1).numpy() - 2 * (top + (bottom - top) * (np.arange(16) + 0.5) / 16 - 0.5)).max() < 4
+        )
+
+
+def test_grey_and_transparent_images_become_colour(tmp_path: Path) -> None:
+    for split, mode in itertools.product(("train", "val"), ("L", "P", "RGBA", "CMYK")):
+        for name in NAMES:
+            (tmp_path / split / name).mkdir(parents=True, exist_ok=True)
+            kind = "jpg" if mode == "CMYK" else "png"
+            Image.fromarray(picture(1, 2)).convert(mode).save(tmp_path / split / name / f"{mode}.{kind}")
+    for in_memory in (True, False):
+        batches = list(small(str(tmp_path), in_memory=in_memory).batches(seed=0, start=0, device=CPU))
+        assert batches[0][0].shape == (6, 3, 12, 12)
+
+
+def test_sixteen_bits_become_eight(tmp_path: Path) -> None:
+    ramp = np.arange(144, dtype=np.uint16).reshape(12, 12)
+    for split, name in itertools.product(("train", "val"), NAMES):
+        (tmp_path / split / name).mkdir(parents=True)
+        for number in range(3):
+            Image.fromarray((256 + 1) * ramp).save(tmp_path / split / name / f"{number}.png")
+    reader = images.Reader(sources.load(str(tmp_path), 3), (12, 12), None)
+    _, pixels = reader[0, True]
+    assert np.array_equal(pixels, np.repeat(ramp[..., None], 3, -1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_images_without_a_known_white_are_named(tmp_path: Path, mode: str) -> None:
+    Image.new(mode, (12, 12)).save(tmp_path / "a.tiff")
+    with Image.open(tmp_path / "a.tiff") as image, pytest.raises(ValueError, match=f"mode '{mode}': save it with 8"):
+        to_rgb(image)
+
+
+def test_a_decoder_that_breaks_names_the_image(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("Failed to decode frame 0")
+
+    monkeypatch.setattr(images.Reader, "_decode", broken)
+    reader = images.Reader(sources.load(data, 3), (12, 12), None)
+    assert reader[7, True] == (7, "Failed to decode frame 0")
+
+
+def test_it_can_learn_and_be_made_sparse(data: str) -> None:
+    torch.manual_seed(0)
+    task = small(data, label_smoothing=0.0)
+    model = task.build_model()
+    sparse = SparseModel(model, sparsity=0.5)
+    sparse.prune()
+    optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    losses = []
+    for batch in itertools.chain.from_iterable(task.batches(seed=s, start=0, device=CPU) for s in range(15)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = task.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert sum(losses[-4:]) < 0.5 * sum(losses[:4])
+    with torch.no_grad():
+        assert task.evaluate(model.eval(), "test", device=CPU)["top1"] > 60

@@ -1,0 +1,218 @@
+"""The task: how a text is cut, which batches come when, what is measured, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paths import SHARED
+from small_data import language
+from torch import Tensor, nn
+
+from growprune import GrowpruneError, engine
+from growprune.compare import of_runs
+from growprune.engine import building
+from growprune.engine.cost import estimate
+from growprune.engine.recipe import Recipe
+from growprune.recipes import find
+from growprune.report import find_runs
+from growprune.report.page import render
+from growprune.tasks.language import Language
+from growprune.tasks.language.data import cut
+
+CPU = torch.device("cpu")
+SHAKESPEARE = SHARED / "tinyshakespeare" / "input.txt"
+
+
+def numbered(folder: Path, size: int) -> str:
+    """A text whose byte number n is n."""
+    (folder / "text.txt").write_bytes(bytes(range(size)))
+    return str(folder / "text.txt")
+
+
+def small(data: Path | str, **settings: Any) -> Language:
+    sizes = {"context": 4, "d_model": 8, "ffn": 16, "heads": 2, "layers": 1, "batch_size": 3, "dropout": 0.0}
+    return Language(data=str(data), **{**sizes, **settings})
+
+
+def tiny(row: str, data: Path, **changes: Any) -> Recipe:
+    recipe = find(f"language-tiny/{row}")
+    return replace(recipe, task=replace(recipe.task, data=str(data)), **changes)
+
+
+def epoch(task: Language, seed: int, start: int = 0) -> list[list[list[int]]]:
+    return [batch.tolist() for batch in task.batches(seed=seed, start=start, device=CPU)]
+
+
+class Constant(nn.Module):
+    """Gives every byte the same logits: log 2 to byte 7, 0 to three others, and no chance to the rest."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = torch.full((*tokens.shape, 256), -math.inf)
+        logits[..., 7] = math.log(2)
+        logits[..., [1, 2, 3]] = 0.0
+        return logits
+
+
+# The text
+
+
+def test_a_text_is_cut_by_position() -> None:
+    text = cut(bytes(range(200)))
+    assert text.train.tolist() == list(range(180))
+    assert text.validation.tolist() == list(range(180, 190))
+    assert text.test.tolist() == list(range(190, 200))
+
+
+def test_an_epoch_goes_over_the_text_in_pieces_that_do_not_overlap(tmp_path: Path) -> None:
+    task = small(numbered(tmp_path, 60))  # 54 to train on: 12 pieces of 4 at any offset, 4 batches of 3
+    assert task.num_batches() == 4
+    for seed in range(20):
+        pieces = [piece for batch in epoch(task, seed) for piece in batch]
+        starts = sorted(piece[0] for piece in pieces)
+        assert all(piece == list(range(piece[0], piece[0] + 5)) for piece in pieces), "the bytes as they stand"
+        assert len({start % 4 for start in starts}) == 1 and len(set(starts)) == 12
+        assert starts[-1] + 4 < 54, "nothing of the validation text"
+
+
+def test_offset_and_order_are_drawn_for_each_epoch(tmp_path: Path) -> None:
+    task = small(numbered(tmp_path, 60))
+    epochs = [epoch(task, seed) for seed in range(20)]
+    assert {batches[0][0][0] % 4 for batches in epochs} == {0, 1, 2, 3}
+    assert len({str(batches) for batches in epochs}) == 20
+    assert epochs[3] == epoch(task, 3)
+    assert epoch(task, 3, start=2) == epochs[3][2:], "an epoch can be entered anywhere"
+
+
+@pytest.mark.parametrize("size", range(40, 53))
+def test_all_batches_are_full(size: int, tmp_path: Path) -> None:
+    task = small(numbered(tmp_path, size), batch_size=2)
+    for seed in range(8):
+        batches = list(task.batches(seed=seed, start=0, device=CPU))
+        assert len(batches) == task.num_batches()
+        assert {tuple(batch.shape) for batch in batches} == {(2, 5)}
+        assert {batch.dtype for batch in batches} == {torch.int64}
+
+
+# Loss and metrics
+
+
+def test_the_loss_is_the_mean_of_the_bytes_cross_entropies(tmp_path: Path) -> None:
+    # p(7) = 2/5 and p(1) = p(2) = 1/5; the first byte of a piece is given
+    batch = torch.tensor([[9, 7, 7], [7, 1, 2]])
+    expected = (2 * math.log(5 / 2) + 2 * math.log(5)) / 4
+    assert float(small(tmp_path).loss(Constant(), batch)) == pytest.approx(expected)
+
+
+def test_each_byte_of_a_split_but_the_first_counts_once(tmp_path: Path) -> None:
+    # 11 bytes to test on: two pieces of 4 that predict 8, and a last one of 2
+    content = bytes(range(209)) + bytes([9, 7, 7, 7, 1, 2, 3, 7, 1, 7, 7])
+    (tmp_path / "text.txt").write_bytes(content)
+    found = small(tmp_path / "text.txt").evaluate(Constant(), "test", device=CPU)
+    bits = (6 * math.log2(5 / 2) + 4 * math.log2(5)) / 10
+    assert found["bits_per_byte"] == pytest.approx(bits)
+    assert found["loss"] == pytest.approx(bits * math.log(2))
+    assert found["perplexity"] == pytest.approx(2**bits)
+
+
+def test_a_model_that_knows_nothing_needs_eight_bits(tmp_path: Path) -> None:
+    task = small(numbered(tmp_path, 200))
+    assert task.evaluate(lambda x: torch.zeros(*x.shape, 256), "validation", device=CPU)[  # type: ignore[arg-type]
+        "bits_per_byte"
+    ] == pytest.approx(8)
+
+
+# Runs
+
+
+def test_training_lowers_the_bits_and_the_lowest_validation_is_the_best(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    recipe = tiny("cyclic-80-uniform", language(tmp_path / "data"))
+    result = engine.train(replace(recipe, optimizer=replace(recipe.optimizer, lr=0.01)), tmp_path / "run")
+    seen = [row.get("candidate", row["validation"])["bits_per_byte"] for row in result["history"]]
+    assert result["best"]["validation"]["bits_per_byte"] == min(seen) < max(seen)
+    assert result["validation"]["bits_per_byte"] < 7.5
+    assert (result["metric"], result["lower_is_better"]) == ("bits_per_byte", True)
+    comparison = of_runs([tmp_path / "run"])
+    assert (comparison.metric, comparison.lower_is_better) == ("bits_per_byte", True)
+    page = render(find_runs([tmp_path / "run"]), "/* drawn by nobody */")
+    assert f"cyclic_gap reaches bits_per_byte {result['test']['bits_per_byte']:.3f} on test data" in page
+
+
+@pytest.mark.parametrize("pattern", ["unstructured", "8x8"])
+def test_masked_and_compact_storage_end_with_the_same_bits(pattern: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    data = language(tmp_path / "data")
+    for storage in ("masked", "compact"):
+        changes = {"storage": storage, "pattern": pattern, "options": {"steps": 1, "epochs": 1, "finetune": 1}}
+        engine.train(tiny("cyclic-80-uniform", data, **changes), tmp_path / storage)
+    for name in ("model.safetensors", "best.safetensors"):
+        assert (tmp_path / "masked" / name).read_bytes() == (tmp_path / "compact" / name).read_bytes()
+
+
+def test_a_compact_model_begins_sparse(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    recipe = tiny("cyclic-80-uniform", language(tmp_path / "data"), storage="compact")
+    sparse, _, is_begun = building.build(recipe, CPU, 1)
+    assert is_begun
+    assert sparse.num_alive == 3 * (4 * 51 + 2 * 205)  # a fifth of 256 and of 1,024, in three layers
+
+
+@pytest.mark.parametrize("pattern", ["unstructured", "1x8", "8x1", "32x32", "64x64"])
+def test_every_pattern_has_a_price_at_full_size(pattern: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(bytes(1_115_394))  # as long as the real one
+    recipe = replace(find("language-shakespeare/gradual-90-global"), pattern=pattern)
+    recipe = replace(recipe, task=replace(recipe.task, data=str(tmp_path / "text.txt")))
+    found = estimate(recipe)
+    assert recipe.task.num_batches() == 61
+    assert found.epochs == pytest.approx(30)
+    # of 2,592 blocks of 64 x 64, 259 are nearest to a tenth
+    assert found.costs[-1].density == pytest.approx(259 / 2592 if pattern == "64x64" else 0.1, abs=1e-4)
+
+
+def test_the_real_text_starts_and_learns(tmp_path: Path) -> None:
+    if not SHAKESPEARE.exists():
+        pytest.skip(f"there is no {SHAKESPEARE}")
+    task = Language(str(SHAKESPEARE), context=32, d_model=64, ffn=128, heads=2, layers=1, batch_size=32, dropout=0.0)
+    torch.manual_seed(0)
+    model = task.build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _, batch in zip(range(40), task.batches(seed=0, start=0, device=CPU), strict=False):
+        optimizer.zero_grad()
+        loss = task.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[0] == pytest.approx(math.log(256), abs=0.1)
+    assert losses[-1] < 3.3
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"context": 0}, "context is 0, but must be at least 1"),
+        ({"dropout": 1.0}, "dropout is 1.0, but must be at least 0 and below 1"),
+        ({"d_model": 9}, r"d_model is 9, but must be a multiple of heads \(2\)"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(GrowpruneError, match=says):
+        small(tmp_path, **settings)
+
+
+def test_a_text_that_is_none_or_too_short_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(GrowpruneError, match=r"is a folder; expected is a file of text.*: give the file itself"):
+        small(tmp_path).num_batches()
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(GrowpruneError, match=r"empty\.txt has 0 bytes, but 40 or more are needed"):
+        small(tmp_path / "empty.txt").num_batches()
+    with pytest.raises(GrowpruneError, match=r"has 54 bytes to train on \(90 %\), but a batch wants 404: .*\(100\)"):
+        small(numbered(tmp_path, 60), batch_size=100).num_batches()

@@ -1,0 +1,90 @@
+"""What every task has, and what it need not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toy import Toy, cyclic
+
+from growprune.tasks import TASKS, Task
+from growprune.tasks.task import num_examples
+
+
+class Plain(Task):
+    """Only what must be there, but no dataclass."""
+
+    metric = "accuracy"
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(2, 2)
+
+    def example(self) -> Tensor:
+        return torch.zeros(1, 2)
+
+    def num_batches(self) -> int:
+        return 1
+
+    def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Any]:
+        yield from [torch.zeros(4, 2)][start:]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch).sum()
+
+    def evaluate(self, model: nn.Module, split: str, *, device: torch.device) -> dict[str, float]:
+        return {"accuracy": 1.0}
+
+
+@dataclass(frozen=True)
+class Least(Plain):
+    """A task with only what must be there."""
+
+
+def test_what_a_task_need_not_write_has_a_default() -> None:
+    task = Least()
+    assert task.files() == {}
+    assert task.signature == ""
+    assert task.for_replica(1, 2) is task
+    assert task.weigh((3, torch.zeros(5, 2))) == 5
+    assert task.weigh(torch.tensor(1.0)) == 1
+    assert not task.reads_files
+    assert [field.name for field in fields(task)] == []
+
+
+def test_a_task_that_lacks_a_method_is_refused_by_its_name() -> None:
+    class Incomplete(Toy):
+        loss = Task.loss
+
+    with pytest.raises(TypeError, match=r"abstract class Incomplete .*loss"):
+        Incomplete()
+
+
+@pytest.mark.parametrize("task", ["digits", Plain()], ids=["text", "no dataclass"])
+def test_a_task_that_is_no_task_is_refused(task: Any) -> None:
+    with pytest.raises(ValueError, match=r"task is .*, but must be of a frozen dataclass derived from growprune"):
+        replace(cyclic(), task=task)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_derives_from_the_base_class(name: str) -> None:
+    task = TASKS[name]()
+    assert isinstance(task, Task)
+    assert task.reads_files == (name != "digits")
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        (torch.zeros(3, 2), 3),
+        ((torch.tensor(1.0), torch.zeros(4)), 4),
+        ({"x": [torch.zeros(2, 5)]}, 2),
+        (7, 0),
+        ((), 0),
+    ],
+)
+def test_examples_are_counted_by_the_first_tensor_with_an_axis(batch: Any, count: int) -> None:
+    assert num_examples(batch) == count
