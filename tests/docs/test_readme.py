@@ -122,14 +122,6 @@ def test_every_file_that_is_linked_exists() -> None:
             assert (page.parent / path).exists(), f"{page.name} links {path}"
 
 
-def test_the_design_has_a_line_for_every_file_and_folder_of_the_package() -> None:
-    design = (ROOT / "docs" / "design.md").read_text()
-    package = ROOT / "src" / "growprune"
-    files = [path.name for path in package.glob("*.py") if not path.name.startswith("__")]
-    folders = [f"{path.parent.name}/" for path in package.glob("*/__init__.py")]
-    assert [name for name in files + folders if name not in design] == []
-
-
 OLD_WORDS = (
     "Stretch stretch Held held brings twin also fill walking joining sharing _meet _tell _note Curve curve Say rooms"
 )

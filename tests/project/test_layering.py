@@ -9,6 +9,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 import growprune
 
@@ -84,6 +85,12 @@ def test_rows_go_from_the_lowest_layer_to_the_highest() -> None:
     assert list(TopologicalSorter(below).static_order())  # no circle
     rows = list(MAY_IMPORT)
     assert [(above, entry) for above in rows for entry in below[above] if rows.index(entry) > rows.index(above)] == []
+
+
+def test_the_design_page_draws_the_layers_of_the_table() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    drawn = page.split("## Layers")[1].split("```")[1].split("\n")[1:-1]
+    assert [line.split()[0] for line in drawn] == [*reversed(MAY_IMPORT)]
 
 
 def test_nothing_imports_the_command_line() -> None:
