@@ -34,13 +34,13 @@ docs: .venv/dev
 
 # Hosts with their own addresses on this machine, cables pulled; needs root, so it is not part of `make test`.
 netns: .venv/dev
-	GROWPRUNE_NETNS=1 $(BIN)/pytest tests/test_netns.py
+	GROWPRUNE_NETNS=1 $(BIN)/pytest tests/engine/test_netns.py
 
 # The page of `growprune report`, and the site, in a real browser. `make test` runs this too where there is a chromium; here Debian's is
 # installed if there is none, which needs root.
 test-browser: .venv/dev
 	command -v chromium chromedriver || apt-get install --yes --no-install-recommends chromium chromium-driver
-	OMP_NUM_THREADS=1 $(BIN)/pytest -rs tests/test_report_browser.py tests/test_docs_browser.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -rs tests/report/test_report_browser.py tests/docs/test_docs_browser.py
 
 # The wheel and the source archive, in dist/, checked.
 dist: .venv/dist
