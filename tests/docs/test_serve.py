@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def port(folder: Path) -> Iterator[int]:
     found = forked.free_port()
-    words = (str(SERVE / "server.py"), str(folder), *WIDTH, "--port", str(found))
+    words = (str(SERVE / "server.py"), str(folder), *WIDTH, "--port", str(found), "--patience", "1")
     with forked.started(*words, environment=environment()):
         yield found
 
@@ -68,3 +69,27 @@ def test_what_is_no_image_is_refused_and_said(port: int) -> None:
     answer = httpx.post(f"http://127.0.0.1:{port}/classify", content=b"12345")
     assert answer.status_code == 422
     assert answer.json()["detail"] == "5 bytes came, but an image is 12288: float32, (3, 32, 32)"
+
+
+@pytest.mark.xdist_group("serve")
+def test_a_body_that_is_too_long_is_refused_before_it_is_read_whole(port: int) -> None:
+    run("load.py", "--port", port, "--requests", 1)
+    chunks = iter([bytes(1 << 14)] * 64)  # 1 MiB, whose length no header tells
+    answer = httpx.post(f"http://127.0.0.1:{port}/classify", content=chunks)
+    assert (answer.status_code, answer.json()["detail"][:28]) == (413, "more than 12288 bytes came, ")
+
+
+@pytest.mark.xdist_group("serve")
+def test_an_image_with_nan_is_refused(port: int) -> None:
+    run("load.py", "--port", port, "--requests", 1)
+    image = torch.full((3, 32, 32), torch.nan)
+    answer = httpx.post(f"http://127.0.0.1:{port}/classify", content=image.numpy().tobytes())
+    assert (answer.status_code, answer.json()["detail"]) == (422, "the image has values that are NaN or infinite")
+
+
+@pytest.mark.xdist_group("serve")
+def test_a_half_sent_request_is_answered_and_closed(port: int) -> None:
+    run("load.py", "--port", port, "--requests", 1)
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Length: 12288\r\n\r\n" + bytes(100))
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
