@@ -20,7 +20,7 @@ from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
-from growprune.files.versions import write_metadata
+from growprune.files.manifest import write_metadata
 from growprune.sparse.model import SparseModel
 
 # What is refused on saving
@@ -157,8 +157,6 @@ def test_a_process_killed_while_saving_leaves_a_whole_file(tmp_path: Path) -> No
     script = """
 import itertools, torch
 from growprune.files import sparse_file as file
-from growprune.errors import GrowpruneError
-from growprune.files.versions import write_metadata
 from growprune.sparse.model import SparseModel
 model = torch.nn.Linear(300, 300, bias=False)
 sparse = SparseModel(model, sparsity=0.5)

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from growprune.errors import GrowpruneError
 from growprune.files.atomic import replacing
-from growprune.files.entries import Entry, bytes_of
+from growprune.files.manifest import Entry, bytes_of, write_metadata
 from growprune.files.reader import open_sparse
-from growprune.files.versions import write_metadata
 from growprune.files.writer import describe, each_stored, write_header
 from growprune.sparse.model import SparseModel
+from growprune.sparse.sharded import sharding as load_sharding
+from growprune.sparse.snapshot import named_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,16 +73,10 @@ def restore_sharded(
     sharding: Mapping[str, Any],
 ) -> None:
     """Fill a model from a file, of which tensors are views, and shard each unit of it as soon as it is filled."""
-    from growprune.sharding import UnitByUnit  # FSDP2 takes a second to load
-
-    shards = UnitByUnit(sparse, mesh, **sharding)
-    names = {id(tensor): name for name, tensor in _named(sparse.model)}
+    shards = load_sharding().UnitByUnit(sparse, mesh, **sharding)
+    names = {id(tensor): name for name, tensor in named_tensors(sparse.model).items()}
     for module in reversed(list(sparse.model.modules())):  # inner ones first
         own = [names.pop(id(t), "") for t in (*module._parameters.values(), *module._buffers.values())]
         sparse.restore_some({name: tensors[name] for name in own if name in tensors})
         shards.done(module)
     sparse.notice_shards()
-
-
-def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
