@@ -1,35 +1,35 @@
-"""The sparse file: a model whose dead weights take no space. This page is its specification.
+"""The sparse file: a model whose pruned weights take no space. This page is its specification.
 
 A sparse file is a safetensors file: 8 bytes that give the length of the header (little-endian), the header (JSON),
 and the bytes of the tensors, each row-major and little-endian. Reading it runs no code.
 
 **Tensors.** Every parameter and persistent buffer of the model is in the file once, by its first name in the
-model's `state_dict`. A parameter that is prunable and not all alive is *sparse*, and is stored as two tensors; every
-other is *dense*, and is stored under its plain name.
+model's `state_dict`. A prunable parameter with pruned weights is *sparse*, and is stored as two tensors; every other
+tensor is *dense*, and is stored under its plain name.
 
     <name>.values   1-D, the parameter's dtype: its live values, in row-major order of the parameter
-    <name>.mask     1-D, uint8: which weights live, one bit each (or one a block, see below). Bit i is bit i % 8 of
-                    byte i // 8, counted from the lowest. What is left over in the last byte is 0
-    <name>.gaps     in place of the mask, where that takes few bytes: 1-D, uint8 or uint16. The same bits: for each that
-                    is set, in order, how many are not since the one before it, or since the first. The largest number
-                    (255, 65535) is so many that are not set, with none that is behind them: 300 is 255, 45, and 255 is
-                    255, 0. Behind the last number no bit is set
+    <name>.mask     1-D, uint8: which weights live, one bit each (or one per block, see below). Bit i is bit i % 8 of
+                    byte i // 8, counted from the lowest. Unused bits of the last byte are 0
+    <name>.gaps     instead of the mask, where that takes few bytes: 1-D, uint8 or uint16. The same bits: for each set
+                    bit, in order, the number of unset bits since the previous set bit, or since the start. The largest
+                    number (255, 65535) stands for that many unset bits with no set bit after them: 300 is 255, 45, and
+                    255 is 255, 0. After the last number no bit is set
 
 **Bits.** A prunable parameter is one or more *matrices*, each a range [start, stop) of its dimension 0; attention's
 `in_proj_weight` has three, for q, k and v. If the parameter is `stacked`, as experts are, a matrix is a single index of
-dimension 0, and has one dimension less. The bits of the matrices follow one another without a gap. What lies in no
-matrix is alive and has no bits. The bits of one matrix are, by the file's pattern:
+dimension 0, and has one dimension less. The bits of the matrices follow one another directly. Weights in no matrix are
+alive and have no bits. The bits of one matrix depend on the file's pattern:
 
-    unstructured, N:M   one a weight, in row-major order
-    AxB                 one a block. If the parameter is `transposed`, its dimensions 0 and 1 are swapped. Then
+    unstructured, N:M   one per weight, in row-major order
+    AxB                 one per block. If the parameter is `transposed`, its dimensions 0 and 1 are swapped. Then
                         dimension 1 goes last, and all but dimension 0 are flattened, so that (out, in, kh, kw) becomes
                         (out, kh * kw * in); a 1-D parameter becomes a single column. Blocks of A rows x B columns are
                         laid on from the top left, overhanging at the right and the bottom, and are read row by row of
                         blocks. A and B are at most 1024
 
-**Gaps or bits.** Blocks have bits. Any other mask has gaps if they take at most half the bytes of its bits, those
-of uint16 only if they are the shorter ones. And a tensor with gaps must not take over 1000 times its bytes in the
-file when it is dense, so that a small file cannot ask for any amount of memory: a mask so empty has bits.
+**Gaps or bits.** Blocks have bits. Any other mask has gaps if they take at most half the bytes of its bits, of uint16
+only if that is shorter. A tensor with gaps must not grow to more than 1000 times its bytes in the file when it is made
+dense, so that a small file cannot ask for any amount of memory: a mask that would has bits.
 
 **Metadata.** Four strings in the header's `__metadata__`: `format` is "growprune", `version` is "3" if any tensor has
 gaps, and "2" if none has, `manifest` is a JSON object, and `manifest_sha256` is the SHA-256 of that string's UTF-8
@@ -54,9 +54,9 @@ bytes. The manifest has
                     mask_crc32   of the same bytes
                     gaps         [dtype, length] of <name>.gaps: "U8" or "U16"; left out if there are none
 
-**Digests.** A SHA-256 is written as 64 lowercase hexadecimal digits. They tell damage, not forgery: a reader refuses a
-file whose manifest, values or masks are not those that were saved, or whose tensors were exchanged. What they leave
-open is the order of the tensors' bytes, and the spaces in the header. `manifest` checks the manifest only; `load` and
+**Digests.** A SHA-256 is written as 64 lowercase hexadecimal digits. Digests detect damage, not forgery: a reader
+refuses a file whose manifest, values or masks are not those that were saved, or whose tensors were swapped. They do not
+cover the order of the tensors' bytes, nor the spaces in the header. `manifest` checks the manifest only; `load` and
 `read` check everything by CRC-32, which takes half the time. `growprune inspect` and `save`, which reads back what it
 wrote, check both.
 
@@ -77,13 +77,13 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.files.atomic import replacing
-from growprune.files.manifest import FORMAT, Entry, write_metadata
+from growprune.files.manifest import FORMAT, Entry
 from growprune.files.reader import SparseFile, match_model, open_sparse
-from growprune.files.sharded import check_written, restore_sharded, save_sharded
-from growprune.files.writer import describe, stored, warn_of_unfinished, warn_of_unsaved, write_safetensors
+from growprune.files.writer import warn_of_unfinished, warn_of_unsaved, write, write_sharded
 from growprune.masks.encoding import MAX_EXPANSION, num_mask_bytes
+from growprune.sparse import sharded
 from growprune.sparse.model import SparseModel, check_sparse_model
+from growprune.sparse.snapshot import named_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -100,14 +100,10 @@ def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     warn_of_unsaved(sparse.model)
     sparse.notice_shards()
     warn_of_unfinished(sparse)
-    if sparse.ranks is not None:
-        save_sharded(sparse, path, sparse.ranks)
-        return
-    entries, tensors = stored(sparse)
-    metadata = write_metadata(describe(sparse, entries))
-    with replacing(path) as file:
-        write_safetensors(file, tensors, metadata)
-        check_written(file, entries)
+    if sparse.ranks is None:
+        write(sparse, path)
+    else:
+        write_sharded(sparse, path, sparse.ranks)
 
 
 def load(
@@ -144,9 +140,25 @@ def load(
         if mesh is None:
             sparse.restore(tensors, keep=is_compact)
         else:
-            restore_sharded(sparse, tensors, mesh, sharding or {})
+            _restore_sharded(sparse, tensors, mesh, sharding or {})
         sparse.editor.num_edits = file.num_edits
     return sparse
+
+
+def _restore_sharded(
+    sparse: SparseModel,
+    tensors: Mapping[str, tuple[Tensor, Tensor | None]],
+    mesh: DeviceMesh,
+    sharding: Mapping[str, Any],
+) -> None:
+    """Fill a model from views of a file, and shard each unit as soon as it is filled."""
+    shards = sharded.sharding().UnitByUnit(sparse, mesh, **sharding)
+    names = {id(tensor): name for name, tensor in named_tensors(sparse.model).items()}
+    for module in reversed(list(sparse.model.modules())):  # inner ones first
+        own = [names.pop(id(t), "") for t in (*module._parameters.values(), *module._buffers.values())]
+        sparse.restore_some({name: tensors[name] for name in own if name in tensors})
+        shards.done(module)
+    sparse.notice_shards()
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -1,38 +1,92 @@
-"""Write a sparse model as the tensors and the manifest of its file."""
+"""Write the file of a sparse model: its tensors and its manifest."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.files.manifest import DTYPES, GAP_DTYPES, Entry, Gaps, bytes_of, check_blocks, digest
+from growprune.files.atomic import replacing
+from growprune.files.manifest import DTYPES, GAP_DTYPES, Entry, Gaps, bytes_of, check_blocks, digest, write_metadata
+from growprune.files.reader import open_sparse
 from growprune.masks.bits import whole
 from growprune.masks.encoding import encode_mask
 from growprune.masks.layers import prunable_weights, tensors_of
 from growprune.sparse.model import SparseModel
 from growprune.sparse.summary import targets
 
+if TYPE_CHECKING:
+    from growprune.sharding.ranks import Ranks
+
 MISSED = 0.01
 """How far a plan may end from the sparsity of its model without a warning: some methods miss it by a few weights."""
 
 
-def stored(sparse: SparseModel) -> tuple[list[Entry], dict[str, Tensor]]:
-    """What a model's file says and holds. Tensors that are not prunable are not copied."""
+def write(sparse: SparseModel, path: Path) -> None:
+    """Write the file of a model that is not sharded. Tensors that are not prunable are not copied."""
     entries: list[Entry] = []
-    stored: dict[str, Tensor] = {}
-    for entry, parts in each_stored(sparse):
+    tensors: dict[str, Tensor] = {}
+    for entry, parts in _each_stored(sparse):
         entries.append(entry)
-        stored |= parts
-    return entries, stored
+        tensors |= parts
+    metadata = write_metadata(_describe(sparse, entries))
+    with replacing(path) as file:
+        write_safetensors(file, tensors, metadata)
+        _check_written(file, entries)
 
 
-def each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
+def write_sharded(sparse: SparseModel, path: Path, ranks: Ranks) -> None:
+    """Write the file of a sharded model from its first rank, one tensor at a time; all ranks call it.
+
+    Tensors are gathered twice: for their digests, which come first in the file, and to write them.
+    """
+    entries: list[Entry] = []
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for entry, parts in _each_stored(sparse):
+        entries.append(entry)
+        shapes |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts.items()}
+    walk = _each_stored(sparse)
+    failed: OSError | None = None
+    if ranks.is_first:
+        try:
+            _write_one_by_one(sparse, path, entries, shapes, walk)
+        except OSError as error:
+            failed = error
+    for _ in walk:  # the other ranks wait in it, even if writing failed
+        pass
+    is_lost = bool(ranks.any(torch.tensor([failed is not None])))
+    if failed is not None:
+        raise failed
+    if is_lost:
+        raise GrowpruneError(f"the first rank could not write {path}: see its error")
+
+
+def _write_one_by_one(sparse: SparseModel, path: Path, entries: list[Entry], shapes: Any, walk: Any) -> None:
+    with replacing(path) as file:
+        starts = _write_header(file, shapes, write_metadata(_describe(sparse, entries)))
+        for _, parts in walk:
+            for name, tensor in parts.items():
+                file.seek(starts[name])
+                file.write(bytes_of(tensor))
+        _check_written(file, entries)
+
+
+def _check_written(file: BinaryIO, entries: list[Entry]) -> None:
+    """Read a file back before it takes its name."""
+    file.flush()
+    with open_sparse(Path(file.name), thorough=True) as written:
+        written.everything()  # refuses what is not as it was saved, and counts what lives
+        alive = {entry.name: entry.nnz for entry in written.prunable}
+    assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, f"{file.name} was written wrongly"
+
+
+def _each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
     """One tensor of the model after the other: its entry, and what of it the file holds. All ranks go together."""
     sparse.check()
     check_blocks(sparse.pattern)
@@ -82,7 +136,7 @@ def _check_nothing_was_added(sparse: SparseModel) -> None:
         raise GrowpruneError(f"{added[0]} was added after the SparseModel was made: make a new one before saving")
 
 
-def describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
+def _describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
     """The manifest."""
     return {
         "sparsity": sparse.sparsity,
@@ -139,12 +193,12 @@ def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:
 
 def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """The safetensors format. Its own `save_file` does not tell why it failed, nor lets us sync what it wrote."""
-    starts = write_header(file, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata)
+    starts = _write_header(file, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata)
     for name in starts:
         file.write(bytes_of(tensors[name]))
 
 
-def write_header(
+def _write_header(
     file: BinaryIO, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> dict[str, int]:
     """Write all but the tensors; by name, in order, where in the file each of them begins."""

@@ -15,9 +15,9 @@ from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.files.importers.compressed_tensors import COMPRESSED_TENSORS
+from growprune.files.importers.contents import Contents, open_contents
 from growprune.files.importers.formats import APEX_ASP, DENSE, GROWPRUNE, TORCH_PRUNE
 from growprune.files.importers.imported import Imported, Importer
-from growprune.files.importers.sources import Contents, open_contents
 from growprune.sparse.model import SparseModel
 
 IMPORTERS: dict[str, Importer] = {

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError
+from growprune.files.importers.contents import Contents
 from growprune.files.importers.imported import Imported, Importer
-from growprune.files.importers.sources import Contents
 from growprune.masks.bits import unpack
 
 VALUES, BITS, SHAPE, OFFSETS = ".compressed", ".bitmask", ".shape", ".row_offsets"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file
+from growprune.files.importers.contents import Contents
 from growprune.files.importers.imported import Imported, Importer, with_masks, with_zeros
-from growprune.files.importers.sources import Contents
 from growprune.files.manifest import FORMAT
 from growprune.files.reader import open_sparse
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.files.filling import Filling, matching_names
-from growprune.files.importers.sources import Contents
+from growprune.files.importers.contents import Contents
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import LEAST, masks_of_zeros
