@@ -8,7 +8,7 @@ from pathlib import Path
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file
 from growprune.files.importers.contents import Contents
-from growprune.files.importers.imported import Imported, Importer, with_masks, with_zeros
+from growprune.files.importers.imported import Imported, Importer, masks_by_zeros, with_masks
 from growprune.files.manifest import FORMAT
 from growprune.files.reader import open_sparse
 
@@ -83,7 +83,8 @@ def _read_dense(contents: Contents) -> Imported:
             f"{contents.where} has {lost} and its mask, as a sparse file of growprune, but not the metadata of one: it "
             f"is damaged, fetch or save it again"
         )
-    return with_zeros(contents, "dense", dict(contents.tensors))
+    tensors = dict(contents.tensors)
+    return Imported("dense", tensors, masks_by_zeros(tensors), contents.aliases, contents.notes)
 
 
 def _values_of_ours(contents: Contents) -> str | None:

@@ -116,12 +116,6 @@ def with_masks(contents: Contents, format: str, tensors: dict[str, Tensor], mask
     return Imported(format, tensors, alive, contents.aliases_among(tensors), (*contents.notes, *notes))
 
 
-def with_zeros(contents: Contents, format: str, tensors: dict[str, Tensor]) -> Imported:
-    """What a format without masks gives: zeros are dead, in matrices that have more than a few."""
-    aliases = contents.aliases_among(tensors)
-    return Imported(format, tensors, masks_by_zeros(tensors), aliases, contents.notes)
-
-
 def masks_by_zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Masks of the matrices at least 5 % of which are zero: a few zeros, any model may have."""
     masks: dict[str, Tensor] = {}
