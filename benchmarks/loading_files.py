@@ -25,8 +25,8 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
 import growprune as gp
-from growprune.files.contents import live_tensor
 from growprune.files.reader import open_sparse
+from growprune.files.sparse_file import live_tensor
 
 FORMS = [(0.9, "unstructured"), (0.9, "1x8"), (0.95, "unstructured")]
 DENSE, DENSE_NEW = "dense: load_model", "dense: to_empty, load_model, new"

@@ -3,7 +3,7 @@
     python read_without_growprune.py model.safetensors              lists the tensors
     python read_without_growprune.py model.safetensors out.npz      writes them, dense, for numpy.load
 
-The format is specified at the top of growprune/file/__init__.py. numpy has no bfloat16: such tensors become float32.
+growprune/files/sparse_file.py specifies the format. numpy has no bfloat16: such tensors become float32.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ def read(path):
     dense = {}
     for name, about in manifest["tensors"].items():
         values = stored[name if name in stored else f"{name}.values"]
-        if "sha256" in about and sha256(values) != about["sha256"]:  # version 1 has none
+        if sha256(values) != about["sha256"]:
             raise ValueError(f"the values of {name} are damaged")
         values = widen(values, about["dtype"])
         mask = stored.get(f"{name}.gaps" if "gaps" in about else f"{name}.mask")
@@ -38,10 +38,10 @@ def read(path):
 
 
 def read_manifest(path, metadata):
-    if metadata.get("format") != "growprune" or metadata.get("version") not in ("1", "2", "3"):
-        raise ValueError(f"{path} is not a growprune file of version 1, 2 or 3")
+    if metadata.get("format") != "growprune" or metadata.get("version") not in ("2", "3"):
+        raise ValueError(f"{path} is not a growprune file of version 2 or 3")
     text = metadata["manifest"]
-    if metadata["version"] != "1" and sha256(text.encode()) != metadata["manifest_sha256"]:
+    if sha256(text.encode()) != metadata["manifest_sha256"]:
         raise ValueError(f"the manifest of {path} is damaged")
     return json.loads(text)
 

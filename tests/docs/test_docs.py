@@ -21,7 +21,7 @@ ELSEWHERE = {
     "pretrained": "test_pretrained_page.py",
     "transformers": "integrations/test_transformers_page.py",
     "memory": "test_the_code_about_memory_runs",
-    "sharding": "test_sharded_state.py",
+    "sharding": "files/test_sharded_checkpoints.py",
     "paper": "test_the_algorithm_shown_is_the_code_that_runs",
     "design": "none: it shows what is in plan.py, shortened",
 }

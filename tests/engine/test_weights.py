@@ -20,7 +20,7 @@ from growprune import cli, engine, methods
 from growprune.engine.building import build
 from growprune.engine.recipe import Recipe
 from growprune.engine.run import Interrupted
-from growprune.files.weights import load_weights
+from growprune.files.filling import load_weights
 
 runner = CliRunner()
 storages = pytest.mark.parametrize("storage", ["masked", "compact"])

@@ -291,8 +291,9 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, pruned: Path, mo
     def failing(*_: Any) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("growprune.files.convert._copy_others", failing)
     convert(pruned, tmp_path / "folder")
+    (tmp_path / "folder" / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr("shutil.copyfile", failing)
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(OSError, match="the disk is full"):
         convert(tmp_path / "folder", tmp_path / "other")

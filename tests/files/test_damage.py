@@ -19,7 +19,7 @@ from growprune.files import sparse_file as file
 from growprune.sparse.model import SparseModel
 
 FLIPS = (0x01, 0x03, 0x20, 0x80)
-"""Other case, other sign, and 0x03 makes version "1" of "2"."""
+"""Other case, other sign, and 0x01 makes version "3" of "2", 0x03 version "1"."""
 
 
 class Mixed(nn.Module):

@@ -23,6 +23,7 @@ from torch import nn
 from growprune.files import sparse_file as file
 from growprune.plan import By
 from growprune.sparse.model import SparseModel
+from growprune.sparse.summary import num_bytes, targets
 
 # Round trips
 
@@ -102,7 +103,7 @@ def test_a_file_does_not_show_how_the_model_was_held(pattern: str, tmp_path: Pat
     file.save(compact, tmp_path / "compact")
     assert (tmp_path / "compact").read_bytes() == (tmp_path / "masked").read_bytes()
     assert_same(compact, file.load(tmp_path / "compact", Zoo()))
-    assert file.writer.num_bytes(compact) == file.writer.num_bytes(masked)
+    assert num_bytes(compact) == num_bytes(masked)
 
 
 @pytest.mark.gpu
@@ -309,9 +310,9 @@ def test_at_ninety_percent_a_file_is_at_most_015_of_the_dense_one(tmp_path: Path
 
 def test_the_manifest_lists_targets_counts_and_totals(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(100, 100, bias=False))
-    for allocation, targets in {"uniform": [0.9, 0.9], "erk": [0.08, 0.9082], "global": [None, None]}.items():
+    for allocation, expected in {"uniform": [0.9, 0.9], "erk": [0.08, 0.9082], "global": [None, None]}.items():
         sparse = SparseModel(model, sparsity=0.9, allocation=allocation)
-        assert list(file.writer.targets(sparse).values()) == pytest.approx(targets), allocation
+        assert list(targets(sparse).values()) == pytest.approx(expected), allocation
     sparse.prune()
     file.save(sparse, tmp_path / "model.safetensors")
     manifest = file.manifest(tmp_path / "model.safetensors")
@@ -334,9 +335,9 @@ def test_the_bytes_of_a_model_are_those_its_file_takes_behind_the_header(tmp_pat
     file.save(sparse, tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
     dense = sum(tensor.nbytes for tensor in sparse.model.state_dict().values())
-    assert file.writer.num_bytes(sparse)[1] == len(content) - 8 - int.from_bytes(content[:8], "little")
+    assert num_bytes(sparse)[1] == len(content) - 8 - int.from_bytes(content[:8], "little")
     shared = sum(sparse.model.state_dict()[name].nbytes for name in ("same.weight", "same.bias", "tied.weight"))
-    assert file.writer.num_bytes(sparse)[0] == dense - shared
+    assert num_bytes(sparse)[0] == dense - shared
 
 
 @pytest.mark.filterwarnings("ignore:no weight lives in")

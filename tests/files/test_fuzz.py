@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
-from growprune.files.contents import contents, live_tensor
+from growprune.files.sparse_file import contents, live_tensor
 from growprune.sparse.model import SparseModel
 
 

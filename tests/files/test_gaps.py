@@ -20,12 +20,10 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
-from growprune.files.contents import contents, live_tensor
-from growprune.files.entries import Entry, bytes_of
-from growprune.files.masks import from_gaps, to_gaps
+from growprune.files.manifest import bytes_of
+from growprune.files.sparse_file import contents, live_tensor
 from growprune.masks.bits import pack, unpack
-from growprune.masks.layers import Weight
-from growprune.masks.patterns import parse_pattern
+from growprune.masks.encoding import from_gaps, to_gaps
 from growprune.sparse.model import SparseModel
 
 
@@ -104,8 +102,8 @@ def test_at_95_percent_a_file_takes_two_bits_a_weight(tmp_path: Path) -> None:
     sparse = SparseModel(nn.Linear(1000, 1000, bias=False), sparsity=0.95)
     sparse.prune()
     file.save(sparse, tmp_path / "model")
-    assert file.writer.num_bytes(sparse)[1] == sum(t.nbytes for t in stored(tmp_path / "model").values())
-    assert 2.0e6 / 8 <= file.writer.num_bytes(sparse)[1] < 2.01e6 / 8
+    assert sparse.summary().bytes_sparse == sum(t.nbytes for t in stored(tmp_path / "model").values())
+    assert 2.0e6 / 8 <= sparse.summary().bytes_sparse < 2.01e6 / 8
 
 
 # Round trips
@@ -119,10 +117,9 @@ def test_at_95_percent_a_file_takes_two_bits_a_weight(tmp_path: Path) -> None:
 def test_gaps_of_any_mask_come_back(alive: set[int], dtype: torch.dtype) -> None:
     mask = torch.zeros(2**19, dtype=torch.bool)
     mask[torch.tensor(sorted(alive))] = True
-    entry = Entry("w", (2**19,), torch.complex64, (Weight("w", "w", (2**19,)),), nnz=len(alive))
-    gaps = to_gaps(pack(mask), entry, parse_pattern("unstructured"))
-    if gaps is not None:
-        assert torch.equal(from_gaps(gaps, mask.numel()), pack(mask))
+    gaps = to_gaps(pack(mask), len(alive))
+    assert gaps is not None
+    assert torch.equal(from_gaps(gaps, mask.numel()), pack(mask))
     wide = torch.tensor([0, 3, 2], dtype=dtype)
     assert unpack(from_gaps(wide, 9), (9,)).nonzero().flatten().tolist() == [0, 4, 7]
 
@@ -247,7 +244,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "version 2": (
         lambda tensors, about, manifest: about.update(version="2"),
-        "invalid manifest .it has gaps, which version 2 has not",
+        "invalid manifest .gap-encoded masks need file version 3, this file says version 2",
     ),
     "gaps and bits": (
         lambda tensors, about, manifest: tensors.update({"weight.mask": torch.zeros(256, dtype=torch.uint8)}),

@@ -12,7 +12,6 @@ import runpy
 import subprocess
 import sys
 import zipfile
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.nn.utils import prune
 import growprune as gp
 from growprune.files import importers
 from growprune.files.importers import IMPORTERS
+from growprune.files.pretrained import weights_file
 
 DATA = Path(__file__).parent / "data"
 HERE = "compressed-tensors-0.9.4"
@@ -53,20 +53,6 @@ def pruned_by_asp(**more: Tensor) -> dict[str, Tensor]:
     state["0.weight"] *= mask
     state["0.weight"][0, 0] = 0.0
     return {**state, "0.__weight_mma_mask": mask, **more}
-
-
-def pruned_by_sparseml(*, with_masks: bool = True, stages: bool = False) -> dict[str, Any]:
-    """The layout of SparseML 1.8 (`save_model`): everything in float32, masks by modifier, if they were saved."""
-    state = {name: tensor.float() for name, tensor in mlp().state_dict().items()}
-    mask = torch.zeros(6, 8)
-    mask[:, ::4] = 1
-    state["0.weight"] *= mask
-    state["0.weight"][0, 0] = 0.0
-    found: dict[str, Any] = {"state_dict": OrderedDict(state), "recipe": "modifiers:\n  - !GMPruningModifier\n"}
-    modifiers = {"GMPruningModifier-5f": OrderedDict({"0.weight.sparsity_mask": mask})}
-    if with_masks:
-        found["manager"] = {"pruning_stage": modifiers} if stages else modifiers
-    return found | {"epoch": 3, "arch_key": "mlp"}
 
 
 def zeroed() -> dict[str, Tensor]:
@@ -152,33 +138,6 @@ def test_an_asp_mask_without_its_weight_is_damage() -> None:
         importers.read(state)
 
 
-@pytest.mark.parametrize("stages", [False, True])
-def test_sparseml_gives_the_masks_of_its_modifiers(stages: bool, tmp_path: Path) -> None:
-    torch.save(pruned_by_sparseml(stages=stages), tmp_path / "checkpoint.pth")
-    found = importers.read(tmp_path / "checkpoint.pth")
-    assert (found.format, found.num_alive, int(found.tensors["0.weight"].count_nonzero())) == ("sparseml", 12, 11)
-
-
-def test_sparseml_without_masks_gives_zeros(tmp_path: Path) -> None:
-    torch.save(pruned_by_sparseml(with_masks=False), tmp_path / "checkpoint.pth")
-    found = importers.read(tmp_path / "checkpoint.pth")
-    assert (found.format, found.num_alive) == ("sparseml", 11)
-
-
-def test_masks_of_top_kast_are_those_of_the_forward_pass() -> None:
-    found = pruned_by_sparseml()
-    masks = next(iter(found["manager"].values()))
-    found["manager"] = {"TopKAST": {"param_masks": masks, "grad_masks": {n: m * 0 for n, m in masks.items()}}}
-    assert importers.read(found).num_alive == 12
-
-
-def test_sparseml_after_quantization_is_refused() -> None:
-    found = pruned_by_sparseml()
-    found["state_dict"]["0.weight_fake_quant.scale"] = torch.ones(1)
-    with pytest.raises(gp.GrowpruneError, match=r"is quantized \(0.weight_fake_quant.scale\)"):
-        importers.read(found)
-
-
 @pytest.mark.parametrize("kind", ["bitmask", "24-bitmask"])
 def test_files_of_compressed_tensors_give_what_was_compressed(kind: str) -> None:
     found = importers.read(DATA / f"{HERE}-{kind}.safetensors")
@@ -230,6 +189,17 @@ def test_a_plain_checkpoint_gives_its_zeros_and_a_few_of_them_are_none() -> None
     state["2.weight"][0, 0] = 0.0  # of 24: less than 5 %
     found = importers.read(state)
     assert (found.format, list(found.masks), found.num_alive, found.sparsity) == ("dense", ["0.weight"], 12, 0.75)
+
+
+def test_what_lies_beside_the_tensors_of_a_checkpoint_is_left_out(tmp_path: Path) -> None:
+    checkpoint = {
+        "state_dict": zeroed(),
+        "recipe": "modifiers:\n  - !GMPruningModifier\n",
+        "epoch": 3,
+    }  # as of SparseML
+    torch.save(checkpoint, tmp_path / "checkpoint.pth")
+    found = importers.read(tmp_path / "checkpoint.pth")
+    assert (found.format, found.num_alive, set(found.tensors)) == ("dense", 12, set(zeroed()))
 
 
 def test_names_of_one_tensor_are_kept_together(tmp_path: Path) -> None:
@@ -289,7 +259,7 @@ def test_a_checkpoint_that_lightnings_modelpruning_saved_is_the_model_it_pruned(
     fresh = mlp()
     sparse = importers.load(tmp_path / "model.ckpt", fresh)  # whose names lack "model."
     x = torch.randn(3, 8)
-    assert importers.read(tmp_path / "model.ckpt").format == "lightning"
+    assert importers.read(tmp_path / "model.ckpt").format == ("dense" if is_permanent else "torch-prune")
     assert torch.equal(fresh(x), module.model(x))
     assert sparse.alive_by_weight == {"0.weight": 24, "2.weight": 24}
 
@@ -366,8 +336,6 @@ def sources(folder: Path) -> dict[str, Any]:
         "growprune": folder / "ours.safetensors",
         "compressed-tensors": DATA / f"{HERE}-bitmask.safetensors",
         "apex-asp": pruned_by_asp(),
-        "lightning": {"state_dict": pruned_by_torch().state_dict(), "pytorch-lightning_version": "2.6.6"},
-        "sparseml": pruned_by_sparseml(),
         "torch-prune": pruned_by_torch(),
         "dense": zeroed(),
     }
@@ -378,16 +346,9 @@ def test_every_format_is_known_by_its_content_and_an_importer_of_another_says_wh
     assert list(found) == list(IMPORTERS)
     for name, source in found.items():
         assert importers.read(source).format == name
-        for other in IMPORTERS.keys() - {name, "dense"}:
+        for other in IMPORTERS.keys() - {name}:
             with pytest.raises(gp.GrowpruneError, match=f"is not .*; it is {IMPORTERS[name].title}.*format '{name}'"):
                 importers.read(source, format=other)
-
-
-def test_masks_are_never_taken_for_plain_tensors(tmp_path: Path) -> None:
-    for name, source in sources(tmp_path).items():
-        if name in ("growprune", "compressed-tensors", "apex-asp", "torch-prune"):
-            with pytest.raises(gp.GrowpruneError, match="is not a plain dense checkpoint"):
-                importers.read(source, format="dense")
 
 
 def test_an_unknown_format_lists_the_known_ones() -> None:
@@ -497,6 +458,21 @@ def test_a_folder_whose_dense_file_was_changed_is_read_by_that(tmp_path: Path) -
     assert (found.format, found.num_alive) == ("dense", 12)
 
 
+def test_a_sparse_file_that_is_out_of_date_is_not_read_beside_several_dense_ones(tmp_path: Path) -> None:
+    sparse = gp.SparseModel(mlp(), sparsity=0.5)
+    sparse.prune()
+    gp.save_pretrained(sparse, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    save_file(zeroed(), tmp_path / "model-1-of-1.safetensors")
+    names = dict.fromkeys(zeroed(), "model-1-of-1.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert (importers.read(tmp_path).format, importers.read(tmp_path).num_alive) == ("dense", 12)
+    with pytest.raises(gp.GrowpruneError, match="holds no weights"):
+        weights_file(tmp_path)
+    (tmp_path / "model-1-of-1.safetensors").unlink()
+    assert weights_file(tmp_path).name == "growprune.safetensors"  # there is nothing that it could disagree with
+
+
 def test_reading_does_not_change_the_file(tmp_path: Path) -> None:
     save_file(zeroed(), tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()
@@ -521,7 +497,7 @@ def test_mutated_files_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
     contents = [
         (DATA / f"{HERE}-bitmask.safetensors").read_bytes(),
         saved(pruned_by_torch().state_dict()),
-        saved(pruned_by_sparseml(), _use_new_zipfile_serialization=False),
+        saved(pruned_by_torch().state_dict(), _use_new_zipfile_serialization=False),
         saved({"state_dict": pruned_by_asp()}),
     ]
     numbers = random.Random(0)

@@ -20,7 +20,8 @@ from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
-from growprune.files.versions import write_metadata
+from growprune.files import writer
+from growprune.files.manifest import write_metadata
 from growprune.sparse.model import SparseModel
 
 # What is refused on saving
@@ -122,7 +123,7 @@ def test_an_interrupt_leaves_the_old_file(old: Path, monkeypatch: pytest.MonkeyP
         handle.write(b"half of i")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(file, "write_safetensors", interrupted)
+    monkeypatch.setattr(writer, "write_safetensors", interrupted)
     with pytest.raises(KeyboardInterrupt):
         file.save(zoo(), old)
     assert_old_is_intact(old)
@@ -135,12 +136,12 @@ def test_an_interrupt_leaves_the_old_file(old: Path, monkeypatch: pytest.MonkeyP
 def test_what_is_not_written_as_meant_never_takes_the_name(
     tensor: str, what: str, old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = file.write_safetensors
+    honest = writer.write_safetensors
 
     def flipped(handle: Any, tensors: Any, metadata: Any) -> None:
         honest(handle, {name: (t + 1).to(t.dtype) if name == tensor else t for name, t in tensors.items()}, metadata)
 
-    monkeypatch.setattr(file, "write_safetensors", flipped)
+    monkeypatch.setattr(writer, "write_safetensors", flipped)
     with pytest.raises(ValueError, match=f"has {what}.* whose CRC-32 is not the one in the manifest"):
         file.save(zoo(), old)
     assert_old_is_intact(old)
@@ -157,8 +158,6 @@ def test_a_process_killed_while_saving_leaves_a_whole_file(tmp_path: Path) -> No
     script = """
 import itertools, torch
 from growprune.files import sparse_file as file
-from growprune.errors import GrowpruneError
-from growprune.files.versions import write_metadata
 from growprune.sparse.model import SparseModel
 model = torch.nn.Linear(300, 300, bias=False)
 sparse = SparseModel(model, sparsity=0.5)

@@ -111,7 +111,7 @@ def open_model(path: str, model: str, example_shape: str) -> tuple[Any, Any, Cal
 
 def _weights(path: Path) -> Path:
     """The file with the weights: itself, or that of a folder."""
-    from growprune.files.weights import weights_file
+    from growprune.files.pretrained import weights_file
 
     return weights_file(path)
 

@@ -9,7 +9,8 @@ from growprune.engine.compatibility import check_shardable
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.engine.rng import seed_all
-from growprune.files.weights import digest_of, load_weights, weights_file
+from growprune.files.filling import load_weights
+from growprune.files.pretrained import digest_of, weights_file
 from growprune.plan import Action, By, Edit, Phase, Plan, walk
 from growprune.sparse.init import dense_init, sparse_init
 from growprune.sparse.model import SparseModel

@@ -20,10 +20,10 @@ from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
-from growprune.files.exporters import to_dense, to_hf, to_onnx, to_openvino, write_dense
+from growprune.files.exporters import to_dense, to_onnx, to_openvino, write_dense
 from growprune.files.importers import Imported, read
-from growprune.files.importers.bare import bare_model
-from growprune.files.importers.containers import weights_of
+from growprune.files.importers.imported import bare_model
+from growprune.files.pretrained import save_pretrained, weights_file
 from growprune.masks.bits import pack
 from growprune.masks.layers import first_names, matches
 from growprune.sparse.model import SparseModel
@@ -122,7 +122,7 @@ class _Job:
         if self.model is None:
             return bare_sparse_model(self.found, str(self.source))
         is_ours = self.found.format == "growprune"
-        return file.load(weights_of(self.source), self.model) if is_ours else self.found.into(self.model)
+        return file.load(weights_file(self.source), self.model) if is_ours else self.found.into(self.model)
 
 
 def target_by_name(dest: Path, format: str) -> str:
@@ -182,7 +182,7 @@ def _write_hf(job: _Job) -> None:
     sparse = job.sparse()
 
     def write(folder: Path) -> None:
-        to_hf(sparse, folder)
+        save_pretrained(sparse, folder)
         if job.source.is_dir():
             _copy_others(job.source, folder)
 

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.files.atomic import meant, replacing, sync_folder
-from growprune.files.entries import DTYPES
-from growprune.files.pretrained import save_pretrained
-from growprune.files.writer import tensors_of, write_safetensors
-from growprune.masks.layers import is_compact
+from growprune.files.manifest import DTYPES
+from growprune.files.writer import write_safetensors
+from growprune.masks.layers import is_compact, tensors_of
 from growprune.sparse.model import SparseModel
 
 MAX_ONNX_BYTES = 1 << 30
@@ -66,25 +65,12 @@ def to_openvino(model: SparseModel | nn.Module, path: str | os.PathLike[str], ex
         openvino.save_model(converted, folder / path.name, compress_to_fp16=False)
 
 
-def to_hf(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
-    """Write a folder that `from_pretrained` of transformers loads: `growprune.save_pretrained`."""
-    save_pretrained(sparse, path)
-
-
 def to_dense(model: SparseModel | nn.Module, path: str | os.PathLike[str]) -> None:
     """Write dense safetensors under the plain names, as `safetensors.torch.load_model` reads them."""
     with plain(model) as module:
         state = module.state_dict()
         names, aliases = tensors_of(module)
         write_dense({name: state[name].detach() for name in names}, aliases, Path(path))
-
-
-EXPORTERS: dict[str, Callable[..., None]] = {
-    "onnx": to_onnx,
-    "openvino": to_openvino,
-    "hf": to_hf,
-    "dense": to_dense,
-}
 
 
 def write_dense(tensors: Mapping[str, Tensor], aliases: Mapping[str, str], path: Path) -> None:

@@ -3,7 +3,7 @@
     config.json, ...        what the model itself saves, if it has a `save_pretrained` as those of transformers do
     model.safetensors       the weights, dense, with zeros: for everybody else (in several files, if it is large)
     growprune.safetensors   the same model as a sparse file, with its masks: for us
-    growprune.json          the SHA-256 of the dense files, so that nobody's later changes of them are overlooked
+    growprune.json          the SHA-256 of the dense files, so that later changes to them are noticed
 
 The sparse file is a second copy of the live weights, and not the masks alone: transformers may store a model otherwise
 than it is in memory, and compact storage can be filled from it without a dense copy. transformers is not imported: a
@@ -13,6 +13,7 @@ model is known by what it has.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import json
 import os
@@ -28,8 +29,9 @@ from torch.nn.parameter import is_lazy
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files.atomic import replacing
-from growprune.files.weights import digest_of, is_sparse_file
-from growprune.files.writer import tensors_of, write_safetensors
+from growprune.files.reader import is_ours, open_safetensors
+from growprune.files.writer import write_safetensors
+from growprune.masks.layers import tensors_of
 from growprune.sparse.model import SparseModel, check_sparse_model
 
 DENSE, SPARSE, ABOUT = "model.safetensors", "growprune.safetensors", "growprune.json"
@@ -56,7 +58,7 @@ def save_pretrained(sparse: SparseModel, folder: str | os.PathLike[str]) -> None
         own(folder)
     else:
         _save_dense(sparse.model, folder / DENSE)
-    about = {"format": 1, "dense": {path.name: digest_of(path) for path in _dense_files(folder)}}
+    about = {"format": 1, "dense": _dense_digests(folder)}
     with replacing(folder / ABOUT) as written:
         written.write((json.dumps(about, indent=1) + "\n").encode())
 
@@ -67,8 +69,44 @@ def _save_dense(model: nn.Module, path: Path) -> None:
         write_safetensors(written, {name: state[name].detach() for name in tensors_of(model)[0]}, {"format": "pt"})
 
 
-def _dense_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.safetensors") if path.name != SPARSE)
+def _dense_digests(folder: Path) -> dict[str, str]:
+    paths = sorted(path for path in folder.glob("*.safetensors") if path.name != SPARSE)
+    return {path.name: digest_of(path) for path in paths}
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def weights_file(path: str | os.PathLike[str]) -> Path:
+    """The file that a path means: itself, or the weights of a folder, such as a run or a pretrained model."""
+    path = Path(path)
+    if path.is_file():
+        return path
+    if (found := single_file(path)) is None:
+        raise GrowpruneError(
+            f"{path} holds no weights: give a .safetensors file, or a folder with {SPARSE} or {DENSE}, such as that "
+            f"of a finished run"
+        )
+    return found
+
+
+def single_file(folder: Path) -> Path | None:
+    """The safetensors file with all weights of a folder; the sparse one, while it is up to date."""
+    if (folder / SPARSE).is_file() and _is_up_to_date(folder):
+        return folder / SPARSE
+    return folder / DENSE if (folder / DENSE).is_file() else None
+
+
+def _is_up_to_date(folder: Path) -> bool:
+    """True unless dense files of a folder are others than those that its sparse file was saved with."""
+    try:
+        found = _dense_digests(folder)
+        return not found or bool(json.loads((folder / ABOUT).read_text())["dense"] == found)
+    except (OSError, KeyError, RecursionError, TypeError, ValueError):
+        return False
 
 
 def from_pretrained(
@@ -102,7 +140,7 @@ def _check(folder: Path) -> None:
         known = dict(json.loads((folder / ABOUT).read_text())["dense"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise GrowpruneError(f"{folder / ABOUT} is damaged ({error!r}): fetch or save the folder again") from None
-    found = {path.name: digest_of(path) for path in _dense_files(folder)}
+    found = _dense_digests(folder)
     if changed := sorted(name for name in {**known, **found} if known.get(name) != found.get(name)):
         raise GrowpruneError(
             f"{folder / changed[0]} is not the one that growprune saved beside {SPARSE}, which is out of date: "
@@ -112,11 +150,14 @@ def _check(folder: Path) -> None:
 
 def _check_not_sparse(folder: Path, remedy: str) -> None:
     path = folder / DENSE
-    if path.is_file() and is_sparse_file(path):
-        raise GrowpruneError(
-            f"{path} is a sparse file of growprune under the name that transformers has for dense weights, and nothing "
-            f"but growprune can read it: {remedy}"
-        )
+    if not path.is_file():
+        return
+    with open_safetensors(path) as handle:
+        if is_ours(handle):
+            raise GrowpruneError(
+                f"{path} is a sparse file of growprune under the name that transformers has for dense weights, and "
+                f"nothing but growprune can read it: {remedy}"
+            )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""From a file, in which nothing is trusted, to tensors and masks."""
+"""Read tensors and masks from a sparse file, in which nothing is trusted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,24 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.files.entries import DTYPES, GAP_DTYPES, Entry, check_blocks, crc32, digest, parse_entry, whole
-from growprune.files.masks import from_gaps, num_bits, num_mask_bytes, row_major, scatter
-from growprune.files.versions import FORMAT, VERSIONS
-from growprune.files.writer import tensors_of
+from growprune.files.manifest import (
+    DTYPES,
+    FORMAT,
+    GAP_DTYPES,
+    VERSIONS,
+    Digest,
+    Entry,
+    bytes_of,
+    check_blocks,
+    crc32,
+    parse_entry,
+    read_metadata,
+    sha256,
+    whole,
+)
 from growprune.masks.bits import pack, unpack
-from growprune.masks.layers import is_compact, prunable_weights
+from growprune.masks.encoding import from_gaps, num_bits, num_mask_bytes, row_major, scatter
+from growprune.masks.layers import is_compact, prunable_weights, tensors_of
 from growprune.masks.patterns import parse_pattern
 from growprune.sparse.model import SparseModel
 from growprune.storage.kernels import count_bits, padded_copy
@@ -57,7 +69,7 @@ class SparseFile:
         metadata = handle.metadata() or {}
         self.version = self._check_version(metadata)
         try:
-            self._read_manifest(VERSIONS[self.version](metadata))
+            self._read_manifest(read_metadata(metadata))
         except GrowpruneError as error:
             self.refuse(f"has an invalid manifest ({error})")
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -81,7 +93,7 @@ class SparseFile:
         """
         if not entry.is_sparse:
             return pack(torch.ones(entry.numel, dtype=torch.bool))
-        bits = row_major(self._stored_bits(entry), entry, self.pattern)
+        bits = row_major(self._stored_bits(entry), entry.shape, entry.weights, self.pattern)
         if (alive := count_bits(bits)) != entry.nnz:
             self.refuse(f"has a mask of {entry.name} with {alive} alive, but {entry.nnz} values")
         return bits
@@ -89,21 +101,16 @@ class SparseFile:
     def _stored_bits(self, entry: Entry) -> Tensor:
         """The bits of the matrices, one a weight or a block."""
         count = num_bits(entry.weights, self.pattern)
-        stored = self._handle.get_tensor(mask_name(entry))
+        stored = self._handle.get_tensor(entry.mask_name)
         assert isinstance(stored, Tensor)
         if entry.gaps is None and count % 8 and int(stored[-1]) >> count % 8:
             self.refuse(f"has a mask of {entry.name} with bits set behind its end")
-        self._check_sum(stored, entry.mask_sha256, entry.mask_crc32, f"a mask of {entry.name}")
+        assert entry.mask is not None
+        self._check_sum(stored, entry.mask, f"a mask of {entry.name}")
         try:
             return stored if entry.gaps is None else from_gaps(stored, count)
         except GrowpruneError as error:
             self.refuse(f"has a mask of {entry.name} with {error}")
-
-    def live(self, name: str) -> tuple[Tensor, Tensor]:
-        """The live values of a prunable tensor in row-major order, and the bits of its mask; all of it is checked."""
-        if name not in self.entries or not self.entries[name].weights:
-            raise GrowpruneError(f"{self.path} has no prunable tensor {name!r}: give a name of its manifest")
-        return self.values(self.entries[name]), self.bits(self.entries[name])
 
     def everything(self, *, copied: bool = False) -> dict[str, tuple[Tensor, Tensor | None]]:
         """Every tensor as `SparseModel.restore` takes it, all of it checked.
@@ -130,19 +137,18 @@ class SparseFile:
     def values(self, entry: Entry) -> Tensor:
         """The tensor; of a prunable parameter, the live values in row-major order. It is a view of the file.
 
-        Its bytes must be those that were saved; in a file of version 1, that cannot be known.
+        Its bytes must be those that were saved.
         """
         tensor = self._handle.get_tensor(f"{entry.name}.values" if entry.is_sparse else entry.name)
         assert isinstance(tensor, Tensor)
-        if entry.sha256 is not None:
-            self._check_sum(tensor, entry.sha256, entry.crc32, f"values of {entry.name}")
+        self._check_sum(tensor, entry.values, f"values of {entry.name}")
         return tensor.view(-1) if entry.weights else tensor
 
-    def _check_sum(self, tensor: Tensor, sha256: str, crc: int | None, what: str) -> None:
-        """Refuse bytes that are not those that were saved: by CRC-32 where there is one, as it is quicker."""
-        if crc is not None and crc32(tensor) != crc:
+    def _check_sum(self, tensor: Tensor, saved: Digest, what: str) -> None:
+        """Refuse bytes that are not those that were saved."""
+        if crc32(tensor) != saved.crc32:
             self.refuse(f"has {what} whose CRC-32 is not the one in the manifest")
-        if (crc is None or self._thorough) and digest(tensor) != sha256:
+        if self._thorough and sha256(bytes_of(tensor)) != saved.sha256:
             self.refuse(f"has {what} whose SHA-256 is not the one in the manifest")
 
     def dense(self, entry: Entry) -> Tensor:
@@ -166,6 +172,10 @@ class SparseFile:
         if metadata.get("format") != FORMAT:
             self.refuse("is not a growprune file", "load plain safetensors with safetensors.torch.load_file")
         version = metadata.get("version")
+        if version == "1":
+            self.refuse(
+                "has version '1' of the format, which was never released and is no longer read", "save it again"
+            )
         if version is None or version not in VERSIONS:
             known = ", ".join(map(repr, VERSIONS))
             self.refuse(f"has version {version!r} of the format, this growprune reads {known}", "update growprune")
@@ -201,7 +211,7 @@ class SparseFile:
             dtype = DTYPES[entry.dtype]
             if entry.is_sparse:
                 expected[f"{entry.name}.values"] = dtype, [entry.nnz]
-                expected[mask_name(entry)] = self._expected_mask(entry)
+                expected[entry.mask_name] = self._expected_mask(entry)
             else:
                 expected[entry.name] = dtype, list(entry.shape)
         for name in sorted(expected.keys() ^ set(self._handle.keys())):
@@ -223,23 +233,11 @@ class SparseFile:
         return GAP_DTYPES[entry.gaps.dtype], [entry.gaps.length]
 
 
-def mask_name(entry: Entry) -> str:
-    """What the tensor is called that holds the mask of a sparse one."""
-    return f"{entry.name}.mask" if entry.gaps is None else f"{entry.name}.gaps"
-
-
 @contextlib.contextmanager
-def open_sparse(path: str | os.PathLike[str], *, thorough: bool = False) -> Iterator[SparseFile]:
-    """Open a sparse file.
-
-    Args:
-        thorough: check every SHA-256 of what is read, also where there is a CRC-32.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file: give the path of a file that growprune saved")
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file, or raise one line that says why not."""
     try:
-        handle = safe_open(path, framework="pt")
+        handle: Any = safe_open(path, framework="pt")
     except SafetensorError as error:
         reason = str(error).rpartition(": ")[2]
         with path.open("rb") as file:
@@ -249,6 +247,25 @@ def open_sparse(path: str | os.PathLike[str], *, thorough: bool = False) -> Iter
             f"{path} is not a safetensors file, or not all of it ({reason}): {instead or 'fetch or save it again'}"
         ) from None
     with handle:
+        yield handle
+
+
+def is_ours(handle: Any) -> bool:
+    """True if growprune saved an open safetensors file."""
+    return bool((handle.metadata() or {}).get("format") == FORMAT)
+
+
+@contextlib.contextmanager
+def open_sparse(path: str | os.PathLike[str], *, thorough: bool = False) -> Iterator[SparseFile]:
+    """Open a sparse file.
+
+    Args:
+        thorough: check the SHA-256 of what is read too, not only its CRC-32.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file: give the path of a file that growprune saved")
+    with open_safetensors(path) as handle:
         yield SparseFile(path, handle, thorough=thorough)
 
 

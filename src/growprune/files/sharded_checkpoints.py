@@ -25,6 +25,7 @@ from growprune.errors import GrowpruneError
 from growprune.files.atomic import replacing
 from growprune.masks.bits import pack
 from growprune.sharding.parameter import ShardedCompact
+from growprune.sparse.snapshot import named_tensors
 
 if TYPE_CHECKING:
     from growprune.sparse.cursor import Cursor
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from growprune.storage import SparseParameter
 
 INDEX = "growprune.json"
-VERSION = 1
+VERSION = 2
 
 
 def save_state(
@@ -85,7 +86,7 @@ def load_state(
     *,
     cursor: Cursor | None = None,
 ) -> None:
-    """Go on from a checkpoint, on as many ranks as there are now; all of them call it.
+    """Resume from a checkpoint, on as many ranks as there are now; all of them call it.
 
     The model is built, sharded and given its optimizer as before; weights, masks and state are then those of the
     checkpoint. The optimizer must be attached.
@@ -97,15 +98,15 @@ def load_state(
     masks = {
         f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in sparse.stored.items()
     }
-    averages = _empty_averages(sparse, index.get("averages", []))  # folders of before have none
+    averages = _empty_averages(sparse, index["averages"])
     _read(folder, {**masks, **averages})
     seen = {"sums": {}, "averages": _named(averages, "averages."), **index["gradients"]}
     place = {"num_edits": index["num_edits"], "cursor": None if cursor else index["cursor"]}
-    made = {"settings": index.get("settings", {})}
-    sparse.load_state_dict({"masks": _named(masks, "masks."), "gradients": seen, **place, **made})
+    settings = {"settings": index["settings"]}
+    sparse.load_state_dict({"masks": _named(masks, "masks."), "gradients": seen, **place, **settings})
     tensors = _model(sparse)
     if optimizer is not None and index["optimizer"] is not None:
-        _prepare_optimizer(folder, sparse, optimizer, index["optimizer"])
+        prepare_optimizer(folder, sparse, optimizer, index["optimizer"])
         tensors |= _optimizer_tensors(sparse, optimizer)
     watched = _empty_gradients(sparse, index["watched"])
     _read(folder, {**tensors, **watched})
@@ -132,9 +133,9 @@ def read_index(folder: Path) -> dict[str, Any]:
         )
     index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if index.get("format") != "growprune-state" or index.get("version") != VERSION:
-        raise GrowpruneError(
-            f"{path} is of version {index.get('version')!r}, this growprune reads {VERSION}: update it"
-        )
+        is_older = index.get("version") == 1
+        remedy = "it was never released, so train again" if is_older else "update growprune"
+        raise GrowpruneError(f"{path} has version {index.get('version')!r}, this growprune reads {VERSION}: {remedy}")
     return index
 
 
@@ -169,8 +170,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _model(sparse: SparseModel) -> dict[str, Any]:
-    tensors = [*sparse.model.named_parameters(), *sparse.model.named_buffers()]
-    return {f"model.{name}": tensor.detach() for name, tensor in tensors}
+    return {f"model.{name}": tensor.detach() for name, tensor in named_tensors(sparse.model).items()}
 
 
 def _masks(sparse: SparseModel) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _prepare_optimizer(folder: Path, sparse: SparseModel, optimizer: Optimizer, index: Mapping[str, Any]) -> None:
+def prepare_optimizer(folder: Path, sparse: SparseModel, optimizer: Optimizer, index: Mapping[str, Any]) -> None:
     """Give an optimizer the settings it had, and state of the right shapes to be filled."""
     if index["kind"] != type(optimizer).__name__:
         raise GrowpruneError(f"{folder} has the state of {index['kind']}, not of {type(optimizer).__name__}")

@@ -1,35 +1,35 @@
-"""The sparse file: a model whose dead weights take no space. This page is its specification.
+"""The sparse file: a model whose pruned weights take no space. This page is its specification.
 
 A sparse file is a safetensors file: 8 bytes that give the length of the header (little-endian), the header (JSON),
 and the bytes of the tensors, each row-major and little-endian. Reading it runs no code.
 
 **Tensors.** Every parameter and persistent buffer of the model is in the file once, by its first name in the
-model's `state_dict`. A parameter that is prunable and not all alive is *sparse*, and is stored as two tensors; every
-other is *dense*, and is stored under its plain name.
+model's `state_dict`. A prunable parameter with pruned weights is *sparse*, and is stored as two tensors; every other
+tensor is *dense*, and is stored under its plain name.
 
     <name>.values   1-D, the parameter's dtype: its live values, in row-major order of the parameter
-    <name>.mask     1-D, uint8: which weights live, one bit each (or one a block, see below). Bit i is bit i % 8 of
-                    byte i // 8, counted from the lowest. What is left over in the last byte is 0
-    <name>.gaps     in place of the mask, where that takes few bytes: 1-D, uint8 or uint16. The same bits: for each that
-                    is set, in order, how many are not since the one before it, or since the first. The largest number
-                    (255, 65535) is so many that are not set, with none that is behind them: 300 is 255, 45, and 255 is
-                    255, 0. Behind the last number no bit is set
+    <name>.mask     1-D, uint8: which weights live, one bit each (or one per block, see below). Bit i is bit i % 8 of
+                    byte i // 8, counted from the lowest. Unused bits of the last byte are 0
+    <name>.gaps     instead of the mask, where that takes few bytes: 1-D, uint8 or uint16. The same bits: for each set
+                    bit, in order, the number of unset bits since the previous set bit, or since the start. The largest
+                    number (255, 65535) stands for that many unset bits with no set bit after them: 300 is 255, 45, and
+                    255 is 255, 0. After the last number no bit is set
 
 **Bits.** A prunable parameter is one or more *matrices*, each a range [start, stop) of its dimension 0; attention's
 `in_proj_weight` has three, for q, k and v. If the parameter is `stacked`, as experts are, a matrix is a single index of
-dimension 0, and has one dimension less. The bits of the matrices follow one another without a gap. What lies in no
-matrix is alive and has no bits. The bits of one matrix are, by the file's pattern:
+dimension 0, and has one dimension less. The bits of the matrices follow one another directly. Weights in no matrix are
+alive and have no bits. The bits of one matrix depend on the file's pattern:
 
-    unstructured, N:M   one a weight, in row-major order
-    AxB                 one a block. If the parameter is `transposed`, its dimensions 0 and 1 are swapped. Then
+    unstructured, N:M   one per weight, in row-major order
+    AxB                 one per block. If the parameter is `transposed`, its dimensions 0 and 1 are swapped. Then
                         dimension 1 goes last, and all but dimension 0 are flattened, so that (out, in, kh, kw) becomes
                         (out, kh * kw * in); a 1-D parameter becomes a single column. Blocks of A rows x B columns are
                         laid on from the top left, overhanging at the right and the bottom, and are read row by row of
                         blocks. A and B are at most 1024
 
-**Gaps or bits.** Blocks have bits. Any other mask has gaps if they take at most half the bytes of its bits, those
-of uint16 only if they are the shorter ones. And a tensor with gaps must not take over 1000 times its bytes in the
-file when it is dense, so that a small file cannot ask for any amount of memory: a mask so empty has bits.
+**Gaps or bits.** Blocks have bits. Any other mask has gaps if they take at most half the bytes of its bits, of uint16
+only if that is shorter. A tensor with gaps must not grow to more than 1000 times its bytes in the file when it is made
+dense, so that a small file cannot ask for any amount of memory: a mask that would has bits.
 
 **Metadata.** Four strings in the header's `__metadata__`: `format` is "growprune", `version` is "3" if any tensor has
 gaps, and "2" if none has, `manifest` is a JSON object, and `manifest_sha256` is the SHA-256 of that string's UTF-8
@@ -43,7 +43,7 @@ bytes. The manifest has
                     shape        of the dense tensor
                     dtype        as safetensors writes it: F32, BF16, ...
                     sha256       of the bytes of <name>, or of <name>.values if it is sparse
-                    crc32        of the same bytes, as zlib has it, a number; left out in older files
+                    crc32        of the same bytes, as zlib has it, a number
                 Those that are prunable have as well
                     matrices     [[start, stop], ...] in order
                     transposed   whether the matrices are stored (in, out, ...)
@@ -51,40 +51,39 @@ bytes. The manifest has
                     target       the sparsity aimed at; null where layers are ranked together
                     nnz          how many weights live (one that lives may be 0, as grown weights are at first)
                     mask_sha256  of the bytes of <name>.mask (which a dense one would have), or of <name>.gaps
-                    mask_crc32   of the same bytes; left out in older files
+                    mask_crc32   of the same bytes
                     gaps         [dtype, length] of <name>.gaps: "U8" or "U16"; left out if there are none
 
-**Digests.** A SHA-256 is written as 64 lowercase hexadecimal digits. They tell damage, not forgery: a reader refuses a
-file whose manifest, values or masks are not those that were saved, or whose tensors were exchanged. What they leave
-open is the order of the tensors' bytes, and the spaces in the header. `manifest` checks the manifest only; `load` and
-`read` check everything: by CRC-32 where it is there, as it takes half the time, and by SHA-256 elsewhere. `growprune
-inspect` and `save`, which reads back what it wrote, check both.
+**Digests.** A SHA-256 is written as 64 lowercase hexadecimal digits. Digests detect damage, not forgery: a reader
+refuses a file whose manifest, values or masks are not those that were saved, or whose tensors were swapped. They do not
+cover the order of the tensors' bytes, nor the spaces in the header. `manifest` checks the manifest only; `load` and
+`read` check everything by CRC-32, which takes half the time. `growprune inspect` and `save`, which reads back what it
+wrote, check both.
 
-**Version 2** is the same, without gaps, and is written where there are none: those who read version 2 only can read it.
-
-**Version 1** has no `manifest_sha256` and no `sha256`, so that only damage to masks is noticed. In its manifest,
-`include` is called "also", and the pattern "unstructured" is called "free". All else is as above. It is read, and no
-longer written. A reader refuses a version that it does not know.
+**Versions.** Version 2 has no gaps, and is written where there are none: a reader of version 2 alone can read it. A
+reader refuses a version that it does not know.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.files.atomic import replacing
-from growprune.files.entries import MAX_EXPANSION
-from growprune.files.memory import give_memory
-from growprune.files.reader import match_model, open_sparse
-from growprune.files.sharded import check_written, restore_sharded, save_sharded
-from growprune.files.versions import FORMAT, write_metadata
-from growprune.files.writer import describe, stored, warn_of_unfinished, warn_of_unsaved, write_safetensors
+from growprune.files.manifest import FORMAT, Entry
+from growprune.files.reader import SparseFile, match_model, open_sparse
+from growprune.files.writer import warn_of_unfinished, warn_of_unsaved, write, write_sharded
+from growprune.masks.encoding import MAX_EXPANSION, num_mask_bytes
+from growprune.sparse import sharded
 from growprune.sparse.model import SparseModel, check_sparse_model
+from growprune.sparse.snapshot import named_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -101,14 +100,10 @@ def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     warn_of_unsaved(sparse.model)
     sparse.notice_shards()
     warn_of_unfinished(sparse)
-    if sparse.ranks is not None:
-        save_sharded(sparse, path, sparse.ranks)
-        return
-    entries, tensors = stored(sparse)
-    metadata = write_metadata(describe(sparse, entries))
-    with replacing(path) as file:
-        write_safetensors(file, tensors, metadata)
-        check_written(file, entries)
+    if sparse.ranks is None:
+        write(sparse, path)
+    else:
+        write_sharded(sparse, path, sparse.ranks)
 
 
 def load(
@@ -139,15 +134,31 @@ def load(
         is_compact = storage == "compact"
         tensors = file.everything(copied=is_compact and not mapped and mesh is None)
         if storage == "masked":
-            give_memory(model)
+            _give_memory(model)
         sparse = file.make_sparse(model, storage)
-        give_memory(model, but={entry.name for entry in file.prunable})
+        _give_memory(model, but={entry.name for entry in file.prunable})
         if mesh is None:
             sparse.restore(tensors, keep=is_compact)
         else:
-            restore_sharded(sparse, tensors, mesh, sharding or {})
+            _restore_sharded(sparse, tensors, mesh, sharding or {})
         sparse.editor.num_edits = file.num_edits
     return sparse
+
+
+def _restore_sharded(
+    sparse: SparseModel,
+    tensors: Mapping[str, tuple[Tensor, Tensor | None]],
+    mesh: DeviceMesh,
+    sharding: Mapping[str, Any],
+) -> None:
+    """Fill a model from views of a file, and shard each unit as soon as it is filled."""
+    shards = sharded.sharding().UnitByUnit(sparse, mesh, **sharding)
+    names = {id(tensor): name for name, tensor in named_tensors(sparse.model).items()}
+    for module in reversed(list(sparse.model.modules())):  # inner ones first
+        own = [names.pop(id(t), "") for t in (*module._parameters.values(), *module._buffers.values())]
+        sparse.restore_some({name: tensors[name] for name in own if name in tensors})
+        shards.done(module)
+    sparse.notice_shards()
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -161,10 +172,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What is in a sparse file (see this module's docstring), and the totals. Reads and checks the header only.
-
-    Of a file of version 1 too, in the words of the others; `sha256` is None there.
-    """
+    """What is in a sparse file (see this module's docstring), and the totals. Reads and checks the header only."""
     with open_sparse(path) as file:
         totals = {
             "elements": sum(entry.numel for entry in file.entries.values()),
@@ -174,3 +182,82 @@ def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
             "dense_bytes": sum(entry.num_bytes for entry in file.entries.values()),
         }
         return {"format": FORMAT, "version": file.version, **file.manifest, "totals": totals}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a sparse file, read and checked in full."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_prunable: bool
+    alive: int
+    """How many elements live; all of them if it is not prunable."""
+    num_bytes: int
+    """In the file: values and mask."""
+    dense_bytes: int
+    state: Literal["ok", "damaged"]
+    """Whether its bytes have the digests that were saved with them."""
+
+    @property
+    def sparsity(self) -> float:
+        size = math.prod(self.shape)
+        return 1 - self.alive / size if size else 0.0
+
+
+def contents(path: str | os.PathLike[str]) -> list[StoredTensor]:
+    """The tensors of a sparse file, in its order. Reads and checks all of it; damage is reported, not raised."""
+    with open_sparse(path, thorough=True) as file:
+        return [_stored(file, entry) for entry in file.entries.values()]
+
+
+def _stored(file: SparseFile, entry: Entry) -> StoredTensor:
+    alive = entry.nnz if entry.weights else entry.numel
+    num_bytes = alive * entry.dtype.itemsize
+    if entry.gaps is not None:
+        num_bytes += entry.gaps.length * entry.gaps.dtype.itemsize
+    elif entry.is_sparse:
+        num_bytes += num_mask_bytes(entry.weights, file.pattern)
+    try:
+        file.values(entry)
+        file.bits(entry)
+        state: Literal["ok", "damaged"] = "ok"
+    except GrowpruneError:
+        state = "damaged"
+    return StoredTensor(entry.name, entry.shape, bool(entry.weights), alive, num_bytes, entry.num_bytes, state)
+
+
+def live_tensor(path: str | os.PathLike[str], name: str) -> tuple[Tensor, Tensor]:
+    """The live values of a prunable tensor in row-major order, and one bit for each of its weights; all is checked.
+
+    Bits are eight to a byte, the first in the lowest. No dense tensor is made, and no mask of bools unless the pattern
+    has blocks.
+    """
+    with open_sparse(path) as file:
+        if name not in file.entries or not file.entries[name].weights:
+            raise GrowpruneError(f"{path} has no prunable tensor {name!r}: give a name of its manifest")
+        values, bits = file.values(file.entries[name]), file.bits(file.entries[name])
+        return values.clone(), bits.clone()  # views of a file would be lost if the file is written to
+
+
+def _give_memory(model: nn.Module, *, but: Collection[str] = ()) -> None:
+    """Put what lies on the meta device on the CPU, with any content; tied tensors stay tied.
+
+    Args:
+        but: names of tensors that stay as they are.
+    """
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for path, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for local, old in tensors.items():
+                if old is not None and old.is_meta and (f"{path}.{local}" if path else local) not in but:
+                    _, new = made.setdefault(id(old), (old, _real(old)))  # keeping `old` keeps its id unique
+                    tensors[local] = new
+
+
+def _real(old: Tensor) -> Tensor:
+    if old.is_contiguous():
+        new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
+    else:
+        new = torch.empty_like(old, device="cpu")  # of a meta tensor, this imports sympy, which takes a second
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new

@@ -1,41 +1,92 @@
-"""From a sparse model to the tensors and the manifest of its file."""
+"""Write the file of a sparse model: its tensors and its manifest."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.files.entries import DTYPES, GAP_DTYPES, Entry, Gaps, bytes_of, check_blocks, crc32, digest
-from growprune.files.masks import num_mask_bytes, pack_mask, to_gaps
+from growprune.files.atomic import replacing
+from growprune.files.manifest import DTYPES, GAP_DTYPES, Entry, Gaps, bytes_of, check_blocks, digest, write_metadata
+from growprune.files.reader import open_sparse
 from growprune.masks.bits import whole
-from growprune.masks.layers import prunable_weights
-from growprune.masks.patterns import Pattern
-from growprune.masks.selection import num_kept
-from growprune.plan import Part, prune
+from growprune.masks.encoding import encode_mask
+from growprune.masks.layers import prunable_weights, tensors_of
 from growprune.sparse.model import SparseModel
+from growprune.sparse.summary import targets
+
+if TYPE_CHECKING:
+    from growprune.sharding.ranks import Ranks
 
 MISSED = 0.01
 """How far a plan may end from the sparsity of its model without a warning: some methods miss it by a few weights."""
 
 
-def stored(sparse: SparseModel) -> tuple[list[Entry], dict[str, Tensor]]:
-    """What a model's file says and holds. Tensors that are not prunable are not copied."""
+def write(sparse: SparseModel, path: Path) -> None:
+    """Write the file of a model that is not sharded. Tensors that are not prunable are not copied."""
     entries: list[Entry] = []
-    stored: dict[str, Tensor] = {}
-    for entry, parts in each_stored(sparse):
+    tensors: dict[str, Tensor] = {}
+    for entry, parts in _each_stored(sparse):
         entries.append(entry)
-        stored |= parts
-    return entries, stored
+        tensors |= parts
+    metadata = write_metadata(_describe(sparse, entries))
+    with replacing(path) as file:
+        write_safetensors(file, tensors, metadata)
+        _check_written(file, entries)
 
 
-def each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
+def write_sharded(sparse: SparseModel, path: Path, ranks: Ranks) -> None:
+    """Write the file of a sharded model from its first rank, one tensor at a time; all ranks call it.
+
+    Tensors are gathered twice: for their digests, which come first in the file, and to write them.
+    """
+    entries: list[Entry] = []
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for entry, parts in _each_stored(sparse):
+        entries.append(entry)
+        shapes |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts.items()}
+    walk = _each_stored(sparse)
+    failed: OSError | None = None
+    if ranks.is_first:
+        try:
+            _write_one_by_one(sparse, path, entries, shapes, walk)
+        except OSError as error:
+            failed = error
+    for _ in walk:  # the other ranks wait in it, even if writing failed
+        pass
+    is_lost = bool(ranks.any(torch.tensor([failed is not None])))
+    if failed is not None:
+        raise failed
+    if is_lost:
+        raise GrowpruneError(f"the first rank could not write {path}: see its error")
+
+
+def _write_one_by_one(sparse: SparseModel, path: Path, entries: list[Entry], shapes: Any, walk: Any) -> None:
+    with replacing(path) as file:
+        starts = _write_header(file, shapes, write_metadata(_describe(sparse, entries)))
+        for _, parts in walk:
+            for name, tensor in parts.items():
+                file.seek(starts[name])
+                file.write(bytes_of(tensor))
+        _check_written(file, entries)
+
+
+def _check_written(file: BinaryIO, entries: list[Entry]) -> None:
+    """Read a file back before it takes its name."""
+    file.flush()
+    with open_sparse(Path(file.name), thorough=True) as written:
+        written.everything()  # refuses what is not as it was saved, and counts what lives
+        alive = {entry.name: entry.nnz for entry in written.prunable}
+    assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, f"{file.name} was written wrongly"
+
+
+def _each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
     """One tensor of the model after the other: its entry, and what of it the file holds. All ranks go together."""
     sparse.check()
     check_blocks(sparse.pattern)
@@ -48,8 +99,7 @@ def each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]]
             yield _stored_parameter(sparse, name, tensor, aims)
         else:
             tensor = whole(tensor)
-            entry = Entry(name, tuple(tensor.shape), tensor.dtype, sha256=digest(tensor), crc32=crc32(tensor))
-            yield entry, {name: tensor}
+            yield Entry(name, tuple(tensor.shape), tensor.dtype, digest(tensor)), {name: tensor}
 
 
 def _stored_parameter(
@@ -58,22 +108,24 @@ def _stored_parameter(
     weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
     mask = sparse.mask(name)
     values = _live_values(sparse, name, parameter)
-    packed = pack_mask(mask, weights, sparse.pattern, name)
+    bits, gaps = encode_mask(mask, weights, sparse.pattern, parameter.itemsize, name)
     aim = [aims[weight.name] for weight in weights]
     target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
-    shape, nnz = tuple(mask.shape), values.numel()
-    entry = Entry(name, shape, parameter.dtype, weights, target, nnz, digest(values), crc32=crc32(values))
-    entry = _with_mask(entry, packed)
+    in_file = bits if gaps is None else gaps
+    entry = Entry(
+        name,
+        shape=tuple(mask.shape),
+        dtype=parameter.dtype,
+        values=digest(values),
+        weights=weights,
+        target=target,
+        nnz=values.numel(),
+        mask=digest(in_file),
+        gaps=None if gaps is None else Gaps(gaps.dtype, gaps.numel()),
+    )
     if not entry.is_sparse:
-        return entry, {name: values.view(shape)}
-    if (gaps := to_gaps(packed, entry, sparse.pattern)) is None:
-        return entry, {f"{name}.values": values, f"{name}.mask": packed}
-    entry = replace(_with_mask(entry, gaps), gaps=Gaps(gaps.dtype, gaps.numel()))
-    return entry, {f"{name}.values": values, f"{name}.gaps": gaps}
-
-
-def _with_mask(entry: Entry, mask: Tensor) -> Entry:
-    return replace(entry, mask_sha256=digest(mask), mask_crc32=crc32(mask))
+        return entry, {name: values.view(entry.shape)}
+    return entry, {f"{name}.values": values, entry.mask_name: in_file}
 
 
 def _check_nothing_was_added(sparse: SparseModel) -> None:
@@ -84,7 +136,7 @@ def _check_nothing_was_added(sparse: SparseModel) -> None:
         raise GrowpruneError(f"{added[0]} was added after the SparseModel was made: make a new one before saving")
 
 
-def describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
+def _describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
     """The manifest."""
     return {
         "sparsity": sparse.sparsity,
@@ -98,60 +150,6 @@ def describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
         "aliases": tensors_of(sparse.model)[1],
         "tensors": {entry.name: entry.to_dict() for entry in entries},
     }
-
-
-def targets(sparse: SparseModel) -> dict[str, float | None]:
-    """The sparsity that each weight aims at; None where weights are ranked together and only their total has one."""
-    found: dict[str, float | None] = dict.fromkeys((weight.name for weight in sparse.weights), None)
-    whole = Part("all", tuple(weight.parameter for weight in sparse.weights))
-    for pool in sparse.editor.counts.pools(prune(whole, to=sparse.sparsity)):
-        if len(pool.weights) == 1:
-            groups = sparse.pattern.num_groups(pool.weights[0])
-            is_as_asked = pool.kept == num_kept(sparse.sparsity, groups)
-            found[pool.weights[0].name] = sparse.sparsity if is_as_asked else 1 - pool.kept / groups
-    return found
-
-
-def num_bytes(sparse: SparseModel) -> tuple[int, int]:
-    """How many bytes the model's tensors take as they are, and in a sparse file, its header not counted."""
-    dense = in_file = 0
-    for name, tensor in tensors_of(sparse.model)[0].items():
-        weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
-        size = alive = tensor.numel()
-        mask = sparse.mask(name) if weights else None
-        if mask is not None:
-            size, alive = mask.numel(), int(torch.count_nonzero(mask))
-        dense += size * tensor.element_size()
-        in_file += alive * tensor.element_size()
-        if mask is not None and alive < size:
-            entry = Entry(name, tuple(mask.shape), tensor.dtype, weights, nnz=alive)
-            in_file += _num_mask_bytes(mask, entry, sparse.pattern)
-    return dense, in_file
-
-
-def _num_mask_bytes(mask: Tensor, entry: Entry, pattern: Pattern) -> int:
-    as_bits = num_mask_bytes(entry.weights, pattern)
-    if entry.nnz - entry.num_outside > as_bits // 2:  # there is a gap for each that lives, of a byte at least
-        return as_bits
-    gaps = to_gaps(pack_mask(mask, entry.weights, pattern, entry.name), entry, pattern)
-    return as_bits if gaps is None else gaps.nbytes
-
-
-def tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parameters and persistent buffers by their first names, and which other names mean the same tensors."""
-    passing = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        passing |= {f"{path}.{local}" if path else local for local in module._non_persistent_buffers_set}
-    buffers = [(n, b) for n, b in model.named_buffers(remove_duplicate=False) if n not in passing]
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *buffers]:
-        if first.setdefault(id(tensor), name) == name:
-            tensors[name] = tensor.detach()
-        else:
-            aliases[name] = first[id(tensor)]
-    return tensors, aliases
 
 
 def warn_of_unsaved(model: nn.Module) -> None:
@@ -195,12 +193,12 @@ def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:
 
 def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """The safetensors format. Its own `save_file` does not tell why it failed, nor lets us sync what it wrote."""
-    starts = write_header(file, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata)
+    starts = _write_header(file, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata)
     for name in starts:
         file.write(bytes_of(tensors[name]))
 
 
-def write_header(
+def _write_header(
     file: BinaryIO, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> dict[str, int]:
     """Write all but the tensors; by name, in order, where in the file each of them begins."""

@@ -305,6 +305,23 @@ def first_names(model: Any) -> dict[str, str]:
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
+def tensors_of(model: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Parameters and persistent buffers by their first names, and {other name: first name} of shared ones."""
+    passing = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        passing |= {_join(path, local) for local in module._non_persistent_buffers_set}
+    buffers = [(n, b) for n, b in model.named_buffers(remove_duplicate=False) if n not in passing]
+    tensors: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *buffers]:
+        if first.setdefault(id(tensor), name) == name:
+            tensors[name] = tensor.detach()
+        else:
+            aliases[name] = first[id(tensor)]
+    return tensors, aliases
+
+
 def computed_weights(model: Any) -> dict[str, list[str]]:
     """Layers whose weight is no parameter of theirs, but computed, as by weight_norm; and from which parameters."""
     found = {}

@@ -1,7 +1,9 @@
-"""Sparse models that are sharded over several processes by torch's FSDP2: every rank holds and sends what lives.
+"""Sparse models sharded over several processes by torch's FSDP2: every rank holds and sends live weights only.
 
-`handles.py` is what FSDP2 keeps, `ranks.py` who shares a model, `parameter.py` a weight that is sharded, `masks.py`
-masks that are, `choosing.py` edits without gathering, `units.py` how a model becomes sharded, `state.py` checkpoints.
+`handles.py` is what FSDP2 keeps, `ranks.py` the processes that share a model, `parameter.py` a sharded weight,
+`layout.py` sharded masks, `choosing.py` edits without gathering, `units.py` how a model becomes sharded. Checkpoints
+are in `growprune.files.sharded_checkpoints`. `growprune/__init__.py` registers this package with
+`growprune.sparse.sharded`, and nothing below imports it.
 """
 
 from growprune.sharding.units import UnitByUnit, adopt, shard, sharded_names, units_of

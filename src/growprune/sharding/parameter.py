@@ -40,11 +40,6 @@ class ShardedCompact(Compact):
     def parameter(self) -> nn.Parameter:
         return self.handle.parameter
 
-    @property
-    def layout(self) -> Layout | None:
-        """Where the live values belong; None while everything lives."""
-        return self._layout
-
     def to_dense(self, tensor: Tensor) -> Tensor:
         return super().to_dense(self.handle.whole(tensor))
 

@@ -42,6 +42,7 @@ from growprune.sparse.optimizers import Optimizers, unwrapped
 from growprune.sparse.sharded import sharding
 from growprune.sparse.snapshot import packed_masks, put_back, set_packed_masks, take_snapshot
 from growprune.sparse.step_hooks import RunningRule, hook_steps
+from growprune.sparse.summary import Summary, summarise
 from growprune.sparse.unpruned import unpruned
 from growprune.sparse.wrapped import check_optimizer, is_fsdp2
 from growprune.storage import SparseParameter
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from growprune.sparse.cursor import Cursor
-    from growprune.sparse.summary import Summary
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -532,8 +532,6 @@ class SparseModel:
 
     def summary(self, example: Any = None) -> Summary:
         """How many weights live, per layer and in all; with an example input, FLOPs too. Print it for a table."""
-        from growprune.sparse.summary import summarise  # it reads a SparseModel, so it lies above this file
-
         self.check()
         return summarise(self, example)
 

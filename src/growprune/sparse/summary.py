@@ -5,11 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from growprune.files.writer import num_bytes, targets
+import torch
+from torch import Tensor
+
+from growprune.masks.encoding import encode_mask, num_mask_bytes, num_outside
+from growprune.masks.layers import Weight, tensors_of
+from growprune.masks.patterns import Pattern
+from growprune.masks.selection import num_kept
+from growprune.plan import Part, prune
 from growprune.sparse.flops import count_flops
-from growprune.sparse.model import SparseModel
+
+if TYPE_CHECKING:
+    from growprune.sparse.model import SparseModel
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ class Summary:
 def summarise(sparse: SparseModel, example: Any = None) -> Summary:
     """The live weights of a sparse model; given an example input (see `count_flops`), its FLOPs too.
 
-    >>> import torch
+    >>> from growprune import SparseModel
     >>> sparse = SparseModel(torch.nn.Linear(10, 4), sparsity=0.75)
     >>> sparse.prune()
     >>> print(summarise(sparse))
@@ -149,6 +158,44 @@ def summarise(sparse: SparseModel, example: Any = None) -> Summary:
         flops_dense=None if flops is None else flops.dense,
         flops_sparse=None if flops is None else flops.at(densities),
     )
+
+
+def targets(sparse: SparseModel) -> dict[str, float | None]:
+    """The sparsity that each weight aims at; None where weights are ranked together and only their total has one."""
+    found: dict[str, float | None] = dict.fromkeys((weight.name for weight in sparse.weights), None)
+    whole = Part("all", tuple(weight.parameter for weight in sparse.weights))
+    for pool in sparse.editor.counts.pools(prune(whole, to=sparse.sparsity)):
+        if len(pool.weights) == 1:
+            groups = sparse.pattern.num_groups(pool.weights[0])
+            is_as_asked = pool.kept == num_kept(sparse.sparsity, groups)
+            found[pool.weights[0].name] = sparse.sparsity if is_as_asked else 1 - pool.kept / groups
+    return found
+
+
+def num_bytes(sparse: SparseModel) -> tuple[int, int]:
+    """The bytes of the model's tensors when dense, and in a sparse file without its header."""
+    dense = in_file = 0
+    for name, tensor in tensors_of(sparse.model)[0].items():
+        weights = [weight for weight in sparse.weights if weight.parameter == name]
+        if not weights:
+            dense += tensor.nbytes
+            in_file += tensor.nbytes
+            continue
+        mask = sparse.mask(name)
+        dense += mask.numel() * tensor.itemsize
+        in_file += int(torch.count_nonzero(mask)) * tensor.itemsize
+        in_file += _num_mask_bytes(mask, weights, sparse.pattern, tensor.itemsize)
+    return dense, in_file
+
+
+def _num_mask_bytes(mask: Tensor, weights: Sequence[Weight], pattern: Pattern, itemsize: int) -> int:
+    as_bits, alive = num_mask_bytes(weights, pattern), int(torch.count_nonzero(mask))
+    if alive == mask.numel():
+        return 0
+    if alive - num_outside(mask.shape, weights) > as_bits // 2:  # each live weight has a gap of a byte at least
+        return as_bits
+    bits, gaps = encode_mask(mask, weights, pattern, itemsize, weights[0].parameter)
+    return (bits if gaps is None else gaps).nbytes
 
 
 def _numbers(size: int, target: float | None, alive: int, sparsity: float) -> list[str]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from growprune.cli.console.screen import out, print_json, size
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
-from growprune.files.contents import StoredTensor, contents
+from growprune.files.sparse_file import StoredTensor, contents
 
 
 def show_file(path: Path, *, as_json: bool = False) -> None:
@@ -76,5 +76,4 @@ def _bytes(tensors: Sequence[StoredTensor]) -> str:
 
 def _state(tensors: Sequence[StoredTensor]) -> str:
     """The worst of all."""
-    states = {tensor.state for tensor in tensors}
-    return next((state for state in ("damaged", "unknown") if state in states), "ok")
+    return "damaged" if any(tensor.state == "damaged" for tensor in tensors) else "ok"

@@ -1,6 +1,6 @@
-"""What other tools left behind, as tensors and masks: pruned checkpoints of torch, apex, Lightning, SparseML.
+"""Read pruned checkpoints of other tools as tensors and masks.
 
-A format is known by its content, and IMPORTERS has them all, in the order in which they are tried: one file each.
+A format is known by its content. IMPORTERS has them all, in the order in which they are tried.
 Reading runs no code: a pickle is read with `torch.load(weights_only=True)`, and what that refuses is refused.
 Where a source has masks, a live weight that happens to be zero stays alive. Where it has none, zeros are dead.
 """
@@ -14,31 +14,20 @@ from typing import Any
 from torch import nn
 
 from growprune.errors import GrowpruneError
-from growprune.files.importers.apex_asp import APEX_ASP
 from growprune.files.importers.compressed_tensors import COMPRESSED_TENSORS
 from growprune.files.importers.contents import Contents, open_contents
-from growprune.files.importers.dense import DENSE
+from growprune.files.importers.formats import APEX_ASP, DENSE, GROWPRUNE, TORCH_PRUNE
 from growprune.files.importers.imported import Imported, Importer
-from growprune.files.importers.lightning import LIGHTNING
-from growprune.files.importers.ours import GROWPRUNE
-from growprune.files.importers.sparseml import SPARSEML
-from growprune.files.importers.torch_prune import TORCH_PRUNE
 from growprune.sparse.model import SparseModel
 
 IMPORTERS: dict[str, Importer] = {
     "growprune": GROWPRUNE,
     "compressed-tensors": COMPRESSED_TENSORS,
     "apex-asp": APEX_ASP,
-    "lightning": LIGHTNING,
-    "sparseml": SPARSEML,
     "torch-prune": TORCH_PRUNE,
     "dense": DENSE,
 }
 """By name; the first that finds its signs in a source reads it."""
-
-
-PLAIN = ("lightning", "sparseml")
-"""The formats that may be read as dense too, as their tensors can have plain names."""
 
 
 def read(source: str | os.PathLike[str] | nn.Module | Mapping[str, Any], *, format: str | None = None) -> Imported:
@@ -60,10 +49,9 @@ def read(source: str | os.PathLike[str] | nn.Module | Mapping[str, Any], *, form
         raise GrowpruneError(f"format is {format!r}, but known are {', '.join(IMPORTERS)}")
     contents = open_contents(source)
     found = recognise(contents)
-    name = format or found
-    if name != found and not (name == "dense" and found in PLAIN):
-        _refuse(contents, name, found)
-    return IMPORTERS[name].read(contents)
+    if format not in (None, found):
+        _refuse(contents, format, found)
+    return IMPORTERS[found].read(contents)
 
 
 def load(

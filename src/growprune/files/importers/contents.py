@@ -1,21 +1,30 @@
-"""What a source holds, before anybody says what it means: tensors by name, and what lies beside them.
+"""Tensors by name, from safetensors, from what torch.save wrote, and from folders as transformers has.
 
-Nothing in a file is trusted, and reading it runs no code. Tensors are views of the file, wherever that is possible.
+Nothing in a file is trusted, and reading it runs no code. Tensors are views of the file where possible.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import re
+import struct
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.files.importers.containers import read_folder, read_safetensors, read_torch
+from growprune.files.pretrained import DENSE, single_file
+
+PICKLED, INDEX = "pytorch_model.bin", "model.safetensors.index.json"
+MAX_INDEX_BYTES = 256 << 20
 
 STATES = ("state_dict", "model_state_dict", "model", "net", "module")
 """Where in a checkpoint the tensors of the model are; the first that is there counts."""
@@ -30,14 +39,34 @@ OTHERS = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x08": "ONNX", b"<": "XML", b"{
 """How files begin that hold models, but not for us."""
 
 
+UNREADABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+    pickle.PickleError,
+    struct.error,
+    zipfile.BadZipFile,
+)
+"""What torch may raise for a damaged or forged checkpoint; it documents none of it."""
+
+
 @dataclass(frozen=True)
 class Contents:
+    """What a source holds, whatever its format."""
+
     where: str
     """The path, or what the source is called in errors."""
     tensors: Mapping[str, Tensor]
     """By the first of their names."""
-    beside: Mapping[str, Any] = field(default_factory=dict)
-    """What lies beside the tensors in a checkpoint."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The strings in the header of safetensors."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -67,13 +96,31 @@ def open_contents(source: str | os.PathLike[str] | nn.Module | Mapping[str, Any]
 
 
 def _of_folder(path: Path) -> Contents:
-    files = read_folder(path)
-    if len(files) == 1:
-        return _of_file(files[0])
+    if (file := single_file(path)) is not None:
+        return _of_file(file)
+    if (path / PICKLED).is_file():
+        return _of_file(path / PICKLED)
     tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= read_safetensors(file)[0]
+    for name in _indexed_files(path):
+        tensors |= _read_safetensors(path / name)[0]
     return Contents(str(path), tensors)
+
+
+def _indexed_files(path: Path) -> list[str]:
+    """The files with the weights of a folder, by its index."""
+    if not (path / INDEX).is_file():
+        raise GrowpruneError(f"{path} holds no weights: give a folder with {DENSE}, {PICKLED} or {INDEX}")
+    try:
+        if (path / INDEX).stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError("it is too large")
+        names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a name leads out of the folder")
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise GrowpruneError(f"{path / INDEX} is damaged ({_one_line(error)}): fetch the folder again") from None
+    if missing := [name for name in names if not (path / name).is_file()]:
+        raise GrowpruneError(f"{path} lacks {missing[0]}, which its {INDEX} names: fetch it too")
+    return names
 
 
 def _of_file(path: Path) -> Contents:
@@ -82,14 +129,57 @@ def _of_file(path: Path) -> Contents:
     # the first bytes of safetensors are a length, which may look like the first byte of a pickle
     is_safetensors = start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= path.stat().st_size
     if not is_safetensors and start.startswith((b"PK\x03\x04", b"\x80")):
-        return from_checkpoint(read_torch(path), str(path), path.stat().st_size)
+        return from_checkpoint(_read_torch(path), str(path), path.stat().st_size)
     if start[8:9] != b"{":
         kind = next((kind for sign, kind in OTHERS.items() if start.startswith(sign)), None)
         what = f"looks like a file of {kind} format" if kind else "is neither safetensors nor what torch.save writes"
         raise GrowpruneError(f"{path} {what}: give safetensors, a checkpoint of torch.save, or a folder with one")
-    tensors, metadata = read_safetensors(path)
+    tensors, metadata = _read_safetensors(path)
     aliases = {alias: name for alias, name in metadata.items() if name in tensors and alias not in tensors}
     return Contents(str(path), tensors, metadata=metadata, aliases=aliases, path=path)
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors, as private views of the file, and the strings of the header."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, file.metadata() or {}
+    except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"{path} is not a safetensors file that torch can hold, or not all of it ({_one_line(error)})"
+        raise GrowpruneError(f"{what}: fetch or save it again") from None
+
+
+def _read_torch(path: Path) -> Any:
+    """What torch.save wrote, without running any code of it."""
+    try:
+        if is_zip := zipfile.is_zipfile(path):
+            _check_stored(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        refused = re.search(r"GLOBAL (\S+)|`?([\w.]+)`? was not an allowed global", str(error))
+        why = f"it has {next(filter(None, refused.groups()))}" if refused else _one_line(error)
+        raise GrowpruneError(
+            f"{path} is a pickle that would run code, or damaged ({why}): no code is run, so save state_dict() alone"
+        ) from None
+    except GrowpruneError:
+        raise
+    except UNREADABLE as error:
+        raise GrowpruneError(
+            f"{path} is not a whole checkpoint of torch.save ({_one_line(error)}): fetch or save it again"
+        ) from None
+
+
+def _check_stored(path: Path) -> None:
+    """Refuse compressed members, which torch never writes and which could become any size."""
+    with zipfile.ZipFile(path) as archive:
+        if packed := [member.filename for member in archive.infolist() if member.compress_type != zipfile.ZIP_STORED]:
+            raise GrowpruneError(f"{path} has compressed {packed[0]!r}, which torch.save does not write: unpack it")
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "".join(c if c.isprintable() else " " for c in text[:200])
 
 
 def from_checkpoint(found: Any, where: str, num_bytes: int | None = None) -> Contents:
@@ -98,7 +188,7 @@ def from_checkpoint(found: Any, where: str, num_bytes: int | None = None) -> Con
     Args:
         num_bytes: of its file, beyond which overlapping tensors may not grow far.
     """
-    state, beside = _state_in(found, where)
+    state = _state_in(found, where)
     tensors = {str(name): value.detach() for name, value in state.items() if isinstance(value, Tensor)}
     others = [str(name) for name, value in state.items() if not isinstance(value, Tensor)]
     notes = (f"{', '.join(others[:3])} is no tensor, and was left out",) if others else ()
@@ -108,19 +198,19 @@ def from_checkpoint(found: Any, where: str, num_bytes: int | None = None) -> Con
     size = sum(tensor.numel() * tensor.element_size() for tensor in first.values())
     if num_bytes is not None and size > num_bytes + SPARE_BYTES:
         raise GrowpruneError(f"{where} has tensors of {size} bytes in a file of {num_bytes}: they overlap, save copies")
-    return Contents(where, first, beside, aliases=aliases, notes=notes)
+    return Contents(where, first, aliases=aliases, notes=notes)
 
 
-def _state_in(found: Any, where: str) -> tuple[Mapping[Any, Any], Mapping[str, Any]]:
+def _state_in(found: Any, where: str) -> Mapping[Any, Any]:
     if not isinstance(found, Mapping):
         kind = type(found).__name__
         raise GrowpruneError(f"{where} holds a {kind}, but must hold tensors by name, as state_dict() gives them")
     if any(isinstance(value, Tensor) for value in found.values()):
-        return found, {}
+        return found
     for key in STATES:
         state = found.get(key)
         if isinstance(state, Mapping) and any(isinstance(value, Tensor) for value in state.values()):
-            return state, {str(name): value for name, value in found.items() if name != key}
+            return state
     has = ", ".join(str(key)[:40] for key in [*found][:6]) or "nothing"
     raise GrowpruneError(f"{where} holds no tensors, but {has}: save model.state_dict(), alone or as 'state_dict'")
 

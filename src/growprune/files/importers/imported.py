@@ -1,4 +1,4 @@
-"""What an importer is, and what it gives."""
+"""What an importer is, and what it returns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.files.importers.bare import bare_model
+from growprune.files.filling import Filling, matching_names
 from growprune.files.importers.contents import Contents
-from growprune.files.importers.filling import TensorsFor, fitting
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import LEAST, masks_of_zeros
 from growprune.sparse.model import SparseModel
+
+MAX_DEPTH = 64
+"""How many dots a name may have: walking a deeper model would overflow Python's stack."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,13 @@ class Imported:
     def into(self, model: nn.Module, *, pattern: str | Pattern = "unstructured", **settings: Any) -> SparseModel:
         """Fill a model, and return it as a SparseModel with these masks; see `growprune.files.importers.load`.
 
-        The model is checked before it is touched. Names may have one word more than the model's, as "model." in a
-        checkpoint of Lightning.
+        The model is checked before it is touched.
         """
         pattern = parse_pattern(pattern)
-        names = fitting(self.tensors, self.aliases, model, self.format)
+        theirs = {name: name for name in self.tensors} | dict(self.aliases)
+        shapes = {name: tuple(self.tensors[first].shape) for name, first in theirs.items()}
+        matched = matching_names(shapes, model, f"the {self.format} source")
+        names = {ours: theirs[name] for ours, name in matched.items()}
         chosen = {name: settings.get(name, ()) for name in ("keep_dense", "include")}
         weights = prunable_weights(model, **chosen)
         masks = _masks_for(weights, names, self.masks, pattern)
@@ -67,7 +71,7 @@ class Imported:
         settings.setdefault("sparsity", _share_of_dead(weights, masks))
         settings.setdefault("allocation", "global")
         sparse = SparseModel(model, pattern=pattern, **settings)
-        sparse.restore(TensorsFor(sparse, self.tensors, names, masks))
+        sparse.restore(Filling(sparse, names, lambda name: self.tensors[names[name]], masks.get))
         return sparse
 
     def _warn_of_dense(self, names: Mapping[str, str], prunable: set[str]) -> None:
@@ -112,12 +116,6 @@ def with_masks(contents: Contents, format: str, tensors: dict[str, Tensor], mask
     return Imported(format, tensors, alive, contents.aliases_among(tensors), (*contents.notes, *notes))
 
 
-def with_zeros(contents: Contents, format: str, tensors: dict[str, Tensor]) -> Imported:
-    """What a format without masks gives: zeros are dead, in matrices that have more than a few."""
-    aliases = contents.aliases_among(tensors)
-    return Imported(format, tensors, masks_by_zeros(tensors), aliases, contents.notes)
-
-
 def masks_by_zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Masks of the matrices at least 5 % of which are zero: a few zeros, any model may have."""
     masks: dict[str, Tensor] = {}
@@ -126,6 +124,37 @@ def masks_by_zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if is_matrix and int(torch.count_nonzero(tensor)) <= (1 - LEAST) * tensor.numel() and tensor.numel():
             masks[name] = tensor != 0
     return masks
+
+
+def bare_model(tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None) -> nn.Module:
+    """A module that holds tensors under their names, and can compute nothing. Their memory is shared, not copied.
+
+    >>> [name for name, _ in bare_model({"a.weight": Tensor(2, 2), "a.bias": Tensor(2)}).named_parameters()]
+    ['a.weight', 'a.bias']
+    """
+    root = nn.Module()
+    made: dict[str, nn.Parameter] = {}
+    for name, tensor in tensors.items():
+        made[name] = nn.Parameter(tensor.detach(), requires_grad=False)
+        _put(root, name, made[name])
+    for alias, name in (aliases or {}).items():
+        _put(root, alias, made[name])
+    return root
+
+
+def _put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    *path, local = name.split(".")
+    if len(path) > MAX_DEPTH:
+        raise GrowpruneError(f"the name {name[:60]!r} has more than {MAX_DEPTH} dots, as no model has")
+    module = root
+    try:
+        for step in path:
+            if step not in module._modules:
+                module.add_module(step, nn.Module())
+            module = module.get_submodule(step)
+        module.register_parameter(local, parameter)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise GrowpruneError(f"no model can hold a tensor named {name!r} beside the others ({error.args[0]})") from None
 
 
 def _masks_for(

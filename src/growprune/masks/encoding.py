@@ -1,7 +1,11 @@
-"""The mask of a tensor, as bits and as gaps: what a sparse file stores, and back."""
+"""Masks as a sparse file stores them: as bits, or as the gaps between set bits.
+
+The format is specified in `growprune.files.sparse_file`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -9,13 +13,41 @@ import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError
-from growprune.files.entries import GAP_DTYPES, MAX_EXPANSION, Entry
 from growprune.masks.bits import pack, unpack
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern, walk_groups, write_groups
 
+GAP_DTYPES = (torch.uint8, torch.uint16)
+
+MAX_EXPANSION = 1000
+"""The most a tensor may grow when it is read: dense bytes per byte in the file.
+
+It bounds tensors with gaps, since a few gaps reach far, and files that are read without their model.
+"""
+
 CHUNK = 1 << 22
-"""How many bits are looked at in one go: a whole number of bytes, so that chunks of bits are slices."""
+"""Bits per chunk: a multiple of 8, so that chunks are slices of bytes."""
+
+
+def encode_mask(
+    mask: Tensor, weights: Sequence[Weight], pattern: Pattern, itemsize: int, name: str
+) -> tuple[Tensor, Tensor | None]:
+    """The bits of a mask, and its gaps if a file stores those instead.
+
+    Args:
+        itemsize: bytes per value of the parameter.
+        name: the parameter, for errors.
+    """
+    bits = pack_mask(mask, weights, pattern, name)
+    alive = int(torch.count_nonzero(mask))
+    num_live = alive - num_outside(mask.shape, weights)
+    least = -(-mask.numel() * itemsize // MAX_EXPANSION) - alive * itemsize
+    return bits, to_gaps(bits, num_live, least_bytes=least) if pattern.bit_pattern.is_single else None
+
+
+def num_outside(shape: Sequence[int], weights: Sequence[Weight]) -> int:
+    """How many elements of a parameter lie in no matrix, and are always alive."""
+    return math.prod(shape) - sum(weight.numel for weight in weights)
 
 
 def num_bits(weights: Sequence[Weight], pattern: Pattern) -> int:
@@ -51,9 +83,8 @@ def unpack_mask(packed: Tensor, shape: tuple[int, ...], weights: Sequence[Weight
 
 
 def has_one_bit_a_weight(weights: Sequence[Weight], pattern: Pattern, shape: Sequence[int]) -> bool:
-    """Whether the bits of a file are those of all weights in row-major order."""
-    whole_rows = sum(weight.numel for weight in weights) == int(np.prod(shape, dtype=object))
-    return pattern.bit_pattern.is_single and whole_rows
+    """True if the bits of a file are those of all weights in row-major order."""
+    return pattern.bit_pattern.is_single and not num_outside(shape, weights)
 
 
 def _cut_like(walk: Iterator[Tensor], flat: Tensor) -> Iterator[Tensor]:
@@ -64,17 +95,19 @@ def _cut_like(walk: Iterator[Tensor], flat: Tensor) -> Iterator[Tensor]:
         start += chunk.numel()
 
 
-def to_gaps(bits: Tensor, entry: Entry, pattern: Pattern) -> Tensor | None:
-    """The same mask as gaps, where those take at most half the bytes; of uint8 or uint16, which is the shorter."""
-    num_live = entry.nnz - entry.num_outside
-    if not pattern.bit_pattern.is_single or not 0 < num_live <= bits.numel() // 2:
+def to_gaps(bits: Tensor, num_live: int, *, least_bytes: int = 0) -> Tensor | None:
+    """The gaps between set bits, in the shorter of both dtypes; None unless they halve the bytes.
+
+    Args:
+        num_live: how many bits are set.
+        least_bytes: None as well if the gaps take fewer bytes than this.
+    """
+    if not 0 < num_live <= bits.numel() // 2:
         return None
     distances = np.diff(_positions(bits, num_live), prepend=-1)
-    lengths = {dtype: _num_gaps(distances, dtype) for dtype in GAP_DTYPES}
-    dtype = min(lengths, key=lambda dtype: lengths[dtype] * dtype.itemsize)
-    num_bytes = lengths[dtype] * dtype.itemsize
-    is_bounded = entry.num_bytes <= MAX_EXPANSION * (num_bytes + entry.nnz * entry.dtype.itemsize)
-    return _write_gaps(distances, dtype) if num_bytes <= bits.numel() // 2 and is_bounded else None
+    sizes = {dtype: _num_gaps(distances, dtype) * dtype.itemsize for dtype in GAP_DTYPES}
+    dtype = min(sizes, key=sizes.__getitem__)
+    return _write_gaps(distances, dtype) if least_bytes <= sizes[dtype] <= bits.numel() // 2 else None
 
 
 def _positions(bits: Tensor, num_live: int) -> np.ndarray:
@@ -108,13 +141,13 @@ def _write_gaps(distances: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 
 def from_gaps(gaps: Tensor, count: int) -> Tensor:
-    """The bits, of which there are so many; raises if the gaps lead beyond their end."""
+    """The `count` bits that gaps stand for; raises if the gaps lead beyond them."""
     bits = np.zeros(-(-count // 8), np.uint8)
     longest, end = _longest(gaps.dtype), 0
     for start in range(0, gaps.numel(), CHUNK // 32):
         some = gaps[start : start + CHUNK // 32].numpy()
         lives = some != longest
-        ends = end + (some + lives.astype(np.int64)).cumsum()  # behind each live bit, or behind so many dead ones
+        ends = end + (some + lives.astype(np.int64)).cumsum()  # the bit after each gap and its live bit
         end = int(ends[-1])
         if end > count:
             raise GrowpruneError(f"gaps that lead to bit {end} of {count}")
@@ -130,20 +163,20 @@ def _set(bits: np.ndarray, positions: np.ndarray) -> None:
         bits[first : last + 1] |= np.packbits(bools, bitorder="little")
 
 
-def row_major(bits: Tensor, entry: Entry, pattern: Pattern) -> Tensor:
-    """One bit for each weight of a parameter, in row-major order, from the bits that a file has of it."""
-    if has_one_bit_a_weight(entry.weights, pattern, entry.shape):
+def row_major(bits: Tensor, shape: tuple[int, ...], weights: Sequence[Weight], pattern: Pattern) -> Tensor:
+    """One bit per weight of a parameter, in row-major order, from the bits that a file stores."""
+    if has_one_bit_a_weight(weights, pattern, shape):
         return bits
-    run = pattern.run_length(entry.shape, transposed=entry.weights[0].transposed)
-    if run % 8 == 0 and len(entry.shape) == 2 and not entry.num_outside:  # a bit becomes some whole bytes
-        count = num_bits(entry.weights, pattern)
+    run = pattern.run_length(shape, transposed=weights[0].transposed)
+    if run % 8 == 0 and len(shape) == 2 and not num_outside(shape, weights):  # a bit becomes whole bytes
+        count = num_bits(weights, pattern)
         octets = np.unpackbits(bits.numpy(), count=count, bitorder="little") * np.uint8(255)
         return torch.from_numpy(octets if run == 8 else octets.repeat(run // 8))
-    return pack(unpack_mask(bits, entry.shape, entry.weights, pattern))
+    return pack(unpack_mask(bits, shape, weights, pattern))
 
 
 def scatter(values: Tensor, bits: Tensor, count: int) -> Tensor:
-    """So many elements, dense and flat: where a bit is set the next value, and 0 elsewhere.
+    """A flat dense tensor of `count` elements: the next value where a bit is set, 0 elsewhere.
 
     >>> scatter(torch.tensor([5.0, 6.0]), torch.tensor([10], dtype=torch.uint8), 4).tolist()
     [0.0, 5.0, 0.0, 6.0]

@@ -1,20 +1,29 @@
-"""What a sparse file knows of one tensor."""
+"""What the header of a sparse file says: its version, its manifest, and an entry for each tensor.
+
+The format is specified in `growprune.files.sparse_file`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError
+from growprune.masks.encoding import MAX_EXPANSION, num_outside
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern
+
+FORMAT = "growprune"
+BITS_ONLY, WITH_GAPS = "2", "3"
+VERSIONS = (BITS_ONLY, WITH_GAPS)
 
 DTYPES = {
     torch.float64: "F64",
@@ -32,19 +41,19 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 GAP_DTYPES = {torch.uint8: "U8", torch.uint16: "U16"}
-"""What gaps may be, the smaller first."""
 
 MAX_BLOCK_SIDE, MAX_DIMENSIONS = 1024, 64
-MAX_EXPANSION = 1000
-"""How many times its own size a file may become when it is read without a model that says how large it should be.
-
-And how many times its size in the file a tensor may take if its mask is stored as gaps, a few of which reach far.
-"""
 
 
-@dataclass(frozen=True)
-class Gaps:
-    """What the tensor is that holds a mask as gaps."""
+class Digest(NamedTuple):
+    """Checksums of a tensor's bytes: CRC-32 detects damage in less than half the time that SHA-256 takes."""
+
+    sha256: str
+    crc32: int
+
+
+class Gaps(NamedTuple):
+    """The tensor that holds a mask as gaps."""
 
     dtype: torch.dtype
     length: int
@@ -52,23 +61,21 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the model, as the manifest knows it."""
+    """A tensor of the model, as the manifest describes it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    values: Digest
+    """Of the tensor, or of its live values."""
     weights: tuple[Weight, ...] = ()
     """The matrices of a prunable parameter, in order."""
     target: float | None = None
     nnz: int = 0
-    sha256: str | None = None
-    """Of the bytes of the tensor, or of its live values; None in a file of version 1, which has no such digest."""
-    mask_sha256: str = ""
+    mask: Digest | None = None
+    """Of a prunable parameter."""
     gaps: Gaps | None = None
-    """How its mask is stored, if not as bits."""
-    crc32: int | None = None
-    """Of the bytes that `sha256` is of; None in files from before it was written."""
-    mask_crc32: int | None = None
+    """Given if its mask is stored as gaps."""
 
     @property
     def numel(self) -> int:
@@ -80,23 +87,27 @@ class Entry:
 
     @property
     def num_outside(self) -> int:
-        """How many elements lie in no matrix, and so always live."""
-        return self.numel - sum(weight.numel for weight in self.weights)
+        """How many elements lie in no matrix, and are always alive."""
+        return num_outside(self.shape, self.weights)
 
     @property
     def is_sparse(self) -> bool:
         return bool(self.weights) and self.nnz < self.numel
 
+    @property
+    def mask_name(self) -> str:
+        """What the tensor is called that holds the mask of a sparse one."""
+        return f"{self.name}.mask" if self.gaps is None else f"{self.name}.gaps"
+
     def to_dict(self) -> dict[str, Any]:
-        about: dict[str, Any] = {"shape": list(self.shape), "dtype": DTYPES[self.dtype], "sha256": self.sha256}
-        about |= {} if self.crc32 is None else {"crc32": self.crc32}
-        if self.weights:
+        about: dict[str, Any] = {"shape": list(self.shape), "dtype": DTYPES[self.dtype], **self.values._asdict()}
+        if self.mask is not None:
             about["matrices"] = [list(weight.rows or (0, self.shape[0])) for weight in self.weights]
             about["transposed"] = self.weights[0].transposed
             if len(self.weights[0].shape) < len(self.shape):
                 about["stacked"] = True
-            about |= {"target": self.target, "nnz": self.nnz, "mask_sha256": self.mask_sha256}
-            about |= {} if self.mask_crc32 is None else {"mask_crc32": self.mask_crc32}
+            about |= {"target": self.target, "nnz": self.nnz}
+            about |= {"mask_sha256": self.mask.sha256, "mask_crc32": self.mask.crc32}
             if self.gaps is not None:
                 about["gaps"] = [GAP_DTYPES[self.gaps.dtype], self.gaps.length]
         return about
@@ -109,14 +120,13 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
         raise GrowpruneError(f"{name} has more than {MAX_DIMENSIONS} dimensions")
     shape = tuple(whole(length) for length in about["shape"])
     whole(math.prod(shape))
-    dtype, sha256 = dtypes[about["dtype"]], about["sha256"]
-    crc32, mask_crc32 = (whole(about[key]) if key in about else None for key in ("crc32", "mask_crc32"))
+    dtype, values = dtypes[about["dtype"]], Digest(about["sha256"], whole(about["crc32"]))
     if "matrices" not in about:
-        return Entry(name, shape, dtype, sha256=sha256, crc32=crc32)
+        return Entry(name, shape, dtype, values)
     weights, nnz = _parse_matrices(name, shape, about), whole(about["nnz"])
+    mask = Digest(about["mask_sha256"], whole(about["mask_crc32"]))
     gaps = _parse_gaps(*about["gaps"]) if "gaps" in about else None
-    checks = {"sha256": sha256, "mask_sha256": about["mask_sha256"], "crc32": crc32, "mask_crc32": mask_crc32}
-    entry = Entry(name, shape, dtype, weights, nnz=nnz, gaps=gaps, **checks)
+    entry = Entry(name, shape, dtype, values, weights, nnz=nnz, mask=mask, gaps=gaps)
     if not entry.num_outside <= nnz <= entry.numel:
         raise GrowpruneError(f"{name} has {nnz} alive of {entry.numel}")
     if gaps is not None:
@@ -166,13 +176,15 @@ def check_blocks(pattern: Pattern) -> None:
         raise GrowpruneError(f"pattern is {pattern.name}, but blocks in a file have sides of at most {MAX_BLOCK_SIDE}")
 
 
-def digest(tensor: Tensor) -> str:
-    """The SHA-256 of a tensor's bytes, in hexadecimal."""
-    return hashlib.sha256(bytes_of(tensor)).hexdigest()
+def digest(tensor: Tensor) -> Digest:
+    return Digest(sha256(bytes_of(tensor)), crc32(tensor))
+
+
+def sha256(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def crc32(tensor: Tensor) -> int:
-    """The CRC-32 of a tensor's bytes: it tells damage as SHA-256 does, and takes less than half the time."""
     return zlib.crc32(bytes_of(tensor))
 
 
@@ -180,3 +192,36 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in row-major order: its own memory, where that is possible."""
     data: memoryview = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     return data
+
+
+def write_metadata(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """The strings in the header that say what the file is."""
+    for name, value in manifest.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise GrowpruneError(
+                f"{name} is {repr(value)[:60]}, which a file cannot hold ({error}): make the SparseModel with plain "
+                f"Python numbers and strings"
+            ) from error
+    text = json.dumps(manifest)
+    version = {"format": FORMAT, "version": _version_of(manifest)}
+    return {**version, "manifest": text, "manifest_sha256": sha256(text.encode())}
+
+
+def read_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The manifest, from the metadata of a known version. Whatever is invalid raises."""
+    text = metadata["manifest"]
+    if sha256(text.encode()) != metadata["manifest_sha256"]:
+        raise GrowpruneError("its SHA-256 is not the one beside it")
+    manifest = json.loads(text)
+    if not isinstance(manifest, dict):
+        raise GrowpruneError("it is not an object")
+    if (needed := _version_of(manifest)) != metadata["version"]:  # so that a changed version is noticed
+        kind = "gap-encoded masks need" if needed == WITH_GAPS else "masks without gaps need"
+        raise GrowpruneError(f"{kind} file version {needed}, this file says version {metadata['version']}")
+    return manifest
+
+
+def _version_of(manifest: Mapping[str, Any]) -> str:
+    return WITH_GAPS if any("gaps" in about for about in manifest["tensors"].values()) else BITS_ONLY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import growprune as gp
 from growprune import By, Partition, methods
-from growprune.files import sharded_checkpoints as state
+from growprune.files.sharded_checkpoints import prepare_optimizer
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +200,7 @@ def test_a_checkpoint_is_loaded_to_where_torch_would_keep_the_state_of_an_optimi
     group = {"params": ["weight", "bias"], "lr": 0.1, "fused": is_fused}
     about = {"like": ["exp_avg"], "own": {"step": [[], "float32"], "row": [[8], "float32"]}, "plain": {}}
     index = {"kind": "AdamW", "groups": [group], "states": {"weight": about, "bias": about}}
-    state._prepare_optimizer(Path("unused"), sparse, optimizer, index)
+    prepare_optimizer(Path("unused"), sparse, optimizer, index)
     found = {key: entry.device.type for key, entry in optimizer.state[model.weight].items()}
     assert found == {"exp_avg": "meta", "step": "meta" if is_fused else "cpu", "row": "meta"}
 
@@ -241,6 +242,16 @@ def test_a_checkpoint_without_its_index_is_refused(on_two: Run, tmp_path: Path) 
     assert gp.newest_state(tmp_path) == tmp_path / "1"
     shutil.rmtree(tmp_path / "1")
     assert gp.newest_state(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "remedy"), [(1, "it was never released, so train again"), (3, "update growprune"), (None, "update")]
+)
+def test_a_checkpoint_of_another_version_says_what_to_do(version: int | None, remedy: str, tmp_path: Path) -> None:
+    (tmp_path / "growprune.json").write_text(json.dumps({"format": "growprune-state", "version": version}))
+    sparse = gp.SparseModel(torch.nn.Linear(4, 4), sparsity=0.5)
+    with pytest.raises(gp.GrowpruneError, match=rf"has version {version}, this growprune reads 2: {remedy}"):
+        gp.load_state(tmp_path, sparse)
 
 
 # The page

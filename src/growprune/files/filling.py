@@ -1,0 +1,129 @@
+"""Fill a sparse model, whatever its settings, with the tensors of a file or of another model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from growprune.errors import GrowpruneError
+from growprune.files.pretrained import weights_file
+from growprune.files.reader import SparseFile, is_ours, open_safetensors
+from growprune.masks.bits import pack
+from growprune.masks.layers import dense_shape, tensors_of
+from growprune.sparse.model import SparseModel
+
+
+class _Source(NamedTuple):
+    """The dense tensors of a file, and which of their weights live, by all names that they have."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    tensor: Callable[[str], Tensor]
+    mask: Callable[[str], Tensor]
+
+
+def load_weights(sparse: SparseModel, path: str | os.PathLike[str], *, with_masks: bool = False) -> None:
+    """Fill a model, all of whose weights live, from a safetensors file that has exactly its tensors.
+
+    Args:
+        path: a sparse file, plain safetensors, or a folder with one of them.
+        with_masks: keep only those weights alive that live in the file; of a plain file, those that are not zero.
+    """
+    path = weights_file(path)
+    with open_safetensors(path) as handle:
+        source = _sparse_source(path, handle) if is_ours(handle) else _plain_source(handle)
+        names = matching_names(source.shapes, sparse.model, str(path))
+
+        def mask(name: str) -> Tensor | None:
+            return source.mask(names[name]) if with_masks else None
+
+        sparse.restore(Filling(sparse, names, lambda name: source.tensor(names[name]), mask))
+
+
+def _sparse_source(path: Path, handle: Any) -> _Source:
+    file = SparseFile(path, handle)
+    entries = file.entries | {alias: file.entries[name] for alias, name in file.aliases.items()}
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    return _Source(shapes, lambda name: file.dense(entries[name]), lambda name: file.mask(entries[name]))
+
+
+def _plain_source(handle: Any) -> _Source:
+    """Safetensors without masks: what is zero is dead."""
+    shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+    return _Source(shapes, handle.get_tensor, lambda name: handle.get_tensor(name) != 0)
+
+
+def matching_names(theirs: Mapping[str, Any], model: nn.Module, where: str) -> dict[str, str]:
+    """The source's name of each tensor of a model; raises unless all are there with their shapes, and no others.
+
+    Names of the source may have one word more than the model's, as "model." in a checkpoint of Lightning.
+    """
+    ours, aliases = tensors_of(model)
+    prefix = "" if {*ours, *aliases} & set(theirs) else _common_word(theirs)
+    shapes = {name.removeprefix(prefix): shape for name, shape in theirs.items()}
+    names: dict[str, str] = {}
+    for name, tensor in ours.items():
+        known = [name, *(alias for alias, first in aliases.items() if first == name)]
+        here = next((n for n in known if n in shapes), None)
+        if here is None:
+            has = f"it has names like {next(iter(theirs), 'none')!r}"
+            raise GrowpruneError(f"{where} lacks {name}, which the model has; {has}: build the same model")
+        if tuple(shapes[here]) != (shape := _shape(model, name, tensor)):
+            has = f"{tuple(shapes[here])}, but the model with {shape}"
+            raise GrowpruneError(f"{where} has {here} with shape {has}: build the same model")
+        names[name] = prefix + here
+    if unknown := sorted(set(shapes) - set(ours) - set(aliases)):
+        raise GrowpruneError(f"{where} has {unknown[0]}, which the model lacks: build the same model")
+    return names
+
+
+def _common_word(names: Mapping[str, Any]) -> str:
+    """What all names begin with, up to the first dot; empty if they differ in it."""
+    words = {name.partition(".")[0] for name in names if "." in name}
+    return f"{words.pop()}." if len(words) == 1 and all("." in name for name in names) else ""
+
+
+def _shape(model: nn.Module, name: str, tensor: Tensor) -> tuple[int, ...]:
+    path, _, local = name.rpartition(".")
+    module = model.get_submodule(path)
+    return dense_shape(module, local) if local in module._parameters else tuple(tensor.shape)
+
+
+class Filling(Mapping[str, tuple[Tensor, Tensor | None]]):
+    """What `SparseModel.restore` takes, made one tensor at a time.
+
+    Args:
+        names: of the model's tensors.
+        tensor: gives the dense tensor for a name.
+        mask: gives the mask of a prunable one; None if all of it lives.
+    """
+
+    def __init__(
+        self,
+        sparse: SparseModel,
+        names: Collection[str],
+        tensor: Callable[[str], Tensor],
+        mask: Callable[[str], Tensor | None],
+    ) -> None:
+        self._weights, self._names, self._tensor, self._mask = sparse.weights, names, tensor, mask
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, name: str) -> tuple[Tensor, Tensor | None]:
+        tensor = self._tensor(name)
+        weights = [weight for weight in self._weights if weight.parameter == name]
+        if not weights:
+            return tensor, None
+        mask = torch.ones(tensor.shape, dtype=torch.bool)
+        if (theirs := self._mask(name)) is not None:
+            for weight in weights:  # what the model keeps dense lives, whatever it does in the source
+                weight.of(mask).copy_(weight.of(theirs))
+        return tensor[mask], pack(mask)

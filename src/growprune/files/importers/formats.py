@@ -1,0 +1,105 @@
+"""The formats of growprune itself, of torch.nn.utils.prune, of apex ASP, and plain dense checkpoints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from growprune.errors import GrowpruneError
+from growprune.files import sparse_file
+from growprune.files.importers.contents import Contents
+from growprune.files.importers.imported import Imported, Importer, masks_by_zeros, with_masks
+from growprune.files.manifest import FORMAT
+from growprune.files.reader import open_sparse
+
+ORIGINAL, MASK = "_orig", "_mask"
+ASP_MASK = re.compile(r"(.*\.)?__([^.]+)_mma_mask")
+ASP_PRUNED = re.compile(r"(.*\.)?__([^.]+)_mma_pruned_p")
+"""What `allow_recompute_mask` keeps of pruned values; it is not taken over."""
+
+
+def _signs_of_ours(contents: Contents) -> str:
+    return "a manifest of growprune" if contents.path and contents.metadata.get("format") == FORMAT else ""
+
+
+def _read_ours(contents: Contents) -> Imported:
+    path = contents.path or Path()
+    tensors = sparse_file.read(path)
+    with open_sparse(path) as opened:
+        masks = {entry.name: opened.mask(entry) for entry in opened.prunable if entry.is_sparse}
+        plain = {name: tensor for name, tensor in tensors.items() if name not in opened.aliases}
+        return Imported("growprune", plain, masks, opened.aliases, contents.notes)
+
+
+def _pruned_by_torch(contents: Contents) -> list[str]:
+    """The plain names of pruned parameters: `weight` is stored as `weight_orig` beside the buffer `weight_mask`."""
+    stems = (name.removesuffix(ORIGINAL) for name in contents.tensors if name.endswith(ORIGINAL))
+    return [stem for stem in stems if f"{stem}{MASK}" in contents.tensors and stem not in contents.tensors]
+
+
+def _signs_of_torch_prune(contents: Contents) -> str:
+    names = _pruned_by_torch(contents)
+    return f"{names[0]}{ORIGINAL} with {names[0]}{MASK}" if names else ""
+
+
+def _read_torch_prune(contents: Contents) -> Imported:
+    pruned = set(_pruned_by_torch(contents))
+    stored = {f"{name}{MASK}" for name in pruned}
+    tensors = {
+        stem if (stem := name.removesuffix(ORIGINAL)) in pruned else name: tensor
+        for name, tensor in contents.tensors.items()
+        if name not in stored
+    }
+    return with_masks(contents, "torch-prune", tensors, {name: contents.tensors[f"{name}{MASK}"] for name in pruned})
+
+
+def _asp_masks(contents: Contents) -> dict[str, str]:
+    """The name of the weight for each mask: `weight`, pruned in place, beside the buffer `__weight_mma_mask`."""
+    found = {name: ASP_MASK.fullmatch(name) for name in contents.tensors}
+    return {name: f"{match[1] or ''}{match[2]}" for name, match in found.items() if match}
+
+
+def _signs_of_asp(contents: Contents) -> str:
+    return next(iter(_asp_masks(contents)), "")
+
+
+def _read_asp(contents: Contents) -> Imported:
+    masks = _asp_masks(contents)
+    for name, weight in masks.items():
+        if weight not in contents.tensors:
+            raise GrowpruneError(f"{contents.where} has {name}, but no {weight}: it is damaged, fetch or save it again")
+    tensors = {n: t for n, t in contents.tensors.items() if n not in masks and not ASP_PRUNED.fullmatch(n)}
+    return with_masks(contents, "apex-asp", tensors, {weight: contents.tensors[n] for n, weight in masks.items()})
+
+
+def _signs_of_dense(contents: Contents) -> str:
+    return f"{len(contents.tensors)} plain tensors, such as {next(iter(contents.tensors), 'none')!r}"
+
+
+def _read_dense(contents: Contents) -> Imported:
+    """Zeros are all that is left of pruning."""
+    if lost := _values_of_ours(contents):
+        raise GrowpruneError(
+            f"{contents.where} has {lost} and its mask, as a sparse file of growprune, but not the metadata of one: it "
+            f"is damaged, fetch or save it again"
+        )
+    tensors = dict(contents.tensors)
+    return Imported("dense", tensors, masks_by_zeros(tensors), contents.aliases, contents.notes)
+
+
+def _values_of_ours(contents: Contents) -> str | None:
+    """The name of live values whose mask is there as well, which no dense checkpoint has."""
+    names = (name for name, tensor in contents.tensors.items() if name.endswith(".values") and tensor.dim() == 1)
+    masks = (".mask", ".gaps")
+    return next((n for n in names if any(n.removesuffix(".values") + m in contents.tensors for m in masks)), None)
+
+
+GROWPRUNE = Importer("a sparse file of growprune", "the metadata of growprune", _signs_of_ours, _read_ours)
+TORCH_PRUNE = Importer(
+    "a checkpoint of torch.nn.utils.prune",
+    "tensors NAME_orig, each with NAME_mask",
+    _signs_of_torch_prune,
+    _read_torch_prune,
+)
+APEX_ASP = Importer("a checkpoint of apex ASP", "masks named __weight_mma_mask", _signs_of_asp, _read_asp)
+DENSE = Importer("a plain dense checkpoint", "tensors under their plain names", _signs_of_dense, _read_dense)
