@@ -34,7 +34,7 @@ def test_a_warning_of_an_edit_names_the_line_that_called_it() -> None:
     with pytest.warns(UserWarning, match="no weight lives in 1") as seen:
         here = line() + 1
         sparse.prune()
-    assert places(seen) == [("test_warn.py", here)]
+    assert places(seen) == [("test_warnings.py", here)]
 
 
 def test_a_warning_of_a_plan_names_the_line_that_follows_it() -> None:
@@ -45,7 +45,7 @@ def test_a_warning_of_a_plan_names_the_line_that_follows_it() -> None:
     with pytest.warns(UserWarning, match="no weight lives in 1") as seen:
         here = line() + 1
         next(phases)
-    assert places(seen) == [("test_warn.py", here)]
+    assert places(seen) == [("test_warnings.py", here)]
 
 
 def test_a_warning_from_a_hook_that_torch_calls_names_the_users_line() -> None:
@@ -56,4 +56,4 @@ def test_a_warning_from_a_hook_that_torch_calls_names_the_users_line() -> None:
     with pytest.warns(UserWarning, match="here") as seen:
         here = line() + 1
         layer(torch.zeros(1, 2))
-    assert places(seen) == [("test_warn.py", here)]
+    assert places(seen) == [("test_warnings.py", here)]
