@@ -20,16 +20,14 @@ from torch import nn
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import layer_weights, matches
 from growprune.masks.partition import Partition
+from growprune.masks.partition_kinds import parse_partition
 from growprune.methods import find_method
 from growprune.plan import By, Plan, walk
-from growprune.plan.lengths import ROUNDS, SEARCH, often_enough
+from growprune.plan.lengths import PARTS, fill_lengths, plan_length
 from growprune.plan.settings import check_counts, check_sparsity
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
 from growprune.storage import parse_storage
-
-PARTS = 4
-"""How many parts a model is cut into if nobody says; fewer, if it has fewer layers."""
 
 
 @dataclass(frozen=True)
@@ -131,62 +129,36 @@ class Settings:
         return (self.keep_dense,) if isinstance(self.keep_dense, str) else tuple(self.keep_dense)
 
     def _cut(self, model: nn.Module, keep_dense: Sequence[str]) -> Partition:
-        kind: Any = self.partition or getattr(self.make_plan, "partition", "contiguous")
-        if isinstance(kind, Partition):
-            return kind
-        if not isinstance(kind, str):
-            return Partition.of(model, kind)
-        if kind == "per_layer":
-            return Partition.per_layer(model, keep_dense=keep_dense, include=self.include)
-        if kind not in ("contiguous", "balanced"):
-            raise GrowpruneError(
-                f"partition is {kind!r}, but must be contiguous, balanced, per_layer, a list of lists of names, or a "
-                f"Partition"
-            )
-        cut = Partition.balanced if kind == "balanced" else Partition.contiguous
+        wanted: Any = self.partition or getattr(self.make_plan, "partition", "contiguous")
+        if isinstance(wanted, Partition):
+            return wanted
+        if not isinstance(wanted, str):
+            return Partition.of(model, wanted)
         layers = Partition.per_layer(model, keep_dense=keep_dense, include=self.include)
-        return cut(model, self.kappa or min(PARTS, len(layers)), keep_dense=keep_dense, include=self.include)
-
-    # How long phases are
+        config = parse_partition(wanted, kappa=self.kappa or min(PARTS, len(layers)))
+        return config.cut(model, keep_dense=keep_dense, include=self.include)
 
     def resolved(
         self, num_parts: int, iterations: int, iterations_per_epoch: int | None
     ) -> tuple[dict[str, Any], int | None]:
-        """The method's options, and how many iterations its epochs have.
+        """Return the method's options, and the iterations of its epochs.
 
-        What the user did not say of lengths is filled in so that the plan takes the whole training. If the user told
-        none in epochs, a method whose phases are told in epochs gets them in iterations.
+        Lengths that the user left out are filled in so that the plan takes the whole training. If the user gave none in
+        epochs, a method whose phases have epochs gets epochs of one iteration.
         """
         taken = inspect.signature(self.make_plan).parameters
         shared = {"sparsity": self.sparsity, "kappa": self.kappa or min(PARTS, num_parts), "seed": self.seed}
         options = {name: value for name, value in shared.items() if name in taken} | dict(self.options)
-        per_epoch = self.iterations_per_epoch or iterations_per_epoch
-        if "iterations" in taken:
-            return {"iterations": iterations, **often_enough(self.make_plan, iterations)} | options, per_epoch
-        is_in_epochs = bool({"epochs", "finetune"} & set(self.options))
-        if is_in_epochs and per_epoch is None:
-            raise GrowpruneError(
-                f"the trainer cannot tell how many steps an epoch has, but {self.name} is given epochs: give "
-                f"iterations_per_epoch too"
-            )
-        unit = per_epoch if is_in_epochs and per_epoch else 1
-        return self._spent(options, set(taken), num_parts, iterations // unit), unit
-
-    def _spent(self, options: dict[str, Any], taken: set[str], num_parts: int, total: int) -> dict[str, Any]:
-        """Options of a method whose phases are told in epochs, that add up to so many."""
-        if "finetune" not in taken:
-            return {"epochs": total} | options if "epochs" in taken else options
-        check_counts(0, **{name: options[name] for name in ("steps", "epochs", "finetune") if name in options})
-        finetune = options.get("finetune")
-        if "steps" not in taken:
-            before = total // 2 if finetune is None else total - finetune
-            options = {"epochs": max(0, before)} | options
-            return {"finetune": max(0, total - options["epochs"])} | options
-        kappa = options.get("kappa", num_parts)
-        steps = options.get("steps", kappa * (ROUNDS if total > ROUNDS * kappa / SEARCH else 1))
-        search = round(SEARCH * total) if finetune is None else total - finetune
-        epochs = options.get("epochs", max(1, search // max(1, steps)))
-        return {"steps": steps, "epochs": epochs, "finetune": max(0, total - steps * epochs)} | options
+        per_epoch, unit = self.iterations_per_epoch or iterations_per_epoch, 1
+        if "iterations" not in taken and {"epochs", "finetune"} & self.options.keys():
+            if per_epoch is None:
+                raise GrowpruneError(
+                    f"the trainer cannot tell how many steps an epoch has, but {self.name} is given epochs: give "
+                    f"iterations_per_epoch too"
+                )
+            unit = per_epoch
+        lengths = fill_lengths(self.make_plan, options, iterations // unit, parts=num_parts)
+        return lengths | options, per_epoch if "iterations" in taken else unit
 
     def _check_plan(self, plan: Plan) -> None:
         """Refuse plans that a single trainer cannot carry out."""
@@ -201,7 +173,7 @@ class Settings:
         self, plan: Plan, options: dict[str, Any], iterations: int, per_epoch: int | None, remedy: Callable[[int], str]
     ) -> None:
         """Refuse a plan that is not over when the trainer is, or goes on after it."""
-        length = sum(scheduled.phase.num_iterations(per_epoch or 0) for scheduled in walk(plan))
+        length = plan_length(plan, per_epoch or 0)
         if length != iterations:
             told = ", ".join(
                 f"{k}={v}" for k, v in options.items() if k in ("iterations", "steps", "epochs", "finetune")
