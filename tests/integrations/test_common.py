@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from growprune import Cursor, GrowpruneError, Partition, SparseModel, methods
+from growprune.integrations.averages import Copies
+from growprune.integrations.callback import Figures
 from growprune.integrations.common import Settings, heads
-from growprune.integrations.copies import Copies
-from growprune.integrations.figures import Figures
 from growprune.methods import METHODS
 
 BY_ONE_TRAINER = sorted(METHODS.keys() - {"parallel_gap", "parallel_gradual_gap", "snip", "grasp"})

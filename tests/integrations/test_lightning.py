@@ -168,12 +168,12 @@ def test_a_checkpoint_of_other_settings_or_lengths_is_refused(tmp_path: Path) ->
     fit(tmp_path, GrowPrune(kappa=2, every=2), callbacks=[every(tmp_path, 5)])
     with pytest.raises(GrowpruneError, match="trained with storage='masked', but GrowPrune has storage='compact'"):
         fit(tmp_path, GrowPrune(kappa=2, storage="compact", every=2), ckpt=tmp_path / "step=5.ckpt")
-    with pytest.raises(GrowpruneError, match=r"trained with sparsity=0.9, but GrowPrune has sparsity=0.8: go on"):
+    with pytest.raises(GrowpruneError, match=r"trained with sparsity=0.9, but GrowPrune has sparsity=0.8: resume"):
         fit(tmp_path, GrowPrune(kappa=2, sparsity=0.8, every=2), ckpt=tmp_path / "step=5.ckpt")
     with pytest.raises(GrowpruneError, match=r"has 18 optimizer steps, but the trainer makes 24: set .*max_epochs=3\)"):
         fit(tmp_path, GrowPrune(kappa=2, every=2), ckpt=tmp_path / "step=5.ckpt", max_epochs=4)
     with pytest.raises(
-        GrowpruneError, match=r"another plan than gradual_gap has .*: give GrowPrune the method, its opti"
+        GrowpruneError, match=r"another plan than gradual_gap has .*: give GrowPrune the same method, opti"
     ):
         fit(tmp_path, GrowPrune(kappa=2, every=3), ckpt=tmp_path / "step=5.ckpt")
 

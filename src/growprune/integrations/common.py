@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, distributed, nn
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import layer_weights, matches
@@ -78,6 +78,12 @@ class Settings:
         """The method's name, for messages."""
         return str(getattr(self.method, "__name__", self.method))
 
+    def to_save(self) -> dict[str, Any]:
+        """The settings that a checkpoint can only be resumed with, as plain values."""
+        allocation = self.allocation or getattr(self.make_plan, "allocation", "uniform")
+        others = {name: getattr(self, name) for name in ("sparsity", "pattern", "seed", "storage")}
+        return {"method": self.name, "allocation": allocation, **others}
+
     def cursor(
         self,
         model: nn.Module,
@@ -106,16 +112,16 @@ class Settings:
         self._check_plan(plan)
         self._check_length(plan, options, iterations, per_epoch, remedy)
         sparse = self._make_sparse(model, options.get("sparsity", 0.0), kept) if sparse is None else sparse
+        share_gradients(sparse)
         look = None if score is None else functools.partial(score, sparse)
         return Cursor(sparse, plan, iterations_per_epoch=per_epoch, accumulate=accumulate, score=look)
 
     def _make_sparse(self, model: nn.Module, sparsity: float, kept: Sequence[str]) -> SparseModel:
         """Make a model sparse: to the plan's sparsity, which is 0 for the dense reference."""
-        usual = getattr(self.make_plan, "allocation", "uniform")
         return SparseModel(
             model,
             sparsity=sparsity,
-            allocation=self.allocation or usual,
+            allocation=self.to_save()["allocation"],
             pattern=self.pattern,
             keep_dense=kept,
             include=self.include,
@@ -184,31 +190,25 @@ class Settings:
             )
 
 
-def check_place(callback: object, settings: Settings, cursor: Cursor, state: Mapping[str, Any]) -> None:
-    """Raise if a checkpoint is not of the plan that a callback was told of."""
-    if not cursor.is_place(state):
-        raise GrowpruneError(
-            f"the checkpoint is of another plan than {settings.name} has with these settings, by its phase "
-            f"{state['position']}: give {type(callback).__name__} the method, its options, kappa, partition, "
-            f"keep_dense and include of then"
-        )
-
-
-def begun(callback: object, cursor: Cursor | None) -> Cursor:
-    """The cursor of a callback; refused before there is one."""
-    if cursor is None:
-        raise GrowpruneError(
-            f"{type(callback).__name__} has no model yet: it gets one when the trainer begins to train with it"
-        )
-    return cursor
-
-
 def _options_of(method: Callable[..., Plan]) -> list[str]:
     """What a method takes beside the partition and what all are told."""
     return [name for name in list(inspect.signature(method).parameters)[1:] if name not in ("sparsity", "kappa")]
 
 
-# What stays dense
+def share_gradients(sparse: SparseModel) -> None:
+    """Let edits by gradient see the gradients of all processes, so that all choose the same weights."""
+    if num_processes() > 1 and sparse.ranks is None:  # those of a sharded model are summed already
+        sparse.gradients.add_up = _summed
+
+
+def num_processes() -> int:
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _summed(tensor: Tensor) -> Tensor:
+    total = tensor.to_dense().contiguous().clone() if tensor.is_sparse else tensor.contiguous().clone()
+    distributed.all_reduce(total)
+    return total
 
 
 def heads(model: nn.Module) -> tuple[str, ...]:
