@@ -59,7 +59,7 @@ def test_lengths_that_are_not_given_are_filled_in(options: dict[str, int], expec
 def test_a_partition_is_the_methods_own_or_the_one_that_is_asked_for(partition: object, sizes: tuple[int, ...]) -> None:
     settings = Settings("cyclic_gap", 0.75, kappa=3, partition=partition)  # type: ignore[arg-type]
     model = make_model()
-    assert settings._cut(model, heads(model)).sizes == sizes
+    assert settings.cut(model).sizes == sizes
 
 
 def test_the_last_layer_of_a_model_stays_dense() -> None:

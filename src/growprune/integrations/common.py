@@ -105,25 +105,24 @@ class Settings:
             score: called where the first edit looks at gradients; calls `sparse.score`, while `looking`.
             sparse: the sparse model, if it was made before.
         """
-        kept = self._kept_dense(model)
-        parts = self._cut(model, kept)
+        parts = self.cut(model)
         options, per_epoch = self.resolved(len(parts), iterations, iterations_per_epoch)
         plan = self.make_plan(parts, **options)
         self._check_plan(plan)
         self._check_length(plan, options, iterations, per_epoch, remedy)
-        sparse = self._make_sparse(model, options.get("sparsity", 0.0), kept) if sparse is None else sparse
+        sparse = self._make_sparse(model, options.get("sparsity", 0.0)) if sparse is None else sparse
         share_gradients(sparse)
         look = None if score is None else functools.partial(score, sparse)
         return Cursor(sparse, plan, iterations_per_epoch=per_epoch, accumulate=accumulate, score=look)
 
-    def _make_sparse(self, model: nn.Module, sparsity: float, kept: Sequence[str]) -> SparseModel:
+    def _make_sparse(self, model: nn.Module, sparsity: float) -> SparseModel:
         """Make a model sparse: to the plan's sparsity, which is 0 for the dense reference."""
         return SparseModel(
             model,
             sparsity=sparsity,
             allocation=self.to_save()["allocation"],
             pattern=self.pattern,
-            keep_dense=kept,
+            keep_dense=self._kept_dense(model),
             include=self.include,
             seed=self.seed,
             storage=self.storage,
@@ -134,7 +133,9 @@ class Settings:
             return heads(model)
         return (self.keep_dense,) if isinstance(self.keep_dense, str) else tuple(self.keep_dense)
 
-    def _cut(self, model: nn.Module, keep_dense: Sequence[str]) -> Partition:
+    def cut(self, model: nn.Module) -> Partition:
+        """Cut a model into the parts that grow in turn."""
+        keep_dense = self._kept_dense(model)
         wanted: Any = self.partition or getattr(self.make_plan, "partition", "contiguous")
         if isinstance(wanted, Partition):
             return wanted
