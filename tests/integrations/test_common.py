@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from toy import Toy, cyclic
 
-from growprune import Cursor, GrowpruneError, Partition, SparseModel, methods
+from growprune import Cursor, GrowpruneError, Partition, SparseModel, contiguous, methods
+from growprune.compare.budget import spend
 from growprune.integrations.averages import Copies
 from growprune.integrations.callback import Figures
 from growprune.integrations.common import Settings, heads
@@ -46,6 +49,14 @@ def test_lengths_that_are_not_given_are_filled_in(options: dict[str, int], expec
     assert per_epoch == (12 if "epochs" in options or "finetune" in options else 1)
 
 
+@pytest.mark.parametrize(("total", "lengths"), [(60, (8, 3, 36)), (20, (8, 1, 12)), (19, (4, 2, 11)), (8, (4, 1, 4))])
+def test_lengths_are_those_of_a_comparison_of_as_many_epochs(total: int, lengths: tuple[int, ...]) -> None:
+    filled, _ = Settings("cyclic_gap", 0.75).resolved(4, total, None)
+    recipe = replace(cyclic(), method=METHODS["cyclic_gap"], options={}, partition=contiguous(4), task=Toy(depth=5))
+    assert tuple(filled[name] for name in ("steps", "epochs", "finetune")) == lengths
+    assert tuple(spend(recipe, total, 4).options.values()) == lengths
+
+
 @pytest.mark.parametrize(
     ("partition", "sizes"),
     [
@@ -53,6 +64,7 @@ def test_lengths_that_are_not_given_are_filled_in(options: dict[str, int], expec
         ("contiguous", (192, 192, 64)),
         ("balanced", (192, 128, 128)),
         ("per_layer", (64,) * 7),
+        (contiguous(2), (256, 192)),
         ([["0", "1"], ["2", "3", "4", "5", "6", "7"]], (128, 384)),
     ],
 )

@@ -15,7 +15,9 @@ from growprune.errors import GrowpruneError
 from growprune.integrations.averages import Copies
 from growprune.integrations.common import Settings, num_processes
 from growprune.masks.partition import Partition
+from growprune.masks.partition_kinds import PartitionConfig
 from growprune.plan import By, Plan
+from growprune.plan.settings import check_state
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
 
@@ -37,7 +39,7 @@ class SparseCallback:
         pattern: str = "unstructured",
         keep_dense: str | Sequence[str] = "auto",
         include: Sequence[str] = (),
-        partition: str | Partition | Sequence[Sequence[str]] | None = None,
+        partition: str | Partition | PartitionConfig | Sequence[Sequence[str]] | None = None,
         seed: int = 0,
         iterations_per_epoch: int | None = None,
         log_layers: bool = False,
@@ -96,6 +98,7 @@ class SparseCallback:
 
     def _check_settings(self, saved: Mapping[str, Any]) -> None:
         """Raise if the state of a checkpoint was written with other settings."""
+        check_state(saved, "settings", "lengths", "sparse", "cursor")
         mine = self.settings.to_save()
         for name, value in saved["settings"].items():
             if value != mine[name]:

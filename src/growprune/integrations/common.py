@@ -20,7 +20,7 @@ from torch import Tensor, distributed, nn
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import layer_weights, matches
 from growprune.masks.partition import Partition
-from growprune.masks.partition_kinds import parse_partition
+from growprune.masks.partition_kinds import PartitionConfig, parse_partition
 from growprune.methods import find_method
 from growprune.plan import By, Plan, walk
 from growprune.plan.lengths import PARTS, fill_lengths, plan_length
@@ -38,7 +38,7 @@ class Settings:
         method: a name in `growprune.methods.METHODS`, or a method of one's own.
         kappa: how many parts the model is cut into; 4 if not given, or as many as it has layers, if these are fewer.
         allocation, partition: what the method is meant for, if not given. A partition is "contiguous", "balanced",
-            "per_layer", a list of lists of names, or a `Partition`.
+            "per_layer", a value such as `growprune.balanced(4)`, a list of lists of names, or a `Partition`.
         keep_dense: names or globs, or "auto" for `heads(model)`.
         iterations_per_epoch: how many optimizer steps an epoch of the plan has; those of the trainer's if not given.
         options: the method's own.
@@ -52,7 +52,7 @@ class Settings:
     pattern: str = "unstructured"
     keep_dense: str | Sequence[str] = "auto"
     include: Sequence[str] = ()
-    partition: str | Partition | Sequence[Sequence[str]] | None = None
+    partition: str | Partition | PartitionConfig | Sequence[Sequence[str]] | None = None
     seed: int = 0
     iterations_per_epoch: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -139,11 +139,12 @@ class Settings:
         wanted: Any = self.partition or getattr(self.make_plan, "partition", "contiguous")
         if isinstance(wanted, Partition):
             return wanted
-        if not isinstance(wanted, str):
-            return Partition.of(model, wanted)
-        layers = Partition.per_layer(model, keep_dense=keep_dense, include=self.include)
-        config = parse_partition(wanted, kappa=self.kappa or min(PARTS, len(layers)))
-        return config.cut(model, keep_dense=keep_dense, include=self.include)
+        if isinstance(wanted, str):
+            layers = Partition.per_layer(model, keep_dense=keep_dense, include=self.include)
+            wanted = parse_partition(wanted, kappa=self.kappa or min(PARTS, len(layers)))
+        if isinstance(wanted, PartitionConfig):
+            return wanted.cut(model, keep_dense=keep_dense, include=self.include)
+        return Partition.of(model, wanted)
 
     def resolved(
         self, num_parts: int, iterations: int, iterations_per_epoch: int | None

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from growprune.engine.rng import rng_state, set_rng_state
 from growprune.errors import GrowpruneError, warn
 from growprune.integrations.callback import Figures, SparseCallback, looking
 from growprune.plan import By
@@ -115,7 +114,7 @@ class GrowPrune(SparseCallback, Callback):
         self._is_unbegun = checkpoint["global_step"] == 0
         state = checkpoint["callbacks"].get(self.state_key)
         if state and sharded.is_sharding(trainer) and trainer.state.fn == "fit":
-            sharded.set_own_random_numbers(trainer, state["rng"])  # on_fit_start came before
+            sharded.set_random_numbers(trainer, state["rng"])  # on_fit_start came before
         if state is not None and self._cursor is None and trainer.state.fn == "fit":
             self._check_settings(state)
             self._lengths = state["lengths"]
@@ -138,7 +137,8 @@ class GrowPrune(SparseCallback, Callback):
         if not sharded.is_sharding(trainer):
             self._check_loaded(trainer)
         self._schedules = Schedules.of(trainer)
-        self._set_random_numbers(trainer)
+        if self._loaded is not None:
+            sharded.set_random_numbers(trainer, self._loaded["rng"])
 
     def _check_loaded(self, trainer: Trainer) -> None:
         if trainer.ckpt_path is not None and self._loaded is None and not self._is_unbegun:
@@ -146,15 +146,6 @@ class GrowPrune(SparseCallback, Callback):
                 f"{trainer.ckpt_path} has no state of GrowPrune, so it cannot be gone on with: to start from its "
                 f"weights, load them into the module, and fit without ckpt_path"
             )
-
-    def _set_random_numbers(self, trainer: Trainer) -> None:
-        """Go on with the random numbers of the checkpoint; of replicas, only those of the first are known."""
-        if self._loaded is None:
-            return
-        if sharded.is_sharding(trainer):
-            sharded.set_own_random_numbers(trainer, self._loaded["rng"])
-        elif trainer.world_size == 1:
-            set_rng_state(self._loaded["rng"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Everything is loaded: begin the plan, or go on with it."""
@@ -172,7 +163,7 @@ class GrowPrune(SparseCallback, Callback):
         for checkpoint in of_trainer.monitoring(trainer):
             vars(checkpoint)["check_monitor_top_k"] = functools.partial(self._is_best, checkpoint)
         if self._loaded is not None and self._loaded["is_mid_epoch"]:
-            self._set_random_numbers(trainer)  # the loader's iterator, made again, has drawn one
+            sharded.set_random_numbers(trainer, self._loaded["rng"])  # the loader's iterator, made again, drew one
         self._loaded = None
 
     @property
@@ -293,8 +284,8 @@ class GrowPrune(SparseCallback, Callback):
         """Add the random numbers, which Lightning does not keep."""
         del pl_module
         if self._cursor is not None:
-            random = sharded.all_random_numbers(trainer) if sharded.is_sharding(trainer) else rng_state()
-            checkpoint["callbacks"][self.state_key] |= {"rng": random, "is_mid_epoch": not trainer.is_last_batch}
+            state = {"rng": sharded.random_numbers(trainer), "is_mid_epoch": not trainer.is_last_batch}
+            checkpoint["callbacks"][self.state_key] |= state
 
     # After training
 

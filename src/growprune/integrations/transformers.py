@@ -88,14 +88,19 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         """A checkpoint is about to be loaded, whose live weights may be others: its masks follow (`_go_on`)."""
         self.is_training = False  # if a training broke off, it is not gone on with where it stood
         if self._cursor is not None and self.settings.storage == "compact":
-            read_state(Path(folder), MISSING)  # which is refused before anything is changed
+            self._read(folder)  # which is refused before anything is changed
             self.sparse.grow()
+
+    def _read(self, folder: str | Path) -> dict[str, Any]:
+        saved = read_state(Path(folder), MISSING)
+        self._check_settings(saved)
+        return saved
 
     def _make_fitting(self, trainer: Any, folder: str | Path, *_: Any, **__: Any) -> None:
         """A checkpoint is about to be loaded into a sharded model and its optimizer: give them its live weights."""
         model = sharded.plain(trainer.model)
         self._refuse(trainer, model)
-        saved = read_state(Path(folder), MISSING)
+        saved = self._read(folder)
         if self._cursor is None:
             self._lengths = saved["lengths"]
             self._cursor = self._make_cursor(model, trainer, None)  # it looks at no batches: its plan has begun
@@ -108,7 +113,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         trainer, folder = of_trainer.running_trainer()
         model, optimizer = sharded.plain(kwargs["model"]), kwargs["optimizer"]
         self._refuse(trainer, model)
-        saved = None if folder is None else read_state(Path(folder), MISSING)
+        saved = None if folder is None else self._read(folder)
         self._prepare_second_try(trainer, saved)
         if self._cursor is None or (saved is None and self._before is not None):
             loader = kwargs["train_dataloader"]
@@ -244,7 +249,6 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
             sharded.agree_on_the_best(args, state)
 
     def _check_alike(self, saved: dict[str, Any], max_steps: int) -> None:
-        self._check_settings(saved)
         self._check_place(saved)
         if not saved["cursor"]["is_over"] and saved["lengths"][0] != max_steps:
             raise GrowpruneError(
