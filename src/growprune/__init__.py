@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from growprune.deployment.saving import load_deployed
     from growprune.engine import resume, train
     from growprune.engine.optim import LRSchedule, OptimizerConfig
-    from growprune.engine.partitions import balanced, contiguous, named, per_layer
     from growprune.engine.recipe import Recipe
     from growprune.errors import GrowpruneError
     from growprune.files.pretrained import from_pretrained, save_pretrained
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from growprune.files.sparse_file import load, manifest, read, save
     from growprune.masks.layers import register_layer
     from growprune.masks.partition import Partition
+    from growprune.masks.partition_kinds import balanced, contiguous, named, per_layer
     from growprune.plan import Branch, By, Fork, Part, Phase, Plan, Spread, grow, method, prune
     from growprune.sparse.cursor import Cursor
     from growprune.sparse.flops import count_flops
@@ -41,7 +41,7 @@ _HOMES = {
     "growprune.engine": ("resume", "train"),
     "growprune.errors": ("GrowpruneError",),
     "growprune.engine.optim": ("LRSchedule", "OptimizerConfig"),
-    "growprune.engine.partitions": ("balanced", "contiguous", "named", "per_layer"),
+    "growprune.masks.partition_kinds": ("balanced", "contiguous", "named", "per_layer"),
     "growprune.engine.recipe": ("Recipe",),
     "growprune.files.sparse_file": ("load", "manifest", "read", "save"),
     "growprune.sparse.flops": ("count_flops",),

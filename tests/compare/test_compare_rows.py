@@ -17,8 +17,8 @@ from growprune.compare import Request
 from growprune.compare.budget import Budget, _nearest, cut_as_usual, num_epochs, spend
 from growprune.compare.rows import Row, parse_rows
 from growprune.engine.cost import estimate
-from growprune.engine.partitions import balanced, contiguous, per_layer
 from growprune.engine.recipe import Recipe
+from growprune.masks.partition_kinds import balanced, contiguous, per_layer
 from growprune.methods import METHODS
 from growprune.recipes.digits import tiny
 

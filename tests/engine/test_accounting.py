@@ -14,8 +14,8 @@ import growprune as gp
 from growprune import engine, methods
 from growprune.engine import checkpoint
 from growprune.engine.cost import estimate
-from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe
+from growprune.masks.partition_kinds import contiguous
 
 FIGURES = ("training_flops", "training_iterations", "training_examples", "peak_alive", "average_alive")
 

@@ -29,8 +29,8 @@ from growprune import engine, methods
 from growprune.engine.batch_split import split
 from growprune.engine.folder import OtherLogs, RunFolder
 from growprune.engine.mesh import Mesh
-from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe
+from growprune.masks.partition_kinds import contiguous
 
 
 def member(rank: int, world: int, port: int, recipe: Recipe, folder: Path, errors: Any) -> None:

@@ -16,9 +16,9 @@ from toy import Toy, cyclic, parallel
 from growprune import SparseModel, engine, methods
 from growprune.engine.exploration import Exploration, pack_masks
 from growprune.engine.folder import RunFolder
-from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
+from growprune.masks.partition_kinds import contiguous
 from growprune.plan import Branch, Fork, Parts, Phase, Stage, grow, method, prune, walk
 
 FIGURES = ("stage", "branch", "epoch", "explored", "churn")

@@ -13,9 +13,9 @@ from toy import cyclic, parallel
 import growprune as gp
 from growprune import GrowpruneError, methods
 from growprune.engine.override import override, parse_settings
-from growprune.engine.partitions import contiguous, per_layer
 from growprune.engine.recipe import own_options
 from growprune.engine.source import load
+from growprune.masks.partition_kinds import contiguous, per_layer
 from growprune.recipes import find
 from growprune.recipes.study import total_epochs
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from toy import Toy, cyclic
 
-from growprune import Cursor, GrowpruneError, Partition, SparseModel, methods
+from growprune import Cursor, GrowpruneError, Partition, SparseModel, contiguous, methods
+from growprune.compare.budget import spend
+from growprune.integrations.averages import Copies
+from growprune.integrations.callback import Figures
 from growprune.integrations.common import Settings, heads
-from growprune.integrations.copies import Copies
-from growprune.integrations.figures import Figures
 from growprune.methods import METHODS
 
 BY_ONE_TRAINER = sorted(METHODS.keys() - {"parallel_gap", "parallel_gradual_gap", "snip", "grasp"})
@@ -46,6 +49,14 @@ def test_lengths_that_are_not_given_are_filled_in(options: dict[str, int], expec
     assert per_epoch == (12 if "epochs" in options or "finetune" in options else 1)
 
 
+@pytest.mark.parametrize(("total", "lengths"), [(60, (8, 3, 36)), (20, (8, 1, 12)), (19, (4, 2, 11)), (8, (4, 1, 4))])
+def test_lengths_are_those_of_a_comparison_of_as_many_epochs(total: int, lengths: tuple[int, ...]) -> None:
+    filled, _ = Settings("cyclic_gap", 0.75).resolved(4, total, None)
+    recipe = replace(cyclic(), method=METHODS["cyclic_gap"], options={}, partition=contiguous(4), task=Toy(depth=5))
+    assert tuple(filled[name] for name in ("steps", "epochs", "finetune")) == lengths
+    assert tuple(spend(recipe, total, 4).options.values()) == lengths
+
+
 @pytest.mark.parametrize(
     ("partition", "sizes"),
     [
@@ -53,13 +64,14 @@ def test_lengths_that_are_not_given_are_filled_in(options: dict[str, int], expec
         ("contiguous", (192, 192, 64)),
         ("balanced", (192, 128, 128)),
         ("per_layer", (64,) * 7),
+        (contiguous(2), (256, 192)),
         ([["0", "1"], ["2", "3", "4", "5", "6", "7"]], (128, 384)),
     ],
 )
 def test_a_partition_is_the_methods_own_or_the_one_that_is_asked_for(partition: object, sizes: tuple[int, ...]) -> None:
     settings = Settings("cyclic_gap", 0.75, kappa=3, partition=partition)  # type: ignore[arg-type]
     model = make_model()
-    assert settings._cut(model, heads(model)).sizes == sizes
+    assert settings.cut(model).sizes == sizes
 
 
 def test_the_last_layer_of_a_model_stays_dense() -> None:

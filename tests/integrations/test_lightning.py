@@ -168,12 +168,12 @@ def test_a_checkpoint_of_other_settings_or_lengths_is_refused(tmp_path: Path) ->
     fit(tmp_path, GrowPrune(kappa=2, every=2), callbacks=[every(tmp_path, 5)])
     with pytest.raises(GrowpruneError, match="trained with storage='masked', but GrowPrune has storage='compact'"):
         fit(tmp_path, GrowPrune(kappa=2, storage="compact", every=2), ckpt=tmp_path / "step=5.ckpt")
-    with pytest.raises(GrowpruneError, match=r"trained with sparsity=0.9, but GrowPrune has sparsity=0.8: go on"):
+    with pytest.raises(GrowpruneError, match=r"trained with sparsity=0.9, but GrowPrune has sparsity=0.8: resume"):
         fit(tmp_path, GrowPrune(kappa=2, sparsity=0.8, every=2), ckpt=tmp_path / "step=5.ckpt")
     with pytest.raises(GrowpruneError, match=r"has 18 optimizer steps, but the trainer makes 24: set .*max_epochs=3\)"):
         fit(tmp_path, GrowPrune(kappa=2, every=2), ckpt=tmp_path / "step=5.ckpt", max_epochs=4)
     with pytest.raises(
-        GrowpruneError, match=r"another plan than gradual_gap has .*: give GrowPrune the method, its opti"
+        GrowpruneError, match=r"another plan than gradual_gap has .*: give GrowPrune the same method, opti"
     ):
         fit(tmp_path, GrowPrune(kappa=2, every=3), ckpt=tmp_path / "step=5.ckpt")
 
@@ -381,7 +381,7 @@ def test_a_compiled_module_trains_to_the_same_masks(tmp_path: Path) -> None:
         torch.manual_seed(0)
         module = Module(nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4)))
         callback = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2)
-        fit(tmp_path, callback, torch.compile(module, backend="aot_eager") if is_compiled else module)
+        fit(tmp_path, callback, torch.compile(module, backend="eager") if is_compiled else module)
         assert zeros(module, callback) == 1728
         return module
 
@@ -500,14 +500,14 @@ def test_a_callback_is_for_one_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_another_module_is_validated_by_the_same_trainer(storage: str, tmp_path: Path) -> None:
     callback = GrowPrune("rigl", kappa=2, every=3, storage=storage)
-    module = fit(tmp_path, callback, callbacks=[every(tmp_path, 4)])
+    module = fit(tmp_path, callback, callbacks=[every(tmp_path, 4)], limit_val_batches=0)
     trainer, first, data = module.trainer, str(tmp_path / "step=4.ckpt"), Loader()
     masks, weights = callback.sparse.masks, {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    callback._num_edits_validated = -1
+    module.trainer.limit_val_batches = 1
     other = Module.load_from_checkpoint(first)
     trainer.validate(other, data, verbose=False)
     trainer.validate(Module(), data, ckpt_path=first, verbose=False)  # whose masks are not those of the trained module
-    assert callback._num_edits_validated == -1 and callback.cursor.is_over
+    assert callback.state_dict()["num_edits_validated"] == -1 and callback.cursor.is_over
     assert all(torch.equal(mask, callback.sparse.mask(name)) for name, mask in masks.items())
     assert all(torch.equal(weights[name], tensor) for name, tensor in module.state_dict().items())
     with pytest.raises(GrowpruneError, match="has trained another module already"):

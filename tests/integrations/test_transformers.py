@@ -37,17 +37,13 @@ class Noting(hf.TrainerCallback):
 
 @pytest.mark.parametrize(
     ("name", "method", "storage"),
-    [  # each kind of model in each storage, and so each method
-        ("bert", "cyclic_gap", "masked"),
-        ("bert", "rigl", "compact"),
-        ("gpt2", "gradual_gap", "masked"),
+    [  # each method in each storage; mixtral, whose experts the Trainer does not load, in both
+        ("bert", "gradual_gap", "masked"),
         ("gpt2", "cyclic_gap", "compact"),
         ("llama", "rigl", "masked"),
-        ("llama", "gradual_gap", "compact"),
         ("mixtral", "cyclic_gap", "masked"),
         ("mixtral", "rigl", "compact"),
-        ("vit", "gradual_gap", "masked"),
-        ("vit", "cyclic_gap", "compact"),
+        ("vit", "gradual_gap", "compact"),
     ],
 )
 def test_a_training_ends_at_its_count_is_saved_and_resumes_to_the_same_bits(

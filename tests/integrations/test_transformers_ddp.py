@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch._dynamo  # which the first step of an optimizer would import
+from replicas import on_two_processes
 from transformers_cases import train
 
-import forked
 from growprune import GrowpruneError
 
 
-def replica(rank: int, port: int, folder: Path, results: Any) -> None:
-    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
-    os.environ.update({name: str(value) for name, value in there.items()})
-    torch.set_num_threads(1)
+def replica(folder: Path) -> dict[Any, Any]:
     args = {"ddp_backend": "gloo", "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3}
     args |= {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
     ends = {}
@@ -35,27 +28,14 @@ def replica(rank: int, port: int, folder: Path, results: Any) -> None:
         ends[method, resume] = {name: tensor.numpy() for name, tensor in trainer.model.state_dict().items()}
     with pytest.raises(GrowpruneError, match="storage='compact' does not work in several processes"):
         train(folder, "bert", storage="compact", args=args)
-    results.put((rank, ends))
-    torch.distributed.destroy_process_group()
-
-
-def on_two_processes(folder: Path) -> dict[int, Any]:
-    context = multiprocessing.get_context("fork")  # this runs in a process that has only loaded what it takes
-    results, port = context.Queue(), forked.free_port()
-    processes = [context.Process(target=replica, args=(rank, port, folder, results)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    told = dict(results.get(timeout=100) for _ in processes)
-    for process in processes:
-        process.join()
-    return told
+    return ends
 
 
 @pytest.mark.slow
 def test_two_processes_have_the_same_bits_after_edits_and_when_resumed(
     tmp_path: Path, server: ProcessPoolExecutor
 ) -> None:
-    told = server.submit(on_two_processes, tmp_path).result()
+    told = server.submit(on_two_processes, replica, tmp_path).result()
     for (method, _), end in [*told[0].items(), *told[1].items()]:
         whole = told[0][method, None]
         assert [name for name, array in whole.items() if array.tobytes() != end[name].tobytes()] == []

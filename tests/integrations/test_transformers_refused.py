@@ -164,14 +164,10 @@ def test_a_checkpoint_without_our_state_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "args", "message"),
     [
-        ({"storage": "compact"}, {}, "a training with storage='masked', but storage is 'compact': give what it was"),
-        (
-            {"method": "set_"},
-            {},
-            "of another plan than set_ has with these settings, by its phase 3: give GrowPruneCall",
-        ),
-        ({"every": 3}, {}, "another plan than rigl has .*: give GrowPruneCallback the method, its options, kappa"),
-        ({"keep_dense": []}, {}, "another plan than rigl has .* keep_dense and include of then"),
+        ({"storage": "compact"}, {}, "trained with storage='masked', but GrowPruneCallback has storage='compact': res"),
+        ({"method": "set_"}, {}, "trained with method='rigl', but GrowPruneCallback has method='set_': resume with"),
+        ({"every": 3}, {}, "another plan than rigl has .* by its phase 3: give GrowPruneCallback the same method, opt"),
+        ({"keep_dense": []}, {}, "another plan than rigl has .* keep_dense and include as when the checkpoint was"),
         ({}, {"max_steps": 9}, r"a training of 8 optimizer steps, but the trainer makes 9: set .*max_steps=8"),
     ],
 )

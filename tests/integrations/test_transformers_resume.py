@@ -115,8 +115,7 @@ class Stopping(hf.TrainerCallback):
 
 
 @pytest.mark.filterwarnings("ignore:the training ended at step")
-@pytest.mark.parametrize("storage", ["masked", "compact"])
-@pytest.mark.parametrize("method", ["gradual_gap", "rigl"])
+@pytest.mark.parametrize(("method", "storage"), [("gradual_gap", "masked"), ("rigl", "compact")])
 def test_the_same_trainer_goes_on_and_back_to_older_checkpoints(method: str, storage: str, tmp_path: Path) -> None:
     whole, _ = train(tmp_path / "whole", "gpt2", method, storage=storage)
     callback, stopping = GrowPruneCallback(method, sparsity=0.75, storage=storage), Stopping()

@@ -24,14 +24,11 @@ class Noting(hf.Trainer):
 
 
 @pytest.mark.parametrize(("method", "storage"), [("snip", "masked"), ("snip", "compact"), ("grasp", "masked")])
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_they_end_at_their_count_and_resume_to_the_same_bits(
-    name: str, method: str, storage: str, tmp_path: Path
-) -> None:
+def test_they_end_at_their_count_and_resume_to_the_same_bits(method: str, storage: str, tmp_path: Path) -> None:
     given = {"storage": storage, "allocation": "uniform", "args": {"save_strategy": "steps", "save_steps": 3}}
-    trainer, callback = train(tmp_path, name, method, **given)
+    trainer, callback = train(tmp_path, "bert", method, **given)
     assert callback.sparse is not None and callback.sparse.num_alive * 4 == callback.sparse.num_prunable
-    again, _ = train(tmp_path, name, method, **given, resume=f"{tmp_path}/checkpoint-3")
+    again, _ = train(tmp_path, "bert", method, **given, resume=f"{tmp_path}/checkpoint-3")
     assert_same_bits(again.model, trainer.model)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from growprune.masks.layers import layer_weights
-from growprune.masks.partition import Partition, _cut
+from growprune.masks.partition import Partition
 
 
 class BasicBlock(nn.Module):
@@ -169,6 +169,13 @@ def blocks_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> list[str]
     return [path for path, module in model.named_modules() if kinds and isinstance(module, kinds)]
 
 
+def cut_by_cost(costs: Sequence[float], kappa: int) -> list[int]:
+    """The part of each of some layers that cost this much."""
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in costs))
+    S = Partition.contiguous(model, kappa, weigh={str(i): cost for i, cost in enumerate(costs)})
+    return layer_owners(model, S)
+
+
 def smallest_maximum(costs: Sequence[float], kappa: int) -> float:
     """By brute force, over all ways to cut."""
     cuts = itertools.combinations(range(1, len(costs)), kappa - 1)
@@ -277,7 +284,7 @@ def test_more_parts_than_blocks_split_blocks_down_to_single_layers(name: str) ->
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
 def test_the_dearest_part_is_as_cheap_as_can_be(costs: list[int], data: st.DataObject) -> None:
     kappa = data.draw(st.integers(1, len(costs)))
-    owner = _cut([float(cost) for cost in costs], kappa)
+    owner = cut_by_cost(costs, kappa)
     assert owner == sorted(owner)
     assert set(owner) == set(range(kappa))
     load = [sum(cost for cost, i in zip(costs, owner, strict=True) if i == part) for part in range(kappa)]
@@ -287,7 +294,7 @@ def test_the_dearest_part_is_as_cheap_as_can_be(costs: list[int], data: st.DataO
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=7), st.data())
 def test_fractional_costs_are_balanced_too(costs: list[float], data: st.DataObject) -> None:
     kappa = data.draw(st.integers(1, len(costs)))
-    owner = _cut(costs, kappa)
+    owner = cut_by_cost(costs, kappa)
     load = [sum(cost for cost, i in zip(costs, owner, strict=True) if i == part) for part in range(kappa)]
     assert set(owner) == set(range(kappa))
     assert max(load) == pytest.approx(smallest_maximum(costs, kappa))

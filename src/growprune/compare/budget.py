@@ -1,7 +1,4 @@
-"""Budgets: how many epochs a row trains for, and the options with which its method spends exactly those.
-
-What a method gets goes by the options it takes, so that a new method needs nothing here.
-"""
+"""Budgets: how many epochs a row trains for, and the options with which its method spends exactly those."""
 
 from __future__ import annotations
 
@@ -11,17 +8,16 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from growprune.engine.cost import estimate
-from growprune.engine.partitions import balanced, contiguous, per_layer
 from growprune.engine.recipe import Recipe, own_options
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
-from growprune.plan import Plan, walk
-from growprune.plan.lengths import ROUNDS, SEARCH, often_enough
+from growprune.masks.partition_kinds import parse_partition
+from growprune.plan import Plan
+from growprune.plan.lengths import PARTS, fill_lengths, plan_length
 from growprune.plan.settings import check_counts
 
 KINDS = ("epochs", "flops", "paper")
@@ -99,14 +95,18 @@ def _bracket(price: Callable[[int], int], target: int, least: int, most: int) ->
 
 
 def spend(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> Recipe:
-    """The recipe with the options that make its plan so many epochs long; options it has already stay as they are."""
-    recipe = _with_kappa(recipe, recipe.partition.num_parts or 4)
-    lengths = _lengths(recipe, _parts_of(recipe), epochs, iterations_per_epoch)
+    """Return the recipe with options that make its plan last the epochs; options it has already stay as they are."""
+    recipe = _with_kappa(recipe, recipe.partition.num_parts or PARTS)
+    S = _parts_of(recipe)
+    if "iterations" in own_options(recipe.method):
+        lengths = _in_iterations(recipe, S, epochs, iterations_per_epoch)
+    else:
+        lengths = _in_epochs(recipe, S, epochs)
     return replace(recipe, options={**lengths, **recipe.options})
 
 
 def check_length(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> None:
-    """Raise unless a recipe trains for so many epochs."""
+    """Raise unless a recipe trains for the epochs."""
     total = num_epochs(recipe, iterations_per_epoch)
     if round(total) != epochs:  # branches in iterations may leave a few over
         options = ", ".join(f"{name}={value}" for name, value in recipe.options.items())
@@ -117,7 +117,7 @@ def check_length(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> None
 
 
 def num_epochs(recipe: Recipe, iterations_per_epoch: int) -> float:
-    """Of all phases, and of all branches, as the paper counts them."""
+    """Return the epochs of all phases, those of all branches included, as the paper counts them."""
     return _length(recipe, _parts_of(recipe), iterations_per_epoch)
 
 
@@ -128,75 +128,55 @@ def _parts_of(recipe: Recipe) -> Partition:
 
 
 def cut_as_usual(recipe: Recipe) -> Recipe:
-    """The recipe with the kind of partition that its method is meant for, in as many parts as it has."""
-    kind, parts = getattr(recipe.method, "partition", "contiguous"), recipe.partition.num_parts or 4
-    recipe = _with_kappa(recipe, parts)
-    if kind == "per_layer":
-        return replace(recipe, partition=per_layer())
-    if kind == "balanced":
-        return replace(recipe, partition=balanced(parts))
-    return recipe if recipe.partition.num_parts else replace(recipe, partition=contiguous(parts))
+    """Return the recipe with the kind of partition that its method is meant for, in as many parts as it has."""
+    kind, parts = getattr(recipe.method, "partition", "contiguous"), recipe.partition.num_parts
+    recipe = _with_kappa(recipe, parts or PARTS)
+    if kind == "contiguous" and parts:  # which may be cut by hand
+        return recipe
+    return replace(recipe, partition=parse_partition(kind, kappa=parts or PARTS))
 
 
 def _with_kappa(recipe: Recipe, kappa: int) -> Recipe:
-    """A method that draws its own sets of layers is told how many."""
-    is_asked = "kappa" in own_options(recipe.method) and _is_required(recipe, "kappa")
+    """A method that draws its own sets of layers is given their number."""
+    parameter = inspect.signature(recipe.method).parameters.get("kappa")
+    is_asked = parameter is not None and parameter.default is inspect.Parameter.empty
     return replace(recipe, options={"kappa": kappa, **recipe.options}) if is_asked else recipe
 
 
-def _is_required(recipe: Recipe, name: str) -> bool:
-    return inspect.signature(recipe.method).parameters[name].default is inspect.Parameter.empty
-
-
-def _lengths(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) -> dict[str, Any]:
-    taken, given = own_options(recipe.method), recipe.options
-    if "iterations" in taken:
-        often = often_enough(recipe.method, epochs * per_epoch)
-        is_said = "iterations" in given or "epochs" in given
-        return often if is_said else often | _whole_length(recipe, S, epochs, per_epoch)
-    if "steps" in taken:
-        return _search(recipe, S, epochs)
-    if "finetune" in taken:
-        finetune = given.get("finetune", epochs - given.get("epochs", epochs // 2))
-        return {"epochs": max(0, epochs - finetune), "finetune": max(0, finetune)}
-    return {"epochs": epochs} if "epochs" in taken else {}
-
-
-def _whole_length(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) -> dict[str, int]:
-    """All epochs; of a method whose machines count their own, as many iterations as make about so many in all."""
+def _in_iterations(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) -> dict[str, int]:
+    """All epochs; of a method whose machines count their own, as many iterations as make about that many in all."""
 
     def at(**length: int) -> float:
         return _length(replace(recipe, options={**recipe.options, **length}), S, per_epoch)
 
+    lengths = fill_lengths(recipe.method, recipe.options, epochs * per_epoch, parts=len(S))
+    del lengths["iterations"]
+    if {"iterations", "epochs"} & recipe.options.keys():
+        return lengths
     if at(epochs=epochs) == epochs:
-        return {"epochs": epochs}
+        return lengths | {"epochs": epochs}
     over = bisect.bisect_right(range(epochs * per_epoch), False, key=lambda n: at(iterations=n) > epochs)
     around = [max(1, over - 1), max(1, over)]
-    return {"iterations": min(around, key=lambda n: abs(at(iterations=n) - epochs))}
+    return lengths | {"iterations": min(around, key=lambda n: abs(at(iterations=n) - epochs))}
 
 
-def _search(recipe: Recipe, S: Partition, epochs: int) -> dict[str, int]:
-    """K steps of T epochs, then T' of fine-tuning: two rounds if there is time, else one."""
-    given = recipe.options
-    once = replace(recipe, options={**given, "steps": 1, "epochs": 1, "finetune": 0})
-    width = round(_length(once, S, 1))  # how many branches a step has
-    of_round = max(1, given.get("kappa", len(S)) // max(1, width))
-    rounds = ROUNDS if ROUNDS * of_round * width <= SEARCH * epochs else 1
-    steps = given.get("steps", rounds * of_round)
-    search = epochs - given["finetune"] if "finetune" in given else round(SEARCH * epochs)
-    length = given.get("epochs", max(1, search // (steps * width)))
-    finetune = epochs - steps * width * length
-    if finetune < 0:
+def _in_epochs(recipe: Recipe, S: Partition, epochs: int) -> dict[str, int]:
+    branches = 1
+    if "steps" in own_options(recipe.method):
+        step = {"steps": 1, "epochs": 1, "finetune": 0}
+        branches = round(_length(replace(recipe, options={**recipe.options, **step}), S, 1))
+    lengths = fill_lengths(recipe.method, recipe.options, epochs, parts=len(S), branches=branches)
+    needed = lengths.get("steps", 0) * branches * lengths.get("epochs", 0)
+    if needed > epochs:
         raise GrowpruneError(
-            f"{recipe.method.__name__} needs {steps * width * length} epochs for {steps} steps, but the budget is "
-            f"{epochs}: give more --epochs, or fewer parts with --set partition=contiguous(2)"
+            f"{recipe.method.__name__} needs {needed} epochs for {lengths['steps']} steps, but the budget is {epochs}: "
+            f"give more --epochs, or fewer parts with --set partition=contiguous(2)"
         )
-    return {"steps": steps, "epochs": length, "finetune": finetune}
+    return lengths
 
 
 def _length(recipe: Recipe, S: Partition, per_epoch: int) -> float:
-    plan = recipe.plan_over(S, per_epoch)
-    return sum(scheduled.phase.num_iterations(per_epoch) for scheduled in walk(plan)) / per_epoch
+    return plan_length(recipe.plan_over(S, per_epoch), per_epoch) / per_epoch
 
 
 def num_iterations_per_epoch(recipe: Recipe) -> int:

@@ -12,10 +12,10 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from growprune import methods
-from growprune.engine.partitions import parse_partition
 from growprune.engine.recipe import Recipe, own_options
 from growprune.engine.source import is_source, load
 from growprune.errors import GrowpruneError
+from growprune.masks.partition_kinds import parse_partition
 from growprune.plan import Plan
 
 

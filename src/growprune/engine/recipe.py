@@ -13,10 +13,10 @@ from torch import nn
 from growprune.engine.checks import check_choices, require
 from growprune.engine.device import check_device
 from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.partitions import Contiguous, PartitionConfig
 from growprune.errors import GrowpruneError
 from growprune.logs import check_names
 from growprune.masks.partition import Partition
+from growprune.masks.partition_kinds import Contiguous, PartitionConfig
 from growprune.plan import Plan
 from growprune.plan.settings import check_counts, plain
 from growprune.sparse.model import SparseModel

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from growprune.errors import GrowpruneError
-from growprune.integrations.checkpoints import read_state, write_state
-from growprune.integrations.gradients import share_gradients
+from growprune.integrations.checkpoint_folders import read_state, write_state
+from growprune.integrations.common import share_gradients
 from growprune.sparse.cursor import Cursor
 
 

@@ -15,21 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, distributed, nn
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import layer_weights, matches
 from growprune.masks.partition import Partition
+from growprune.masks.partition_kinds import PartitionConfig, parse_partition
 from growprune.methods import find_method
 from growprune.plan import By, Plan, walk
-from growprune.plan.lengths import ROUNDS, SEARCH, often_enough
+from growprune.plan.lengths import PARTS, fill_lengths, plan_length
 from growprune.plan.settings import check_counts, check_sparsity
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
 from growprune.storage import parse_storage
-
-PARTS = 4
-"""How many parts a model is cut into if nobody says; fewer, if it has fewer layers."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Settings:
         method: a name in `growprune.methods.METHODS`, or a method of one's own.
         kappa: how many parts the model is cut into; 4 if not given, or as many as it has layers, if these are fewer.
         allocation, partition: what the method is meant for, if not given. A partition is "contiguous", "balanced",
-            "per_layer", a list of lists of names, or a `Partition`.
+            "per_layer", a value such as `growprune.balanced(4)`, a list of lists of names, or a `Partition`.
         keep_dense: names or globs, or "auto" for `heads(model)`.
         iterations_per_epoch: how many optimizer steps an epoch of the plan has; those of the trainer's if not given.
         options: the method's own.
@@ -54,7 +52,7 @@ class Settings:
     pattern: str = "unstructured"
     keep_dense: str | Sequence[str] = "auto"
     include: Sequence[str] = ()
-    partition: str | Partition | Sequence[Sequence[str]] | None = None
+    partition: str | Partition | PartitionConfig | Sequence[Sequence[str]] | None = None
     seed: int = 0
     iterations_per_epoch: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -80,6 +78,12 @@ class Settings:
         """The method's name, for messages."""
         return str(getattr(self.method, "__name__", self.method))
 
+    def to_save(self) -> dict[str, Any]:
+        """The settings that a checkpoint can only be resumed with, as plain values."""
+        allocation = self.allocation or getattr(self.make_plan, "allocation", "uniform")
+        others = {name: getattr(self, name) for name in ("sparsity", "pattern", "seed", "storage")}
+        return {"method": self.name, "allocation": allocation, **others}
+
     def cursor(
         self,
         model: nn.Module,
@@ -101,25 +105,24 @@ class Settings:
             score: called where the first edit looks at gradients; calls `sparse.score`, while `looking`.
             sparse: the sparse model, if it was made before.
         """
-        kept = self._kept_dense(model)
-        parts = self._cut(model, kept)
+        parts = self.cut(model)
         options, per_epoch = self.resolved(len(parts), iterations, iterations_per_epoch)
         plan = self.make_plan(parts, **options)
         self._check_plan(plan)
         self._check_length(plan, options, iterations, per_epoch, remedy)
-        sparse = self._make_sparse(model, options.get("sparsity", 0.0), kept) if sparse is None else sparse
+        sparse = self._make_sparse(model, options.get("sparsity", 0.0)) if sparse is None else sparse
+        share_gradients(sparse)
         look = None if score is None else functools.partial(score, sparse)
         return Cursor(sparse, plan, iterations_per_epoch=per_epoch, accumulate=accumulate, score=look)
 
-    def _make_sparse(self, model: nn.Module, sparsity: float, kept: Sequence[str]) -> SparseModel:
+    def _make_sparse(self, model: nn.Module, sparsity: float) -> SparseModel:
         """Make a model sparse: to the plan's sparsity, which is 0 for the dense reference."""
-        usual = getattr(self.make_plan, "allocation", "uniform")
         return SparseModel(
             model,
             sparsity=sparsity,
-            allocation=self.allocation or usual,
+            allocation=self.to_save()["allocation"],
             pattern=self.pattern,
-            keep_dense=kept,
+            keep_dense=self._kept_dense(model),
             include=self.include,
             seed=self.seed,
             storage=self.storage,
@@ -130,63 +133,40 @@ class Settings:
             return heads(model)
         return (self.keep_dense,) if isinstance(self.keep_dense, str) else tuple(self.keep_dense)
 
-    def _cut(self, model: nn.Module, keep_dense: Sequence[str]) -> Partition:
-        kind: Any = self.partition or getattr(self.make_plan, "partition", "contiguous")
-        if isinstance(kind, Partition):
-            return kind
-        if not isinstance(kind, str):
-            return Partition.of(model, kind)
-        if kind == "per_layer":
-            return Partition.per_layer(model, keep_dense=keep_dense, include=self.include)
-        if kind not in ("contiguous", "balanced"):
-            raise GrowpruneError(
-                f"partition is {kind!r}, but must be contiguous, balanced, per_layer, a list of lists of names, or a "
-                f"Partition"
-            )
-        cut = Partition.balanced if kind == "balanced" else Partition.contiguous
-        layers = Partition.per_layer(model, keep_dense=keep_dense, include=self.include)
-        return cut(model, self.kappa or min(PARTS, len(layers)), keep_dense=keep_dense, include=self.include)
-
-    # How long phases are
+    def cut(self, model: nn.Module) -> Partition:
+        """Cut a model into the parts that grow in turn."""
+        keep_dense = self._kept_dense(model)
+        wanted: Any = self.partition or getattr(self.make_plan, "partition", "contiguous")
+        if isinstance(wanted, Partition):
+            return wanted
+        if isinstance(wanted, str):
+            layers = Partition.per_layer(model, keep_dense=keep_dense, include=self.include)
+            wanted = parse_partition(wanted, kappa=self.kappa or min(PARTS, len(layers)))
+        if isinstance(wanted, PartitionConfig):
+            return wanted.cut(model, keep_dense=keep_dense, include=self.include)
+        return Partition.of(model, wanted)
 
     def resolved(
         self, num_parts: int, iterations: int, iterations_per_epoch: int | None
     ) -> tuple[dict[str, Any], int | None]:
-        """The method's options, and how many iterations its epochs have.
+        """Return the method's options, and the iterations of its epochs.
 
-        What the user did not say of lengths is filled in so that the plan takes the whole training. If the user told
-        none in epochs, a method whose phases are told in epochs gets them in iterations.
+        Lengths that the user left out are filled in so that the plan takes the whole training. If the user gave none in
+        epochs, a method whose phases have epochs gets epochs of one iteration.
         """
         taken = inspect.signature(self.make_plan).parameters
         shared = {"sparsity": self.sparsity, "kappa": self.kappa or min(PARTS, num_parts), "seed": self.seed}
         options = {name: value for name, value in shared.items() if name in taken} | dict(self.options)
-        per_epoch = self.iterations_per_epoch or iterations_per_epoch
-        if "iterations" in taken:
-            return {"iterations": iterations, **often_enough(self.make_plan, iterations)} | options, per_epoch
-        is_in_epochs = bool({"epochs", "finetune"} & set(self.options))
-        if is_in_epochs and per_epoch is None:
-            raise GrowpruneError(
-                f"the trainer cannot tell how many steps an epoch has, but {self.name} is given epochs: give "
-                f"iterations_per_epoch too"
-            )
-        unit = per_epoch if is_in_epochs and per_epoch else 1
-        return self._spent(options, set(taken), num_parts, iterations // unit), unit
-
-    def _spent(self, options: dict[str, Any], taken: set[str], num_parts: int, total: int) -> dict[str, Any]:
-        """Options of a method whose phases are told in epochs, that add up to so many."""
-        if "finetune" not in taken:
-            return {"epochs": total} | options if "epochs" in taken else options
-        check_counts(0, **{name: options[name] for name in ("steps", "epochs", "finetune") if name in options})
-        finetune = options.get("finetune")
-        if "steps" not in taken:
-            before = total // 2 if finetune is None else total - finetune
-            options = {"epochs": max(0, before)} | options
-            return {"finetune": max(0, total - options["epochs"])} | options
-        kappa = options.get("kappa", num_parts)
-        steps = options.get("steps", kappa * (ROUNDS if total > ROUNDS * kappa / SEARCH else 1))
-        search = round(SEARCH * total) if finetune is None else total - finetune
-        epochs = options.get("epochs", max(1, search // max(1, steps)))
-        return {"steps": steps, "epochs": epochs, "finetune": max(0, total - steps * epochs)} | options
+        per_epoch, unit = self.iterations_per_epoch or iterations_per_epoch, 1
+        if "iterations" not in taken and {"epochs", "finetune"} & self.options.keys():
+            if per_epoch is None:
+                raise GrowpruneError(
+                    f"the trainer cannot tell how many steps an epoch has, but {self.name} is given epochs: give "
+                    f"iterations_per_epoch too"
+                )
+            unit = per_epoch
+        lengths = fill_lengths(self.make_plan, options, iterations // unit, parts=num_parts)
+        return lengths | options, per_epoch if "iterations" in taken else unit
 
     def _check_plan(self, plan: Plan) -> None:
         """Refuse plans that a single trainer cannot carry out."""
@@ -201,7 +181,7 @@ class Settings:
         self, plan: Plan, options: dict[str, Any], iterations: int, per_epoch: int | None, remedy: Callable[[int], str]
     ) -> None:
         """Refuse a plan that is not over when the trainer is, or goes on after it."""
-        length = sum(scheduled.phase.num_iterations(per_epoch or 0) for scheduled in walk(plan))
+        length = plan_length(plan, per_epoch or 0)
         if length != iterations:
             told = ", ".join(
                 f"{k}={v}" for k, v in options.items() if k in ("iterations", "steps", "epochs", "finetune")
@@ -212,31 +192,25 @@ class Settings:
             )
 
 
-def check_place(callback: object, settings: Settings, cursor: Cursor, state: Mapping[str, Any]) -> None:
-    """Raise if a checkpoint is not of the plan that a callback was told of."""
-    if not cursor.is_place(state):
-        raise GrowpruneError(
-            f"the checkpoint is of another plan than {settings.name} has with these settings, by its phase "
-            f"{state['position']}: give {type(callback).__name__} the method, its options, kappa, partition, "
-            f"keep_dense and include of then"
-        )
-
-
-def begun(callback: object, cursor: Cursor | None) -> Cursor:
-    """The cursor of a callback; refused before there is one."""
-    if cursor is None:
-        raise GrowpruneError(
-            f"{type(callback).__name__} has no model yet: it gets one when the trainer begins to train with it"
-        )
-    return cursor
-
-
 def _options_of(method: Callable[..., Plan]) -> list[str]:
     """What a method takes beside the partition and what all are told."""
     return [name for name in list(inspect.signature(method).parameters)[1:] if name not in ("sparsity", "kappa")]
 
 
-# What stays dense
+def share_gradients(sparse: SparseModel) -> None:
+    """Let edits by gradient see the gradients of all processes, so that all choose the same weights."""
+    if num_processes() > 1 and sparse.ranks is None:  # those of a sharded model are summed already
+        sparse.gradients.add_up = _summed
+
+
+def num_processes() -> int:
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _summed(tensor: Tensor) -> Tensor:
+    total = tensor.to_dense().contiguous().clone() if tensor.is_sparse else tensor.contiguous().clone()
+    distributed.all_reduce(total)
+    return total
 
 
 def heads(model: nn.Module) -> tuple[str, ...]:

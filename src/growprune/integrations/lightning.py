@@ -9,20 +9,14 @@ averaged copies of the model have its masks, and replicas agree on them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from growprune.engine.rng import rng_state, set_rng_state
 from growprune.errors import GrowpruneError, warn
-from growprune.integrations.common import Settings, begun, check_place
-from growprune.integrations.copies import Copies
-from growprune.integrations.figures import Figures
-from growprune.integrations.gradients import looking, share_gradients
-from growprune.masks.partition import Partition
-from growprune.plan import By, Plan
+from growprune.integrations.callback import Figures, SparseCallback, looking
+from growprune.plan import By
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
 
@@ -31,26 +25,13 @@ try:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from growprune.integrations import lightning_sharded as sharded
-    from growprune.integrations.lightning_schedules import Schedules
-    from growprune.integrations.lightning_trainer import (
-        callbacks_of,
-        check_ranks,
-        check_trainer,
-        follow_toggled,
-        lengths_of,
-        monitoring,
-        place_first,
-        remedy,
-        wrap_again,
-    )
+    from growprune.integrations import lightning_trainer as of_trainer
+    from growprune.integrations.lightning_optimizers import Clock, Schedules
 except ImportError as error:
     raise GrowpruneError("this needs lightning 2.5 or newer: pip install 'growprune[lightning]'") from error
 
-SAME = ("method", "sparsity", "allocation", "pattern", "seed", "storage")
-"""The settings that a checkpoint is gone on with, or not at all."""
 
-
-class GrowPrune(Callback):
+class GrowPrune(SparseCallback, Callback):
     """Trains a LightningModule sparse, by any method, as long as the Trainer trains.
 
     Args:
@@ -66,9 +47,8 @@ class GrowPrune(Callback):
             is filled in from the Trainer.
     """
 
-    _cursor: Cursor | None = None
-    _lengths: tuple[int, int | None] = (0, None)
-    """The optimizer steps of the whole plan, and of an epoch."""
+    _has_bare_copies = True
+    """That of StochasticWeightAveraging is one."""
     _max_epochs: int | None = None
     _loaded: dict[str, Any] | None = None
     """What a checkpoint held, from when it is loaded until training begins."""
@@ -78,67 +58,12 @@ class GrowPrune(Callback):
     _is_elsewhere = False
     """Whether the Trainer validates, tests or predicts with another module than the one that was trained."""
     _first_batch: Any = None
-    _clock = ""
-    """Which optimizer's steps move the plan on, in words."""
+    _clock: Clock | None = None
+    _schedules = Schedules()
     _figures: Figures | None = None
-
-    def __init__(
-        self,
-        method: str | Callable[..., Plan] = "gradual_gap",
-        *,
-        sparsity: float = 0.9,
-        kappa: int | None = None,
-        storage: str = "masked",
-        allocation: str | None = None,
-        pattern: str = "unstructured",
-        keep_dense: str | Sequence[str] = "auto",
-        include: Sequence[str] = (),
-        partition: str | Partition | Sequence[Sequence[str]] | None = None,
-        seed: int = 0,
-        iterations_per_epoch: int | None = None,
-        log_layers: bool = False,
-        **options: Any,
-    ) -> None:
-        self.settings = Settings(
-            method=method,
-            sparsity=sparsity,
-            kappa=kappa,
-            storage=storage,
-            allocation=allocation,
-            pattern=pattern,
-            keep_dense=keep_dense,
-            include=include,
-            partition=partition,
-            seed=seed,
-            iterations_per_epoch=iterations_per_epoch,
-            options=options,
-        )
-        self._schedules = Schedules()
-        self._copies = Copies(are_bare=True)  # as that of StochasticWeightAveraging is
-        self._log_layers = log_layers
-        self._told: dict[str, float] = {}
-        self._parameters: dict[str, nn.Parameter] = {}
-        """Those of prunable weights as of the last step: compact ones have new ones after an edit."""
-        self._position, self._num_edits, self._num_edits_validated = -1, 0, -1
-        """The phase and the edits that all but the model know of, and those that the model was last validated with."""
-
-    @property
-    def cursor(self) -> Cursor:
-        """Where the model stands in its plan."""
-        return begun(self, self._cursor)
-
-    @property
-    def sparse(self) -> SparseModel:
-        """The sparse model."""
-        return self.cursor.sparse
-
-    def add_copy(self, copy: nn.Module) -> None:
-        """Have a copy of the module made as sparse as it is after each edit, that is not found by itself.
-
-        A callback's attribute is found that is a copy of the module, as in `StochasticWeightAveraging`, or has one
-        inside, as `AveragedModel`.
-        """
-        self._copies.add(copy)
+    _logged: Mapping[str, float] = {}
+    _position, _num_edits, _num_edits_validated = -1, 0, -1
+    """The phase and the edits that all but the model know of, and those that the model was last validated with."""
 
     # Before training
 
@@ -148,7 +73,7 @@ class GrowPrune(Callback):
         self._is_elsewhere = is_other and stage != "fit"
         if self._is_elsewhere:
             return
-        check_trainer(trainer)
+        of_trainer.check_trainer(trainer)
         sharded.check_storage(trainer, self.settings.storage)
         sharded.read_first(trainer, functools.partial(self._make_fitting, trainer, pl_module))
         self._max_epochs = trainer.max_epochs  # before SWA adds an epoch for batch norms
@@ -173,7 +98,7 @@ class GrowPrune(Callback):
             return  # which is told when training begins
         self._check_settings(state)
         if self._cursor is None:
-            self._lengths = (state["iterations"], state["iterations_per_epoch"])
+            self._lengths = state["lengths"]
             self._cursor = self._make(trainer, pl_module)
         for optimizer in trainer.optimizers:
             self.sparse.attach(optimizer)
@@ -189,33 +114,22 @@ class GrowPrune(Callback):
         self._is_unbegun = checkpoint["global_step"] == 0
         state = checkpoint["callbacks"].get(self.state_key)
         if state and sharded.is_sharding(trainer) and trainer.state.fn == "fit":
-            sharded.set_own_random_numbers(trainer, state["rng"])  # on_fit_start came before
+            sharded.set_random_numbers(trainer, state["rng"])  # on_fit_start came before
         if state is not None and self._cursor is None and trainer.state.fn == "fit":
             self._check_settings(state)
-            self._lengths = (state["iterations"], state["iterations_per_epoch"])
+            self._lengths = state["lengths"]
             self._cursor = self._make(trainer, pl_module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the masks and the place in the plan back, if the module is trained, and not only tested."""
         if self._cursor is not None and not self._is_elsewhere:
             self._check_settings(state_dict)
-            check_place(self, self.settings, self.cursor, state_dict["cursor"])
+            self._check_place(state_dict)
             if self.sparse.ranks is None:  # else it has done so before the weights were loaded
                 self.sparse.load_state_dict(state_dict["sparse"])
             self.cursor.load_state_dict(state_dict["cursor"])
             self._num_edits_validated = state_dict["num_edits_validated"]
             self._loaded = state_dict
-
-    def _check_settings(self, state: Mapping[str, Any]) -> None:
-        for name, value in state["settings"].items():
-            if value != (mine := self._say_settings()[name]):
-                raise GrowpruneError(
-                    f"the checkpoint was trained with {name}={value!r}, but GrowPrune has {name}={mine!r}: go on with "
-                    f"{value!r}"
-                )
-
-    def _say_settings(self) -> dict[str, Any]:
-        return {name: getattr(self.settings, name) for name in SAME} | {"method": self.settings.name}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The checkpoint's model and callbacks are loaded, but not its optimizers and loops; if sharded, nothing is."""
@@ -223,7 +137,8 @@ class GrowPrune(Callback):
         if not sharded.is_sharding(trainer):
             self._check_loaded(trainer)
         self._schedules = Schedules.of(trainer)
-        self._set_random_numbers(trainer)
+        if self._loaded is not None:
+            sharded.set_random_numbers(trainer, self._loaded["rng"])
 
     def _check_loaded(self, trainer: Trainer) -> None:
         if trainer.ckpt_path is not None and self._loaded is None and not self._is_unbegun:
@@ -231,15 +146,6 @@ class GrowPrune(Callback):
                 f"{trainer.ckpt_path} has no state of GrowPrune, so it cannot be gone on with: to start from its "
                 f"weights, load them into the module, and fit without ckpt_path"
             )
-
-    def _set_random_numbers(self, trainer: Trainer) -> None:
-        """Go on with the random numbers of the checkpoint; of replicas, only those of the first are known."""
-        if self._loaded is None:
-            return
-        if sharded.is_sharding(trainer):
-            sharded.set_own_random_numbers(trainer, self._loaded["rng"])
-        elif trainer.world_size == 1:
-            set_rng_state(self._loaded["rng"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Everything is loaded: begin the plan, or go on with it."""
@@ -249,16 +155,15 @@ class GrowPrune(Callback):
         if self._cursor is None:
             self._cursor = self._make(trainer, pl_module)
         self._schedules.check(self.cursor)
-        self._copies.check(self.sparse, callbacks_of(trainer))
-        share_gradients(self.sparse)
+        self._copies.check(self.sparse, of_trainer.callbacks_of(trainer))
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
-        place_first(trainer, self)
+        of_trainer.place_first(trainer, self)
         if not self._looks_first:
             self._begin(trainer)
-        for checkpoint in monitoring(trainer):
+        for checkpoint in of_trainer.monitoring(trainer):
             vars(checkpoint)["check_monitor_top_k"] = functools.partial(self._is_best, checkpoint)
         if self._loaded is not None and self._loaded["is_mid_epoch"]:
-            self._set_random_numbers(trainer)  # the loader's iterator, made again, has drawn one
+            sharded.set_random_numbers(trainer, self._loaded["rng"])  # the loader's iterator, made again, drew one
         self._loaded = None
 
     @property
@@ -267,7 +172,7 @@ class GrowPrune(Callback):
         return self.cursor.position < 0 and self.cursor.schedule[0].phase.needs_gradients
 
     def _begin(self, trainer: Trainer) -> None:
-        self._attach(trainer.optimizers)
+        self._clock = Clock(self.cursor, trainer.optimizers)
         self._position = self.cursor.position  # whose schedule has just begun, or was loaded
         self._follow_edits(trainer)
 
@@ -296,7 +201,7 @@ class GrowPrune(Callback):
 
     def _check_lengths(self, trainer: Trainer) -> None:
         """See how long the training is, and that a plan that has begun is as long."""
-        lengths = lengths_of(trainer, self._max_epochs, self.settings.options)
+        lengths = of_trainer.lengths_of(trainer, self._max_epochs, self.settings.options)
         if self._cursor is None:
             self._lengths = lengths
         if self._cursor is None or self.cursor.is_over:
@@ -304,7 +209,7 @@ class GrowPrune(Callback):
         if lengths[0] != self._lengths[0]:
             raise GrowpruneError(
                 f"the plan has {self._lengths[0]} optimizer steps, but the trainer makes {lengths[0]}: set "
-                f"{remedy(trainer, self._lengths[1], self._lengths[0])}, as when it began"
+                f"{of_trainer.remedy(trainer, self._lengths[1], self._lengths[0])}, as when it began"
             )
         if trainer.global_step == 0 < self.cursor.iteration:
             raise GrowpruneError(
@@ -320,51 +225,9 @@ class GrowPrune(Callback):
             pl_module,
             iterations=iterations,
             iterations_per_epoch=per_epoch,
-            remedy=functools.partial(remedy, trainer, per_epoch),
+            remedy=functools.partial(of_trainer.remedy, trainer, per_epoch),
             accumulate=trainer.accumulate_grad_batches if is_one_backward else None,
             score=functools.partial(self._score, trainer),
-        )
-
-    def _attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Attach all; the last that trains prunable weights counts the steps."""
-        of_name = dict(self.sparse.model.named_parameters())
-        prunable = {id(of_name[weight.parameter]) for weight in self.sparse.weights}
-        trained = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
-        clocks = [o for o, ids in zip(optimizers, trained, strict=True) if ids & prunable]
-        if not clocks:
-            raise GrowpruneError(
-                f"no weight that may be pruned, such as {self.sparse.weights[0].parameter}, is in an optimizer when "
-                f"training begins: give at least one of them to an optimizer in configure_optimizers"
-            )
-        for optimizer in optimizers:
-            self.sparse.attach(optimizer)
-        self.cursor.attach(clocks[-1])
-        self._clock = f"{optimizers.index(clocks[-1]) + 1} of {len(optimizers)} ({type(clocks[-1]).__name__})"
-        if self.settings.storage == "compact" and not self.sparse.model.automatic_optimization:
-            self._parameters = self._stored_parameters()
-            clocks[-1].register_step_post_hook(self._follow_edit)  # after the cursor's, which edits
-
-    def _stored_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: stored.parameter for name, stored in self.sparse.stored.items()}
-
-    def _follow_edit(self, *_: Any) -> None:
-        """The step that is over may have given weights of other optimizers new parameters, amid a training_step."""
-        before, self._parameters = self._parameters, self._stored_parameters()
-        follow_toggled(self.sparse.model, before, self._parameters)
-        for name, old in before.items():
-            if old is not self._parameters[name] and old.requires_grad:
-                old.register_hook(self._refuse_late)  # type: ignore[no-untyped-call]
-
-    def _refuse_late(self, gradient: Tensor) -> None:
-        raise GrowpruneError(
-            f"a backward pass has reached weights as they were before an edit, so that they would not be trained: "
-            f"{self._say_order()}"
-        )
-
-    def _say_order(self) -> str:
-        return (
-            f"GrowPrune edits weights when the last optimizer that trains prunable weights steps, here number "
-            f"{self._clock}: in configure_optimizers, return the one last that steps last in training_step"
         )
 
     # While it trains
@@ -382,21 +245,21 @@ class GrowPrune(Callback):
         self._position = self.cursor.position
         self._follow_edits(trainer)
         if not trainer.barebones:
-            pl_module.log_dict(self._told | {"phase": self._position}, on_step=True, on_epoch=False)
+            pl_module.log_dict({**self._logged, "phase": self._position}, on_step=True, on_epoch=False)
 
     def _follow_edits(self, trainer: Trainer) -> None:
         """Whatever knows of the model's weights follows edits of them."""
         assert self._figures is not None
         is_edited, self._num_edits = self.sparse.editor.num_edits != self._num_edits, self.sparse.editor.num_edits
-        self._copies.follow(self.sparse, callbacks_of(trainer))
+        self._copies.follow(self.sparse, of_trainer.callbacks_of(trainer))
         if is_edited and self.settings.storage == "compact":
-            wrap_again(trainer)
+            of_trainer.wrap_again(trainer)
         every = vars(trainer)["log_every_n_steps"]
         is_ruled = self.sparse.rule is not None and trainer.global_step % every == 0  # and may have changed masks
         if is_edited or is_ruled:  # on all processes alike, whatever masks they have
-            check_ranks(self.sparse, trainer)
-        if is_edited or is_ruled or not self._told:
-            self._told = self._figures.read()
+            of_trainer.check_ranks(self.sparse, trainer)
+        if is_edited or is_ruled or not self._logged:
+            self._logged = self._figures.read()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note which masks are validated."""
@@ -415,21 +278,14 @@ class GrowPrune(Callback):
         """The masks and the place in the plan, as plain values and tensors."""
         if self._cursor is None:
             return {}
-        return {
-            "settings": self._say_settings(),
-            "iterations": self._lengths[0],
-            "iterations_per_epoch": self._lengths[1],
-            "sparse": self.sparse.state_dict(),
-            "cursor": self.cursor.state_dict(),
-            "num_edits_validated": self._num_edits_validated,
-        }
+        return {**self._state(), "num_edits_validated": self._num_edits_validated}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the random numbers, which Lightning does not keep."""
         del pl_module
         if self._cursor is not None:
-            random = sharded.all_random_numbers(trainer) if sharded.is_sharding(trainer) else rng_state()
-            checkpoint["callbacks"][self.state_key] |= {"rng": random, "is_mid_epoch": not trainer.is_last_batch}
+            state = {"rng": sharded.random_numbers(trainer), "is_mid_epoch": not trainer.is_last_batch}
+            checkpoint["callbacks"][self.state_key] |= state
 
     # After training
 
@@ -439,20 +295,22 @@ class GrowPrune(Callback):
         if not self.cursor.is_over and trainer.is_global_zero:
             warn(
                 f"training ended after {self.cursor.iteration} of the {self._lengths[0]} optimizer steps of the plan, "
-                f"at a sparsity of {self._told['sparsity']:.4g}: go on from a checkpoint, or call sparse.prune()"
+                f"at a sparsity of {self._logged['sparsity']:.4g}: go on from a checkpoint, or call sparse.prune()"
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let go. An edit within a batch is named where it may be why a backward pass has failed."""
-        if "modified by an inplace operation" in str(exception) and not pl_module.automatic_optimization:
-            exception.add_note(self._say_order())
+        is_in_place = "modified by an inplace operation" in str(exception)
+        if is_in_place and self._clock is not None and not pl_module.automatic_optimization:
+            exception.add_note(self._clock.say_order())
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go."""
         del pl_module, stage
         self._stop_waiting()
-        self._parameters = {}
+        if self._clock is not None:
+            self._clock.stop()
         sharded.read_as_before(trainer)
-        for checkpoint in monitoring(trainer):
+        for checkpoint in of_trainer.monitoring(trainer):
             vars(checkpoint).pop("check_monitor_top_k", None)

@@ -7,7 +7,7 @@ long as masks say, so that masks have to be read first: `read_first` sees to it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,19 @@ def _load(
     return loaded
 
 
-def all_random_numbers(trainer: Trainer) -> list[dict[str, Any]]:
-    """Where the generators of each rank are; all ranks ask."""
+def random_numbers(trainer: Trainer) -> Any:
+    """The state of the random numbers: of each rank if the module is sharded, which all ranks ask for, else our own."""
+    if not is_sharding(trainer):
+        return rng_state()
     found: list[Any] = [None] * trainer.world_size
     distributed.all_gather_object(found, rng_state())
     return found
 
 
-def set_own_random_numbers(trainer: Trainer, states: Sequence[dict[str, Any]]) -> None:
-    """Go on with a rank's own random numbers, if there are as many ranks as there were."""
-    if len(states) == trainer.world_size:
-        set_rng_state(states[trainer.global_rank])
+def set_random_numbers(trainer: Trainer, state: Any) -> None:
+    """Continue with the random numbers of a checkpoint, on as many ranks; replicas have only those of the first."""
+    if not is_sharding(trainer):
+        if trainer.world_size == 1:
+            set_rng_state(state)
+    elif len(state) == trainer.world_size:
+        set_rng_state(state[trainer.global_rank])

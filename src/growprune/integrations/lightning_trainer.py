@@ -10,7 +10,6 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from growprune.errors import GrowpruneError
@@ -68,17 +67,6 @@ def remedy(trainer: Trainer, per_epoch: int | None, iterations: int) -> str:
     if per_epoch and iterations % per_epoch == 0:
         return f"Trainer(max_epochs={iterations // per_epoch})"
     return f"Trainer(max_steps={iterations})"
-
-
-def follow_toggled(module: Any, before: Mapping[str, nn.Parameter], now: Mapping[str, nn.Parameter]) -> None:
-    """Let `untoggle_optimizer` find compact weights that an edit has given new parameters while they were toggled off.
-
-    It looks for the parameters that were there when `toggle_optimizer` was called; others would stay frozen.
-    """
-    toggled: Any = module._param_requires_grad_state
-    for name, parameter in now.items() if toggled else ():
-        if before.get(name) in toggled:
-            toggled[parameter] = toggled[before[name]]
 
 
 def callbacks_of(trainer: Any) -> list[Callback]:

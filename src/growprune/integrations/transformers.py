@@ -14,40 +14,25 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import distributed, nn
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR
 
 from growprune.errors import GrowpruneError, warn
-from growprune.integrations.checkpoints import read_state, write_state
-from growprune.integrations.common import Settings, begun, check_place
-from growprune.integrations.copies import Copies
-from growprune.integrations.figures import Figures
-from growprune.integrations.gradients import share_gradients
+from growprune.integrations.callback import Figures, SparseCallback
+from growprune.integrations.checkpoint_folders import check_zeros, last_checkpoint, left_out, read_state, write_state
 from growprune.masks.bits import Snapshot
-from growprune.masks.partition import Partition
-from growprune.plan import Plan
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.model import SparseModel
 
 try:
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
 
     from growprune.integrations import transformers_sharded as sharded
-    from growprune.integrations.transformers_checkpoints import check_zeros, last_checkpoint, left_out
-    from growprune.integrations.transformers_rates import has_restarts, restart_rates, restarts
-    from growprune.integrations.transformers_trainer import (
-        remedy,
-        running_trainer,
-        score,
-        steps_per_epoch,
-        take_over,
-        trainer_being_made,
-    )
+    from growprune.integrations import transformers_trainer as of_trainer
 except ImportError as error:
     raise GrowpruneError("GrowPruneCallback needs transformers: pip install 'growprune[transformers]'") from error
 
@@ -60,7 +45,7 @@ MISSING = (
 __all__ = ["GrowPruneCallback", "last_checkpoint"]
 
 
-class GrowPruneCallback(TrainerCallback):
+class GrowPruneCallback(SparseCallback, TrainerCallback):
     """Makes the model of a Trainer sparse while it is trained.
 
     Args:
@@ -77,65 +62,12 @@ class GrowPruneCallback(TrainerCallback):
         options: the method's own. Lengths that are not given are such that the plan takes the whole training.
     """
 
-    def __init__(
-        self,
-        method: str | Callable[..., Plan] = "gradual_gap",
-        *,
-        sparsity: float = 0.9,
-        kappa: int | None = None,
-        storage: str = "masked",
-        allocation: str | None = None,
-        pattern: str = "unstructured",
-        keep_dense: str | Sequence[str] = "auto",
-        include: Sequence[str] = (),
-        partition: str | Partition | Sequence[Sequence[str]] | None = None,
-        seed: int = 0,
-        iterations_per_epoch: int | None = None,
-        log_layers: bool = False,
-        **options: Any,
-    ) -> None:
-        self.settings = Settings(
-            method=method,
-            sparsity=sparsity,
-            kappa=kappa,
-            storage=storage,
-            allocation=allocation,
-            pattern=pattern,
-            keep_dense=keep_dense,
-            include=include,
-            partition=partition,
-            seed=seed,
-            iterations_per_epoch=iterations_per_epoch,
-            options=options,
-        )
-        self._cursor: Cursor | None = None
-        self._lengths: dict[str, int | None] = {}
-        """How many optimizer steps the training has that the plan was made for, and an epoch of it."""
-        self._copies = Copies()
-        self._others: Sequence[TrainerCallback] = ()
-        """All callbacks of the Trainer, which may keep copies of the model."""
-        self._log_layers = log_layers
-        self._figures: Figures | None = None
-        self.is_training = False
-        self._before: Snapshot | None = None
-        """The model as it was before its plan, while `auto_find_batch_size` may begin anew: until a step is made."""
-
-    @property
-    def cursor(self) -> Cursor:
-        """Where the model stands in its plan."""
-        return begun(self, self._cursor)
-
-    @property
-    def sparse(self) -> SparseModel:
-        """The sparse model."""
-        return self.cursor.sparse
-
-    def add_copy(self, copy: nn.Module) -> None:
-        """Have a copy of the model, such as a moving average, made as sparse as it is after each edit.
-
-        One that a callback has as an attribute, in an `AveragedModel` or timm's `ModelEmaV3`, is found by itself.
-        """
-        self._copies.add(copy)
+    _others: Sequence[TrainerCallback] = ()
+    """All callbacks of the Trainer, which may keep copies of the model."""
+    _figures: Figures | None = None
+    is_training = False
+    _before: Snapshot | None = None
+    """The model as it was before its plan, while `auto_find_batch_size` may begin anew: until a step is made."""
 
     # Beginning
 
@@ -143,27 +75,32 @@ class GrowPruneCallback(TrainerCallback):
         """Refuse at once what cannot work; of compact weights, be told before a checkpoint is loaded."""
         version, storage = sharded.version_asked_for(args), self.settings.storage
         sharded.check_sharding(uses_deepspeed=bool(args.deepspeed), fsdp_version=version, storage=storage)
-        self._be_told_of_loading(trainer_being_made())
+        self._be_told_of_loading(of_trainer.trainer_being_made())
 
     def _be_told_of_loading(self, trainer: Any) -> None:
         """Be told before a checkpoint's weights are loaded: compact ones must fit those that live."""
         if sharded.is_sharding(trainer):
-            take_over(trainer, "_load_from_checkpoint", functools.partial(self._make_fitting, trainer))
+            of_trainer.take_over(trainer, "_load_from_checkpoint", functools.partial(self._make_fitting, trainer))
         else:
-            take_over(trainer, "_load_from_checkpoint", self._make_room)
+            of_trainer.take_over(trainer, "_load_from_checkpoint", self._make_room)
 
     def _make_room(self, folder: str | Path, *_: Any, **__: Any) -> None:
         """A checkpoint is about to be loaded, whose live weights may be others: its masks follow (`_go_on`)."""
         self.is_training = False  # if a training broke off, it is not gone on with where it stood
         if self._cursor is not None and self.settings.storage == "compact":
-            read_state(Path(folder), MISSING)  # which is refused before anything is changed
+            self._read(folder)  # which is refused before anything is changed
             self.sparse.grow()
+
+    def _read(self, folder: str | Path) -> dict[str, Any]:
+        saved = read_state(Path(folder), MISSING)
+        self._check_settings(saved)
+        return saved
 
     def _make_fitting(self, trainer: Any, folder: str | Path, *_: Any, **__: Any) -> None:
         """A checkpoint is about to be loaded into a sharded model and its optimizer: give them its live weights."""
         model = sharded.plain(trainer.model)
         self._refuse(trainer, model)
-        saved = read_state(Path(folder), MISSING)
+        saved = self._read(folder)
         if self._cursor is None:
             self._lengths = saved["lengths"]
             self._cursor = self._make_cursor(model, trainer, None)  # it looks at no batches: its plan has begun
@@ -173,15 +110,16 @@ class GrowPruneCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the model sparse and begin its plan, or go on with it."""
-        trainer, folder = running_trainer()
+        trainer, folder = of_trainer.running_trainer()
         model, optimizer = sharded.plain(kwargs["model"]), kwargs["optimizer"]
         self._refuse(trainer, model)
-        saved = None if folder is None else read_state(Path(folder), MISSING)
+        saved = None if folder is None else self._read(folder)
         self._prepare_second_try(trainer, saved)
         if self._cursor is None or (saved is None and self._before is not None):
-            lengths = {"iterations": state.max_steps, "per_epoch": steps_per_epoch(args, kwargs["train_dataloader"])}
+            loader = kwargs["train_dataloader"]
+            lengths = (state.max_steps, of_trainer.steps_per_epoch(args, loader))
             self._lengths = lengths if saved is None else saved["lengths"]
-            self._cursor = self._make_cursor(model, trainer, kwargs["train_dataloader"])
+            self._cursor = self._make_cursor(model, trainer, loader)
         if self.cursor.position < 0 and saved is None and self._before is None and args.auto_find_batch_size:
             self._before = self.sparse.snapshot(device="cpu")  # a GPU is short of memory
         self._others = trainer.callback_handler.callbacks
@@ -191,18 +129,18 @@ class GrowPruneCallback(TrainerCallback):
             self._go_on(saved, optimizer)
         elif self.cursor.position >= 0 and not self.cursor.is_over:
             raise GrowpruneError(
-                f"the plan stands at step {self.cursor.iteration} of {self._lengths['iterations']}: go on with "
+                f"the plan stands at step {self.cursor.iteration} of {self._lengths[0]}: go on with "
                 f"train(resume_from_checkpoint=True), or make a new model and a new GrowPruneCallback"
             )
         self.cursor.attach(optimizer)
         if self.sparse.ranks is not None:
             sharded.save_dense(trainer, self.sparse)
-        if not self.cursor.is_over and has_restarts(self.cursor):
-            restart_rates(args, trainer.lr_scheduler, restarts(self.cursor))
+        if not self.cursor.is_over and of_trainer.has_restarts(self.cursor):
+            of_trainer.restart_rates(args, trainer.lr_scheduler, self.cursor)
         self._figures = Figures(self.cursor, by_weight=self._log_layers)
         if self.sparse.ranks is None:  # if sharded, only a callback that the Trainer was made with is told
             self._be_told_of_loading(trainer)
-        take_over(trainer, "_load_best_model", functools.partial(self._take_best, trainer))
+        of_trainer.take_over(trainer, "_load_best_model", functools.partial(self._take_best, trainer))
         _place(trainer, self)
         self._copies.follow(self.sparse, self._others)
         self.is_training = True
@@ -218,23 +156,7 @@ class GrowPruneCallback(TrainerCallback):
             raise GrowpruneError(f"the Trainer has {count} GrowPruneCallbacks, but a model follows one plan: give one")
         if self._cursor is not None and self.sparse.model is not model:
             raise GrowpruneError("the GrowPruneCallback is of another model: make a new one for each model")
-        if trainer.state.is_hyper_param_search:
-            raise GrowpruneError("GrowPruneCallback does not work in hyperparameter_search(): make a Trainer per trial")
-        if trainer.args.n_gpu > 1:
-            raise GrowpruneError(
-                "GrowPruneCallback does not work with DataParallel: start a process per GPU (torchrun)"
-            )
-        is_wrapped = trainer.args.world_size > 1 and not sharded.is_sharding(trainer)
-        if is_wrapped and self.settings.storage == "compact":
-            raise GrowpruneError(
-                "storage='compact' does not work in several processes, since Trainer wraps the model only once: use "
-                "storage='masked', or FSDP2 (TrainingArguments(fsdp=True)) on GPUs"
-            )
-        if isinstance(trainer.lr_scheduler, ReduceLROnPlateau) or type(trainer.lr_scheduler).__name__ == "GreedyLR":
-            raise GrowpruneError(
-                f"{type(trainer.lr_scheduler).__name__} follows a loss, which every edit disturbs: choose another "
-                f"lr_scheduler_type"
-            )
+        of_trainer.check_trainer(trainer, self.settings.storage)
 
     def _prepare_second_try(self, trainer: Any, saved: dict[str, Any] | None) -> None:
         """With `auto_find_batch_size` a Trainer begins anew when memory runs out: undo the first edits, or refuse."""
@@ -248,29 +170,28 @@ class GrowPruneCallback(TrainerCallback):
             has_moved = saved["cursor"]["iteration"] != self.cursor.iteration if saved else not self.cursor.is_over
             if has_moved:
                 raise GrowpruneError(
-                    f"the training broke off at step {self.cursor.iteration} of {self._lengths['iterations']}, from "
+                    f"the training broke off at step {self.cursor.iteration} of {self._lengths[0]}, from "
                     f"where auto_find_batch_size cannot begin anew: make a new model and a new GrowPruneCallback, with "
                     f"per_device_train_batch_size={trainer._train_batch_size}"
                 )
 
     def _make_cursor(self, model: nn.Module, trainer: Any, loader: Any) -> Cursor:
-        assert self._lengths["iterations"] is not None
+        iterations, per_epoch = self._lengths
         cursor = self.settings.cursor(
             model,
-            iterations=self._lengths["iterations"],
-            iterations_per_epoch=self._lengths["per_epoch"],
-            remedy=lambda steps: remedy(trainer.args, self._lengths["per_epoch"], steps),
+            iterations=iterations,
+            iterations_per_epoch=per_epoch,
+            remedy=functools.partial(of_trainer.remedy, trainer.args, per_epoch),
             accumulate=trainer.args.gradient_accumulation_steps,
-            score=functools.partial(score, trainer, loader),
+            score=functools.partial(of_trainer.score, trainer, loader),
             sparse=None if self._cursor is None else self.sparse,
         )
         is_ours = type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler
-        if has_restarts(cursor) and not is_ours:
+        if of_trainer.has_restarts(cursor) and not is_ours:
             raise GrowpruneError(
                 f"each phase of {self.settings.name} begins the learning-rate schedule anew, which works with those of "
                 f"TrainingArguments only: give restart=False for one schedule over all"
             )
-        share_gradients(cursor.sparse)
         return cursor
 
     # Training
@@ -286,17 +207,12 @@ class GrowPruneCallback(TrainerCallback):
             return
         self._before = None
         if not self.cursor.is_over and state.global_step >= state.max_steps:
-            self.cursor.advance(self.cursor.iteration + sum(map(self.cursor.length_of, self._phases_left())))
+            self.cursor.advance(self._lengths[0])
         self._copies.follow(self.sparse, self._others)
-
-    def _phases_left(self) -> list[Any]:
-        return [scheduled.phase for scheduled in self.cursor.schedule[max(0, self.cursor.position) :]]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add figures to what is logged of the training."""
-        if self._figures is None or logs is None:
-            return
-        if "loss" in logs:
+        if self._figures is not None and logs is not None and "loss" in logs:
             figures = self._figures.read()
             logs.update(figures)
             state.log_history[-1].update(figures)
@@ -321,10 +237,9 @@ class GrowPruneCallback(TrainerCallback):
 
     def save(self, folder: Path) -> None:
         """Add our state to a checkpoint that has the weights already."""
-        states = {"sparse": self.sparse.state_dict(), "cursor": self.cursor.state_dict()}
         is_sharded = self.sparse.ranks is not None  # and only the first process is here
         weights = {} if is_sharded else self.sparse.snapshot(left_out(self.sparse.model, folder))
-        write_state(folder, {**states, "weights": weights, "lengths": self._lengths, "made": self._made()})
+        write_state(folder, {**self._state(), "weights": weights})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait until our state is written (see `_Last`): others may be about to read it, as the best."""
@@ -333,23 +248,12 @@ class GrowPruneCallback(TrainerCallback):
         if self._cursor is not None and self.sparse.ranks is not None:
             sharded.agree_on_the_best(args, state)
 
-    def _made(self) -> dict[str, Any]:
-        """How the model was made sparse, as far as masks and the plan do not tell."""
-        names = ("sparsity", "allocation", "storage", "seed")
-        return {**{name: getattr(self.sparse, name) for name in names}, "pattern": self.settings.pattern}
-
     def _check_alike(self, saved: dict[str, Any], max_steps: int) -> None:
-        for name, value in self._made().items():
-            if saved["made"][name] != value:
-                raise GrowpruneError(
-                    f"the checkpoint is of a training with {name}={saved['made'][name]!r}, but {name} is {value!r}: "
-                    f"give what it was"
-                )
-        check_place(self, self.settings, self.cursor, saved["cursor"])
-        if not saved["cursor"]["is_over"] and saved["lengths"]["iterations"] != max_steps:
+        self._check_place(saved)
+        if not saved["cursor"]["is_over"] and saved["lengths"][0] != max_steps:
             raise GrowpruneError(
-                f"the checkpoint is of a training of {saved['lengths']['iterations']} optimizer steps, but the trainer "
-                f"makes {max_steps}: set TrainingArguments(max_steps={saved['lengths']['iterations']})"
+                f"the checkpoint is of a training of {saved['lengths'][0]} optimizer steps, but the trainer "
+                f"makes {max_steps}: set TrainingArguments(max_steps={saved['lengths'][0]})"
             )
 
     def _go_on(self, saved: dict[str, Any], optimizer: Any) -> None:

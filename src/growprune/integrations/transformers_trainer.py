@@ -1,20 +1,26 @@
-"""What `GrowPruneCallback` asks of the Trainer of transformers, beyond what callbacks are told."""
+"""What `GrowPruneCallback` reads and changes in the Trainer of transformers, beyond what callbacks are given."""
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, get_scheduler
 
 from growprune.errors import GrowpruneError
-from growprune.integrations.gradients import looking
+from growprune.integrations import transformers_sharded as sharded
+from growprune.integrations.callback import looking
 from growprune.plan import By
+from growprune.sparse.cursor import Cursor
 from growprune.sparse.model import SparseModel
 
 
@@ -53,6 +59,24 @@ def _locals_of(method: str) -> dict[str, Any]:
     raise GrowpruneError("GrowPruneCallback is for the Trainer of transformers: give it as Trainer(callbacks=[...])")
 
 
+def check_trainer(trainer: Any, storage: str) -> None:
+    """Refuse a Trainer that cannot train a sparse model."""
+    if trainer.state.is_hyper_param_search:
+        raise GrowpruneError("GrowPruneCallback does not work in hyperparameter_search(): make a Trainer per trial")
+    if trainer.args.n_gpu > 1:
+        raise GrowpruneError("GrowPruneCallback does not work with DataParallel: start a process per GPU (torchrun)")
+    if trainer.args.world_size > 1 and not sharded.is_sharding(trainer) and storage == "compact":
+        raise GrowpruneError(
+            "storage='compact' does not work in several processes, since Trainer wraps the model only once: use "
+            "storage='masked', or FSDP2 (TrainingArguments(fsdp=True)) on GPUs"
+        )
+    if isinstance(trainer.lr_scheduler, ReduceLROnPlateau) or type(trainer.lr_scheduler).__name__ == "GreedyLR":
+        raise GrowpruneError(
+            f"{type(trainer.lr_scheduler).__name__} follows a loss, which every edit disturbs: choose another "
+            f"lr_scheduler_type"
+        )
+
+
 def score(trainer: Any, loader: Any, sparse: SparseModel, by: By) -> None:
     """Look at the batches of the first step, by the Trainer's own loss, for an edit by gradient before any training."""
 
@@ -85,3 +109,47 @@ def remedy(args: Any, per_epoch: int | None, steps: int) -> str:
     if args.max_steps <= 0 and per_epoch and steps % per_epoch == 0:
         return f"TrainingArguments(num_train_epochs={steps // per_epoch})"
     return f"TrainingArguments(max_steps={steps})"
+
+
+# Learning rates: the whole schedule for each phase that begins it anew
+
+
+def has_restarts(cursor: Cursor) -> bool:
+    return any(scheduled.phase.restart for scheduled in cursor.schedule)
+
+
+def _restarts(cursor: Cursor) -> list[int]:
+    """The steps at which the learning-rate schedule begins, and, last, where the plan ends."""
+    bounds, step = [0], 0
+    for scheduled in cursor.schedule:
+        bounds += [step] if scheduled.phase.restart and step > bounds[-1] else []
+        step += cursor.length_of(scheduled.phase)
+    return [*bounds, step]
+
+
+def restart_rates(args: Any, scheduler: Any, cursor: Cursor) -> None:
+    """Give each phase that restarts the whole schedule, until the next one that does."""
+    factor = _factor(args, _restarts(cursor))
+    scheduler.lr_lambdas = [factor] * len(scheduler.base_lrs)
+    for group, base in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
+        group["lr"] = base * factor(scheduler.last_epoch)
+
+
+def _factor(args: Any, bounds: Sequence[int]) -> Callable[[int], float]:
+    """The factor of the learning rate at a step, with the whole schedule between each two bounds."""
+    factors = [_factor_of_schedule(args, end - start) for start, end in itertools.pairwise(bounds)]
+
+    def factor(step: int) -> float:
+        number = min(bisect.bisect_right(bounds, step), len(factors)) - 1
+        return factors[number](step - bounds[number])
+
+    return factor
+
+
+def _factor_of_schedule(args: Any, length: int) -> Callable[[int], float]:
+    """That of the schedule that TrainingArguments ask for, for so many steps."""
+    nothing = SGD([nn.Parameter()], lr=args.learning_rate)
+    warmup = args.get_warmup_steps(length)
+    made = get_scheduler(args.lr_scheduler_type, nothing, warmup, length, args.lr_scheduler_kwargs)
+    factor: Callable[[int], float] = made.lr_lambdas[0]
+    return factor

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe
+from growprune.masks.partition_kinds import contiguous
 from growprune.recipes.rivals import Rival, rows_of
 from growprune.recipes.study import Row, Study, measured, recipes, to_see_that_it_runs
 from growprune.tasks.classification import Classification

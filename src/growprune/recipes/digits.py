@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.partitions import balanced, contiguous, per_layer
 from growprune.engine.recipe import Recipe
+from growprune.masks.partition_kinds import balanced, contiguous, per_layer
 from growprune.tasks.digits import Digits
 
 

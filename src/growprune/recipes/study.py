@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from growprune import methods
-from growprune.engine.partitions import balanced, contiguous, named, per_layer
 from growprune.engine.recipe import Recipe
 from growprune.masks.partition import Partition
+from growprune.masks.partition_kinds import balanced, contiguous, named, per_layer
 from growprune.plan import Part, walk
 
 Parts = tuple[tuple[str, ...], ...]

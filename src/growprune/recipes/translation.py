@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
-from growprune.engine.partitions import contiguous, named
 from growprune.engine.recipe import Recipe
+from growprune.masks.partition_kinds import contiguous, named
 from growprune.recipes.study import Parts, Row, Study, measured, recipes, to_see_that_it_runs
 from growprune.tasks.translation import Translation
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune import engine, methods
-from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe
+from growprune.masks.partition_kinds import contiguous
 from growprune.tasks.segmentation import PartSegmentation, shapenet
 from growprune.tasks.segmentation.categories import NUM_CATEGORIES, NUM_PARTS, SYNSETS, parts_by_category, parts_of
 from growprune.tasks.segmentation.miou import mean_ious, predict, shape_ious

@@ -1,10 +1,9 @@
-"""Copies of the model that people keep beside a trainer, such as moving averages: they are to be as sparse as it is.
+"""Keep copies of a model, such as moving averages, as sparse as the model itself.
 
-An edit changes which weights live, and an average over it has those of both masks. So copies are masked after each
-edit, and after each step of a rule that changes masks, as DeepR's does; averaged with the model from there on, they
-stay as sparse as it is. One that averages is found by itself, if a callback keeps it as an attribute:
-`torch.optim.swa_utils.AveragedModel`, timm's `ModelEmaV3`, or any other module with a copy of the model inside. Others
-are named by `add`.
+An average over an edit has the live weights of both masks. So copies are masked after each edit, and after each step of
+a rule that changes masks, such as DeepR's. A copy is found automatically if a callback keeps it as an attribute:
+`torch.optim.swa_utils.AveragedModel`, timm's `ModelEmaV3`, or any other module with a copy of the model inside. Name
+others with `add`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
-"""How a recipe cuts its model into parts, as values: contiguous(4), balanced(4), named([...]), per_layer()."""
+"""The kinds of partition, as values that know no model yet: contiguous(4), balanced(4), per_layer(), named([...]).
+
+In code, call the function of the kind. In strings, such as `--set partition=balanced(4)`, write the same call:
+`parse_partition` reads it by the table `KINDS`. Trainers and methods say the number of parts elsewhere, and give the
+name of the kind alone. Standard library only.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
-
-from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
@@ -33,14 +36,14 @@ class _InParts:
 class Contiguous(_InParts):
     """kappa parts of neighbouring layers, as equal as can be, that split no residual or attention block."""
 
-    def cut(self, model: nn.Module, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
+    def cut(self, model: Any, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
         return Partition.contiguous(model, self.kappa, keep_dense=keep_dense, include=include)
 
 
 class Balanced(_InParts):
     """kappa parts of layers from all over the model, as equal in weights as single layers allow."""
 
-    def cut(self, model: nn.Module, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
+    def cut(self, model: Any, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
         return Partition.balanced(model, self.kappa, keep_dense=keep_dense, include=include)
 
 
@@ -57,7 +60,7 @@ class Named:
     def num_parts(self) -> int | None:
         return len(self.parts)
 
-    def cut(self, model: nn.Module, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
+    def cut(self, model: Any, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
         del keep_dense, include
         return Partition.of(model, self.parts)
 
@@ -74,7 +77,7 @@ class PerLayer:
         """As many as the model has layers, which is not known before."""
         return None
 
-    def cut(self, model: nn.Module, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
+    def cut(self, model: Any, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
         return Partition.per_layer(model, keep_dense=keep_dense, include=include)
 
 
@@ -101,20 +104,32 @@ def per_layer() -> PerLayer:
     return PerLayer()
 
 
-def parse_partition(text: str) -> PartitionConfig:
-    """The partition that a text such as "balanced(4)" names.
+KINDS: dict[str, Callable[..., PartitionConfig]] = {
+    "contiguous": contiguous,
+    "balanced": balanced,
+    "per_layer": per_layer,
+    "named": named,
+}
 
-    >>> parse_partition("balanced(4)")
-    Balanced(kappa=4)
-    >>> print(parse_partition('named([["stem"], ["head"]])'))
-    named([["stem"], ["head"]])
+
+def parse_partition(text: str, *, kappa: int | None = None) -> PartitionConfig:
+    """Return the partition that a string such as "balanced(4)" names.
+
+    Args:
+        kappa: the number of parts, if the string is the name of a kind alone.
+
+    Examples:
+        >>> parse_partition("balanced(4)"), parse_partition("balanced", kappa=2)
+        (Balanced(kappa=4), Balanced(kappa=2))
+        >>> print(parse_partition('named([["stem"], ["head"]])'))
+        named([["stem"], ["head"]])
     """
-    known: dict[str, Any] = {"contiguous": contiguous, "balanced": balanced, "named": named, "per_layer": per_layer}
     name, _, inside = text.removesuffix(")").partition("(")
-    if name in known and text == f"{name}({inside})":
-        with contextlib.suppress(ValueError, TypeError):  # what is inside is no JSON, or not what it takes
-            found: PartitionConfig = known[name](*json.loads(f"[{inside}]"))
-            return found
-    raise GrowpruneError(
-        f'partition is {text!r}, but must be contiguous(4), balanced(4), per_layer(), or named([["a", "b"], ["c"]])'
-    )
+    allowed = 'contiguous(4), balanced(4), per_layer(), or named([["a", "b"], ["c"]])'
+    if kappa is not None:
+        inside = "" if name == "per_layer" else str(kappa)
+        allowed = "contiguous, balanced, per_layer, a list of lists of names, or a Partition"
+    if text == (f"{name}({inside})" if kappa is None else name):
+        with contextlib.suppress(KeyError, ValueError, TypeError):  # no kind, no JSON, or not what the kind takes
+            return KINDS[name](*json.loads(f"[{inside}]"))
+    raise GrowpruneError(f"partition is {text!r}, but must be {allowed}")

@@ -1,25 +1,52 @@
-"""Our part of the checkpoints that the Trainer of transformers writes, and which of them can be resumed from.
+"""Our state in checkpoints that are folders, as those of accelerate and of the Trainer of transformers.
 
 The Trainer writes its files one after the other, its own state last, and takes the folder with the highest number for
-the last checkpoint, whether it was written to its end or not. Ours is written as a whole, just before that state.
+the last checkpoint, complete or not. Our state is written as a whole, just before the Trainer's own.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Container
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from growprune.engine.checkpoint import load, save
 from growprune.errors import GrowpruneError
-from growprune.integrations.checkpoints import has_state
 from growprune.masks.bits import unpack
 from growprune.masks.layers import first_names
 from growprune.plan import Part
 from growprune.sparse.model import SparseModel
+
+FOLDER = "growprune"
+"""The folder of our state, in the folder of a checkpoint."""
+NAME = "00000000"
+"""The one state in it, as `engine.checkpoint` numbers states."""
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Add a state to a trainer's checkpoint."""
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of an earlier training, whose weights are overwritten too
+    save(folder / FOLDER, int(NAME), state)
+
+
+def has_state(folder: Path) -> bool:
+    """True if a trainer's checkpoint has a state that was written completely."""
+    return (folder / FOLDER / NAME / "COMPLETE").is_file()
+
+
+def read_state(folder: Path, remedy: str = "resume from another checkpoint") -> dict[str, Any]:
+    """Return the state in a trainer's checkpoint; raise if it is damaged or missing."""
+    if not has_state(folder):
+        raise GrowpruneError(
+            f"{folder} has no folder {FOLDER!r}: it was saved without growprune, or not to its end; {remedy}"
+        )
+    return load(folder / FOLDER / NAME)
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
