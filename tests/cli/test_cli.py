@@ -317,19 +317,10 @@ def test_a_path_in_square_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
     assert f"go on with `{resume}`" in CliRunner().invoke(app, ["inspect", str(out)]).stdout
 
 
-def test_a_run_of_the_first_format_is_shown_but_not_resumed(run: Path) -> None:
-    recipe, result = (json.loads((run / name).read_text()) for name in ("recipe.json", "result.json"))
-    recipe.pop("format", None)
-    recipe["recipe"]["pattern"] = "free"
-    result["phases"] = [{**row, "epochs": 1} for row in result.pop("history")]
-    for row in [*result["phases"], result["best"]]:
-        row["step"] = row.pop("stage")
-    (run / "recipe.json").write_text(json.dumps(recipe))
-    (run / "result.json").write_text(json.dumps(result))
-    shown = CliRunner().invoke(app, ["inspect", str(run)])
-    assert shown.exit_code == 0, shown.output
-    assert "best by validation: stage" in shown.stdout
-    assert "was started by an older growprune" in refused("resume", str(run))
+def test_a_run_of_an_older_format_is_refused_in_one_line(run: Path) -> None:
+    changed(run / "recipe.json", format=1)
+    for command in ("inspect", "resume"):
+        assert "was started by an older growprune (format 1, " in refused(command, str(run))
 
 
 def test_the_version_is_shown() -> None:

@@ -26,8 +26,9 @@ from toy import Toy, continuing, parallel, plain
 
 import growprune as gp
 from growprune import engine, methods
-from growprune.engine.batch_split import split
-from growprune.engine.folder import OtherLogs, RunFolder
+from growprune.engine.batches import split
+from growprune.engine.events import OtherLogs
+from growprune.engine.folder import RunFolder
 from growprune.engine.mesh import Mesh
 from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe
@@ -256,7 +257,7 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
 def test_the_first_process_sees_how_far_the_others_are(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     RunFolder(tmp_path, 2).append({"event": "epoch", "branch": 1, "epoch": 1})
-    others = OtherLogs(folder, [1, 2])
+    others = OtherLogs({rank: RunFolder(folder.path, rank).log for rank in (1, 2)})
     RunFolder(tmp_path, 1).append({"event": "epoch", "branch": 0, "epoch": 4})
     RunFolder(tmp_path, 2).append({"event": "epoch", "branch": 1, "epoch": 2})
     with RunFolder(tmp_path, 2).log.open("a") as log:

@@ -14,7 +14,7 @@ from test_distributed import run_on
 from toy import Toy, cyclic, parallel
 
 from growprune import SparseModel, engine, methods
-from growprune.engine.exploration import Exploration, pack_masks
+from growprune.engine.accounting import Exploration, pack_masks
 from growprune.engine.folder import RunFolder
 from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe

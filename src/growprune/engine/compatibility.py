@@ -37,13 +37,8 @@ weights lie, what they lead to is looked at itself."""
 
 
 def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:
-    """Raise, naming the first field that differs, unless a run was started with this recipe.
-
-    A field that the recipe of the run does not have yet counts as its default: it was what the run did.
-    """
-    folder.check_format()
-    given = fields_of(recipe)
-    stored = flat(_with_defaults(folder.read_recipe()["recipe"], recipe))
+    """Raise, naming the first field that differs, unless a run was started with this recipe."""
+    given, stored = fields_of(recipe), flat(folder.read_recipe()["recipe"])
     for name in [name for name in {**given, **stored} if name not in MAY_CHANGE]:
         if name not in given:
             raise GrowpruneError(
@@ -122,23 +117,6 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(describe(value)))
 
 
-def _with_defaults(stored: Any, value: Any) -> Any:
-    """A stored description of a dataclass, with the defaults of the fields it lacks."""
-    if not dataclasses.is_dataclass(value) or not isinstance(stored, dict):
-        return stored
-    if stored.get("name", type(value).__name__) != type(value).__name__:  # of another class, whose fields are others
-        return stored
-    whole = dict(stored)
-    for field in dataclasses.fields(value):
-        if field.name in stored:
-            whole[field.name] = _with_defaults(stored[field.name], getattr(value, field.name))
-        elif field.default is not dataclasses.MISSING:
-            whole[field.name] = _plain(field.default)
-        elif field.default_factory is not dataclasses.MISSING:
-            whole[field.name] = _plain(field.default_factory())
-    return whole
-
-
 def is_dense(recipe: Mapping[str, Any]) -> bool:
     """Whether a run, by its recipe as JSON has it, is the dense reference: its method is called `dense`.
 
@@ -174,15 +152,6 @@ def flat(content: Any, prefix: str = "") -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     return shorten(repr(value), 200)
-
-
-def check_shardable(model: torch.nn.Module) -> None:
-    """Raise if a model has statistics that the replicas of a sharded recipe would not share."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            raise GrowpruneError(
-                f"shard is 'fsdp', but {name} is a BatchNorm, which recipes cannot shard: use replicas instead"
-            )
 
 
 def tensors_of(sparse: SparseModel) -> dict[str, str]:

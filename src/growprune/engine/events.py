@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from growprune.plan import ScheduledPhase
@@ -56,3 +59,27 @@ class Events:
         is_due = now >= self._look_due
         self._look_due = now + LOOK_SECONDS if is_due else self._look_due
         return is_due
+
+
+class OtherLogs:
+    """What other processes of a run have logged since one last looked.
+
+    Args:
+        logs: the log of each, by its rank.
+    """
+
+    def __init__(self, logs: Mapping[int, Path]) -> None:
+        self._read = {rank: (log, log.stat().st_size if log.exists() else 0) for rank, log in logs.items()}
+
+    def news(self) -> Iterator[Event]:
+        """Their new events, each with the rank that logged it."""
+        for rank, (log, start) in self._read.items():
+            new = b""
+            with contextlib.suppress(FileNotFoundError), log.open("rb") as lines:  # it has nothing to say yet
+                lines.seek(start)
+                new = lines.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            self._read[rank] = log, start + len(whole)
+            for line in whole.splitlines():
+                with contextlib.suppress(ValueError, RecursionError, TypeError):  # a line that a kill cut short
+                    yield {**json.loads(line), "rank": rank}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor, distributed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from growprune.engine.rng import rng_state, set_rng_state
+from growprune.engine.device import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
 from growprune.plan import By
 from growprune.sparse.model import SparseModel

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growprune.engine.rng import rng_state, set_rng_state
+from growprune.engine.device import rng_state, set_rng_state
 from growprune.errors import GrowpruneError, warn
 from growprune.integrations.common import Settings, begun, check_place
 from growprune.integrations.copies import Copies

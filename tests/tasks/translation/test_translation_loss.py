@@ -13,10 +13,10 @@ from translation_cases import CPU, model_of, naive_losses, tiny, tokens
 
 import growprune as gp
 from growprune import engine, methods
-from growprune.engine.batch_split import split
+from growprune.engine.batches import split
+from growprune.engine.device import seed_all
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
-from growprune.engine.rng import seed_all
 from growprune.tasks.translation import corpus, token_losses
 from growprune.tasks.translation.pieces import Pieces
 from growprune.tasks.translation.transformer import (
