@@ -34,7 +34,7 @@ docs: .venv/dev
 
 # Hosts with their own addresses on this machine, cables pulled; needs root, so it is not part of `make test`.
 netns: .venv/dev
-	GROWPRUNE_NETNS=1 $(BIN)/pytest tests/test_netns.py
+	GROWPRUNE_NETNS=1 $(BIN)/pytest tests/engine/test_netns.py
 
 # The page of `growprune report`, and the site, in a real browser. `make test` runs this too where there is a chromium; here Debian's is
 # installed if there is none, which needs root.

@@ -179,7 +179,7 @@ def test_a_signal_saves_says_how_to_resume_and_exits_with_its_code(number: int, 
             assert command.poll() is None
             time.sleep(0.01)
         command.send_signal(number)
-        done = command.wait(60)
+        done = command.wait()
     assert done.returncode == code
     assert f"go on with `growprune resume {out}`" in done.stderr
     newest = max((out / "checkpoints").glob("0*"))
@@ -374,7 +374,7 @@ def test_an_error_meant_for_users_is_one_line_wherever_it_is_raised(tmp_path: Pa
 def test_a_disk_that_takes_no_more_ends_in_one_line_and_the_run_resumes_with_room(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     with forked.started("-m", "growprune", "train", "digits/tiny", "--out", out, most_bytes=15_000) as command:
-        done = command.wait(60)
+        done = command.wait()
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("growprune: cannot write ")

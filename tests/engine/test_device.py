@@ -53,7 +53,7 @@ def test_processes_take_the_gpu_that_is_named_or_one_each(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    assert mesh._take_a_gpu(torch.device(name)) == backend
+    assert mesh.take_a_gpu(torch.device(name)) == backend
     assert taken == gpus
 
 

@@ -119,7 +119,7 @@ def test_of_four_processes_that_start_at_once_one_trains_and_the_others_are_told
     processes = [context.Process(target=start, args=(lr, tmp_path / "run", gate, said)) for lr in rates]
     for process in processes:
         process.start()
-    answers = sorted(said.get(timeout=120) for _ in processes)
+    answers = sorted(said.get(timeout=forked.HANG_SECONDS) for _ in processes)
     for process in processes:
         process.join()
     assert [kind for kind, _ in answers] == ["done", "refused", "refused", "refused"]

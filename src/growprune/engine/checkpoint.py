@@ -53,7 +53,7 @@ def save(folder: Path, number: int, state: dict[str, Any]) -> Path:
     final = folder / f"{number:08d}"
     temporary = folder / f".writing-{number:08d}"
     tensors: dict[str, Tensor] = {}
-    nest = _encode(state, tensors)
+    nest = encode(state, tensors)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -82,7 +82,7 @@ def load(checkpoint: Path) -> dict[str, Any]:
     if wrong:
         raise GrowpruneError(f"checkpoint {checkpoint} is damaged: {', '.join(wrong)} is not what was written")
     tensors = load_file(checkpoint / FILES[0])
-    state = _decode(json.loads((checkpoint / FILES[1]).read_text()), tensors)
+    state = decode(json.loads((checkpoint / FILES[1]).read_text()), tensors)
     assert isinstance(state, dict)
     return state
 
@@ -114,33 +114,33 @@ def remove_old(folder: Path, keep: Sequence[int]) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
+def encode(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         key = str(len(tensors))
         tensors[key] = value.detach().contiguous().cpu().clone()
         return {"tensor": key}
     if isinstance(value, dict):
-        return {"items": [[_encode(k, tensors), _encode(v, tensors)] for k, v in value.items()]}
+        return {"items": [[encode(k, tensors), encode(v, tensors)] for k, v in value.items()]}
     if isinstance(value, tuple):
-        return {"tuple": [_encode(item, tensors) for item in value]}
+        return {"tuple": [encode(item, tensors) for item in value]}
     if isinstance(value, list):
-        return [_encode(item, tensors) for item in value]
+        return [encode(item, tensors) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}")
 
 
-def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "tuple":
-        return tuple(_decode(item, tensors) for item in content)
-    return {_decode(k, tensors): _decode(v, tensors) for k, v in content}
+        return tuple(decode(item, tensors) for item in content)
+    return {decode(k, tensors): decode(v, tensors) for k, v in content}
 
 
 def _digest(path: Path) -> str:

@@ -67,7 +67,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "growprune": growprune.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": f"{device.type} ({name})",
@@ -75,7 +75,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _commit() -> str:
+def commit() -> str:
     """Of the checkout growprune runs from, marked if it has been changed since; nothing if it was installed."""
     package = Path(__file__).parents[1]
     root = package.parents[1]

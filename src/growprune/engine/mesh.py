@@ -37,14 +37,14 @@ def join(device: torch.device, timeout_seconds: float) -> int:
     """Join the processes that torchrun started, if it did, and return the rank of this one."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         wait = timedelta(seconds=timeout_seconds)
-        backend = _take_a_gpu(device) if device.type == "cuda" else "gloo"
+        backend = take_a_gpu(device) if device.type == "cuda" else "gloo"
         store, rank, world = _find_store(wait)
         fresh = PrefixStore(_meeting_name(store, rank, world, timeout_seconds), store)
         dist.init_process_group(backend, store=fresh, rank=rank, world_size=world, timeout=wait)
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _take_a_gpu(device: torch.device) -> str:
+def take_a_gpu(device: torch.device) -> str:
     """Choose this process' GPU, unless the recipe does, and how to talk: NCCL, which lets no processes share a GPU."""
     gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.index is None:
@@ -164,7 +164,7 @@ class Mesh:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         branches = max((len(stage.branches) for stage in plan if isinstance(stage, Fork)), default=1)
         self.replicas = replicas or (self.world if branches == 1 else 1)
-        _check_shape(self.world, self.replicas, branches)
+        check_shape(self.world, self.replicas, branches)
         self.groups = self.world // self.replicas
         self.group, self.replica = divmod(self.rank, self.replicas)
         self.bytes_received = 0
@@ -317,7 +317,7 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
-def _check_shape(world: int, replicas: int, branches: int) -> None:
+def check_shape(world: int, replicas: int, branches: int) -> None:
     if world % replicas:
         raise GrowpruneError(
             f"{world} processes cannot be groups of {replicas} replicas: start a multiple of {replicas}"
