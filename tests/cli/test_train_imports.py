@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-from growprune.cli import console
-
 TRAIN = """
 import sys
 from growprune.cli import app
@@ -37,7 +35,7 @@ def test_training_loads_nothing_of_other_packages(package: str, loaded: list[str
 
 
 def test_training_loads_nothing_of_other_verbs_tasks_and_recipes(loaded: list[str]) -> None:
-    assert not {"cli.doctor", "cli.console.plans", "engine.cost", "logs.csv_log"} & set(loaded)
+    assert not {"cli.doctor", "engine.cost", "logs.csv_log"} & set(loaded)
     assert [name for name in loaded if name.startswith(("tasks.", "recipes."))] == [
         "recipes.digits",
         "tasks.digits",
@@ -47,9 +45,3 @@ def test_training_loads_nothing_of_other_verbs_tasks_and_recipes(loaded: list[st
 
 def test_training_loads_few_modules(loaded: list[str]) -> None:
     assert len(loaded) <= MOST
-
-
-def test_every_name_of_the_console_is_found_again_and_again() -> None:
-    for name in console.__all__ * 2:  # a submodule of the same name would take the place of a function
-        assert callable(getattr(console, name)) or name in ("err", "out")
-    assert not hasattr(console, "show_nothing")

@@ -28,6 +28,7 @@ from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
 from growprune.sparse.model import SparseModel
+from growprune.tasks.task import leaves_of, map_tensors
 
 WARM_UP = 3
 """How many batches of one shape are passed before they are recorded: libraries choose their kernels in the first."""
@@ -150,7 +151,7 @@ class Graph:
         return self._loss
 
     def _record(self, batch: Any) -> None:
-        self._batch = _cloned(batch)
+        self._batch = map_tensors(Tensor.clone, batch)
         for parameter in self._parameters:
             parameter.grad = None
         self._graph = torch.cuda.CUDAGraph()
@@ -161,30 +162,15 @@ class Graph:
 
 
 def shape_of(batch: Any) -> Any:
-    """Equal for batches that a graph can take for one another."""
-    if isinstance(batch, Tensor):
-        return (tuple(batch.shape), batch.dtype, batch.stride())
-    items = batch.values() if isinstance(batch, dict) else batch
-    return tuple(map(shape_of, items)) if isinstance(batch, dict | tuple | list) else batch
-
-
-def _cloned(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {name: _cloned(item) for name, item in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(_cloned(item) for item in batch)
-    return batch.clone() if isinstance(batch, Tensor) else batch
+    """Equal for batches of one task that a graph can take for one another."""
+    leaves = leaves_of(batch)
+    return tuple((tuple(x.shape), x.dtype, x.stride()) if isinstance(x, Tensor) else x for x in leaves)
 
 
 def _copy_into(target: Any, batch: Any) -> None:
-    if isinstance(target, Tensor):
-        target.copy_(batch, non_blocking=True)
-    elif isinstance(target, dict):
-        for name, item in target.items():
-            _copy_into(item, batch[name])
-    elif isinstance(target, tuple | list):
-        for mine, item in zip(target, batch, strict=True):
-            _copy_into(mine, item)
+    for mine, theirs in zip(leaves_of(target), leaves_of(batch), strict=True):
+        if isinstance(mine, Tensor):
+            mine.copy_(theirs, non_blocking=True)
 
 
 def synchronise(model: nn.Module, group: Any) -> None:

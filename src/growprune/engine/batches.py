@@ -16,7 +16,7 @@ from torch import Tensor
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
 from growprune.masks.scores import salt_of
-from growprune.tasks.task import num_examples
+from growprune.tasks.task import leaves_of, map_tensors, num_examples
 
 
 class Batches:
@@ -37,7 +37,9 @@ class Batches:
             first = self._prepared[1]
             if self._stream is not None:
                 torch.cuda.current_stream().wait_stream(self._stream)
-                _keep_for_stream(first, torch.cuda.current_stream())
+                for leaf in leaves_of(first):
+                    if isinstance(leaf, Tensor) and leaf.is_cuda:  # tell the allocator that this stream uses it too
+                        leaf.record_stream(torch.cuda.current_stream())
         else:
             first = self._first(branch, iteration)
         self._prepared, self._place = None, (branch, iteration + 1)
@@ -62,16 +64,6 @@ class Batches:
                 f"{self._task.num_batches()}: both must go by the same data"
             )
         return first
-
-
-def _keep_for_stream(batch: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that a batch is used on another stream than it was made on."""
-    if isinstance(batch, Tensor):
-        if batch.is_cuda:
-            batch.record_stream(stream)
-    elif isinstance(batch, dict | tuple | list):
-        for item in batch.values() if isinstance(batch, dict) else batch:
-            _keep_for_stream(item, stream)
 
 
 def seed_of_epoch(seed: int, branch: int | None, epoch: int) -> int:
@@ -100,15 +92,7 @@ def split(batch: Any, index: int, count: int) -> tuple[Any, float]:
     total = num_examples(batch)
     size = len(range(index, total, count))
     taken = slice(index, None, count) if size else slice(0, 1)
-    return _sliced(batch, taken), size / total
-
-
-def _sliced(batch: Any, taken: slice) -> Any:
-    if isinstance(batch, dict):
-        return {name: _sliced(item, taken) for name, item in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(_sliced(item, taken) for item in batch)
-    return batch[taken] if isinstance(batch, Tensor) else batch
+    return map_tensors(lambda tensor: tensor[taken], batch), size / total
 
 
 def digest(batch: Any) -> str:

@@ -22,7 +22,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ from torch import Tensor
 from growprune.engine import json_file
 from growprune.engine.compatibility import check_same_tensors, tensors_of
 from growprune.engine.device import rng_state, set_rng_state
-from growprune.engine.events import Events
+from growprune.engine.events import Events, Timer
 from growprune.engine.folder import RunFolder
 from growprune.errors import GrowpruneError
 from growprune.plan import ScheduledPhase
@@ -166,16 +165,12 @@ class Checkpoints:
     """
 
     def __init__(self, folder: RunFolder, events: Events, seconds: float) -> None:
-        self._folder, self._events, self._seconds = folder, events, seconds
-        self._due = time.monotonic() + seconds
+        self._folder, self._events = folder, events
+        self.timer = Timer(seconds)
+        """Of when the next one is due."""
+        self.timer.put_off()
         self._number = max(numbers(folder.checkpoints), default=0)  # even if none of them can be loaded
         self._previous = 0
-
-    def is_due(self) -> bool:
-        return time.monotonic() >= self._due
-
-    def put_off(self) -> None:
-        self._due = time.monotonic() + self._seconds
 
     def save(self, scheduled: ScheduledPhase, state: State, *, is_search_end: bool) -> None:
         """Write one of the run; the two newest stay, and the one from which a search can be extended."""

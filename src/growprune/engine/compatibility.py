@@ -58,14 +58,14 @@ def check_same_plan(folder: RunFolder, plan: Plan) -> None:
 
     A default has changed then, or the code of a method.
     """
-    began, now = folder.read_phases(), json.loads(json.dumps(phases_of(plan)))
-    for old, new in zip_longest(began, now) if began else ():
+    began, now = folder.read_plan(), json.loads(json.dumps(phases_of(plan)))
+    for old, new in zip_longest(began["phases"], now) if began else ():
         if old != new:
             raise GrowpruneError(
                 f"{folder.path} was started with another plan: where it has {_short(_edits(old))}, its recipe now "
                 f"gives {_short(_edits(new))}; {_SAME_CODE}"
             )
-    if folder.read_digest() not in ("", digest_of(plan)):  # a way from one sparsity to another is one row of phases
+    if began and began["sha256"] != digest_of(plan):  # a way from one sparsity to another is one row of phases
         raise GrowpruneError(
             f"{folder.path} was started with another plan: its phases look the same in plan.json, but not each number "
             f"in them is; {_SAME_CODE}"
@@ -77,7 +77,7 @@ def check_same_parts(folder: RunFolder, plan: Plan) -> None:
 
     Of a run that is not finished, the checkpoint tells the same of every tensor.
     """
-    began, now = folder.read_parts(), parts_of(plan)
+    began, now = folder.read_plan().get("parts", {}), parts_of(plan)
     for name in {**began, **now} if began else ():
         if began.get(name) != now.get(name):
             raise GrowpruneError(

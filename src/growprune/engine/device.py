@@ -23,6 +23,7 @@ import torch
 import growprune
 from growprune.errors import GrowpruneError
 from growprune.masks.scores import salt_of
+from growprune.tasks.task import map_tensors
 
 
 def check_device(name: str) -> None:
@@ -55,11 +56,7 @@ def _make_current(device: torch.device) -> None:
 
 def move(value: Any, device: torch.device) -> Any:
     """A tensor, or a tuple, list or dict of them, on another device."""
-    if isinstance(value, dict):
-        return {name: move(item, device) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(move(item, device) for item in value)
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+    return map_tensors(lambda tensor: tensor.to(device), value)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -18,6 +18,20 @@ SHOW_SECONDS, LOOK_SECONDS = 0.2, 1.0
 """How often iterations are shown, and the logs of other processes looked at."""
 
 
+class Timer:
+    """Tells when some seconds are over; at once, the first time, unless it was put off."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._due = seconds, 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._due
+
+    def put_off(self) -> None:
+        self._due = time.monotonic() + self._seconds
+
+
 class Events:
     """Tells listeners. What is *logged* goes to all of them; what is only *shown* to those who show it.
 
@@ -28,7 +42,7 @@ class Events:
 
     def __init__(self, log: Listener, listeners: Sequence[Listener], last: int) -> None:
         self._log, self._listeners, self._last = log, listeners, last
-        self._show_due = self._look_due = 0.0
+        self.show_timer, self.look_timer = Timer(SHOW_SECONDS), Timer(LOOK_SECONDS)
 
     def log_event(self, event: str, scheduled: ScheduledPhase | None = None, **details: Any) -> None:
         self._log(self.show(event, scheduled, **details))
@@ -45,20 +59,6 @@ class Events:
 
     def _place(self, scheduled: ScheduledPhase) -> Event:
         return {"index": scheduled.index, "last": self._last, "stage": scheduled.stage, "branch": scheduled.branch}
-
-    def is_show_due(self) -> bool:
-        """Whether it is time to show an iteration."""
-        now = time.monotonic()
-        is_due = now >= self._show_due
-        self._show_due = now + SHOW_SECONDS if is_due else self._show_due
-        return is_due
-
-    def is_look_due(self) -> bool:
-        """Whether it is time to look at what other processes do."""
-        now = time.monotonic()
-        is_due = now >= self._look_due
-        self._look_due = now + LOOK_SECONDS if is_due else self._look_due
-        return is_due
 
 
 class OtherLogs:

@@ -55,7 +55,7 @@ _ROW: json_file.Names = {
     "validation?.*": json_file.NUMBER,
     "candidate?.*": json_file.NUMBER,
 }
-_RESULT: json_file.Names = {
+RESULT: json_file.Names = {
     "history": list,
     **{f"history.*.{name}": kind for name, kind in _ROW.items()},
     "test": dict,
@@ -146,7 +146,7 @@ class RunFolder:
             return
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            if not _lock(descriptor):
+            if not _lock(descriptor, PATIENCE):
                 raise GrowpruneError(f"{self.path} is in use by another process: wait for it, or stop it first")
             for folder in (self.path, self.checkpoints, *self.checkpoints.glob("branches/*")):
                 atomic.remove_leftovers(folder)
@@ -225,7 +225,7 @@ class RunFolder:
 
     def read_result(self) -> dict[str, Any]:
         remedy = "remove it and resume the run, which makes it again"
-        return json_file.read(self.result, _RESULT, remedy)
+        return json_file.read(self.result, RESULT, remedy)
 
     def read_rows(self, stage: int, branch: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """What came of a branch of a fork, epoch by epoch, and what it cost."""
@@ -249,26 +249,12 @@ class RunFolder:
         content = {"parts": parts_of(plan), "phases": phases_of(plan), "sha256": digest_of(plan)}
         json_file.write(self.plan, content)
 
-    def read_phases(self) -> list[Any]:
-        """The phases as they were written; none if the file is lost or damaged, since no training depends on it."""
-        phases = self._read_plan().get("phases")
-        return phases if isinstance(phases, list) else []
-
-    def read_parts(self) -> dict[str, Any]:
-        """The parts as they were written; none if the file is lost or damaged."""
-        parts = self._read_plan().get("parts")
-        return parts if isinstance(parts, dict) else {}
-
-    def read_digest(self) -> str:
-        """Of the plan; nothing if the file is lost or damaged."""
-        return str(self._read_plan().get("sha256") or "")
-
-    def _read_plan(self) -> dict[str, Any]:
+    def read_plan(self) -> dict[str, Any]:
+        """What `write_plan` wrote; nothing if the file is lost or damaged, since no training depends on it."""
         try:
-            content = json.loads(self.plan.read_text())
-        except (OSError, ValueError, RecursionError):
+            return json_file.read(self.plan, {"parts": dict, "phases": list, "sha256": str}, "")
+        except (OSError, GrowpruneError):
             return {}
-        return content if isinstance(content, dict) else {}
 
     def append(self, event: Event) -> None:
         """Add a line to the log. A line cut short by a kill is ended first, so that it spoils no other."""
@@ -319,14 +305,14 @@ def _is_of_others(path: Path) -> bool:
     return not path.name.startswith(".recipe.json.")
 
 
-def _lock(descriptor: int) -> bool:
-    """Whether nobody else has the lock; tries for a while, since workers of a process that was killed hold it too."""
-    deadline = time.monotonic() + PATIENCE
+def _lock(descriptor: int, patience: float) -> bool:
+    """Whether nobody else has the lock; tries for some seconds, since workers of a killed process hold it too."""
+    deadline = time.monotonic() + patience
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 return False
             time.sleep(0.1)
         except OSError:  # a file system that knows no locks
@@ -341,11 +327,6 @@ def is_in_use(path: Path) -> bool:
         return False
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system that knows no locks
-        return False
+        return not _lock(descriptor, patience=0)
     finally:
         os.close(descriptor)
-    return False

@@ -213,14 +213,16 @@ class Run:
             raise Interrupted
         if self._is_checkpoint_due():
             self._save(scheduled)
-        if self.events.is_show_due():
+        if self.events.show_timer.is_due:
+            self.events.show_timer.put_off()
             done = {"iteration": self.done, "iterations": self.cursor.length, **self._progress(scheduled)}
             self.events.show("iteration", scheduled, **done, lr=self.training.lr, loss=self.training.shown_loss())
-        if self.events.is_look_due():
+        if self.events.look_timer.is_due:
+            self.events.look_timer.put_off()
             self._show_others()
 
     def _is_checkpoint_due(self) -> bool:
-        is_due = self.checkpoints.is_due()  # by the clock of this process, and all that share a model save together
+        is_due = self.checkpoints.timer.is_due  # by the clock of this process, and all that share a model save together
         return self.mesh.any(is_due, self.cursor.iteration) if self.is_sharded else is_due
 
     def _after_epoch(self, scheduled: ScheduledPhase, epoch: int) -> None:
@@ -296,7 +298,7 @@ class Run:
             state = branch_state(self)
             if self.mesh.leads_group:
                 self.checkpoints.save_branch(scheduled, state)
-        self.checkpoints.put_off()
+        self.checkpoints.timer.put_off()
 
     def restore(self, number: int, state: dict[str, Any]) -> None:
         """Go back to exactly where a checkpoint was written."""
