@@ -17,10 +17,10 @@ collect_ignore_glob = ["*/conftest.py"]  # they hold no doctests, and several mo
 torch.set_num_threads(1)
 settings.register_profile("growprune", deadline=None, max_examples=50)
 settings.load_profile("growprune")
-device._commit = functools.cache(device._commit)  # asking git twice a run takes as long as some of the runs here
+device.commit = functools.cache(device.commit)  # asking git twice a run takes as long as some of the runs here
 
 WITH_PORTS = {
-    *("test_distributed", "test_replicas", "test_exploration", "test_examples", "test_report_browser"),
+    *("test_distributed", "test_replicas", "test_examples", "test_report_browser"),
     *("test_transformers_ddp", "test_lightning_ddp", "test_killed"),  # the last shares a process with the two before
     *("test_transformers_sharded", "test_lightning_sharded"),
 }

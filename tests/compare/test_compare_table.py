@@ -18,6 +18,7 @@ from growprune.cli import app
 from growprune.compare import Comparison, Request, of_runs
 from growprune.compare.statistics import paired, spread
 from growprune.compare.table import quality_cells
+from growprune.engine.folder import FORMAT
 from growprune.engine.override import override
 from growprune.recipes import find
 
@@ -208,7 +209,7 @@ def test_a_result_that_someone_changed_is_one_line_with_what_is_wrong(
 
 
 def test_a_recipe_that_someone_changed_is_one_line_too(tmp_path: Path) -> None:
-    write_bare(tmp_path / "recipe.json", {"format": 2, "recipe": recipe("gmp", 0.9, 0) | {"seed": "a"}})
+    write_bare(tmp_path / "recipe.json", {"format": FORMAT, "recipe": recipe("gmp", 0.9, 0) | {"seed": "a"}})
     with pytest.raises(GrowpruneError, match=r"recipe\.json is damaged \(its recipe.seed is 'a'"):
         of_runs([tmp_path])
 

@@ -12,7 +12,6 @@ from toy import Toy, cyclic, parallel, plain
 
 import growprune as gp
 from growprune import engine, methods
-from growprune.engine import checkpoint
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.masks.partition_kinds import contiguous
@@ -146,19 +145,6 @@ def test_what_lives_where_branches_are_put_together_counts_in_the_peak(
 
 def test_without_forks_nothing_is_put_together() -> None:
     assert estimate(short(plain(), methods.cyclic_gap, steps=3, epochs=1, finetune=2)).merged_density == 0
-
-
-def test_a_run_that_began_before_there_were_figures_has_none(tmp_path: Path) -> None:
-    stop = iter([False] * 5 + [True])
-    with pytest.raises(engine.Interrupted):
-        engine.train(cyclic(), tmp_path / "run", should_stop=lambda: next(stop, True))
-    folder = tmp_path / "run" / "checkpoints"
-    found = checkpoint.load_newest(folder, lambda message: None)
-    assert found is not None
-    number, state = found
-    del state["accounting"]
-    checkpoint.save(folder, number + 1, state)
-    assert set(figures(engine.resume(cyclic(), tmp_path / "run")).values()) == {None}
 
 
 def test_runs_of_one_seed_see_the_same_data_whatever_their_method(tmp_path: Path) -> None:

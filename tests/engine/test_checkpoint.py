@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from growprune.engine import checkpoint
-from growprune.engine.rng import rng_state, seed_all, set_rng_state
+from growprune.engine.device import rng_state, seed_all, set_rng_state
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 keys = st.text() | st.integers()

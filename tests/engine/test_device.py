@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import growprune as gp
-from growprune.engine import process_group
+from growprune.engine import mesh
 from growprune.engine.device import choose_device
 from growprune.storage import ranking
 
@@ -53,7 +53,7 @@ def test_processes_take_the_gpu_that_is_named_or_one_each(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    assert process_group._take_a_gpu(torch.device(name)) == backend
+    assert mesh.take_a_gpu(torch.device(name)) == backend
     assert taken == gpus
 
 

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,43 +21,17 @@ import forked
 import pytest
 import torch
 from paths import TOY
+from several import run_on, start_on
 from toy import Toy, continuing, parallel, plain
 
 import growprune as gp
 from growprune import engine, methods
-from growprune.engine.batch_split import split
-from growprune.engine.folder import OtherLogs, RunFolder
+from growprune.engine.batches import split
+from growprune.engine.events import OtherLogs
+from growprune.engine.folder import RunFolder
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.masks.partition_kinds import contiguous
-
-
-def member(rank: int, world: int, port: int, recipe: Recipe, folder: Path, errors: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
-    try:
-        start = engine.resume if (folder / "recipe.json").exists() else engine.train
-        start(recipe, folder)
-    except (ValueError, engine.PeerFailed, engine.TrainingDiverged) as error:
-        errors.put(f"rank {rank}: {error}")
-    finally:
-        engine.leave()
-
-
-def run_on(world: int, recipe: Recipe, folder: Path, *, last: Recipe | None = None) -> list[str]:
-    """Carry a recipe out on some processes, and return what they complained of; `last` is what the last one gets."""
-    context = forked.context()
-    errors, port = context.Queue(), forked.free_port()
-    recipes = [recipe] * (world - 1) + [last or recipe]
-    processes = [
-        context.Process(target=member, args=(rank, world, port, recipes[rank], folder, errors)) for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
-    return [errors.get() for _ in range(errors.qsize())]
 
 
 def model_bytes(folder: Path) -> bytes:
@@ -83,7 +56,7 @@ def test_any_number_of_processes_gives_the_same_bits(recipe: Recipe, tmp_path: P
         assert run_on(world, recipe, tmp_path / str(world)) == []
         assert model_bytes(tmp_path / str(world)) == model_bytes(tmp_path / "1")
         found = json.loads((tmp_path / str(world) / "result.json").read_text())
-        assert found["history"] == result["history"]
+        assert found["history"] == result["history"]  # with what was explored
         assert found["best"] == result["best"]
         for name in ("training_flops", "training_examples", "peak_alive", "average_alive", "data"):
             assert found[name] == result[name]
@@ -189,9 +162,26 @@ def test_batchnorm_of_a_single_example_is_refused_on_replicas_too(tmp_path: Path
     assert errors and all("more than one value per channel" in error or "gave up" in error for error in errors)
 
 
-def test_testing_may_take_longer_than_the_others_wait_for_each_other(tmp_path: Path) -> None:
-    task = Toy(is_plain=True, test_pause=4.0)
-    assert run_on(2, replace(plain(), task=task, timeout_seconds=3, candidates=False), tmp_path / "two") == []
+def takes_long_to_test(recipe: Recipe, folder: Path) -> None:
+    """The first process is not done with testing until the second is seen to ask whether to stop while it waits."""
+    asked, evaluate = folder / "asked", Toy.evaluate
+
+    def evaluate_long(task: Toy, model: torch.nn.Module, split: str, **how: Any) -> dict[str, float]:
+        if split == "test":
+            forked.wait_until(asked.exists)
+        return evaluate(task, model, split, **how)
+
+    def should_stop() -> bool:
+        if os.environ["RANK"] == "1" and (folder / "model.safetensors").exists():  # which is written before the tests
+            asked.touch()
+        return False
+
+    Toy.evaluate = evaluate_long  # type: ignore[method-assign]
+    engine.train(recipe, folder, should_stop=should_stop)
+
+
+def test_while_the_first_process_tests_the_others_do_not_wait_in_torch_which_would_time_out(tmp_path: Path) -> None:
+    assert run_on(2, replace(plain(), candidates=False), tmp_path / "two", body=takes_long_to_test) == []
     assert (tmp_path / "two" / "result.json").exists()
 
 
@@ -202,6 +192,13 @@ def test_replicas_may_compute_in_bfloat16(tmp_path: Path) -> None:
     one, two = (gp.read(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name in one:
         assert float((two[name] - one[name]).norm() / (1e-6 + one[name].norm())) < 0.2  # whose sums are rounded
+
+
+def waiting_little(recipe: Recipe, folder: Path) -> None:
+    """Train; once all have started, which may take long, wait for others for 3 seconds only."""
+    join = engine.start.join
+    engine.start.join = lambda device, _: join(device, forked.HANG_SECONDS)  # type: ignore[attr-defined]
+    engine.train(replace(recipe, timeout_seconds=3.0), folder)
 
 
 @pytest.mark.slow
@@ -220,20 +217,13 @@ def test_replicas_may_compute_in_bfloat16(tmp_path: Path) -> None:
     ids=["replica", "branch"],
 )
 def test_a_process_that_hangs_is_given_up_and_named(recipe: Recipe, waits: str, tmp_path: Path) -> None:
-    context = forked.context()
-    errors, port, recipe = context.Queue(), forked.free_port(), replace(recipe, timeout_seconds=5.0)
-    arguments = [(rank, 2, port, recipe, tmp_path / "run", errors) for rank in range(2)]
-    processes = [context.Process(target=member, args=each) for each in arguments]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "run" / "log-1.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(processes[1].pid or 0, signal.SIGSTOP)
+    processes, errors = start_on(2, recipe, tmp_path / "run", body=waiting_little)
+    forked.wait_until((tmp_path / "run" / "log-1.jsonl").exists)
+    os.kill(processes[1].pid, signal.SIGSTOP)
     try:
-        said = errors.get(timeout=180)
+        said = errors.get(timeout=forked.HANG_SECONDS)
     finally:
-        os.kill(processes[1].pid or 0, signal.SIGKILL)
+        os.kill(processes[1].pid, signal.SIGKILL)
         processes[0].kill()  # leaving the others politely would wait for them
     assert re.search(waits, said), said
     assert said.startswith("rank 0: rank 0 of 2")
@@ -256,7 +246,7 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
 def test_the_first_process_sees_how_far_the_others_are(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     RunFolder(tmp_path, 2).append({"event": "epoch", "branch": 1, "epoch": 1})
-    others = OtherLogs(folder, [1, 2])
+    others = OtherLogs({rank: RunFolder(folder.path, rank).log for rank in (1, 2)})
     RunFolder(tmp_path, 1).append({"event": "epoch", "branch": 0, "epoch": 4})
     RunFolder(tmp_path, 2).append({"event": "epoch", "branch": 1, "epoch": 2})
     with RunFolder(tmp_path, 2).log.open("a") as log:
@@ -306,12 +296,12 @@ def test_more_groups_than_branches_and_odd_replicas_are_refused_with_a_remedy() 
     model = Toy().build_model()
     alone = Mesh(parallel().plan(model), 0)
     assert (alone.groups, alone.replicas, alone.is_first, alone.is_local(2)) == (1, 1, True, True)
-    from growprune.engine.mesh import _check_shape
+    from growprune.engine.mesh import check_shape
 
     with pytest.raises(ValueError, match=r"8 processes .* 8 groups, but the plan has only 3 branches.*replicas=3"):
-        _check_shape(8, 1, 3)
+        check_shape(8, 1, 3)
     with pytest.raises(ValueError, match="5 processes cannot be groups of 2 replicas: start a multiple of 2"):
-        _check_shape(5, 2, 3)
+        check_shape(5, 2, 3)
 
 
 def test_a_batch_is_shared_among_replicas_without_loss() -> None:
@@ -362,12 +352,10 @@ def test_a_run_one_of_whose_workers_is_killed_ends_with_the_undisturbed_bits(tmp
     )
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
     try:
-        goal, deadline = chance.randrange(1, 20), time.monotonic() + 60
-        while progress_of(folder) < goal and time.monotonic() < deadline:
-            assert process.poll() is None, "it ended before it was killed"
-            time.sleep(0.005)
+        goal = chance.randrange(1, 20)
+        forked.wait_until(lambda: progress_of(folder) >= goal, lambda: process.poll() is None)
         os.kill(chance.choice(workers_of(folder)), signal.SIGKILL)
-        assert process.wait(120) == 0
+        assert process.wait(forked.HANG_SECONDS) == 0
     finally:
         process.kill()
         process.wait()
@@ -383,19 +371,21 @@ def test_a_machine_that_is_lost_for_good_is_not_waited_for(tmp_path: Path) -> No
     engine.train(slow_parallel(), tmp_path / "undisturbed")
     folder, port = tmp_path / "run", forked.free_port()
     meeting = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"]
-    meeting += ["--rdzv-id", "test", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "last_call_timeout=2"]
-    command = torchrun(*meeting, folder=folder, recipe="slow_parallel")
-    machines = [subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True)]
-    time.sleep(1)  # the first one keeps the meeting place
-    machines.append(subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True))
+    meeting += ["--rdzv-id", "test", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf"]
+    gate = tmp_path / "gate"  # one machine that is faster than the other waits there, and is not done before it comes
+    machines = []
+    for is_host in (True, False):  # the first one keeps the meeting place
+        conf = f"is_host={is_host},last_call_timeout=2,read_timeout={forked.HANG_SECONDS:.0f}"
+        command = torchrun(*meeting, conf, folder=folder, recipe="slow_parallel")
+        settings: Any = {"env": {**environment(), "TOY_GATE": str(gate)}, "stderr": subprocess.DEVNULL}
+        machines.append(subprocess.Popen(command, start_new_session=True, **settings))
     try:
-        deadline = time.monotonic() + 60
-        while not (folder / "log-1.jsonl").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        forked.wait_until(lambda: len(workers_of(folder)) == 2)
+        gate.touch()
+        forked.wait_until((folder / "log-1.jsonl").exists)
         os.killpg(machines[1].pid, signal.SIGKILL)
         # when all is done, torchrun itself still waits some minutes for the lost machine's leave; the run does not
-        while not (folder / "result.json").exists() and time.monotonic() < deadline + 60:
-            time.sleep(0.05)
+        forked.wait_until((folder / "result.json").exists)
     finally:
         for machine in machines:
             with contextlib.suppress(ProcessLookupError):

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_distributed import run_on
-from toy import Toy, cyclic, parallel
+from toy import cyclic, parallel
 
 from growprune import SparseModel, engine, methods
-from growprune.engine.exploration import Exploration, pack_masks
+from growprune.engine.accounting import Exploration, pack_masks
 from growprune.engine.folder import RunFolder
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
-from growprune.masks.partition_kinds import contiguous
 from growprune.plan import Branch, Fork, Parts, Phase, Stage, grow, method, prune, walk
 
 FIGURES = ("stage", "branch", "epoch", "explored", "churn")
@@ -108,17 +106,6 @@ def test_a_run_that_was_stopped_again_and_again_has_explored_the_same(recipe: Re
     assert count >= 5
     assert figures(resumed) == figures(whole)
     assert all(row["explored"] is not None for row in figures(whole))
-
-
-@pytest.mark.slow
-def test_any_number_of_processes_has_explored_the_same(tmp_path: Path) -> None:
-    recipe = replace(parallel(), task=Toy(depth=4), partition=contiguous(4))
-    one = engine.train(recipe, tmp_path / "1")
-    for world in (2, 3):
-        assert run_on(world, recipe, tmp_path / str(world)) == []
-        found = json.loads((tmp_path / str(world) / "result.json").read_text())
-        assert figures(found) == figures(one)
-    assert 0 < figures(one)[0]["explored"] < 1 == figures(one)[-1]["explored"]
 
 
 def test_it_can_be_switched_off_and_then_nothing_is_kept_of_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from growprune import SparseModel
 from growprune.compare.statistics import best_rival
-from growprune.engine.best import Best
+from growprune.engine.evaluation import Best
 from growprune.engine.metric import Metric, decimals
 from growprune.report import find_runs
 from growprune.report.page import render

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import forked
 import pytest
 import torch
+from several import run_on
 from toy import plain
 
 import growprune as gp
@@ -23,36 +23,23 @@ def digest(sparse: gp.SparseModel) -> str:
     return hashlib.sha256(masks).hexdigest()
 
 
-def replica(rank: int, port: int, recipe: Recipe, folder: Path, stop_after: int) -> None:
-    """Train, or go on, and note the masks after each edit."""
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+def note_masks(recipe: Recipe, folder: Path, stop_after: int) -> None:
+    """Train, or resume, and note the masks after each edit."""
     countdown, apply = iter(range(stop_after)), gp.SparseModel.apply
 
     def noting(sparse: gp.SparseModel, *edits: gp.Edit) -> None:
         apply(sparse, *edits)
-        with (folder.parent / f"{folder.name}-{rank}").open("a") as notes:
+        with (folder.parent / f"{folder.name}-{os.environ['RANK']}").open("a") as notes:
             notes.write(digest(sparse) + "\n")
 
     gp.SparseModel.apply = noting  # type: ignore[method-assign]
     start = engine.resume if (folder / "recipe.json").exists() else engine.train
-    try:
+    with contextlib.suppress(engine.Interrupted):
         start(recipe, folder, should_stop=lambda: next(countdown, None) is None)
-    except engine.Interrupted:
-        pass
-    finally:
-        engine.leave()
 
 
 def train_on_two(recipe: Recipe, folder: Path, stop_after: int = 1000) -> None:
-    context: Any = forked.context()
-    port = forked.free_port()
-    processes = [context.Process(target=replica, args=(rank, port, recipe, folder, stop_after)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
+    assert run_on(2, recipe, folder, body=note_masks, arguments=(stop_after,)) == []
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])

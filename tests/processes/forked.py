@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,18 @@ PRELOAD = [
     "pytest",  # which the modules of targets import
 ]
 """What a process has that others fork from. None of it is used."""
+
+HANG_SECONDS = 600.0
+"""When a test that waits for a process gives up. It only keeps tests from hanging: on no machine is it a deadline."""
+
+
+def wait_until(condition: Callable[[], bool], is_alive: Callable[[], bool] = lambda: True) -> None:
+    """Wait for what a process does; if `is_alive` says that it has ended before, or hangs, that is an error."""
+    until = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert is_alive() or condition(), "it ended before"
+        assert time.monotonic() < until, "it hangs"
+        time.sleep(0.005)
 
 
 def context() -> ForkServerContext:
@@ -69,9 +82,9 @@ class Command:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
-    def wait(self, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-        self.process.join(timeout)
-        assert self.process.exitcode is not None, "it still runs"
+    def wait(self) -> subprocess.CompletedProcess[str]:
+        self.process.join(HANG_SECONDS)
+        assert self.process.exitcode is not None, "it hangs"
         return subprocess.CompletedProcess((), self.process.exitcode, self.out.read_text(), self.err.read_text())
 
 

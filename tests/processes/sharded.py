@@ -107,9 +107,8 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
 def _work(rank: int, world: int, meeting: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # torch says so of any that ends with a Linear
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
+    wait = timedelta(seconds=forked.HANG_SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=wait)
     mesh = init_device_mesh("cpu", (world,))
     while (task := pipe.recv()) is not None:
         body, arguments = task

@@ -32,7 +32,7 @@ def on_two_ranks(bodies: Bodies, folder: Path, preload: Sequence[str]) -> list[l
     for process in processes:
         process.start()
     try:
-        found = sorted((results.get(timeout=120) for _ in processes), key=lambda result: result[0])
+        found = sorted((results.get(timeout=forked.HANG_SECONDS) for _ in processes), key=lambda result: result[0])
     finally:
         for process in processes:
             process.join(5)

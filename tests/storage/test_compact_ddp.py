@@ -69,7 +69,7 @@ def on_two_processes(option: Any, target: Any = replica) -> list[Any]:
         processes = [context.Process(target=target, args=(rank, *arguments)) for rank in range(2)]
         for process in processes:
             process.start()
-        found = sorted((results.get(timeout=180) for _ in processes), key=lambda result: result[0])
+        found = sorted((results.get(timeout=forked.HANG_SECONDS) for _ in processes), key=lambda result: result[0])
         for process in processes:
             process.join()
     return found

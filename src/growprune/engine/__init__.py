@@ -2,7 +2,7 @@
 
 from growprune.engine.events import Event, Listener
 from growprune.engine.folder import RunFolder
-from growprune.engine.process_group import PeerFailed, leave
+from growprune.engine.mesh import PeerFailed, leave
 from growprune.engine.recipe import Recipe
 from growprune.engine.run import Interrupted, Run
 from growprune.engine.start import resume, train

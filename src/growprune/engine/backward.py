@@ -3,23 +3,32 @@
 A graph is a recording of all kernels of a forward and a backward pass, which the GPU repeats without waiting for
 Python. It is made for batches of one shape, once the same shape has come a few times, and made anew when an edit gives
 layers new parameters. Masks change in place, so they may change between two replays.
+
+Over replicas, BatchNorm sees the examples of all of them, as one process with the whole batch would. torch's own
+SyncBatchNorm does this on GPUs only, and these run on CPUs too.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from growprune.engine import batchnorm
-from growprune.engine.batch_split import split
+from growprune.engine.batches import split
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
+from growprune.errors import GrowpruneError
 from growprune.sparse.model import SparseModel
+from growprune.tasks.task import leaves_of, map_tensors
 
 WARM_UP = 3
 """How many batches of one shape are passed before they are recorded: libraries choose their kernels in the first."""
@@ -50,7 +59,7 @@ class Backward:
 
     def _eager_pass(self, batch: Any, weight: Any) -> Tensor:
         mine, share = split(batch, self.mesh.replica, self.mesh.replicas)
-        with self.mesh.waiting("adding up gradients over replicas"), batchnorm.counting(share > 0):
+        with self.mesh.waiting("adding up gradients over replicas"), counting(share > 0):
             loss = self._loss(self._forward(), mine) * weight * share
             (loss * self.mesh.replicas).backward()  # which replicas average
         return self.mesh.sum_over_replicas(loss.detach().double())
@@ -89,7 +98,7 @@ class Backward:
         if self._wrapped is None or parameters != self._parameters:
             self.unwrap()
             if self.recipe.sync_batchnorm:
-                batchnorm.synchronise(self.sparse.model, self.mesh.data_group)
+                synchronise(self.sparse.model, self.mesh.data_group)
             with self.mesh.waiting("comparing the models of replicas"):
                 self._wrapped = DistributedDataParallel(self.sparse.model, process_group=self.mesh.data_group)
             self._parameters = parameters
@@ -104,7 +113,7 @@ class Backward:
     def unwrap(self) -> None:
         """Let the model be alone again: what it is wrapped in holds parameters that an edit may replace."""
         self._wrapped = None
-        batchnorm.part(self.sparse.model)
+        part(self.sparse.model)
 
 
 class Graph:
@@ -142,7 +151,7 @@ class Graph:
         return self._loss
 
     def _record(self, batch: Any) -> None:
-        self._batch = _cloned(batch)
+        self._batch = map_tensors(Tensor.clone, batch)
         for parameter in self._parameters:
             parameter.grad = None
         self._graph = torch.cuda.CUDAGraph()
@@ -153,27 +162,103 @@ class Graph:
 
 
 def shape_of(batch: Any) -> Any:
-    """Equal for batches that a graph can take for one another."""
-    if isinstance(batch, Tensor):
-        return (tuple(batch.shape), batch.dtype, batch.stride())
-    items = batch.values() if isinstance(batch, dict) else batch
-    return tuple(map(shape_of, items)) if isinstance(batch, dict | tuple | list) else batch
-
-
-def _cloned(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {name: _cloned(item) for name, item in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(_cloned(item) for item in batch)
-    return batch.clone() if isinstance(batch, Tensor) else batch
+    """Equal for batches of one task that a graph can take for one another."""
+    leaves = leaves_of(batch)
+    return tuple((tuple(x.shape), x.dtype, x.stride()) if isinstance(x, Tensor) else x for x in leaves)
 
 
 def _copy_into(target: Any, batch: Any) -> None:
-    if isinstance(target, Tensor):
-        target.copy_(batch, non_blocking=True)
-    elif isinstance(target, dict):
-        for name, item in target.items():
-            _copy_into(item, batch[name])
-    elif isinstance(target, tuple | list):
-        for mine, item in zip(target, batch, strict=True):
-            _copy_into(mine, item)
+    for mine, theirs in zip(leaves_of(target), leaves_of(batch), strict=True):
+        if isinstance(mine, Tensor):
+            mine.copy_(theirs, non_blocking=True)
+
+
+def synchronise(model: nn.Module, group: Any) -> None:
+    """Let every BatchNorm of a model, while it trains, use what all replicas of a process group see."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and not hasattr(module, "_group"):
+            # mypy takes a class for one of its instances here, and finds no __hash__
+            module.__class__ = _synchronised(type(module))  # type: ignore[arg-type]
+            module.__dict__["_group"] = group  # no submodule, no buffer: the state_dict stays as it was
+
+
+def part(model: nn.Module) -> None:
+    """Undo `synchronise`."""
+    for module in model.modules():
+        if "_group" in module.__dict__:
+            module.__class__ = type(module).__mro__[1]
+            del module.__dict__["_group"]
+
+
+_here = SimpleNamespace(weight=1)
+"""What the examples of this replica count. Not a context variable: autograd computes again in threads of its own."""
+
+
+@contextmanager
+def counting(is_counted: bool) -> Iterator[None]:
+    """While a replica goes through a share of a batch: whether its examples are part of the batch."""
+    _here.weight = int(is_counted)
+    try:
+        yield
+    finally:
+        _here.weight = 1
+
+
+@functools.cache
+def _synchronised(kind: type[_BatchNorm]) -> type[_BatchNorm]:
+    return type(f"Synchronised{kind.__name__}", (kind,), {"forward": _forward})
+
+
+def _forward(norm: Any, x: Tensor) -> Tensor:
+    if not norm.training:
+        return super(type(norm), norm).forward(x)  # type: ignore[no-any-return]
+    axes = [axis for axis in range(x.dim()) if axis != 1]
+    seen = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    weight = _here.weight
+    count = torch.full((), weight * x.numel() / x.shape[1], device=x.device)  # filled there: a copy would be waited for
+    dist.all_reduce(count, group=norm._group)
+    if not count.is_cuda and count <= 1:  # a GPU would have to be waited for
+        raise GrowpruneError("BatchNorm needs more than one value per channel, but a batch leaves one: leave such out")
+    mean = _sum(weight * seen.sum(axes), norm._group) / count
+    centred = seen - _along(mean, x)
+    # of the differences: a difference of squares cancels
+    variance = _sum(weight * centred.square().sum(axes), norm._group) / count
+    if norm.track_running_stats:
+        _follow(norm, mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
+    y = centred * _along((variance + norm.eps).rsqrt(), x)
+    if norm.affine:
+        y = y * _along(norm.weight, x) + _along(norm.bias, x)
+    return y.to(x.dtype)
+
+
+class SumOverReplicas(torch.autograd.Function):
+    """The sum of what each replica has; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _sum(value: Tensor, group: Any) -> Tensor:
+    return SumOverReplicas.apply(value, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _along(channels: Tensor, x: Tensor) -> Tensor:
+    return channels.view(1, -1, *(1,) * (x.dim() - 2))
+
+
+@torch.no_grad()
+def _follow(norm: Any, mean: Tensor, variance: Tensor) -> None:
+    norm.num_batches_tracked += 1
+    momentum = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
+    norm.running_var.lerp_(variance.to(norm.running_var.dtype), momentum)

@@ -1,7 +1,11 @@
-"""The batches of a run, wherever it stands; on a GPU each is made while the model still trains on the one before."""
+"""The batches of a run: which they are, how replicas share them, and a fingerprint to compare the data of two runs.
+
+On a GPU each batch is made while the model still trains on the one before.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growprune.engine.data_order import seed_of_epoch
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
+from growprune.masks.scores import salt_of
+from growprune.tasks.task import leaves_of, map_tensors, num_examples
 
 
 class Batches:
@@ -32,7 +37,9 @@ class Batches:
             first = self._prepared[1]
             if self._stream is not None:
                 torch.cuda.current_stream().wait_stream(self._stream)
-                _keep_for_stream(first, torch.cuda.current_stream())
+                for leaf in leaves_of(first):
+                    if isinstance(leaf, Tensor) and leaf.is_cuda:  # tell the allocator that this stream uses it too
+                        leaf.record_stream(torch.cuda.current_stream())
         else:
             first = self._first(branch, iteration)
         self._prepared, self._place = None, (branch, iteration + 1)
@@ -59,11 +66,38 @@ class Batches:
         return first
 
 
-def _keep_for_stream(batch: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that a batch is used on another stream than it was made on."""
+def seed_of_epoch(seed: int, branch: int | None, epoch: int) -> int:
+    """What decides the order and the augmentation of an epoch."""
+    return salt_of(seed, "data", branch, epoch) >> 1
+
+
+def fingerprint(recipe: Recipe, num_batches: int) -> dict[str, Any]:
+    """How many batches an epoch has, and a digest of the first batch of the run, as it is made on a CPU.
+
+    Runs with the same data, batch size, augmentation and seed have the same one, whatever their method.
+    """
+    seed = seed_of_epoch(recipe.seed, None, 0)
+    first = next(iter(recipe.task.batches(seed=seed, start=0, device=torch.device("cpu"))), None)
+    text = hashlib.sha256(digest(first).encode()).hexdigest()
+    return {"num_batches": num_batches, "first_batch": text[:16]}
+
+
+def split(batch: Any, index: int, count: int) -> tuple[Any, float]:
+    """A replica's share of a batch, and what share it is: every count-th example, from number `index` on.
+
+    A replica for which no example is left gets one of another, which counts nothing.
+    """
+    if count == 1:
+        return batch, 1.0
+    total = num_examples(batch)
+    size = len(range(index, total, count))
+    taken = slice(index, None, count) if size else slice(0, 1)
+    return map_tensors(lambda tensor: tensor[taken], batch), size / total
+
+
+def digest(batch: Any) -> str:
+    """A text that is equal for equal batches."""
     if isinstance(batch, Tensor):
-        if batch.is_cuda:
-            batch.record_stream(stream)
-    elif isinstance(batch, dict | tuple | list):
-        for item in batch.values() if isinstance(batch, dict) else batch:
-            _keep_for_stream(item, stream)
+        return hashlib.sha256(batch.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    items = batch.items() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else None
+    return repr(batch) if items is None else repr([digest(item) for item in items])

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 
-from growprune.engine.compatibility import check_shardable
+from growprune.engine.device import seed_all
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
-from growprune.engine.rng import seed_all
+from growprune.errors import GrowpruneError
 from growprune.files.filling import load_weights
 from growprune.files.pretrained import digest_of, weights_file
 from growprune.plan import Action, By, Edit, Phase, Plan, walk
@@ -74,6 +74,15 @@ def shard(sparse: SparseModel, recipe: Recipe, mesh: Mesh, device: torch.device)
 
     with mesh.waiting("sharding the model"):
         sparse.shard(DeviceMesh.from_group(mesh.data_group, device.type))
+
+
+def check_shardable(model: torch.nn.Module) -> None:
+    """Raise if a model has statistics that the replicas of a sharded recipe would not share."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            raise GrowpruneError(
+                f"shard is 'fsdp', but {name} is a BatchNorm, which recipes cannot shard: use replicas instead"
+            )
 
 
 def about_weights(recipe: Recipe) -> dict[str, str] | None:

@@ -37,13 +37,8 @@ weights lie, what they lead to is looked at itself."""
 
 
 def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:
-    """Raise, naming the first field that differs, unless a run was started with this recipe.
-
-    A field that the recipe of the run does not have yet counts as its default: it was what the run did.
-    """
-    folder.check_format()
-    given = fields_of(recipe)
-    stored = flat(_with_defaults(folder.read_recipe()["recipe"], recipe))
+    """Raise, naming the first field that differs, unless a run was started with this recipe."""
+    given, stored = fields_of(recipe), flat(folder.read_recipe()["recipe"])
     for name in [name for name in {**given, **stored} if name not in MAY_CHANGE]:
         if name not in given:
             raise GrowpruneError(
@@ -63,14 +58,14 @@ def check_same_plan(folder: RunFolder, plan: Plan) -> None:
 
     A default has changed then, or the code of a method.
     """
-    began, now = folder.read_phases(), json.loads(json.dumps(phases_of(plan)))
-    for old, new in zip_longest(began, now) if began else ():
+    began, now = folder.read_plan(), json.loads(json.dumps(phases_of(plan)))
+    for old, new in zip_longest(began["phases"], now) if began else ():
         if old != new:
             raise GrowpruneError(
                 f"{folder.path} was started with another plan: where it has {_short(_edits(old))}, its recipe now "
                 f"gives {_short(_edits(new))}; {_SAME_CODE}"
             )
-    if folder.read_digest() not in ("", digest_of(plan)):  # a way from one sparsity to another is one row of phases
+    if began and began["sha256"] != digest_of(plan):  # a way from one sparsity to another is one row of phases
         raise GrowpruneError(
             f"{folder.path} was started with another plan: its phases look the same in plan.json, but not each number "
             f"in them is; {_SAME_CODE}"
@@ -82,7 +77,7 @@ def check_same_parts(folder: RunFolder, plan: Plan) -> None:
 
     Of a run that is not finished, the checkpoint tells the same of every tensor.
     """
-    began, now = folder.read_parts(), parts_of(plan)
+    began, now = folder.read_plan().get("parts", {}), parts_of(plan)
     for name in {**began, **now} if began else ():
         if began.get(name) != now.get(name):
             raise GrowpruneError(
@@ -122,23 +117,6 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(describe(value)))
 
 
-def _with_defaults(stored: Any, value: Any) -> Any:
-    """A stored description of a dataclass, with the defaults of the fields it lacks."""
-    if not dataclasses.is_dataclass(value) or not isinstance(stored, dict):
-        return stored
-    if stored.get("name", type(value).__name__) != type(value).__name__:  # of another class, whose fields are others
-        return stored
-    whole = dict(stored)
-    for field in dataclasses.fields(value):
-        if field.name in stored:
-            whole[field.name] = _with_defaults(stored[field.name], getattr(value, field.name))
-        elif field.default is not dataclasses.MISSING:
-            whole[field.name] = _plain(field.default)
-        elif field.default_factory is not dataclasses.MISSING:
-            whole[field.name] = _plain(field.default_factory())
-    return whole
-
-
 def is_dense(recipe: Mapping[str, Any]) -> bool:
     """Whether a run, by its recipe as JSON has it, is the dense reference: its method is called `dense`.
 
@@ -174,15 +152,6 @@ def flat(content: Any, prefix: str = "") -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     return shorten(repr(value), 200)
-
-
-def check_shardable(model: torch.nn.Module) -> None:
-    """Raise if a model has statistics that the replicas of a sharded recipe would not share."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            raise GrowpruneError(
-                f"shard is 'fsdp', but {name} is a BatchNorm, which recipes cannot shard: use replicas instead"
-            )
 
 
 def tensors_of(sparse: SparseModel) -> dict[str, str]:

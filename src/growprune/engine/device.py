@@ -1,19 +1,29 @@
-"""The device a run trains on: choosing it, and what is measured of it."""
+"""The device a run trains on, the random numbers it draws, and what is measured of it.
+
+Every phase of training has its own seed, and a checkpoint holds the state of the generators. Models and tasks may draw
+from the global generators of python, numpy and torch, so all of them are kept.
+"""
+
+# ruff: noqa: NPY002  the legacy generator is the one that others use without being handed one
 
 from __future__ import annotations
 
 import os
 import platform
+import random
 import resource
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 
 import growprune
 from growprune.errors import GrowpruneError
+from growprune.masks.scores import salt_of
+from growprune.tasks.task import map_tensors
 
 
 def check_device(name: str) -> None:
@@ -46,11 +56,7 @@ def _make_current(device: torch.device) -> None:
 
 def move(value: Any, device: torch.device) -> Any:
     """A tensor, or a tuple, list or dict of them, on another device."""
-    if isinstance(value, dict):
-        return {name: move(item, device) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(move(item, device) for item in value)
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+    return map_tensors(lambda tensor: tensor.to(device), value)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -58,7 +64,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "growprune": growprune.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": f"{device.type} ({name})",
@@ -66,7 +72,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _commit() -> str:
+def commit() -> str:
     """Of the checkout growprune runs from, marked if it has been changed since; nothing if it was installed."""
     package = Path(__file__).parents[1]
     root = package.parents[1]
@@ -91,3 +97,32 @@ def peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def seed_all(*what: object) -> None:
+    """Seed every global generator from everything named, and from nothing else."""
+    seed = salt_of(*what) >> 1
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every global random number generator a model or task may draw from."""
+    version, internal, gauss = random.getstate()
+    name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
+    return {
+        "python": (version, internal, gauss),
+        "numpy": (name, torch.from_numpy(keys.astype("int64")), tuple(rest)),
+        "torch": torch.get_rng_state(),
+        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    name, keys, rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,15 +1,64 @@
-"""Evaluating the model of a run, and which of the models that were validated is the best. Test data selects nothing."""
+"""How good the model of a run is: evaluating it, keeping the best one, and the result in the end.
+
+Validation data choose the best model. Test data select nothing.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from growprune.engine.best import Best
-from growprune.engine.recipe import Recipe
+from growprune.engine.batches import fingerprint
+from growprune.engine.device import environment, move, peak_bytes
+from growprune.engine.metric import Metric
+from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
+from growprune.files import sparse_file as file
+from growprune.masks.bits import Snapshot
 from growprune.sparse.model import SparseModel
+from growprune.sparse.summary import summarise
+
+if TYPE_CHECKING:
+    from growprune.engine.run import Run
+
+
+class Best:
+    """The best of the models considered so far.
+
+    Args:
+        path: the file it is kept in.
+        metric: the number that says which is better.
+        is_writer: whether this process keeps it; the others only know how good it was.
+    """
+
+    def __init__(self, path: Path, metric: Metric, *, is_writer: bool) -> None:
+        self._path, self._metric, self._is_writer = path, metric, is_writer
+        self.found: dict[str, Any] = {}
+        self._model: Snapshot = {}
+
+    def consider(self, sparse: SparseModel, metrics: dict[str, float], **where: Any) -> None:
+        """Keep a model if none before was better; of equals, the one trained longer."""
+        name = self._metric.name
+        best = self.found["validation"][name] if self.found else math.nan
+        if self._metric.is_as_good(metrics[name], than=best):
+            self.found = {"validation": metrics, **where}
+            if self._is_writer:
+                self._model = sparse.snapshot(device="cpu")
+                file.save(sparse, self._path)
+
+    def put_into(self, sparse: SparseModel) -> None:
+        """Turn a model into the best one, and write its file, which a kill may have left one ahead."""
+        sparse.restore(self._model)
+        file.save(sparse, self._path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": self.found, "model": self._model}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.found, self._model = state["found"], state["model"]
 
 
 class Evaluation:
@@ -62,3 +111,28 @@ class Evaluation:
             return None
         self._best.put_into(self._sparse)
         return {**self._best.found, "test": self.evaluate("test")}
+
+
+def result_of(run: Run) -> dict[str, Any]:
+    """What a run was, and what came out of it. Its model is trained and saved, and becomes the best one here."""
+    result = {
+        "recipe": describe(run.recipe),
+        "origin": run.folder.portable_origin(),
+        "seed": run.recipe.seed,
+        "metric": run.task.metric,
+        "lower_is_better": run.task.lower_is_better,
+        "data": fingerprint(run.recipe, run.num_batches),
+        "weights": run.weights,
+        "environment": environment(run.device),
+        "history": run.history,
+        "signature": run.task.signature,
+        "validation": run.evaluation.evaluate("validation"),
+        "test": run.evaluation.evaluate("test"),
+        "sparsity": summarise(run.sparse, move(run.task.example(), run.device)).to_dict(),
+        "file_bytes": run.folder.model.stat().st_size,
+        "peak_bytes": peak_bytes(run.device),
+        "seconds": run.seconds,
+        **run.accounting.figures(),
+    }
+    result["best"] = run.evaluation.best_tested()  # last, because the model becomes the best one
+    return result

@@ -10,21 +10,22 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from growprune.engine import checkpoint, json_file, process_group
+from growprune.engine import json_file
 from growprune.engine.events import Event
+from growprune.engine.mesh import job
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
 from growprune.files import atomic
 from growprune.plan import Plan, walk
 from growprune.plan.folding import Row, fold
 
-FORMAT = 2
-"""Of run folders. It grows when a run of before cannot be gone on with; 1 is what recipe.json does not say."""
+FORMAT = 3
+"""Of run folders. A run of another format is refused."""
 
 PATIENCE = 15.0
 """Seconds to wait for the lock of a folder."""
@@ -54,7 +55,7 @@ _ROW: json_file.Names = {
     "validation?.*": json_file.NUMBER,
     "candidate?.*": json_file.NUMBER,
 }
-_RESULT: json_file.Names = {
+RESULT: json_file.Names = {
     "history": list,
     **{f"history.*.{name}": kind for name, kind in _ROW.items()},
     "test": dict,
@@ -145,7 +146,7 @@ class RunFolder:
             return
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            if not _lock(descriptor):
+            if not _lock(descriptor, PATIENCE):
                 raise GrowpruneError(f"{self.path} is in use by another process: wait for it, or stop it first")
             for folder in (self.path, self.checkpoints, *self.checkpoints.glob("branches/*")):
                 atomic.remove_leftovers(folder)
@@ -162,29 +163,22 @@ class RunFolder:
 
     def write_recipe(self, recipe: Recipe, origin: dict[str, Any]) -> None:
         """Say what runs here; `origin` says how to find the recipe again."""
-        job = {"job": process_group.job()} if process_group.job() else {}
-        checkpoint.write_json(self.recipe, {"format": FORMAT, **job, **origin, "recipe": describe(recipe)})
+        started_by = {"job": job()} if job() else {}
+        json_file.write(self.recipe, {"format": FORMAT, **started_by, **origin, "recipe": describe(recipe)})
 
     def read_recipe(self) -> dict[str, Any]:
-        """What `write_recipe` wrote; raises GrowpruneError if the folder holds no run, or one of a newer format."""
+        """What `write_recipe` wrote; raises GrowpruneError if the folder holds no run, or one of another format."""
         try:
             content = json_file.read(self.recipe, _RECIPE, "put a copy of it back, or start a new run elsewhere")
         except OSError as error:
             raise GrowpruneError(f"{self.path} holds no run: {self.recipe.name} cannot be read ({error})") from error
-        if (found := content.get("format") or 1) > FORMAT:
+        if (found := content.get("format") or 1) != FORMAT:
+            age, remedy = ("a newer", "upgrade growprune") if found > FORMAT else ("an older", "start a new run")
             raise GrowpruneError(
-                f"{self.path} was started by a newer growprune (format {found}, and this one reads up to {FORMAT}): "
-                f"upgrade growprune"
+                f"{self.path} was started by {age} growprune (format {found}, and this one reads {FORMAT}): use that "
+                f"version, or {remedy}"
             )
         return content
-
-    def check_format(self) -> None:
-        """Raise if the run was started by a growprune that this one cannot go on for."""
-        if (found := self.read_recipe().get("format") or 1) < FORMAT:
-            raise GrowpruneError(
-                f"{self.path} was started by an older growprune (format {found}, and this one goes on with {FORMAT}): "
-                f"resume it with that one, or start a new run; `growprune inspect` still shows it"
-            )
 
     @property
     def job(self) -> str:
@@ -231,50 +225,36 @@ class RunFolder:
 
     def read_result(self) -> dict[str, Any]:
         remedy = "remove it and resume the run, which makes it again"
-        return json_file.read(self.result, _RESULT, remedy, upgrade=_of_this_format)
+        return json_file.read(self.result, RESULT, remedy)
 
-    def read_rows(self, stage: int, branch: int) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-        """What came of a branch of a fork, epoch by epoch, and what it cost, if that was counted."""
+    def read_rows(self, stage: int, branch: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """What came of a branch of a fork, epoch by epoch, and what it cost."""
         folder = self.branch(stage, branch)
         names: json_file.Names = {
             "rows": list,
-            "cost?": dict,
+            "cost": dict,
             **{f"rows.*.{name}": kind for name, kind in _ROW.items()},
         }
         remedy = f"remove {folder} and resume, which trains that branch again"
         content = json_file.read(folder / "rows.json", names, remedy)
-        return content["rows"], content.get("cost")
+        return content["rows"], content["cost"]
 
     def write_rows(self, stage: int, branch: int, rows: Sequence[dict[str, Any]], cost: Mapping[str, Any]) -> None:
         folder = self.branch(stage, branch)
         folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_json(folder / "rows.json", {"rows": list(rows), "cost": dict(cost)})
+        json_file.write(folder / "rows.json", {"rows": list(rows), "cost": dict(cost)})
 
     def write_plan(self, plan: Plan) -> None:
         """The parts, and the phases with those that are alike folded into one row; a long plan has thousands."""
         content = {"parts": parts_of(plan), "phases": phases_of(plan), "sha256": digest_of(plan)}
-        checkpoint.write_json(self.plan, content)
+        json_file.write(self.plan, content)
 
-    def read_phases(self) -> list[Any]:
-        """The phases as they were written; none if the file is lost or damaged, since no training depends on it."""
-        phases = self._read_plan().get("phases")
-        return phases if isinstance(phases, list) else []
-
-    def read_parts(self) -> dict[str, Any]:
-        """The parts as they were written; none if the file is lost or damaged."""
-        parts = self._read_plan().get("parts")
-        return parts if isinstance(parts, dict) else {}
-
-    def read_digest(self) -> str:
-        """Of the plan; nothing if the file is lost, damaged, or of before there was one."""
-        return str(self._read_plan().get("sha256") or "")
-
-    def _read_plan(self) -> dict[str, Any]:
+    def read_plan(self) -> dict[str, Any]:
+        """What `write_plan` wrote; nothing if the file is lost or damaged, since no training depends on it."""
         try:
-            content = json.loads(self.plan.read_text())
-        except (OSError, ValueError, RecursionError):
+            return json_file.read(self.plan, {"parts": dict, "phases": list, "sha256": str}, "")
+        except (OSError, GrowpruneError):
             return {}
-        return content if isinstance(content, dict) else {}
 
     def append(self, event: Event) -> None:
         """Add a line to the log. A line cut short by a kill is ended first, so that it spoils no other."""
@@ -320,40 +300,19 @@ def parts_of(plan: Plan) -> dict[str, list[str]]:
     return {part.name: list(part.tensors) for part in plan.partition}
 
 
-class OtherLogs:
-    """What other processes of a run have logged since one last looked."""
-
-    def __init__(self, folder: RunFolder, ranks: Iterable[int]) -> None:
-        logs = {rank: RunFolder(folder.path, rank).log for rank in ranks}
-        self._read = {rank: (log, log.stat().st_size if log.exists() else 0) for rank, log in logs.items()}
-
-    def news(self) -> Iterator[Event]:
-        """Their new events, each with the rank that logged it."""
-        for rank, (log, start) in self._read.items():
-            new = b""
-            with contextlib.suppress(FileNotFoundError), log.open("rb") as lines:  # it has nothing to say yet
-                lines.seek(start)
-                new = lines.read()
-            whole = new[: new.rfind(b"\n") + 1]
-            self._read[rank] = log, start + len(whole)
-            for line in whole.splitlines():
-                with contextlib.suppress(ValueError, RecursionError, TypeError):  # a line that a kill cut short
-                    yield {**json.loads(line), "rank": rank}
-
-
 def _is_of_others(path: Path) -> bool:
     """Whether a file is more than what a kill leaves of a run that was just about to start."""
     return not path.name.startswith(".recipe.json.")
 
 
-def _lock(descriptor: int) -> bool:
-    """Whether nobody else has the lock; tries for a while, since workers of a process that was killed hold it too."""
-    deadline = time.monotonic() + PATIENCE
+def _lock(descriptor: int, patience: float) -> bool:
+    """Whether nobody else has the lock; tries for some seconds, since workers of a killed process hold it too."""
+    deadline = time.monotonic() + patience
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 return False
             time.sleep(0.1)
         except OSError:  # a file system that knows no locks
@@ -368,25 +327,6 @@ def is_in_use(path: Path) -> bool:
         return False
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system that knows no locks
-        return False
+        return not _lock(descriptor, patience=0)
     finally:
         os.close(descriptor)
-    return False
-
-
-def _of_this_format(result: Any) -> Any:
-    """A result of format 1 in the words of this one: it had a row for each phase, and called a stage a step."""
-    if not isinstance(result, dict) or "history" in result:
-        return result
-    rows, epoch = result.get("phases"), 0
-    for row in [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else ():
-        epoch += row["epochs"] if isinstance(row.get("epochs"), int) else 0
-        row |= {"stage": row.get("step"), "epoch": epoch}
-    best = result.get("best")
-    if isinstance(best, dict):
-        best["stage"] = best.get("step")
-    return {**result, "history": rows}

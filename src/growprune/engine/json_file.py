@@ -1,15 +1,16 @@
-"""JSON files of ours, read with suspicion: a disk, or a person, may have changed them."""
+"""JSON files of ours: written whole, and read with suspicion, since a disk or a person may have changed them."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from growprune.errors import GrowpruneError, shorten
+from growprune.files.atomic import replacing
 
 Kind = type | tuple[type, ...]
 Names = Mapping[str, Kind]
@@ -19,21 +20,25 @@ NUMBER = (int, float)
 _MISSING: Any = object()
 
 
-def read(
-    path: Path, names: Names, remedy: str, *, upgrade: Callable[[Any], Any] = lambda content: content
-) -> dict[str, Any]:
-    """The content of a JSON file in which some names must be; `upgrade` makes the content of an older file a new one's.
+def read(path: Path, names: Names, remedy: str) -> dict[str, Any]:
+    """The content of a JSON file in which some names must be.
 
     Raises:
         GrowpruneError: in one line, with the remedy, if it is damaged.
     """
     try:
-        content = upgrade(json.loads(path.read_text()))
+        content = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise GrowpruneError(f"{path} is damaged ({error}): {remedy}") from error
     if wrong := fault(content, names):
         raise GrowpruneError(f"{path} is damaged ({wrong}): {remedy}")
     return content  # type: ignore[no-any-return]
+
+
+def write(path: Path, value: Any) -> None:
+    """Replace a JSON file as a whole or not at all."""
+    with replacing(path) as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())
 
 
 def fault(content: Any, names: Names) -> str:

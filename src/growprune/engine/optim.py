@@ -1,16 +1,16 @@
-"""Optimizers and learning-rate schedules, as settings."""
+"""Optimizers and learning-rate schedules, as settings; and how settings are checked where they are made."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
 
-from growprune.engine.checks import check_choices, require
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import dense_shape
 
@@ -138,3 +138,23 @@ class LRSchedule:
         if self.every_epochs:
             return int(iteration / (self.every_epochs * per_epoch))
         return sum(iteration >= milestone * total for milestone in self.milestones)
+
+
+def require(holds: bool, name: str, value: object, must: str) -> None:
+    if not holds:
+        raise GrowpruneError(f"{name} is {value!r}, but must be {must}")
+
+
+def check_choices(settings: object) -> None:
+    """Raise if a field of a dataclass that is annotated `Literal[...]` holds something else: Python does not look."""
+    kind: Any = type(settings)
+    for name, allowed in _choices(kind).items():
+        value = getattr(settings, name)
+        require(value in allowed, name, value, f"one of {', '.join(map(str, allowed))}")
+
+
+@cache
+def _choices(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
+    """What the fields annotated `Literal[...]` may hold. Kept, as reading annotations is slow, and comparisons make
+    thousands of recipes."""
+    return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}

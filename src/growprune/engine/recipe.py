@@ -10,9 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from growprune.engine.checks import check_choices, require
 from growprune.engine.device import check_device
-from growprune.engine.optim import LRSchedule, OptimizerConfig
+from growprune.engine.optim import LRSchedule, OptimizerConfig, check_choices, require
 from growprune.errors import GrowpruneError
 from growprune.logs import check_names
 from growprune.masks.partition import Partition

@@ -10,8 +10,7 @@
     result.json           what came out; there once the run is finished
 
 A run can be killed at any moment; it resumes to the bits it would have reached. This file is the order of events; what
-they do is in building.py, training.py, evaluation.py, best.py, saving.py (when there are checkpoints), state.py (what
-they hold), events.py and result.py.
+they do is in building.py, training.py, evaluation.py, checkpoint.py, accounting.py and events.py.
 """
 
 from __future__ import annotations
@@ -22,23 +21,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from growprune.engine import checkpoint
-from growprune.engine.accounting import Accounting
-from growprune.engine.best import Best
+from growprune.engine import json_file
+from growprune.engine.accounting import Accounting, Exploration
 from growprune.engine.building import about_weights, build, shard
+from growprune.engine.checkpoint import Checkpoints, branch_state, load_branch_state, load_run_state, run_state
 from growprune.engine.device import choose_device, move, reset_peak
-from growprune.engine.evaluation import Evaluation
-from growprune.engine.events import Events, Listener
-from growprune.engine.exploration import Exploration
-from growprune.engine.folder import OtherLogs, RunFolder
+from growprune.engine.evaluation import Best, Evaluation, result_of
+from growprune.engine.events import Events, Listener, OtherLogs
+from growprune.engine.folder import RunFolder
 from growprune.engine.mesh import Mesh
 from growprune.engine.metric import Metric
 from growprune.engine.recipe import Recipe
-from growprune.engine.result import result_of
-from growprune.engine.saving import Checkpoints
-from growprune.engine.state import branch_state, load_branch_state, load_run_state, run_state
-from growprune.engine.timeline import last_trained, work_before
-from growprune.engine.training import Training, TrainingDiverged
+from growprune.engine.training import Training, TrainingDiverged, last_trained, work_before
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.logs import Logs
@@ -97,7 +91,7 @@ class Run:
         self.branch_rows: list[dict[str, Any]] = []
         self.seconds, self._since = 0.0, time.monotonic()
         heads = range(self.mesh.replicas, self.mesh.world, self.mesh.replicas) if self.mesh.is_first else ()
-        self._others = OtherLogs(folder, heads)
+        self._others = OtherLogs({rank: RunFolder(folder.path, rank).log for rank in heads})
         if self.mesh.data_group is not None and not self.is_sharded:
             self.sparse.gradients.add_up = self.mesh.sum_over_replicas
 
@@ -219,14 +213,16 @@ class Run:
             raise Interrupted
         if self._is_checkpoint_due():
             self._save(scheduled)
-        if self.events.is_show_due():
+        if self.events.show_timer.is_due:
+            self.events.show_timer.put_off()
             done = {"iteration": self.done, "iterations": self.cursor.length, **self._progress(scheduled)}
             self.events.show("iteration", scheduled, **done, lr=self.training.lr, loss=self.training.shown_loss())
-        if self.events.is_look_due():
+        if self.events.look_timer.is_due:
+            self.events.look_timer.put_off()
             self._show_others()
 
     def _is_checkpoint_due(self) -> bool:
-        is_due = self.checkpoints.is_due()  # by the clock of this process, and all that share a model save together
+        is_due = self.checkpoints.timer.is_due  # by the clock of this process, and all that share a model save together
         return self.mesh.any(is_due, self.cursor.iteration) if self.is_sharded else is_due
 
     def _after_epoch(self, scheduled: ScheduledPhase, epoch: int) -> None:
@@ -302,7 +298,7 @@ class Run:
             state = branch_state(self)
             if self.mesh.leads_group:
                 self.checkpoints.save_branch(scheduled, state)
-        self.checkpoints.put_off()
+        self.checkpoints.timer.put_off()
 
     def restore(self, number: int, state: dict[str, Any]) -> None:
         """Go back to exactly where a checkpoint was written."""
@@ -324,7 +320,7 @@ class Run:
         result = result_of(self)
         if not self.mesh.is_first:
             return self._wait_for_result()
-        checkpoint.write_json(self.folder.result, result)
+        json_file.write(self.folder.result, result)
         self.events.log_event("finished", test=result["test"], seconds=self.seconds)
         return result
 

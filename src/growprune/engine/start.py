@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from growprune.engine import checkpoint
-from growprune.engine.batch_split import digest
-from growprune.engine.checks import require
+from growprune.engine.batches import digest
 from growprune.engine.compatibility import check_same_plan, check_same_recipe, check_same_result, fields_of
 from growprune.engine.device import choose_device, environment
 from growprune.engine.events import Event
 from growprune.engine.folder import RunFolder
-from growprune.engine.process_group import ask_first, is_restart_of, join, may_be_restarted, wait_for_all
+from growprune.engine.mesh import ask_first, is_restart_of, join, may_be_restarted, wait_for_all
+from growprune.engine.optim import require
 from growprune.engine.recipe import Recipe
 from growprune.engine.run import Run
 from growprune.errors import GrowpruneError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from growprune.engine.rng import rng_state, set_rng_state
+from growprune.engine.device import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
 from growprune.integrations.averages import Copies
 from growprune.integrations.common import Settings, num_processes

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import distributed
 
-from growprune.engine.rng import rng_state, set_rng_state
+from growprune.engine.device import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
 from growprune.sparse.wrapped import is_fsdp2
 

@@ -8,7 +8,7 @@ all of it is made from the events in the run's own log, of which those that a ki
 a log can also be asked for when a run is resumed, and has its beginning too.
 
 Of an epoch there are: loss, lr, the metrics of validation data, live weights (`alive`), their share of the prunable
-ones (`density`, and `density/<layer>`), `explored` and `churn` (see engine/exploration.py), and what a rule tells.
+ones (`density`, and `density/<layer>`), `explored` and `churn` (see engine/accounting.py), and what a rule tells.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
 from growprune.masks.partition_kinds import contiguous
-from growprune.recipes.rivals import Rival, rows_of
-from growprune.recipes.study import Row, Study, measured, recipes, to_see_that_it_runs
+from growprune.recipes.study import Rival, Row, Study, measured, recipes, rows_of, to_see_that_it_runs
 from growprune.tasks.classification import Classification
 
 PARTS = (("conv1", "bn1", "layer1"), ("layer2",), ("layer3",), ("layer4", "fc"))

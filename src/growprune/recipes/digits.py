@@ -66,3 +66,15 @@ def tiny() -> Recipe:
         options={"steps": 3, "epochs": 1, "finetune": 1},
         partition=contiguous(3),
     )
+
+
+RECIPES = {
+    "digits/dense": dense,
+    "digits/cyclic-90": cyclic_90,
+    "digits/cyclic-90-global": cyclic_90_global,
+    "digits/gradual-90": gradual_90,
+    "digits/parallel-90": parallel_90,
+    "digits/random-90": random_90,
+    "digits/one-shot-90": one_shot_90,
+    "digits/tiny": tiny,
+}

@@ -5,8 +5,7 @@ from dataclasses import replace
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
-from growprune.recipes.rivals import Rival, rows_of
-from growprune.recipes.study import Parts, Row, Study, recipes
+from growprune.recipes.study import Parts, Rival, Row, Study, recipes, rows_of
 from growprune.tasks.language import Language
 
 

@@ -1,11 +1,22 @@
-"""The user's cache folder: what is slow to make again. A cache that cannot be written is as good as none."""
+"""The user's cache folder: what is slow to make again. A cache that cannot be read or written is as good as none.
+
+A file of arrays stands for one source of data and holds a key that says what the source looked like before it was read;
+if it looks different now, the file counts for nothing.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
-from collections.abc import Callable
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from growprune.files.atomic import replacing
 
@@ -21,3 +32,46 @@ def write(path: Path, write_content: Callable[[IO[bytes]], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as stream:
         write_content(stream)
+
+
+log = logging.getLogger(__name__)
+
+Arrays = dict[str, NDArray[np.generic]]
+KEY = "key"
+
+
+def load_arrays(source: Path, key: str) -> Arrays | None:
+    """What was saved for a source under this key."""
+    try:
+        with _file(source).open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
+            if str(stored[KEY]) != key:
+                return None
+            return {name: stored[name] for name in stored.files if name != KEY}
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        return None
+
+
+def save_arrays(source: Path, key: str, arrays: Arrays) -> None:
+    """Keep what was read from a source."""
+    try:
+        keyed: Any = {KEY: np.array(key), **arrays}
+        write(_file(source), lambda stream: np.savez(stream, **keyed))
+    except (OSError, RuntimeError) as error:
+        log.info("what was read from %s is not cached: %s", source, error)
+
+
+def _file(source: Path) -> Path:
+    path = source.resolve()
+    return folder() / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.npz"
+
+
+def key_of(source: Path, names: Iterable[str], version: str) -> str:
+    """Changes with the names, sizes and times of a source's files, or of the zip file that holds them all."""
+    digest = hashlib.sha256(version.encode())
+    for name in names if source.is_dir() else [""]:
+        try:
+            stat = (source / name).stat()
+            digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        except (OSError, ValueError):  # who reads it will say what is wrong with it
+            digest.update(f"{name}\0missing\n".encode())
+    return digest.hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -103,13 +103,29 @@ class Task(ABC):
         return dataclasses.is_dataclass(self) and "data" in {field.name for field in dataclasses.fields(self)}
 
 
+def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
+    """A batch with each of its tensors replaced by what a function gives for it; all else stays."""
+    if isinstance(batch, dict):
+        return {name: map_tensors(function, item) for name, item in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(map_tensors(function, item) for item in batch)
+    return function(batch) if isinstance(batch, Tensor) else batch
+
+
+def leaves_of(batch: Any) -> Iterator[Any]:
+    """The tensors of a batch, and what else is in it, one after the other."""
+    if isinstance(batch, dict | tuple | list):
+        for item in batch.values() if isinstance(batch, dict) else batch:
+            yield from leaves_of(item)
+    else:
+        yield batch
+
+
 def num_examples(batch: Any) -> int:
-    """How long the first tensor of a batch is.
+    """How long the first tensor of a batch is that has a length.
 
     >>> num_examples((7, {"image": torch.zeros(5, 3)}))
     5
     """
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 0
-    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return next((count for count in map(num_examples, items) if count), 0)
+    tensors = (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
+    return next((len(tensor) for tensor in tensors if tensor.dim() and len(tensor)), 0)

@@ -225,7 +225,7 @@ def test_a_decoder_that_breaks_names_the_image(data: str, monkeypatch: pytest.Mo
     def broken(*args: object) -> None:
         raise RuntimeError("Failed to decode frame 0")
 
-    monkeypatch.setattr(images.Reader, "_decode", broken)
+    monkeypatch.setattr(images.Reader, "decode", broken)
     reader = images.Reader(sources.load(data, 3), (12, 12), None)
     assert reader[7, True] == (7, "Failed to decode frame 0")
 

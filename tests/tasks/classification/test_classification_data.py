@@ -125,13 +125,13 @@ def test_a_replica_has_its_own_images_right_and_reads_no_more(
 ) -> None:
     task = small(data, in_memory=False, mixup=mixup, batch_size=11)
     whole = list(task.batches(seed=3, start=0, device=CPU))
-    decode, read = images.Reader._decode, []
+    decode, read = images.Reader.decode, []
 
     def counting(reader: images.Reader, pillow: Any, file: Any, index: int) -> Any:
         read.append(index)
         return decode(reader, pillow, file, index)
 
-    monkeypatch.setattr(images.Reader, "_decode", counting)
+    monkeypatch.setattr(images.Reader, "decode", counting)
     for replica in range(3):
         read.clear()
         part = list(task.for_replica(replica, 3).batches(seed=3, start=0, device=CPU))

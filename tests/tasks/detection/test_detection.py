@@ -14,11 +14,8 @@ from torch import Tensor
 
 from growprune.sparse.flops import count_flops
 from growprune.tasks.detection import Detection
-from growprune.tasks.detection.anchors import default_boxes, match
-from growprune.tasks.detection.boxes import decode, detect, encode, iou, suppress
-from growprune.tasks.detection.coco import Scene
-from growprune.tasks.detection.loss import multibox_loss
-from growprune.tasks.detection.score import NAMES, coco_numbers
+from growprune.tasks.detection.boxes import decode, default_boxes, detect, encode, iou, match, multibox_loss, suppress
+from growprune.tasks.detection.coco import NAMES, Scene, coco_numbers
 
 CPU = torch.device("cpu")
 WITHOUT_OBJECTS = np.zeros((0, 6))

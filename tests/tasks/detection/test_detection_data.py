@@ -17,10 +17,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from growprune.tasks.detection import Detection, augment, images
-from growprune.tasks.detection.anchors import default_boxes, match
-from growprune.tasks.detection.boxes import encode
-from growprune.tasks.detection.coco import load
-from growprune.tasks.detection.score import NAMES
+from growprune.tasks.detection.boxes import default_boxes, encode, match
+from growprune.tasks.detection.coco import NAMES, load
 
 CPU = torch.device("cpu")
 WIDTH, HEIGHT = 200, 150
@@ -109,7 +107,7 @@ def test_categories_with_gaps_become_labels_without(tmp_path: Path) -> None:
 
 
 def test_crowds_are_not_trained_on(tmp_path: Path) -> None:
-    album = task_for(write(tmp_path, THREE))._album("train")
+    album = task_for(write(tmp_path, THREE)).album("train")
     assert album.scenes[1].crowds.tolist() == [False, False, True]
     boxes, labels = album.targets
     assert labels[:2].tolist() == [[2, 0], [2, 1]]
@@ -118,7 +116,7 @@ def test_crowds_are_not_trained_on(tmp_path: Path) -> None:
 
 def test_a_box_partly_outside_is_cut(tmp_path: Path) -> None:
     write(tmp_path, THREE, lambda made: made["annotations"][0].update(bbox=[-20, 120, 60, 50]))
-    boxes, _ = task_for(tmp_path)._album("train").targets
+    boxes, _ = task_for(tmp_path).album("train").targets
     assert torch.allclose(boxes[0, 0], torch.tensor((0, 120 / 150, 40 / 200, 1)))
 
 
@@ -482,7 +480,7 @@ def test_large_pictures_are_held_smaller(tmp_path: Path) -> None:
     write(tmp_path, THREE, enlarge)
     for folder in THREE:
         Image.new("RGB", (1600, 1200), BLUE).save(tmp_path / folder / "large.jpg")
-    pixels, sizes, _ = next(task_for(tmp_path)._album("train").pictures([np.arange(2)], CPU))
+    pixels, sizes, _ = next(task_for(tmp_path).album("train").pictures([np.arange(2)], CPU))
     assert sizes.tolist() == [[480, 640], [150, 200]] and pixels.shape == (2, 3, 480, 640)
     assert pixels[0, 2].min() > 250
 
@@ -492,7 +490,7 @@ class Oracle(nn.Module):
 
     def __init__(self, task: Detection) -> None:
         super().__init__()
-        boxes, labels = task._album("validation").targets
+        boxes, labels = task.album("validation").targets
         targets, classes = match(boxes, labels, default_boxes(CPU))
         self.answers = encode(targets, default_boxes(CPU)), 20 * nn.functional.one_hot(classes, 3).float()
         self.num_seen = 0
@@ -545,6 +543,6 @@ def test_the_blood_cells_are_read_without_a_complaint() -> None:
 def test_a_part_of_coco_is_read_without_a_complaint() -> None:
     task = Detection(data=str(SHARED / "coco_mini"), num_validation=8, depth="resnet18", width=8)
     pictures, boxes, labels = next(task.batches(seed=0, start=0, device=CPU))
-    assert len(task._album("train").scenes) == 80 and len(task._album("test").scenes) == 68
+    assert len(task.album("train").scenes) == 80 and len(task.album("test").scenes) == 68
     assert pictures.shape[1:] == (3, 300, 300) and int(labels.max()) <= 80
     assert (boxes[labels > 0][:, 2:] > boxes[labels > 0][:, :2]).all()

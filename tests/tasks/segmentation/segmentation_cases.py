@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from paths import SHARED
 from torch import Tensor, nn
 
-from growprune.tasks.segmentation import PartSegmentation, sampling, shapenet
-from growprune.tasks.segmentation.categories import SYNSETS, parts_by_category
+from growprune.tasks.segmentation import PartSegmentation, shapenet
+from growprune.tasks.segmentation.parts import SYNSETS, parts_by_category
 
 CPU = torch.device("cpu")
 AIRPLANE, BAG, MUG = "02691156", "02773838", "03797390"
@@ -63,7 +63,7 @@ def fresh_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 def forget() -> None:
     """As if the process began anew."""
-    for function in (shapenet.load, sampling.shapes_on, sampling.evaluation_set):
+    for function in (shapenet.load, shapenet.shapes_on, shapenet.evaluation_set):
         function.cache_clear()
 
 

@@ -17,8 +17,16 @@ from growprune import engine, methods
 from growprune.engine.recipe import Recipe
 from growprune.masks.partition_kinds import contiguous
 from growprune.tasks.segmentation import PartSegmentation, shapenet
-from growprune.tasks.segmentation.categories import NUM_CATEGORIES, NUM_PARTS, SYNSETS, parts_by_category, parts_of
-from growprune.tasks.segmentation.miou import mean_ious, predict, shape_ious
+from growprune.tasks.segmentation.parts import (
+    NUM_CATEGORIES,
+    NUM_PARTS,
+    SYNSETS,
+    mean_ious,
+    parts_by_category,
+    parts_of,
+    predict,
+    shape_ious,
+)
 
 # The metric
 
@@ -214,14 +222,14 @@ def test_a_sparse_run_lowers_the_loss(folder: Path, tmp_path: Path) -> None:
 # The cache
 
 
-together = shapenet._together
+together = shapenet.together
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts that are parsed from now on."""
     texts: list[str] = []
-    parse = shapenet._parse
-    monkeypatch.setattr(shapenet, "_parse", lambda text: [texts.append(text), parse(text)][1])
+    parse = shapenet.parse
+    monkeypatch.setattr(shapenet, "parse", lambda text: [texts.append(text), parse(text)][1])
     return texts
 
 
@@ -298,7 +306,7 @@ def test_files_behind_a_link_are_watched_and_the_way_to_them_does_not_matter(
 
 def test_a_file_that_changes_while_it_is_read_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        shapenet, "_together", lambda shapes: [(folder / MUG / "shape6.txt").write_text(GOOD * 9), together(shapes)][1]
+        shapenet, "together", lambda shapes: [(folder / MUG / "shape6.txt").write_text(GOOD * 9), together(shapes)][1]
     )
     assert 9 not in shapenet.load(str(folder))["train"].counts
     forget()

@@ -115,11 +115,11 @@ def test_beam_search_follows_its_rules(beam: int) -> None:
 
 
 def test_a_step_finishes_and_goes_on_with_the_right_candidates() -> None:
-    beams = search._Beams.start(1, 3, 4, CPU)
+    beams = search.Beams.start(1, 3, 4, CPU)
     beams.scores, beams.tokens[0, :, 0] = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([4, 5, 4])
     log_p = torch.full((1, 3, 6), -math.inf)
     log_p[:, :, EOS], log_p[:, :, 4], log_p[:, :, 5] = -0.125, -1.0, -2.25
-    candidates = search._candidates(beams.scores, log_p)
+    candidates = search.best_candidates(beams.scores, log_p)
     assert candidates[0].tolist() == [[-1.125, -2.0, -2.125, -3.0, -3.125, -3.25]]
     beams.finish(*candidates, step=1, length_penalty=1.0)
     assert (beams.num_finished.tolist(), beams.best_scores.tolist()) == ([2], [-1.125 / 2])

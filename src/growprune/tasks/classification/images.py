@@ -63,11 +63,11 @@ class Reader(Dataset[tuple[int, "Array | str | None"]]):
         image_module = pillow("classification")
         try:
             with self.source.open(index) as file:
-                return index, self._decode(image_module, file, index)
+                return index, self.decode(image_module, file, index)
         except unreadable(image_module) as error:
             return index, str(error) or type(error).__name__
 
-    def _decode(self, image_module: Any, file: IO[bytes], index: int) -> Array:
+    def decode(self, image_module: Any, file: IO[bytes], index: int) -> Array:
         with image_module.open(file) as image:
             width, height = image.size
             if self.boxes is None:

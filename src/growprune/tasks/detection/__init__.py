@@ -14,12 +14,9 @@ from torch import Tensor, nn
 from growprune.errors import GrowpruneError
 from growprune.tasks.classification.resnet import Name, initialise
 from growprune.tasks.detection import augment
-from growprune.tasks.detection.anchors import IMAGE_SIZE, default_boxes
-from growprune.tasks.detection.boxes import Detections, detect
-from growprune.tasks.detection.coco import Scene, load
+from growprune.tasks.detection.boxes import IMAGE_SIZE, Detections, default_boxes, detect, multibox_loss
+from growprune.tasks.detection.coco import Scene, coco_numbers, cocoeval, load
 from growprune.tasks.detection.images import Album, Pictures, album
-from growprune.tasks.detection.loss import multibox_loss
-from growprune.tasks.detection.score import coco_numbers, cocoeval
 from growprune.tasks.detection.ssd import SSD, Convolution
 from growprune.tasks.image_loading import Shareable
 from growprune.tasks.task import Split
@@ -75,15 +72,15 @@ class Detection(Shareable):
     def num_batches(self) -> int:
         cocoeval()  # if that is missing, better to hear of it now than after an epoch
         for split in ("validation", "test"):
-            self._album(split)  # and of pictures that are
-        number = len(self._album("train").scenes)
+            self.album(split)  # and of pictures that are
+        number = len(self.album("train").scenes)
         if number < 2:
             raise GrowpruneError(f"{self.data}: there is 1 image to train on that can be read, but there must be two")
         # A batch of one image could not be normalised where the feature map has one cell.
         return min(-(-number // self.batch_size), number // 2)
 
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Batch]:
-        train = self._album("train")
+        train = self.album("train")
         order = np.random.default_rng(seed).permutation(len(train.scenes))
         batches = np.array_split(order, self.num_batches())
         all_boxes, all_labels = train.targets
@@ -115,7 +112,7 @@ class Detection(Shareable):
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
         """The numbers of COCO, in percent."""
-        held_out = self._album(split)
+        held_out = self.album(split)
         indices = np.arange(len(held_out.scenes))
         batches = np.array_split(indices, -(-len(indices) // self.batch_size))
         scenes: list[Scene] = []
@@ -132,7 +129,7 @@ class Detection(Shareable):
     def _scenes(self) -> dict[str, tuple[Scene, ...]]:
         return load(self.data, num_classes=self.num_classes, num_validation=self.num_validation)
 
-    def _album(self, split: str) -> Album:
+    def album(self, split: str) -> Album:
         options = {"num_classes": self.num_classes, "num_validation": self.num_validation, "workers": self.workers}
         return album(self.data, split, **options)
 

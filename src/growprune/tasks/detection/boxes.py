@@ -1,14 +1,77 @@
-"""Arithmetic of boxes: IoU, offsets from anchors, non-maximum suppression.
+"""Boxes and anchors of SSD300: IoU, offsets from anchors, which object an anchor has to find, the loss, detection.
 
 A box is its corners (x0, y0, x1, y1), and an anchor its centre and size, in shares of the image.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+IMAGE_SIZE = 300
+FEATURE_SIZES = (38, 19, 10, 5, 3, 1)
+STEPS = (8, 16, 32, 64, 100, 300)
+"""Pixels of the image from one cell of a feature map to the next."""
+SCALES = (21, 45, 99, 153, 207, 261, 315)
+"""Pixels along the square box of each feature map, and of one map more."""
+ASPECTS = ((2,), (2, 3), (2, 3), (2, 3), (2,), (2,))
+BOXES_PER_CELL = tuple(2 + 2 * len(aspects) for aspects in ASPECTS)
+MATCH_IOU = 0.5
+
+
+@functools.cache
+def default_boxes(device: torch.device) -> Tensor:
+    """All default boxes as (centre x, centre y, width, height) in shares of the image, (8732, 4).
+
+    Their order is that of the model's outputs: feature map, box of the cell, row, column.
+    """
+    rows = [
+        (column * step, row * step, width, height)
+        for level, (size, pixels) in enumerate(zip(FEATURE_SIZES, STEPS, strict=True))
+        for step in (pixels / IMAGE_SIZE,)
+        for width, height in _sizes(level)
+        for row, column in itertools.product((cell + 0.5 for cell in range(size)), repeat=2)
+    ]
+    return torch.tensor(rows, device="cpu").clamp(0, 1).to(device)
+
+
+def _sizes(level: int) -> list[tuple[float, float]]:
+    """Widths and heights of the boxes of a cell: two squares, then the other shapes, lying and standing."""
+    small, large = (scale / IMAGE_SIZE for scale in SCALES[level : level + 2])
+    middle = math.sqrt(small * large)
+    sizes = [(small, small), (middle, middle)]
+    for aspect in ASPECTS[level]:
+        long, short = small * math.sqrt(aspect), small / math.sqrt(aspect)
+        sizes += [(long, short), (short, long)]
+    return sizes
+
+
+def match(boxes: Tensor, labels: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+    """Which object each anchor has to find: the box of its target and its label, 0 for background.
+
+    An anchor goes to the object it overlaps most, if their IoU is above 0.5. The best anchor of an object goes to it
+    whatever their IoU; of several objects with the same best anchor, the one that overlaps it most has it.
+
+    Args:
+        boxes: corners, in shares of the image, (B, M, 4).
+        labels: (B, M), 0 where there is no object.
+        anchors: what `default_boxes` gives, (A, 4).
+    """
+    absent = (labels == 0).unsqueeze(1)
+    overlap = iou(corners(anchors).unsqueeze(0), boxes).masked_fill(absent, -1)  # (B, A, M)
+    best_anchor = overlap.argmax(1, keepdim=True)  # (B, 1, M)
+    claimed = torch.arange(len(anchors), device=boxes.device).view(1, -1, 1) == best_anchor
+    overlap = torch.where(claimed & ~absent, overlap + 2, overlap)  # above any that is not claimed
+    best, index = overlap.max(2)  # (B, A)
+    matched = labels.gather(1, index).where(best > MATCH_IOU, 0)
+    return boxes.gather(1, index.unsqueeze(2).expand(-1, -1, 4)), matched
+
 
 CENTRE_VARIANCE, SIZE_VARIANCE = 0.1, 0.2
 NMS_IOU = 0.5
@@ -107,3 +170,29 @@ def _suppress(boxes: Tensor, valid: Tensor) -> Tensor:
         if torch.equal(stay, kept):
             return kept
         kept = stay
+
+
+NEGATIVES_PER_POSITIVE = 3
+
+
+def multibox_loss(offsets: Tensor, logits: Tensor, boxes: Tensor, labels: Tensor, anchors: Tensor) -> Tensor:
+    """The mean over images of (localisation + classification) / matched anchors; 0 for an image without objects.
+
+    Args:
+        offsets: as predicted, (B, A, 4).
+        logits: as predicted, (B, A, 1 + classes); class 0 is the background.
+        boxes: corners of the objects, (B, M, 4).
+        labels: of the objects, from 1, (B, M); 0 where there is none.
+        anchors: (A, 4).
+    """
+    targets, classes = match(boxes, labels, anchors)
+    positive = classes > 0
+    num_positive = positive.sum(1)  # (B)
+    distance = F.smooth_l1_loss(offsets.float(), encode(targets, anchors), reduction="none").sum(2)
+    localisation = distance.where(positive, 0).sum(1)
+    surprise = F.cross_entropy(logits.float().transpose(1, 2), classes, reduction="none")  # (B, A)
+    hardest = surprise.where(~positive, 0).sort(1, descending=True).values
+    rank = torch.arange(len(anchors), device=anchors.device)
+    mined = hardest.where(rank < NEGATIVES_PER_POSITIVE * num_positive.unsqueeze(1), 0).sum(1)
+    total = localisation + surprise.where(positive, 0).sum(1) + mined
+    return (total / num_positive.clamp(min=1)).mean()

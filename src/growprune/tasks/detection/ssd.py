@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune.tasks.classification.resnet import KINDS, Name, ResNet
-from growprune.tasks.detection.anchors import BOXES_PER_CELL
+from growprune.tasks.detection.boxes import BOXES_PER_CELL
 
 
 class Backbone(ResNet):

@@ -1,8 +1,10 @@
-"""Reading the ShapeNet part benchmark in its text layout, from a folder or straight from a zip file of it.
+"""The ShapeNet part benchmark: read in its text layout, from a folder or a zip file, and drawn from on the device.
 
 synsetoffset2category.txt                                 a line for each category: its name, a tab, its synset
 <synset>/<id>.txt                                         a line for each point: x y z nx ny nz label
 train_test_split/shuffled_{train,val,test}_file_list.json ["shape_data/<synset>/<id>", ...]
+
+The shapes stay on the device. Points are drawn from them anew to train on, and always the same ones to evaluate.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from growprune.errors import GrowpruneError
+from growprune.tasks import cache
 from growprune.tasks.bad_records import BadRecords, check_split, find
-from growprune.tasks.segmentation import cache
-from growprune.tasks.segmentation.categories import SYNSETS, parts_by_category
+from growprune.tasks.segmentation.parts import SYNSETS, parts_by_category
 
 NAME = "shapenetcore_partanno_segmentation_benchmark_v0_normal"
 INDEX = "synsetoffset2category.txt"
@@ -71,11 +75,11 @@ def load(data: str) -> dict[str, Shapes]:
         lists = {split: _read_list(data, _list_name(split), read) for split in SPLITS}
         names = [INDEX, *map(_list_name, SPLITS), *(_file_name(entry) for split in SPLITS for entry in lists[split])]
         key = cache.key_of(source, names, VERSION)
-        if arrays := cache.load(source, key):
+        if arrays := cache.load_arrays(source, key):
             return {split: Shapes(*(arrays[f"{split}.{k}"] for k in FIELDS)) for split in SPLITS}  # type: ignore[arg-type]
         shapes, num_bad = _read_all(data, lists, present, read)
     if not num_bad:  # what is bad is to be told every time
-        cache.save(source, key, {f"{split}.{k}": getattr(shapes[split], k) for split in SPLITS for k in FIELDS})
+        cache.save_arrays(source, key, {f"{split}.{k}": getattr(shapes[split], k) for split in SPLITS for k in FIELDS})
     return shapes
 
 
@@ -130,7 +134,7 @@ def _read_all(data: str, lists: dict[str, list[str]], present: set[str], read: R
                         f"{data}: {entry}: {error}; no shape of the {split} split is skipped: repair it"
                     ) from error
                 bad.skip(entry, error)
-        shapes[split] = _together(read_shapes)
+        shapes[split] = together(read_shapes)
     return shapes, bad.count
 
 
@@ -183,10 +187,10 @@ def _read_shape(entry: str, present: set[str], read: Reader) -> tuple[NDArray[np
     except UNREADABLE as error:
         raise GrowpruneError(f"{file} cannot be read ({error})") from error
     category = list(SYNSETS).index(synset)
-    return _checked(_parse(text), category), category
+    return _checked(parse(text), category), category
 
 
-def _parse(text: str) -> NDArray[np.float32]:
+def parse(text: str) -> NDArray[np.float32]:
     lines = text.splitlines()
     if not text.strip():
         raise GrowpruneError("the shape has no points")
@@ -228,7 +232,7 @@ def _checked(matrix: NDArray[np.float32], category: int) -> NDArray[np.float32]:
     return matrix
 
 
-def _together(shapes: list[tuple[NDArray[np.float32], int]]) -> Shapes:
+def together(shapes: list[tuple[NDArray[np.float32], int]]) -> Shapes:
     everything = np.concatenate([np.empty((0, len(COLUMNS)), np.float32), *(matrix for matrix, _ in shapes)])
     counts = np.array([len(matrix) for matrix, _ in shapes], np.int64)
     points, labels = everything[:, :6].copy(), everything[:, 6].astype(np.uint8)
@@ -236,3 +240,56 @@ def _together(shapes: list[tuple[NDArray[np.float32], int]]) -> Shapes:
         centred = xyz.astype(np.float64) - xyz.mean(0, dtype=np.float64)
         xyz[:] = centred / (np.linalg.norm(centred, axis=1).max() or 1)  # in `points`
     return Shapes(points, labels, counts, np.array([category for _, category in shapes], np.int64))
+
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""Points (B, N, 3 or 6), categories (B,), and the part of each point (B, N)."""
+
+
+@dataclass(frozen=True)
+class DeviceShapes:
+    """The shapes of a split; see Shapes."""
+
+    points: Tensor
+    labels: Tensor
+    starts: Tensor
+    """Where the points of each shape begin."""
+    counts: Tensor
+    categories: Tensor
+    longest: int
+    """The largest of the counts, known without asking the device."""
+
+
+@functools.cache
+def shapes_on(data: str, split: str, device: torch.device) -> DeviceShapes:
+    shapes = shapes_of(data, split)
+    starts = shapes.counts.cumsum() - shapes.counts
+    arrays = (shapes.points, shapes.labels, starts, shapes.counts, shapes.categories)
+    points, labels, first, counts, categories = (torch.from_numpy(array).to(device) for array in arrays)
+    return DeviceShapes(points, labels, first, counts, categories, int(shapes.counts.max()))
+
+
+@functools.cache
+def evaluation_set(data: str, split: str, num_points: int, device: torch.device) -> Batch:
+    """All of a split, its points drawn once, and on the CPU, so that every device sees the same."""
+    shapes = shapes_on(data, split, torch.device("cpu"))
+    everything = torch.arange(len(shapes.counts))
+    points, categories, labels = draw(shapes, everything, num_points, torch.Generator().manual_seed(0))
+    return points.to(device), categories.to(device), labels.to(device)
+
+
+def draw(shapes: DeviceShapes, indices: Tensor, num_points: int, generator: torch.Generator) -> Batch:
+    """Points of some shapes, each shape's in random order; when all are taken, from the first again."""
+    device = indices.device
+    counts = shapes.counts[indices].unsqueeze(1)
+    keys = torch.rand(len(indices), shapes.longest, generator=generator, device=device)
+    keys.masked_fill_(torch.arange(shapes.longest, device=device) >= counts, 2)  # what a shape has not comes last
+    order = keys.argsort(dim=1, stable=True)
+    drawn = order.gather(1, torch.arange(num_points, device=device) % counts)
+    rows = shapes.starts[indices].unsqueeze(1) + drawn
+    return shapes.points[rows], shapes.categories[indices], shapes.labels[rows].long()
+
+
+def mixed(seed: int, number: int) -> int:
+    """One seed out of two."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -39,12 +39,12 @@ def beam_search(
     tokens = torch.arange(model.embedding.num_embeddings, device=source.device)
     is_end = tokens == EOS
     is_no_text = (tokens <= UNK) & ~is_end | (tokens >= num_pieces)
-    beams = _Beams.start(len(source), beam, max_steps, source.device)
+    beams = Beams.start(len(source), beam, max_steps, source.device)
     for step in range(max_steps):
         log_p = decoding.next(beams.newest).float().log_softmax(2)
         must_end, must_go_on = (step >= limits)[:, None, None], (step < lengths.clamp(max=1))[:, None, None]
         is_out = is_no_text | (~is_end & must_end) | (is_end & must_go_on)
-        candidates = _candidates(beams.scores, log_p.masked_fill(is_out, -torch.inf))
+        candidates = best_candidates(beams.scores, log_p.masked_fill(is_out, -torch.inf))
         beams.finish(*candidates, step=step, length_penalty=length_penalty)
         origin = beams.advance(*candidates, step=step)
         if beam > 1:
@@ -54,7 +54,7 @@ def beam_search(
     return beams.best
 
 
-def _candidates(scores: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def best_candidates(scores: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The best 2 K ways to go on, best first: their scores, the hypotheses they continue, and their tokens (B, 2 K)."""
     beam, vocab_size = log_p.shape[1:]
     best, places = (scores[:, :, None] + log_p).flatten(1).topk(2 * beam)
@@ -62,7 +62,7 @@ def _candidates(scores: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @dataclass
-class _Beams:
+class Beams:
     """The hypotheses of each sentence, and the best finished one."""
 
     scores: Tensor  # (B, K)
@@ -73,7 +73,7 @@ class _Beams:
     num_finished: Tensor  # (B,)
 
     @classmethod
-    def start(cls, batch: int, beam: int, max_steps: int, device: torch.device) -> _Beams:
+    def start(cls, batch: int, beam: int, max_steps: int, device: torch.device) -> Beams:
         scores = torch.full((batch, beam), -torch.inf, device=device)
         scores[:, 0] = 0.0  # the others would only repeat the first
         tokens = torch.full((batch, beam, max_steps), PAD, device=device)
