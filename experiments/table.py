@@ -26,13 +26,6 @@ METRICS = {
 ORDER = ("dense", "one-shot", "cyclic", "parallel", "random", "gmp", "acdc", "rigl", "set", "static", "plan")
 
 
-def _num_epochs(result: dict[str, Any]) -> int:
-    """Of all phases and of all branches; results of the first format have a row a phase, later ones one an epoch."""
-    if "phases" in result:
-        return sum(phase["epochs"] for phase in result["phases"])
-    return len(result["history"])
-
-
 def results(study: str) -> dict[str, list[dict[str, Any]]]:
     """By row, what its seeds gave."""
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -75,17 +68,16 @@ def table(study: str) -> str:
         cells.append(_peak(of_seeds))
         cells.append(f"{totals['flops_sparse'] / 1e9:.3f} G")
         cells.append(f"{of_seeds[0]['file_bytes'] / 1e6:.2f}")
-        cells.append(str(_num_epochs(of_seeds[0])))
+        cells.append(str(len(of_seeds[0]["history"])))
         cells.append(f"{statistics.mean(result['seconds'] for result in of_seeds):.0f}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def _peak(of_seeds: list[dict[str, Any]]) -> str:
-    """The largest share of the weights that lived at the end of any epoch; not known of results of the first format."""
-    known = [r for r in of_seeds if "history" in r]
-    peaks = [max(row["alive"] for row in r["history"]) / r["sparsity"]["totals"]["prunable"] for r in known]
-    return f"{max(peaks):.2f}" if peaks else ""
+    """The largest share of the weights that lived at the end of any epoch."""
+    peaks = [max(row["alive"] for row in r["history"]) / r["sparsity"]["totals"]["prunable"] for r in of_seeds]
+    return f"{max(peaks):.2f}"
 
 
 def page(text: str) -> str:

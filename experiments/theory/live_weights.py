@@ -53,11 +53,8 @@ def kept() -> list[dict[str, Any]]:
 
 
 def average_live(result: dict[str, Any]) -> float:
-    """Over the epochs of a kept run; the first format has a row for each phase, later ones one for each epoch."""
-    history = [(row["epochs"], row["alive"]) for row in result.get("phases", ())]
-    history = history or [(1, row["alive"]) for row in result["history"]]
-    total = sum(epochs * alive for epochs, alive in history)
-    return total / sum(epochs for epochs, _ in history) / result["sparsity"]["totals"]["prunable"]
+    """The mean share of live weights over the epochs of a kept run."""
+    return statistics.mean(row["alive"] for row in result["history"]) / result["sparsity"]["totals"]["prunable"]
 
 
 def main() -> None:
