@@ -20,16 +20,16 @@ from growprune import engine, methods
 from growprune.cli import app
 from growprune.engine.metric import Metric
 from growprune.errors import GrowpruneError
-from growprune.report import find_runs, notes, write_page
+from growprune.report import notes, write_page
 from growprune.report.chart import styles_for
 from growprune.report.frontier import average_live, frontier_charts, peak_live
 from growprune.report.groups import Group, group_runs
 from growprune.report.over_time import charts_over_time
 from growprune.report.page import render
-from growprune.report.runs import Record
 from growprune.report.schedule import schedule_chart
 from growprune.report.tables import all_runs
 from growprune.report.words import command
+from growprune.runs import Record, find_runs
 
 EXPERIMENTS = ROOT / "experiments"
 CYCLIC = ("prune S1 to 0.8, grow S0 to dense", "prune S0 to 0.8, grow S1 to dense", "prune S1 to 0.8")
@@ -145,8 +145,8 @@ def test_runs_are_found_in_folders_of_folders_and_each_only_once(tmp_path: Path)
     bare = write_bare(tmp_path / "bare.json", result(made, 87.0, history([1000])))
     records = find_runs([tmp_path / "study", one, bare, bare])
     assert [(record.name, record.method, record.quality) for record in records] == [
-        (".", "gmp", 87.0),
         ("study/a/seed0", "rigl", 88.0),
+        (".", "gmp", 87.0),
     ]
 
 

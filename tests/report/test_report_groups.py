@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from report_runs import history, phase, recipe, result, row, write_run
 
-from growprune.report import find_runs, notes
+from growprune.report import notes
 from growprune.report.chart import styles_for
 from growprune.report.groups import Group, group_runs
 from growprune.report.over_time import charts_over_time
 from growprune.report.page import render
 from growprune.report.schedule import _parse, schedule_chart
 from growprune.report.tables import means
+from growprune.runs import find_runs
 
 
 def write(folder: Path, method: str, sparsity: float, score: float = 88.0, seed: int = 0, **more: Any) -> Path:

@@ -54,7 +54,7 @@ _ROW: json_file.Names = {
     "validation?.*": json_file.NUMBER,
     "candidate?.*": json_file.NUMBER,
 }
-_RESULT: json_file.Names = {
+RESULT: json_file.Names = {
     "history": list,
     **{f"history.*.{name}": kind for name, kind in _ROW.items()},
     "test": dict,
@@ -231,7 +231,7 @@ class RunFolder:
 
     def read_result(self) -> dict[str, Any]:
         remedy = "remove it and resume the run, which makes it again"
-        return json_file.read(self.result, _RESULT, remedy, upgrade=_of_this_format)
+        return json_file.read(self.result, RESULT, remedy, upgrade=_of_this_format)
 
     def read_rows(self, stage: int, branch: int) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """What came of a branch of a fork, epoch by epoch, and what it cost, if that was counted."""

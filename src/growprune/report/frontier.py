@@ -10,7 +10,7 @@ from typing import Any
 from growprune.engine.metric import Metric
 from growprune.report.chart import INK, Chart, Styles, Value, axis, layout
 from growprune.report.groups import Cell, Group
-from growprune.report.runs import Json, Record
+from growprune.runs.record import Json, Record
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,14 @@ class Cost:
 
 def given(name: str) -> Callable[[Record], Any]:
     """What a result has under a name, if there is one."""
-    return lambda record: None if record.result is None else record.result.get(name)
+    return lambda record: record.figure(name)
 
 
 def _share_alive(record: Record, name: str, otherwise: Callable[[list[float]], float]) -> float | None:
     """A number of live weights, as a share of the prunable; of results without it, by the rows of their history."""
-    if record.result is None or not record.prunable:
+    if not record.prunable:
         return None
-    counted = record.result.get(name)
-    if counted is not None:
+    if (counted := record.figure(name)) is not None:
         return float(counted) / record.prunable
     alive = [float(row["alive"]) for row in record.history]
     return otherwise(alive) / record.prunable if alive else None

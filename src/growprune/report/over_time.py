@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from growprune.report.chart import Chart, Styles, axis, layout
 from growprune.report.groups import Cell, Group
-from growprune.report.runs import Json, Record
+from growprune.runs.record import Json, Record
 
 Points = dict[int, float]
 """By epoch."""

@@ -16,10 +16,10 @@ from growprune.report import tables, words
 from growprune.report.by_layer import layer_chart
 from growprune.report.chart import Chart, Styles, Value, short, styles_for
 from growprune.report.frontier import frontier_charts, missing_costs, time_chart
-from growprune.report.groups import Group, group_runs
+from growprune.report.groups import Group, group_runs, order
 from growprune.report.over_time import charts_over_time, missing_quantities
-from growprune.report.runs import Record
 from growprune.report.schedule import schedule_chart
+from growprune.runs import Record
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """Nothing may be fetched from anywhere: the browser itself sees to it."""
@@ -49,6 +49,7 @@ def _plotly() -> str:
 
 def render(records: Sequence[Record], plotly: str) -> str:
     """The whole page as text, with the code of Plotly in it."""
+    records = sorted(records, key=order)
     groups = group_runs(records)
     styles = styles_for(cell for group in groups for cell in group.cells)
     charts: list[Chart] = []

@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 
 from growprune.report.chart import Chart, axis, layout
 from growprune.report.groups import Cell, Group
-from growprune.report.runs import Json, Record
+from growprune.runs.record import Json, Record
 
 MAX_PARTS = 12
 """Beyond so many parts, or sets of layers, only the whole model is shown."""
@@ -193,8 +193,7 @@ def _spans(record: Record) -> list[Span]:
 
 
 def _of_row(row: Json) -> Span:
-    length = row.get("epochs", 1)  # the first format has a row a phase
-    return Span(row["epoch"] - length, row["epoch"], row["stage"], row["branch"], row["edits"], row["alive"])
+    return Span(row["epoch"] - 1, row["epoch"], row["stage"], row["branch"], row["edits"], row["alive"])
 
 
 def _by_time(spans: Sequence[Span]) -> list[list[Span]]:

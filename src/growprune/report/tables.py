@@ -10,7 +10,7 @@ from growprune.report.chart import Value, scaled
 from growprune.report.frontier import average_live, given, peak_live, quality
 from growprune.report.groups import Cell, Group
 from growprune.report.over_time import last_of
-from growprune.report.runs import Record
+from growprune.runs import Record
 
 MEANS_HEAD = (
     *("run", "seeds", "epochs", "quality", "minus dense", "sparsity reached", "training FLOPs", "inference FLOPs"),
@@ -50,20 +50,10 @@ def _say(value: float | None, how: Callable[[float], str]) -> str:
 
 def _reached(cell: Cell) -> str:
     """Says so where a method missed its target by more than rounding."""
-    reached = cell.mean(_sparsity)
+    reached = cell.mean(lambda record: record.total("sparsity"))
     if reached is None:
         return UNKNOWN
-    return f"{reached:.4g}, not {in_full(cell.sparsity)}" if is_off(cell) else f"{reached:.4g}"
-
-
-def is_off(cell: Cell) -> bool:
-    """Whether runs ended at another sparsity than they were asked for, by more than a weight and 0.0005."""
-    reached, size = cell.mean(_sparsity), cell.first.prunable or 1
-    return reached is not None and abs(reached - cell.sparsity) * size > max(1.0, 0.0005 * size)
-
-
-def _sparsity(record: Record) -> float | None:
-    return record.total("sparsity")
+    return f"{reached:.4g}, not {in_full(cell.sparsity)}" if cell.is_off else f"{reached:.4g}"
 
 
 def spread(cell: Cell, of: Callable[[Record], float | None]) -> str:
@@ -89,13 +79,13 @@ def all_runs(records: Sequence[Record]) -> list[list[Value]]:
     """Every run, whatever became of it."""
     rows: list[list[Value]] = []
     for record in records:
-        best = given("best")(record) or {}
+        best = record.figure("best") or {}
         status = f"{record.status}: {record.why}" if record.why else record.status
         rows.append(
             [
                 *(record.name, status, record.method, record.sparsity, record.seed, record.epochs, record.metric.name),
                 *(record.quality, (best.get("test") or {}).get(record.metric.name), record.total("alive")),
-                *(given(name)(record) for name in ("file_bytes", "peak_bytes", "seconds")),
+                *(record.figure(name) for name in ("file_bytes", "peak_bytes", "seconds")),
             ]
         )
     return rows

@@ -13,8 +13,8 @@ from growprune.engine.metric import decimals, in_full
 from growprune.methods import METHODS
 from growprune.report.frontier import quality
 from growprune.report.groups import Cell, Group, best_by_validation, group_runs, what_differs
-from growprune.report.runs import Record
-from growprune.report.tables import duration, is_off, spread
+from growprune.report.tables import duration, spread
+from growprune.runs import Record
 
 MEANINGS = {
     "sparsity": "the share of the weights that are exactly zero; at 0.9, one weight in ten is left",
@@ -67,7 +67,7 @@ def _how_good(group: Group, finished: Sequence[Cell]) -> list[str]:
     sparse = [cell for cell in finished if not cell.is_dense]
     for sparsity in sorted({cell.sparsity for cell in sparse}):
         cells = [cell for cell in sparse if cell.sparsity == sparsity]
-        cells = [cell for cell in cells if not is_off(cell)] or cells  # who misses it has it easier
+        cells = [cell for cell in cells if not cell.is_off] or cells  # who misses it has it easier
         best = cells[0] if len(cells) == 1 else best_by_validation(cells, group.metric)
         if best is None:
             continue
@@ -91,7 +91,7 @@ def _gap(cell: Cell, dense: Cell) -> str:
 def _how_long(cells: Sequence[Cell]) -> str:
     results = [record.result for cell in cells for record in cell.records if record.result is not None]
     seconds = [result["seconds"] for result in results]
-    devices = sorted({str((result.get("environment") or {}).get("device") or "") for result in results} - {""})
+    devices = sorted({str(result["environment"].get("device") or "") for result in results} - {""})
     where = f" on {' and '.join(devices)}" if devices else ""
     if len(seconds) == 1:
         return f"The run took {duration(seconds[0])}{where}."
@@ -152,8 +152,7 @@ def environments(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[s
     """The machines and versions there were, each with the runs that had them."""
     found: list[tuple[dict[str, Any], list[str]]] = []
     for record in records:
-        environment = (record.result or {}).get("environment")
-        if isinstance(environment, dict):
+        if environment := record.figure("environment"):
             same = next((names for known, names in found if known == environment), None)
             if same is None:
                 found.append((environment, same := []))
