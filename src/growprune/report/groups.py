@@ -48,6 +48,20 @@ class Cell:
         return self.first.epochs
 
     @property
+    def quality(self) -> float | None:
+        """The mean over seeds of the task's metric on test data."""
+        return self.mean(lambda record: record.quality)
+
+    @property
+    def deviation(self) -> float | None:
+        """Its standard deviation over seeds, if there are several."""
+        return self.spread(lambda record: record.quality)
+
+    @property
+    def num_scores(self) -> int:
+        return len(self.values(lambda record: record.quality))
+
+    @property
     def is_off(self) -> bool:
         """True if its runs ended at another sparsity than their target."""
         reached = self.mean(lambda record: record.total("sparsity"))

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from growprune.engine.metric import decimals, in_full
 from growprune.report.chart import Value, scaled
-from growprune.report.frontier import average_live, given, peak_live, quality
+from growprune.report.frontier import average_live, given, peak_live
 from growprune.report.groups import Cell, Group
-from growprune.report.over_time import last_of
 from growprune.runs import Record
 
 MEANS_HEAD = (
@@ -25,20 +24,20 @@ UNKNOWN = "-"
 
 def means(group: Group) -> list[list[str]]:
     """A row for each of the finished runs of a group that differ by more than their seed."""
-    dense = None if group.reference is None else group.reference.mean(quality)
-    finished = [cell for cell in group.cells if cell.mean(quality) is not None]
+    dense = None if group.reference is None else group.reference.quality
+    finished = [cell for cell in group.cells if cell.quality is not None]
     return [list(_cells(cell, dense)) for cell in finished]
 
 
 def _cells(cell: Cell, dense: float | None) -> Iterator[str]:
-    yield from (cell.label, str(len(cell.values(quality))), str(cell.epochs), spread(cell, quality))
-    gap = (cell.mean(quality) or 0.0) - (dense or 0.0)
+    yield from (cell.label, str(cell.num_scores), str(cell.epochs), spread(cell))
+    gap = (cell.quality or 0.0) - (dense or 0.0)
     said = "nan" if math.isnan(gap) else f"{gap:+.{decimals(dense)}f}"
     yield "" if dense is None or cell.is_dense else said
     yield _reached(cell)
     yield _say(cell.mean(given("training_flops")), scaled)
     yield _say(cell.mean(lambda record: record.total("flops_sparse")), scaled)
-    for share in (cell.mean(peak_live), cell.mean(average_live), last_of([cell], "explored").get(cell.label)):
+    for share in (cell.mean(peak_live), cell.mean(average_live), cell.mean(_explored)):
         yield _say(share, lambda known: f"{known:.1%}")
     yield _say(cell.mean(given("peak_bytes")), lambda count: f"{scaled(count)}B")
     yield _say(cell.mean(given("seconds")), duration)
@@ -56,12 +55,16 @@ def _reached(cell: Cell) -> str:
     return f"{reached:.4g}, not {in_full(cell.sparsity)}" if cell.is_off else f"{reached:.4g}"
 
 
-def spread(cell: Cell, of: Callable[[Record], float | None]) -> str:
-    """The mean over seeds, and the standard deviation if there are several."""
-    mean, deviation = cell.mean(of), cell.spread(of)
-    if mean is None:
+def _explored(record: Record) -> float | None:
+    """The last share that was counted."""
+    return next((row["explored"] for row in reversed(record.history) if row.get("explored") is not None), None)
+
+
+def spread(cell: Cell) -> str:
+    """The mean quality over seeds, and the standard deviation if there are several."""
+    if cell.quality is None:
         return UNKNOWN
-    shown = (f"{number:.{decimals(mean)}f}" for number in (mean, deviation) if number is not None)
+    shown = (f"{number:.{decimals(cell.quality)}f}" for number in (cell.quality, cell.deviation) if number is not None)
     return " ± ".join(shown)
 
 

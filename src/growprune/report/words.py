@@ -11,7 +11,6 @@ from typing import Any
 
 from growprune.engine.metric import decimals, in_full
 from growprune.methods import METHODS
-from growprune.report.frontier import quality
 from growprune.report.groups import Cell, Group, best_by_validation, group_runs, what_differs
 from growprune.report.tables import duration, spread
 from growprune.runs import Record
@@ -35,7 +34,7 @@ def title(groups: Sequence[Group], records: Sequence[Record]) -> str:
 
 def summary(group: Group) -> list[str]:
     """A few sentences on one group of runs."""
-    finished = [cell for cell in group.cells if cell.mean(quality) is not None]
+    finished = [cell for cell in group.cells if cell.quality is not None]
     if not finished:
         return [f"No run of {group.title} is finished yet; what there is so far is shown below."]
     return [_trained(group), *_how_good(group, finished), _how_long(finished)]
@@ -63,7 +62,7 @@ def _how_good(group: Group, finished: Sequence[Cell]) -> list[str]:
     dense = group.reference
     if dense is not None:
         which = f" ({dense.label})" if sum(cell.is_dense for cell in finished) > 1 else ""
-        sentences.append(f"Without removing anything{which}, {what} on test data is {spread(dense, quality)}.")
+        sentences.append(f"Without removing anything{which}, {what} on test data is {spread(dense)}.")
     sparse = [cell for cell in finished if not cell.is_dense]
     for sparsity in sorted({cell.sparsity for cell in sparse}):
         cells = [cell for cell in sparse if cell.sparsity == sparsity]
@@ -72,15 +71,15 @@ def _how_good(group: Group, finished: Sequence[Cell]) -> list[str]:
         if best is None:
             continue
         who = f"{best.series}, the best of {len(cells)} on validation data," if len(cells) > 1 else best.series
-        score = f"{group.metric.name} {spread(best, quality)}"
+        score = f"{group.metric.name} {spread(best)}"
         text = f"At sparsity {in_full(sparsity)}, {who} reaches {score} on test data"
         sentences.append(text + (f", {_gap(best, dense)}." if dense is not None else "."))
     return sentences
 
 
 def _gap(cell: Cell, dense: Cell) -> str:
-    gap = (cell.mean(quality) or 0.0) - (dense.mean(quality) or 0.0)
-    places = decimals(dense.mean(quality))
+    gap = (cell.quality or 0.0) - (dense.quality or 0.0)
+    places = decimals(dense.quality)
     if math.isnan(gap):
         return "which does not compare with dense"
     if abs(gap) < 0.5 * 10**-places:
