@@ -61,7 +61,9 @@ def table(study: str) -> str:
     for row, runs in found.items():
         first, alive, prunable = runs[0], runs[0].total("alive"), runs[0].total("prunable")
         scores = {metric: [run.figure("test")[metric] for run in runs] for metric in metrics}
-        gaps = [run.figure("test")[metrics[0]] - dense[run.seed] for run in runs if run.seed in dense and row != "dense"]
+        gaps = [
+            run.figure("test")[metrics[0]] - dense[run.seed] for run in runs if run.seed in dense and row != "dense"
+        ]
         cells = [label(study, row), str(len(runs)), *map(spread, scores.values())]
         cells.append(f"{statistics.mean(gaps):+.2f}" if gaps else "")
         cells.append(f"{alive / prunable:.0%} of {prunable / 1e6:.2f} M")

@@ -172,35 +172,10 @@ def test_sparsities_that_differ_are_never_written_alike(tmp_path: Path) -> None:
 # Bad input
 
 
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        ({"recipe": {"seed": "a"}}, "its recipe.seed is 'a'"),
-        ({"recipe": {"accumulate": "x"}}, "its recipe.accumulate is 'x'"),
-        ({"peak_bytes": 10**400}, "its peak_bytes is 1000"),
-        ({"history": 3}, "its history is 3"),
-    ],
-)
-def test_a_result_that_someone_changed_is_one_line_with_what_is_wrong(
-    change: dict[str, Any], says: str, tmp_path: Path
-) -> None:
-    path = write(tmp_path, "gmp", 0.9, 90.0)
-    content = json.loads(path.read_text())
-    own = change.pop("recipe", {})
-    path.write_text(json.dumps({**content, **change, "recipe": {**content["recipe"], **own}}))
-    with pytest.raises(GrowpruneError, match=rf"result\.json is damaged \({says}"):
+def test_a_result_that_someone_changed_is_one_line_with_what_is_wrong(tmp_path: Path) -> None:
+    write(tmp_path, "gmp", 0.9, 90.0, peak_bytes="many")
+    with pytest.raises(GrowpruneError, match=r"result\.json is damaged \(its peak_bytes is 'many'"):
         of_runs([tmp_path])
-
-
-def test_a_recipe_that_someone_changed_is_one_line_too(tmp_path: Path) -> None:
-    write_bare(tmp_path / "recipe.json", {"format": 2, "recipe": recipe("gmp", 0.9, 0) | {"seed": "a"}})
-    with pytest.raises(GrowpruneError, match=r"recipe\.json is damaged \(its recipe.seed is 'a'"):
-        of_runs([tmp_path])
-
-
-def test_an_epoch_without_batches_is_no_division_by_zero(tmp_path: Path) -> None:
-    write(tmp_path, "gmp", 0.9, 90.0, data={"num_batches": 0}, training_iterations=3)
-    assert of_runs([tmp_path]).rows[0].epochs == 3
 
 
 def test_settings_that_differ_late_in_their_digits_differ(tmp_path: Path) -> None:

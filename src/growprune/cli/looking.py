@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from growprune.cli.app import AsJson, Data, RecipeName, Settings, one_line_errors, place
-from growprune.cli.screen import new_table, out, print_json, short, size
+from growprune.cli.screen import new_table, out, print_json, size
 from growprune.errors import GrowpruneError
 from growprune.plan.folding import Row, fold
 
@@ -168,10 +168,12 @@ def _ranks(estimate: Estimate) -> tuple[int, ...]:
 
 def _cells(row: Row, costs: list[Cost], about: str) -> Iterator[str]:
     """Of phases that are alike: what they do, how often, and what that costs, from the first to the last."""
+    from growprune.engine.metric import scaled
+
     yield str(row.first.stage)
     yield "" if row.first.branch is None else str(row.first.branch)
     yield str(row) if len(costs) == 1 else f"{len(costs)} x {row}"
     yield f"{sum(cost.epochs for cost in costs):.4g}"
     yield " to\n".join(dict.fromkeys(f"{cost.density:.4f}" for cost in (costs[0], costs[-1])))
-    yield " to\n".join(dict.fromkeys(about + short(cost.forward_flops) for cost in (costs[0], costs[-1])))
-    yield about + short(sum(cost.training_flops for cost in costs))
+    yield " to\n".join(dict.fromkeys(about + scaled(cost.forward_flops) for cost in (costs[0], costs[-1])))
+    yield about + scaled(sum(cost.training_flops for cost in costs))

@@ -45,14 +45,6 @@ def new_table(*columns: str) -> Table:
     return table
 
 
-def short(count: int) -> str:
-    """A count in three digits, such as 3.12 G."""
-    if count < 1000:
-        return str(count)
-    power = next((p for p in range(1, 6) if count < 999.5 * 1000**p), 6)
-    return f"{count / 1000**power:#.3g}".rstrip(".") + f" {'_kMGTPE'[power]}"
-
-
 def size(num_bytes: float) -> str:
     """Bytes as people say them.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from growprune.engine.metric import decimals, in_full
-from growprune.report.chart import Value, scaled
+from growprune.engine.metric import decimals, in_full, scaled
+from growprune.report.chart import Value
 from growprune.report.frontier import average_live, given, peak_live
 from growprune.report.groups import Cell, Group
 from growprune.runs import Record
