@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from growprune.engine.folder import FORMAT
+
 PRUNABLE = 1000
 
 
@@ -72,7 +74,7 @@ def write_run(
     origin: dict[str, Any] | None = None,
 ) -> Path:
     """A run's folder; without an outcome it is not finished."""
-    write_bare(folder / "recipe.json", {"format": 2, **(origin or {}), "recipe": recipe})
+    write_bare(folder / "recipe.json", {"format": FORMAT, **(origin or {}), "recipe": recipe})
     if outcome is not None:
         write_bare(folder / "result.json", outcome)
     (folder / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events or []))

@@ -251,9 +251,5 @@ def test_the_schedule_of_an_unfinished_run_is_as_sparse_as_it_is(tmp_path: Path)
 
 
 def test_an_edit_that_says_how_layers_share_it_names_its_part_alone() -> None:
-    assert [
-        part for _, part, _, _ in parse_edits("prune 0.1 of all spread by ranking, grow S1 to 0.5 spread by live")
-    ] == [
-        "all",
-        "S1",
-    ]
+    edits = parse_edits("prune 0.1 of all spread by ranking, grow S1 to 0.5 spread by live")
+    assert [part for _, part, _, _ in edits] == ["all", "S1"]

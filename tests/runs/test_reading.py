@@ -102,8 +102,8 @@ def test_a_result_must_have_everything_that_runs_write_today(tmp_path: Path) -> 
 
 
 def test_a_recipe_that_someone_changed_is_damaged_too(tmp_path: Path) -> None:
-    write_bare(tmp_path / "recipe.json", {"format": 2, "recipe": recipe("gmp", 0.9, 0) | {"seed": "a"}})
-    assert "recipe.json is damaged (its recipe.seed is 'a'" in read_run(tmp_path).why
+    folder = write_run(tmp_path / "run", recipe("gmp", 0.9, 0) | {"seed": "a"})
+    assert "recipe.json is damaged (its recipe.seed is 'a'" in read_run(folder).why
 
 
 def test_the_failure_that_a_comparison_kept_is_why_a_run_failed(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_an_epoch_without_batches_is_no_division_by_zero(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "name, value",
-    [("loss", "x"), ("validation", [1]), ("branch", []), ("explored", "a"), ("alive", 10**400)],
-    ids=["loss", "validation", "branch", "explored", "alive"],
+    [("loss", "x"), ("validation", [1]), ("branch", []), ("explored", "a"), ("alive", 10**400), ("time", "x")],
+    ids=["loss", "validation", "branch", "explored", "alive", "time"],
 )
 def test_a_line_of_a_log_that_someone_changed_is_passed_over(name: str, value: Any, tmp_path: Path) -> None:
     whole = {"event": "epoch", "index": 0, **row(1, 0, 1000)}
