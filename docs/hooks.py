@@ -10,8 +10,8 @@ from typing import Any
 from mkdocs.structure.files import File
 from plotly.offline import get_plotlyjs
 
-from growprune.report import find_runs
 from growprune.report.page import render
+from growprune.runs import find_runs
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,7 +11,6 @@ seconds, to see that it runs. DIR is that of run.py.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from typing import Any
 
 from page import put
 from run import STOPPED, keep
+
+from growprune.runs import find_runs
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "pretrained.md"
@@ -149,7 +150,7 @@ def table(results: Path) -> str:
 
 
 def _cell(folder: Path, metric: str) -> str:
-    found = [json.loads(path.read_text())["test"][metric] for path in sorted(folder.glob("seed*/result.json"))]
+    found = [run.figure("test")[metric] for run in find_runs([folder])] if folder.is_dir() else []
     if not found:
         return ""
     return f"{statistics.mean(found):.2f}" + (f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else "")

@@ -6,13 +6,13 @@ python experiments/table.py --write   # put them into docs/results.md
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
-from typing import Any
 
 from page import put, write_or_print
 from run import NARROW, RECIPES_OF, VARIANTS
+
+from growprune.runs import Record, find_runs
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "results.md"
@@ -26,11 +26,11 @@ METRICS = {
 ORDER = ("dense", "one-shot", "cyclic", "parallel", "random", "gmp", "acdc", "rigl", "set", "static", "plan")
 
 
-def results(study: str) -> dict[str, list[dict[str, Any]]]:
-    """By row, what its seeds gave."""
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted((HERE / study).glob("*/seed*/result.json")):
-        rows.setdefault(path.parts[-3], []).append(json.loads(path.read_text()))
+def results(study: str) -> dict[str, list[Record]]:
+    """By row, the runs of its seeds."""
+    rows: dict[str, list[Record]] = {}
+    for run in find_runs([HERE / study]):
+        rows.setdefault(run.path.parent.name, []).append(run)
     return dict(sorted(rows.items(), key=lambda item: (_place(item[0]), item[0])))
 
 
@@ -57,27 +57,23 @@ def table(study: str) -> str:
     found, metrics = results(study), METRICS[study]
     heads = ["recipe", "seeds", *metrics, "minus dense", "alive", "peak", "FLOPs", "file, MB", "epochs", "s a run"]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
-    dense = {result["seed"]: result["test"][metrics[0]] for result in found.get("dense", [])}
-    for row, of_seeds in found.items():
-        totals = of_seeds[0]["sparsity"]["totals"]
-        gaps = [r["test"][metrics[0]] - dense[r["seed"]] for r in of_seeds if r["seed"] in dense and row != "dense"]
-        cells = [label(study, row), str(len(of_seeds))]
-        cells += [spread([result["test"][metric] for result in of_seeds]) for metric in metrics]
+    dense = {run.seed: run.figure("test")[metrics[0]] for run in found.get("dense", [])}
+    for row, runs in found.items():
+        first, alive, prunable = runs[0], runs[0].total("alive"), runs[0].total("prunable")
+        scores = {metric: [run.figure("test")[metric] for run in runs] for metric in metrics}
+        gaps = [
+            run.figure("test")[metrics[0]] - dense[run.seed] for run in runs if run.seed in dense and row != "dense"
+        ]
+        cells = [label(study, row), str(len(runs)), *map(spread, scores.values())]
         cells.append(f"{statistics.mean(gaps):+.2f}" if gaps else "")
-        cells.append(f"{totals['alive'] / totals['prunable']:.0%} of {totals['prunable'] / 1e6:.2f} M")
-        cells.append(_peak(of_seeds))
-        cells.append(f"{totals['flops_sparse'] / 1e9:.3f} G")
-        cells.append(f"{of_seeds[0]['file_bytes'] / 1e6:.2f}")
-        cells.append(str(len(of_seeds[0]["history"])))
-        cells.append(f"{statistics.mean(result['seconds'] for result in of_seeds):.0f}")
+        cells.append(f"{alive / prunable:.0%} of {prunable / 1e6:.2f} M")
+        cells.append(f"{max(row['alive'] for run in runs for row in run.history) / prunable:.2f}")
+        cells.append(f"{first.total('flops_sparse') / 1e9:.3f} G")
+        cells.append(f"{first.figure('file_bytes') / 1e6:.2f}")
+        cells.append(str(first.epochs))
+        cells.append(f"{statistics.mean(run.figure('seconds') for run in runs):.0f}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def _peak(of_seeds: list[dict[str, Any]]) -> str:
-    """The largest share of the weights that lived at the end of any epoch."""
-    peaks = [max(row["alive"] for row in r["history"]) / r["sparsity"]["totals"]["prunable"] for r in of_seeds]
-    return f"{max(peaks):.2f}"
 
 
 def page(text: str) -> str:

@@ -21,9 +21,10 @@ from toy import cyclic
 from typer.testing import CliRunner
 
 from growprune import engine
-from growprune.cli import app, console
+from growprune.cli import app
 from growprune.cli.stopping import StopFlag, say_how_to_resume
 from growprune.engine.folder import RunFolder
+from growprune.engine.metric import scaled
 from growprune.recipes import find
 
 TINY = ["--set", "device=cpu", "--set", "task.width=2"]
@@ -137,7 +138,7 @@ def test_plan_cuts_no_number_off(columns: int | None) -> None:
     }.items(),
 )
 def test_counts_are_shown_in_three_digits(count: int, shown: str) -> None:
-    assert console.screen.short(count) == shown
+    assert scaled(count) == shown
 
 
 def test_train_resume_extend_and_inspect(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 import growprune as gp
 from growprune import engine
-from growprune.cli import app, doctor
-from growprune.cli.console.progress import Drawing
+from growprune.cli import app, machine
+from growprune.cli.progress import Drawing
+from growprune.cli.screen import err
 from growprune.engine.training import timeline, work_before
 from growprune.plan import walk
 
@@ -49,7 +50,7 @@ def model_file(tmp_path: Path) -> Path:
 
 def test_the_time_left_is_that_of_all_phases_at_the_pace_of_the_iterations_done_here() -> None:
     seconds = 0.0
-    drawing = Drawing("run", clock=lambda: seconds)
+    drawing = Drawing("run", err(), clock=lambda: seconds)
     drawing.listen(event("phase", 20, edits="grow S1", density=0.5, iterations=30))  # resumed: 20 were done before
     assert drawing.seconds_left() is None
     seconds = 10.0
@@ -63,7 +64,9 @@ def test_the_time_left_is_that_of_all_phases_at_the_pace_of_the_iterations_done_
 
 
 def test_what_a_run_came_to_stays_and_fits_the_screen() -> None:
-    drawing = Drawing("a recipe with quite a long name, longer than there is room for, seed 0", clock=lambda: 0.0)
+    drawing = Drawing(
+        "a recipe with quite a long name, longer than there is room for, seed 0", err(), clock=lambda: 0.0
+    )
     drawing.listen(event("phase", edits="prune S1 to 0.9, grow S2 to dense " * 3, density=0.5, iterations=30))
     scores = {"metric": "accuracy", "validation": {"loss": 9.0, "accuracy": 97.25}}
     drawing.listen(event("epoch", 100, epoch=12, loss=0.25, lr=0.5, density=0.1, **scores))
@@ -75,7 +78,7 @@ def test_what_a_run_came_to_stays_and_fits_the_screen() -> None:
 
 
 def test_branches_of_other_processes_have_bars_until_their_fork_is_over() -> None:
-    drawing = Drawing("run", clock=lambda: 0.0)
+    drawing = Drawing("run", err(), clock=lambda: 0.0)
     other = event("phase", edits="grow S2", iterations=8) | {"rank": 1, "branch": 2}
     drawing.listen(other)
     drawing.listen({"event": "epoch", "rank": 1, "branch": 2, "done": 4})
@@ -161,9 +164,9 @@ def test_log_is_kept_with_the_run_and_goes_on_when_it_is_resumed(tmp_path: Path)
 
 
 def test_doctor_tries_the_kernels_and_fails_if_they_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.kernels_work(torch.device("cpu"))
+    assert machine.kernels_work(torch.device("cpu"))
     assert "nothing is broken" in shown("doctor")
-    monkeypatch.setattr(doctor.kernels, "compress", lambda dense, *rest, **more: dense)
+    monkeypatch.setattr(machine.kernels, "compress", lambda dense, *rest, **more: dense)
     assert "the kernels give wrong results on cpu" in shown("doctor", code=1).replace("\n", " ").replace("  ", "")
 
 
@@ -180,25 +183,25 @@ def test_doctor_says_what_is_slow_and_what_to_do(
 ) -> None:
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
-    found = next(finding for finding in doctor.examine() if finding.name == name)
+    found = next(finding for finding in machine.examine() if finding.name == name)
     assert (found.state, found.do) == ("slow", do)
 
 
 def test_doctor_sees_threads_that_other_processes_keep_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(doctor, "num_cores", lambda: 4)
-    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (3.0, 0.0, 0.0))
-    found = next(finding for finding in doctor.examine() if finding.name == "load")
+    monkeypatch.setattr(machine.torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(machine, "num_cores", lambda: 4)
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (3.0, 0.0, 0.0))
+    found = next(finding for finding in machine.examine() if finding.name == "load")
     assert (found.state, found.do) == ("slow", "wait for them, or set OMP_NUM_THREADS=1")
-    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.5, 0.0, 0.0))
-    assert not [finding for finding in doctor.examine() if finding.name == "load"]
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.5, 0.0, 0.0))
+    assert not [finding for finding in machine.examine() if finding.name == "load"]
 
 
 def test_doctor_knows_the_extras_of_the_package() -> None:
     from importlib.metadata import requires
 
     listed = {line for line in requires("growprune") or () if "extra ==" in line and not line.startswith("growprune")}
-    for extra, names in doctor.EXTRAS.items():
+    for extra, names in machine.EXTRAS.items():
         own = {
             line.split(">")[0].split(";")[0].strip().lower()
             for line in listed

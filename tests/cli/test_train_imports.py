@@ -35,7 +35,7 @@ def test_training_loads_nothing_of_other_packages(package: str, loaded: list[str
 
 
 def test_training_loads_nothing_of_other_verbs_tasks_and_recipes(loaded: list[str]) -> None:
-    assert not {"cli.doctor", "engine.cost", "logs.csv_log"} & set(loaded)
+    assert not {"cli.machine", "engine.cost", "logs.csv_log"} & set(loaded)
     assert [name for name in loaded if name.startswith(("tasks.", "recipes."))] == [
         "recipes.digits",
         "tasks.digits",

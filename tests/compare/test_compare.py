@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 
 from growprune import engine
 from growprune.cli import app
-from growprune.cli.console import comparisons as console_compare
-from growprune.compare import Request, of_runs, table
+from growprune.compare import Request, of_runs, table, working
 from growprune.compare.jobs import Job
 from growprune.compare.working import carry_out, last_words
+from growprune.runs.comparable import TOLERANCE
 
 TOY = f"{TOY_FILE}:cyclic"
 BROKEN = "rigl optimizer.lr=1e30,static_random"
@@ -94,7 +94,7 @@ def test_shares_are_of_dense(finished: Path) -> None:
     for name in table.SHARES:  # ERK at 80 % is a fifth of the weights, though not of the FLOPs of a convolution
         assert rigl.summary[name] == pytest.approx(0.2, abs=0.01)
     assert 0.2 < cyclic.summary["average_alive"] < cyclic.summary["peak_alive"] < 1
-    assert cyclic.summary["reached"] == pytest.approx(0.8, abs=table.TOLERANCE)
+    assert cyclic.summary["reached"] == pytest.approx(0.8, abs=TOLERANCE)
 
 
 def test_the_csv_has_a_line_for_each_row_and_markdown_is_asked_for(finished: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_row_that_ends_at_another_sparsity_says_so(finished: Path, tmp_path: P
     totals["alive"] = totals["prunable"] // 4
     (tmp_path / "result.json").write_text(json.dumps(content))
     comparison = of_runs([tmp_path])
-    assert table.quality_cells(comparison.rows[0])["sparsity"] == "0.8 (reached 0.75)"
+    assert comparison.rows[0].quality_cells()["sparsity"] == "0.8 (reached 0.75)"
     assert "rigl:erk every=1 does not reach 0.8 exactly: 0.75" in comparison.notes
 
 
@@ -208,7 +208,7 @@ def test_a_run_that_fails_is_kept_and_shown_and_the_others_go_on(
     assert "started" not in again.stderr
     assert "failed: the loss became" in again.stdout
     begun: list[str] = []
-    monkeypatch.setattr(console_compare, "work", lambda jobs, **more: begun.extend(j.name for j in jobs if not j.error))
+    monkeypatch.setattr(working, "carry_out", lambda jobs, **more: begun.extend(j.name for j in jobs if not j.error))
     CliRunner().invoke(app, [*command, "--retry"])
     assert "rigl:erk optimizer.lr=1e30 0.8 seed 0" in begun
 

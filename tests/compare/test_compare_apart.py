@@ -91,7 +91,7 @@ def test_runs_that_are_cut_into_other_parts_are_other_rows(tmp_path: Path) -> No
 def test_parts_are_named_only_where_they_tell_rows_apart(tmp_path: Path) -> None:
     write(tmp_path, "cyclic_gap", 0, 90.0, partition=cut("contiguous(4)"))
     write(tmp_path, "random_gap", 0, 80.0, partition={"name": "PerLayer"})
-    write(tmp_path, "random_gap", 1, 82.0, kappa=4)  # of the first format, which has no partition to compare
+    write(tmp_path, "random_gap", 1, 82.0, partition={"name": "PerLayer"})
     assert scores(of_runs([tmp_path])) == {"cyclic_gap:erk": (90.0, 1), "random_gap:erk": (81.0, 2)}
 
 

@@ -150,7 +150,7 @@ def test_different_tasks_are_refused_naming_both() -> None:
         of_runs([ROOT / "experiments/detection-bccd/dense", ROOT / "experiments/segmentation-subset/dense"])
 
 
-def test_results_of_before_are_enough_and_what_they_do_not_have_is_unknown() -> None:
+def test_kept_results_are_enough_and_what_was_not_counted_then_is_unknown() -> None:
     comparison = of_runs([ROOT / "experiments/translation-multi30k"], ["task.dropout", "epochs"])
     assert comparison.metric == "bleu"
     rows = {(row.name.split()[0], row.sparsity, row.epochs): row for row in comparison.rows}

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import growprune as gp
 from growprune.cli import app
-from growprune.cli.console.speed import conclusion
+from growprune.cli.deploying import conclusion
 from growprune.deployment.bench import Timing, bench
 from growprune.tasks.digits import Digits
 

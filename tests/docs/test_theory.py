@@ -265,12 +265,10 @@ def test_ranks_correlate_by_their_order_alone() -> None:
     assert rank_correlation([1.0, 1.0, 2.0], [1.0, 2.0, 3.0]) == pytest.approx(math.sqrt(3) / 2)
 
 
-def test_kept_results_of_both_formats_give_their_average_of_live_weights() -> None:
+def test_kept_results_give_their_average_of_live_weights() -> None:
     from live_weights import average_live
 
     totals = {"sparsity": {"totals": {"prunable": 100}}}
-    first = {"phases": [{"epochs": 0, "alive": 100}, {"epochs": 3, "alive": 20}, {"epochs": 1, "alive": 60}], **totals}
-    assert average_live(first) == pytest.approx(0.3)
     assert average_live({"history": [{"alive": 20}, {"alive": 60}], **totals}) == pytest.approx(0.4)
 
 

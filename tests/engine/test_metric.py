@@ -15,8 +15,8 @@ from growprune import SparseModel
 from growprune.compare.statistics import best_rival
 from growprune.engine.evaluation import Best
 from growprune.engine.metric import Metric, decimals
-from growprune.report import find_runs
 from growprune.report.page import render
+from growprune.runs import find_runs
 
 HIGHER, LOWER = Metric("accuracy"), Metric("bits", lower_is_better=True)
 

@@ -18,7 +18,7 @@ def recipe(method: str, sparsity: float, seed: int, **more: Any) -> dict[str, An
 
 def row(epoch: int, stage: int, alive: int, edits: str = "train", branch: int | None = None, **more: Any) -> Any:
     about = {"epoch": epoch, "iteration": 10 * epoch, "stage": stage, "branch": branch, "edits": edits, "alive": alive}
-    return {**about, "loss": 1.0 / epoch, **more}
+    return {**about, "loss": 1.0 / epoch, "metric": "accuracy", **more}
 
 
 def history(alive: list[int], **more: Any) -> list[dict[str, Any]]:
@@ -35,16 +35,26 @@ def result(recipe: dict[str, Any], quality: float, rows: list[dict[str, Any]], *
     totals |= {"flops_dense": 2000, "flops_sparse": 2 * alive}
     return {
         "recipe": recipe,
+        "origin": {},
         "seed": recipe["seed"],
+        "metric": "accuracy",
+        "lower_is_better": False,
+        "data": None,
+        "weights": None,
         "environment": {"growprune": "0.1.0", "commit": "abc123", "torch": "2.13.0", "device": "cpu (hand)"},
         "history": rows,
-        "metric": "accuracy",
+        "signature": "",
         "validation": {"accuracy": quality},
         "test": {"loss": 0.25, "accuracy": quality},
         "sparsity": {"rows": [{**layer, "sparsity": 1 - alive / PRUNABLE}], "totals": totals},
         "file_bytes": 4321,
         "peak_bytes": 5_000_000,
         "seconds": 30.0,
+        "training_flops": None,
+        "training_iterations": None,
+        "training_examples": None,
+        "peak_alive": None,
+        "average_alive": None,
         "best": None,
         **more,
     }

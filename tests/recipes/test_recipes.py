@@ -299,7 +299,7 @@ def test_small_recipes_say_what_was_measured(study: str, monkeypatch: pytest.Mon
     found, metric = table.results(study), table.METRICS[study][0]
     for name in (name for name in RECIPES if name.startswith(f"{study}/")):
         runs = found.get(name.partition("/")[2], [])
-        mean = sum(run["test"][metric] for run in runs) / max(1, len(runs))
+        mean = sum(run.figure("test")[metric] for run in runs) / max(1, len(runs))
         expected = f"{metric} {mean:.2f}" if runs else "not measured"
         assert re.search(rf", on \S+: {expected}; \d+ epochs; one GPU$", find(name).claim)
 

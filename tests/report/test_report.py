@@ -13,23 +13,23 @@ from typing import Any
 import pytest
 from paths import ROOT
 from report_runs import history, phase, recipe, result, row, write_bare, write_run
-from toy import Toy, cyclic, parallel
+from toy import cyclic, parallel
 from typer.testing import CliRunner
 
 from growprune import engine, methods
 from growprune.cli import app
 from growprune.engine.metric import Metric
 from growprune.errors import GrowpruneError
-from growprune.report import find_runs, notes, write_page
+from growprune.report import notes, write_page
 from growprune.report.chart import styles_for
 from growprune.report.frontier import average_live, frontier_charts, peak_live
 from growprune.report.groups import Group, group_runs
 from growprune.report.over_time import charts_over_time
 from growprune.report.page import render
-from growprune.report.runs import Record
 from growprune.report.schedule import schedule_chart
 from growprune.report.tables import all_runs
 from growprune.report.words import command
+from growprune.runs import Record, find_runs
 
 EXPERIMENTS = ROOT / "experiments"
 CYCLIC = ("prune S1 to 0.8, grow S0 to dense", "prune S0 to 0.8, grow S1 to dense", "prune S1 to 0.8")
@@ -138,18 +138,6 @@ def test_a_bare_result_knows_the_command_that_made_it(tmp_path: Path) -> None:
 # What it reads
 
 
-def test_runs_are_found_in_folders_of_folders_and_each_only_once(tmp_path: Path) -> None:
-    one = finished(tmp_path / "study/a/seed0", "rigl", 0.9, 0, 88.0)
-    made = recipe("gmp", 0.9, 0)
-    write_bare(one / "earlier/1/result.json", result(made, 1.0, history([1000])))
-    bare = write_bare(tmp_path / "bare.json", result(made, 87.0, history([1000])))
-    records = find_runs([tmp_path / "study", one, bare, bare])
-    assert [(record.name, record.method, record.quality) for record in records] == [
-        (".", "gmp", 87.0),
-        ("study/a/seed0", "rigl", 88.0),
-    ]
-
-
 def test_what_is_not_whole_is_shown_as_such_and_the_page_is_made(tmp_path: Path) -> None:
     made = recipe("rigl", 0.9, 0)
     epoch = {"event": "epoch", "index": 0, **row(1, 0, 1000, validation={"accuracy": 60.0})}
@@ -176,58 +164,6 @@ def test_what_is_not_whole_is_shown_as_such_and_the_page_is_made(tmp_path: Path)
     # what the unfinished runs did so far is drawn beside: 60 is of the two that validated, and 51 the whole one's
     quality = next(c for c in charts_over_time(group_runs(records)[0], styles_for(group_runs(records)[0].cells)))
     assert quality.rows[0] == [1, 51.0, 60.0]
-
-
-@pytest.mark.parametrize(
-    "wrong, says",
-    [
-        ({"seconds": "long"}, "its seconds is 'long'"),
-        ({"recipe": {"method": "rigl", "sparsity": 0.9}}, "it has no recipe.task"),
-        ({"sparsity": {"rows": [{"name": 3}], "totals": {"alive": 1, "prunable": 2}}}, "its sparsity.rows.*.name is 3"),
-        ({"origin": [1]}, "its origin is [1]"),
-    ],
-)
-def test_a_result_that_someone_changed_is_named_with_what_is_wrong(
-    tmp_path: Path, wrong: dict[str, Any], says: str
-) -> None:
-    finished(tmp_path / "whole", "rigl", 0.9, 0, 88.0)
-    made = recipe("rigl", 0.9, 0)
-    write_run(tmp_path / "wrong", made, {**result(made, 88.0, history([1000])), **wrong})
-    record = next(record for record in find_runs([tmp_path]) if record.name == "wrong")
-    assert record.status == "damaged" and says in record.why
-
-
-def test_lines_of_a_log_that_are_not_ours_are_passed_over(tmp_path: Path) -> None:
-    odd = [3, {"event": "epoch"}, {"event": ["epoch"]}, {"event": "phase", "index": "x"}, {"event": "failed"}]
-    write_run(tmp_path / "a", recipe("rigl", 0.9, 0), events=odd)
-    (record,) = find_runs([tmp_path / "a"])
-    assert (record.status, record.history, record.phases) == ("failed", [], [])
-    assert "nothing to show yet" in render([record], "")
-
-
-def test_an_epoch_that_was_trained_again_after_a_kill_counts_once(tmp_path: Path) -> None:
-    epochs = [
-        {"event": "epoch", "index": 0, **row(n, 0, 1000, loss=loss)} for n, loss in ((1, 3.0), (2, 2.0), (2, 1.5))
-    ]
-    write_run(tmp_path / "a", recipe("rigl", 0.9, 0), events=[phase(0, 0, "train", 20, 1000), *epochs])
-    log = tmp_path / "a/log.jsonl"
-    log.write_text(log.read_text() + '{"event": "epo')  # where it was killed
-    (record,) = find_runs([tmp_path / "a"])
-    assert [(each["epoch"], each["loss"]) for each in record.history] == [(1, 3.0), (2, 1.5)]
-
-
-def test_branches_of_other_processes_are_read_from_their_logs(tmp_path: Path) -> None:
-    own = {"event": "epoch", "index": 1, **row(1, 1, 400, branch=0)}
-    other = {"event": "epoch", "index": 2, **row(1, 1, 700, branch=1)}
-    shared = {"event": "epoch", "index": 3, **row(2, 2, 100)}
-    folder = write_run(tmp_path / "a", recipe("parallel_gap", 0.9, 0), events=[own, shared])
-    (folder / "log-1.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (other, shared)))
-    (record,) = find_runs([folder])
-    assert [(each["epoch"], each["branch"], each["alive"]) for each in record.history] == [
-        (1, 0, 400),
-        (1, 1, 700),
-        (2, None, 100),
-    ]
 
 
 @pytest.mark.parametrize("study", sorted({path.parents[2].name for path in EXPERIMENTS.glob("*/*/*/result.json")}))
@@ -460,13 +396,6 @@ def test_the_page_of_real_runs_has_every_chart(tmp_path: Path) -> None:
     for cost in ("sparsity", "inference FLOPs", "peak live weights", "average live weights", "peak memory"):
         assert f"<h4>Quality against {cost}</h4>" in page
     assert page.count("<details><summary>Table</summary>") == page.count("<figure ")
-
-
-def test_a_run_that_diverged_is_shown_as_failed(tmp_path: Path) -> None:
-    with pytest.raises(engine.TrainingDiverged):
-        engine.train(replace(cyclic(), task=Toy(poison=1)), tmp_path / "run")
-    (record,) = find_runs([tmp_path / "run"])
-    assert record.status == "failed" and "the loss became nan" in record.why
 
 
 def told(*arguments: Any) -> tuple[int, str]:

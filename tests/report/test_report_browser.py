@@ -15,7 +15,8 @@ from paths import ROOT
 from toy import cyclic, parallel
 
 from growprune import engine, methods
-from growprune.report import find_runs, write_page
+from growprune.report import write_page
+from growprune.runs import find_runs
 
 pytest.importorskip("plotly", reason="the page needs plotly: make test-browser installs it")
 webdriver = pytest.importorskip("selenium.webdriver", reason="there is no selenium: make test-browser installs it")

@@ -16,8 +16,8 @@ import growprune
 from growprune.cli.comparing import compare, report
 from growprune.cli.converting import convert
 from growprune.cli.deploying import bench, deploy
-from growprune.cli.doctoring import doctor
-from growprune.cli.looking import inspect, list_, plan
+from growprune.cli.inspecting import doctor, inspect
+from growprune.cli.looking import list_, plan
 from growprune.cli.training import demo, resume, train
 
 VERBS: dict[str, Callable[..., None]] = {

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from growprune.cli.app import AsJson, one_line_errors
+from growprune.cli.screen import out as console
+from growprune.cli.screen import print_json
 from growprune.errors import GrowpruneError
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from growprune.deployment.bench import Timing
     from growprune.deployment.deployed import Deployed
     from growprune.engine import Recipe
 
@@ -43,7 +47,6 @@ def deploy(
     as_json: AsJson = False,
 ) -> None:
     """Make a trained sparse model run on sparse kernels: each layer sparse or dense, whichever is faster here."""
-    from growprune.cli import console
     from growprune.deployment.cuda.deploying import checked_device
     from growprune.deployment.deployed import deploy as deploy_model
     from growprune.deployment.saving import save
@@ -57,11 +60,11 @@ def deploy(
     deployed = deploy_model(_weights(path), example, into=built, seconds=seconds, **options)
     save(deployed, out, origin)
     if as_json:
-        console.print_json(deployed.table.to_dict())
+        print_json(deployed.table.to_dict())
     else:
-        console.out.print(str(deployed.table), soft_wrap=True, highlight=False)
+        console().print(str(deployed.table), soft_wrap=True, highlight=False)
         how = f": time it with `growprune bench {shlex.quote(str(out))}`" if where.type == "cpu" else ""
-        console.out.print(f"saved in {out}{how}", soft_wrap=True, highlight=False)
+        console().print(f"saved in {out}{how}", soft_wrap=True, highlight=False)
 
 
 @one_line_errors
@@ -76,7 +79,6 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Time the whole model against torch, torch.compile, onnxruntime and OpenVINO, each in a process, in turns."""
-    from growprune.cli import console
     from growprune.deployment import bench as benching
 
     arguments = {"path": str(path.resolve()), "model": model, "example_shape": example_shape}
@@ -86,9 +88,9 @@ def bench(
     loader = "growprune.cli.deploying:open_model"
     found = benching.bench(loader, arguments, engines=chosen, threads=threads, rounds=rounds, **options)
     if as_json:
-        console.print_json({"engines": [dataclasses.asdict(timing) for timing in found]})
+        print_json({"engines": [dataclasses.asdict(timing) for timing in found]})
     else:
-        console.show_bench(found)
+        _show_bench(found)
 
 
 def open_model(path: str, model: str, example_shape: str) -> tuple[Any, Any, Callable[[], Deployed] | None]:
@@ -180,3 +182,34 @@ def _shape(text: str) -> tuple[int, ...] | None:
     if not all(size.strip().isdigit() and int(size) > 0 for size in sizes):
         raise GrowpruneError(f"--example-shape is {text!r}, but must be sizes such as 1,3,224,224")
     return tuple(map(int, sizes))
+
+
+def _show_bench(timings: Sequence[Timing]) -> None:
+    """A row an engine, and how the deployed model compares with the fastest of the others."""
+    table = Table()
+    table.add_column("engine")
+    for name in ("ms", "spread", "error"):
+        table.add_column(name, no_wrap=True, justify="right")
+    table.add_column("", overflow="fold")
+    for one in timings:
+        if one.ms is None:
+            table.add_row(one.engine, "-", "-", "-", f"not measured: {one.why}")
+        else:
+            table.add_row(one.engine, f"{one.ms:.3f}", f"{one.spread or 0:.0%}", f"{one.error or 0:.1e}", "")
+    console().print(table, highlight=False)
+    console().print(conclusion(timings), soft_wrap=True, highlight=False)
+
+
+def conclusion(timings: Sequence[Timing]) -> str:
+    """Only of what was measured."""
+    ours = next((t for t in timings if t.engine == "deployed" and t.ms is not None), None)
+    others = [t for t in timings if t.engine != "deployed" and t.ms is not None]
+    missing = [t.engine for t in timings if t.ms is None]
+    left_out = f"; {', '.join(missing)} not measured" if missing else ""
+    if ours is None or not others or ours.ms is None:
+        return f"nothing to compare{left_out}"
+    best = min(others, key=lambda t: t.ms or 0)
+    noise = max(t.spread or 0 for t in (ours, best))
+    assert best.ms is not None
+    ratio = best.ms / ours.ms
+    return f"{ratio:.2f} times as fast as the best of the others, {best.engine} (spread {noise:.0%}){left_out}"

@@ -1,17 +1,23 @@
-"""The verbs that look at what there is: list, plan, inspect."""
+"""The verbs that show what there is and what it will cost: list, plan."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Container, Mapping
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Container, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from growprune.cli.app import AsJson, Data, RecipeName, Settings, one_line_errors, place
+from growprune.cli.screen import new_table, out, print_json, size
 from growprune.errors import GrowpruneError
+from growprune.plan.folding import Row, fold
+
+if TYPE_CHECKING:
+    from growprune.engine.cost import Cost, Estimate
 
 
 @one_line_errors
@@ -21,7 +27,6 @@ def list_(
     as_json: AsJson = False,
 ) -> None:
     """List methods, tasks and recipes."""
-    from growprune.cli import console
     from growprune.methods import METHODS
     from growprune.recipes import RECIPES
     from growprune.tasks import TASKS
@@ -39,7 +44,7 @@ def list_(
     found = {kind: {n: text for n, text in things.items() if containing in n} for kind, things in chosen.items()}
     if not any(found.values()):
         raise GrowpruneError(f"none of the {what or 'methods, tasks and recipes'} has {containing!r} in its name")
-    console.print_json(found) if as_json else console.show_lists(found)
+    print_json(found) if as_json else _show_lists(found)
 
 
 def _by_study(recipes: Mapping[str, str], rows: Container[str]) -> dict[str, str]:
@@ -59,6 +64,19 @@ def _summary(thing: object) -> str:
     return (thing.__doc__ or "").strip().split("\n")[0]
 
 
+def _show_lists(kinds: Mapping[str, Mapping[str, str]]) -> None:
+    """By kind, names and what they are."""
+    for kind, things in kinds.items():
+        table = Table(title=kind, title_justify="left", show_header=False, box=None, padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for name, text in things.items():
+            table.add_row(name, Text(text, no_wrap=name.endswith("/..."), overflow="ellipsis"))
+        out().print(table)
+        if folded := [name for name in things if name.endswith("/...")]:
+            out().print(f"  A group in full: growprune list {kind} {folded[0].removesuffix('/...')}", highlight=False)
+
+
 @one_line_errors
 def plan(
     recipe: RecipeName,
@@ -67,7 +85,6 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show the schedule of a recipe: phases, epochs, density and FLOPs. Only a method in iterations needs the data."""
-    from growprune.cli import console
     from growprune.engine.cost import estimate
     from growprune.engine.override import override, parse_settings
     from growprune.recipes import find
@@ -76,20 +93,87 @@ def plan(
     chosen = override(found, parse_settings(settings) | place(data, found))
     priced = estimate(chosen)
     if as_json:
-        console.print_json(console.plan_content(priced, recipe, chosen.claim))
+        print_json(_plan_content(priced, recipe, chosen.claim))
     else:
-        console.show_plan(priced, chosen.claim)
+        _show_plan(priced, chosen.claim)
 
 
-@one_line_errors
-def inspect(
-    path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="A sparse file, or a run's folder.")],
-    as_json: AsJson = False,
-) -> None:
-    """Show what a sparse file or the folder of a run holds."""
-    from growprune.cli import console
+def _plan_content(estimate: Estimate, name: str, claim: str = "") -> dict[str, Any]:
+    """A plan and its costs, for machines: a row for each run of phases that are alike."""
+    costs = iter(estimate.costs)
+    rows = []
+    for row in fold(cost.scheduled for cost in estimate.costs):
+        of_row = [next(costs) for _ in row.phases]
+        rows.append(
+            {
+                "stage": row.first.stage,
+                "branch": row.first.branch,
+                "edits": str(row),
+                "phases": len(of_row),
+                "epochs": sum(cost.epochs for cost in of_row),
+                "density": [of_row[0].density, of_row[-1].density],
+                "forward_flops": [of_row[0].forward_flops, of_row[-1].forward_flops],
+                "training_flops": sum(cost.training_flops for cost in of_row),
+            }
+        )
+    return {
+        "recipe": name,
+        "claim": claim,
+        "method": estimate.plan.method.__name__,
+        "parts": {part.name: list(part.tensors) for part in estimate.plan.partition},
+        "is_exact": estimate.is_exact,
+        "rows": rows,
+        "totals": {
+            "epochs": estimate.epochs,
+            "peak_density": estimate.peak_density,
+            "training_flops": estimate.training_flops,
+            "dense_forward_flops": estimate.dense_flops,
+            "final_forward_flops": estimate.costs[-1].forward_flops,
+            "bytes": estimate.memory.per_rank(),
+            "bytes_per_rank": {str(ranks): estimate.memory.per_rank(ranks) for ranks in _ranks(estimate)},
+        },
+    }
 
-    if path.is_dir():
-        console.print_json(console.run_content(path)) if as_json else console.show_run(path)
-    else:
-        console.show_file(path, as_json=as_json)
+
+def _show_plan(estimate: Estimate, claim: str = "") -> None:
+    if claim:
+        out().print(claim, markup=False, highlight=False)
+    about = "" if estimate.is_exact else "~"
+    shown = new_table("stage", "branch", "edits", "epochs", "density", "FLOPs", "training")
+    shown.title = f"{estimate.plan.method.__name__}, {len(estimate.plan.partition)} parts"
+    shown.caption = "FLOPs: forward, for one example; training: of all epochs, for one example"
+    costs = iter(estimate.costs)
+    for row in fold(cost.scheduled for cost in estimate.costs):
+        shown.add_row(*_cells(row, [next(costs) for _ in row.phases], about))
+    out().print(shown)
+    dense = 3 * estimate.dense_flops * estimate.epochs
+    share = f", {estimate.training_flops / dense:.3f} of dense training for as many" if dense else ""
+    inference = estimate.costs[-1].forward_flops / estimate.dense_flops
+    out().print(
+        f"{estimate.epochs:g} epochs in all{share}; at most {estimate.peak_density:.3f} of the weights live; "
+        f"inference at {about}{inference:.3f} of the dense FLOPs."
+    )
+    each = ", ".join(f"{size(estimate.memory.per_rank(r))} on each of {r} ranks" for r in _ranks(estimate))
+    out().print(
+        f"Training holds {about}{size(estimate.memory.per_rank())} at most, beside activations: values, gradients, "
+        f"optimizer state, masks" + (f"; with shard=fsdp, {each}." if each else "."),
+        highlight=False,
+    )
+
+
+def _ranks(estimate: Estimate) -> tuple[int, ...]:
+    """For how many ranks to say what each would hold."""
+    return (2, 8, 64) if estimate.can_be_sharded else ()
+
+
+def _cells(row: Row, costs: list[Cost], about: str) -> Iterator[str]:
+    """Of phases that are alike: what they do, how often, and what that costs, from the first to the last."""
+    from growprune.engine.metric import scaled
+
+    yield str(row.first.stage)
+    yield "" if row.first.branch is None else str(row.first.branch)
+    yield str(row) if len(costs) == 1 else f"{len(costs)} x {row}"
+    yield f"{sum(cost.epochs for cost in costs):.4g}"
+    yield " to\n".join(dict.fromkeys(f"{cost.density:.4f}" for cost in (costs[0], costs[-1])))
+    yield " to\n".join(dict.fromkeys(about + scaled(cost.forward_flops) for cost in (costs[0], costs[-1])))
+    yield about + scaled(sum(cost.training_flops for cost in costs))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from growprune.cli.app import Data, Log, RecipeName, Settings, one_line_errors, place, with_absolute_weights
+from growprune.cli.progress import progress
+from growprune.cli.screen import out, show_result, spread
 from growprune.cli.stopping import StopFlag, say_how_to_resume, stopping
 from growprune.errors import GrowpruneError
 
@@ -21,8 +26,6 @@ def demo(
     """Train handwritten digits dense and 90 % sparse, and compare them."""
     import torch
 
-    from growprune.cli import console
-
     torch.set_num_threads(1)  # of so small a model, threads only wait for one another
 
     out = _unused(out)
@@ -31,7 +34,30 @@ def demo(
             name: [_train(name, {"seed": str(seed)}, out / name / f"seed{seed}", should_stop) for seed in range(seeds)]
             for name in ("digits/dense", "digits/gradual-90")
         }
-    console.show_comparison(rows, out)
+    _show_demo(rows, out)
+
+
+def _show_demo(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
+    """One row per recipe, mean and standard deviation over its seeds."""
+    seeds = len(next(iter(rows.values())))
+    table = Table(title=f"Handwritten digits, {seeds} seeds, test data")
+    for name in ("recipe", "accuracy %", "non-zeros", "FLOPs", "file bytes", "seconds"):
+        table.add_column(name, justify="left" if name == "recipe" else "right", no_wrap=True)
+    for name, results in rows.items():
+        accuracy = [result["test"]["accuracy"] for result in results]
+        total = results[0]["sparsity"]["totals"]
+        table.add_row(
+            name,
+            spread(accuracy),
+            f"{total['alive']:,}",
+            f"{total['flops_sparse'] / 1e6:.2f} M",
+            f"{results[0]['file_bytes']:,}",
+            f"{statistics.mean(result['seconds'] for result in results):.1f}",
+        )
+    out().print(table)
+    dense, sparse = ([r["test"]["accuracy"] for r in results] for results in rows.values())
+    gaps = [s - d for s, d in zip(sparse, dense, strict=True)]
+    out().print(f"sparse minus dense, same epochs: {spread(gaps, sign='+')} points. Runs are in {folder}.")
 
 
 @one_line_errors
@@ -44,12 +70,11 @@ def train(
     log: Log = [],  # noqa: B006
 ) -> None:
     """Carry a recipe out in a new folder."""
-    from growprune.cli import console
     from growprune.engine.override import parse_settings
 
     with stopping() as should_stop:
         chosen = parse_settings(settings) | _logged(log)
-        console.show_result(_train(recipe, chosen, out, should_stop, data, resume), out)
+        show_result(_train(recipe, chosen, out, should_stop, data, resume), out)
 
 
 @one_line_errors
@@ -62,7 +87,6 @@ def resume(
 ) -> None:
     """Go on with a run exactly where it stood."""
     from growprune import engine
-    from growprune.cli import console
     from growprune.engine.override import override, parse_settings
     from growprune.recipes import find
 
@@ -77,9 +101,9 @@ def resume(
     if origin.get("extended"):
         recipe = recipe.extended(origin["extended"])
     title = f"{origin['source']} seed {recipe.seed}"
-    with stopping() as stop, say_how_to_resume(folder, stop), console.progress(title) as on_event:
+    with stopping() as stop, say_how_to_resume(folder, stop), progress(title) as on_event:
         result = engine.resume(recipe, folder, extend=extend, origin=origin, on_event=on_event, should_stop=stop)
-    console.show_result(result, folder)
+    show_result(result, folder)
 
 
 def _logged(names: list[str]) -> dict[str, str]:
@@ -91,7 +115,6 @@ def _train(
     source: str, settings: dict[str, str], out: Path, should_stop: StopFlag, data: str = "", go_on: bool = False
 ) -> dict[str, Any]:
     from growprune import engine
-    from growprune.cli import console
     from growprune.engine.folder import HoldsRun
     from growprune.engine.override import override
     from growprune.engine.source import absolute
@@ -103,7 +126,7 @@ def _train(
         settings["method"] = absolute(settings["method"])
     recipe = override(recipe, settings)
     origin = {"source": absolute(source), "settings": settings}  # so that resume finds it from any folder
-    with say_how_to_resume(out, should_stop), console.progress(f"{source} seed {recipe.seed}") as on_event:
+    with say_how_to_resume(out, should_stop), progress(f"{source} seed {recipe.seed}") as on_event:
         how: dict[str, Any] = {"origin": origin, "on_event": on_event, "should_stop": should_stop}
         try:
             return (engine.resume if go_on and (out / "recipe.json").exists() else engine.train)(recipe, out, **how)

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from growprune.compare import fairness, outcomes, table
+from growprune.compare import table
 from growprune.compare.budget import Budget, num_epochs, num_iterations_per_epoch
 from growprune.compare.jobs import Job, make_jobs
 from growprune.compare.rows import parse_rows
@@ -21,6 +21,8 @@ from growprune.engine.override import override, parse_settings
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
 from growprune.recipes import find
+from growprune.runs import Record, find_runs
+from growprune.runs.comparable import Terms, check, terms_of, with_rows
 
 __all__ = ["Comparison", "Job", "Request", "of_runs"]
 
@@ -55,14 +57,14 @@ class Request:
         jobs = make_jobs(source, rows, sparsities, seeds, self.budget, self.out, self._settings, self.allow)
         self._check(jobs)
         for job in jobs:
-            outcomes.check_same_run(job, self._iterations_per_epoch(job.recipe))
+            job.check_folder(self._iterations_per_epoch(job.recipe))
         return jobs
 
     def table(self, jobs: Sequence[Job]) -> Comparison:
         """What came of the runs so far."""
-        found = outcomes.of_jobs(jobs)
+        found = [replace(job.read(), recipe=describe(job.recipe)) for job in jobs]
         differing = self._check(jobs)
-        fairness.check([o.facts(with_epochs=self._is_equal) for o in found], [*self.allow])
+        check([terms_of(run, epochs=run.final_epochs if self._is_equal else None) for run in found], self.allow)
         return table.build(
             found,
             base=self._source,
@@ -72,13 +74,14 @@ class Request:
         )
 
     def _check(self, jobs: Sequence[Job]) -> list[str]:
-        """Raise if rows differ in what they may not; gives what they differ in."""
-        facts: dict[str, fairness.Facts] = {}
+        """Raise if rows differ in what they may not; returns what they differ in."""
+        terms: dict[str, Terms] = {}
         for job in jobs:
             name = f"{job.row.name} {in_full(job.sparsity)}"
             epochs = job.epochs if self._is_equal else None
-            facts.setdefault(name, fairness.facts_of(name, describe(job.recipe), epochs=epochs))
-        return fairness.check([*facts.values()], self.allow)
+            planned = Record(job.folder, recipe=describe(job.recipe))
+            terms.setdefault(name, terms_of(planned, epochs=epochs, name=name))
+        return check([*terms.values()], self.allow)
 
     def _capped(self, jobs: Sequence[Job]) -> list[str]:
         most = self.budget.max_epochs
@@ -135,10 +138,23 @@ class Request:
 
 def of_runs(paths: Sequence[Path], allow: Sequence[str] = ()) -> Comparison:
     """The table of runs that are there: folders of runs, folders with some below, or result.json files."""
-    found = outcomes.of_paths(paths, allow)
-    differing = fairness.check([o.facts(with_epochs=True) for o in found if o.recipe], allow)
-    outcomes.check_apart(found)
+    if missing := [path for path in paths if not path.exists()]:
+        raise GrowpruneError(f"there is no {missing[0]}: give folders of runs, or a recipe with --methods")
+    if not (found := with_rows(find_runs(paths), allow)):
+        raise GrowpruneError("there is nothing to compare: give folders of runs, or a recipe with --methods")
+    if damaged := [run.damage for run in found if run.damage]:
+        raise GrowpruneError(damaged[0])
+    differing = check([terms_of(run, epochs=run.final_epochs) for run in found if run.recipe], allow)
+    _check_apart(found)
     return table.build(found, notes=differing)
+
+
+def _check_apart(runs: Sequence[Record]) -> None:
+    """Raise if two runs are of one row and seed."""
+    seen: dict[tuple[str, float, int], Record] = {}
+    for run in runs:
+        if (other := seen.setdefault((run.row, run.sparsity, run.seed), run)) is not run:
+            raise GrowpruneError(f"{other.folder} and {run.folder} are the same row and seed: leave one of them out")
 
 
 def numbers(what: str, text: str, kind: Callable[[str], Number]) -> list[Number]:

@@ -6,11 +6,12 @@ import contextlib
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from growprune.compare.budget import Budget, check_length, cut_as_usual, num_epochs, num_iterations_per_epoch, spend
 from growprune.compare.rows import Row
+from growprune.engine.compatibility import MAY_CHANGE, check_same_recipe, check_same_work, fields_of, flat
 from growprune.engine.folder import RunFolder
 from growprune.engine.metric import in_full
 from growprune.engine.override import override
@@ -19,6 +20,8 @@ from growprune.engine.source import absolute
 from growprune.errors import GrowpruneError
 from growprune.plan.settings import check_counts, check_sparsity
 from growprune.recipes import find
+from growprune.runs import Record, read_run
+from growprune.runs.record import failure_file
 
 OWN = ("method", "options", "sparsity", "allocation", "seed")
 """Fields of the recipe that are the rows' and runs', and not for `--set`."""
@@ -63,7 +66,7 @@ class Job:
     @property
     def failure(self) -> Path:
         """Holds the error of a run that failed."""
-        return self.folder.with_name(f"{self.folder.name}.failed")
+        return failure_file(self.folder)
 
     @property
     def is_finished(self) -> bool:
@@ -73,6 +76,29 @@ class Job:
     def error(self) -> str:
         """Why it failed, if it did."""
         return self.failure.read_text() if self.failure.exists() and not self.is_finished else ""
+
+    def read(self) -> Record:
+        """What its folder holds so far; raises if that is damaged."""
+        run = read_run(self.folder)
+        if run.damage:
+            raise GrowpruneError(run.damage)
+        return replace(run, row=self.row.name)
+
+    def check_folder(self, iterations_per_epoch: int) -> None:
+        """Raise if the folder holds another run: of another recipe, plan or model."""
+        folder = RunFolder(self.folder)
+        if folder.recipe.exists():
+            check_same_recipe(folder, self.recipe)
+            if folder.plan.exists():
+                check_same_work(folder, self.recipe, iterations_per_epoch)
+        elif self.is_finished:  # a result that was brought from elsewhere
+            stored, wanted = flat(self.read().recipe), fields_of(self.recipe)
+            for name in [name for name in wanted if name in stored and name not in MAY_CHANGE]:
+                if stored[name] != wanted[name]:
+                    raise GrowpruneError(
+                        f"{folder.result} is of a run with {name}={stored[name]!r}, but the comparison now says "
+                        f"{wanted[name]!r}: put it back, or give another --out"
+                    )
 
 
 @contextlib.contextmanager
@@ -108,17 +134,10 @@ def make_jobs(
     for seed in seeds:
         for (row, sparsity), (own, epochs) in zip(cells, made, strict=True):
             whole = {**settings, **own, "seed": str(seed)}
-            folder = _folder(out.resolve() / row.folder, sparsity, seed)
+            folder = out.resolve() / row.folder / in_full(sparsity) / f"seed{seed}"
             recipe = override(found, whole)
             jobs.append(Job(row, sparsity, seed, epochs, absolute(source), whole, recipe, folder))
     return jobs
-
-
-def _folder(row: Path, sparsity: float, seed: int) -> Path:
-    """Of a run; one that an older growprune named by six digits of its sparsity stays where it is."""
-    exact, short = (RunFolder(row / name / f"seed{seed}") for name in (in_full(sparsity), f"{sparsity:g}"))
-    is_old = exact != short and short.recipe.exists() and short.read_recipe()["recipe"]["sparsity"] == sparsity
-    return short.path if is_old else exact.path
 
 
 def _check(sparsities: Sequence[float], seeds: Sequence[int], settings: Mapping[str, str]) -> None:

@@ -15,18 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from growprune.compare.jobs import writing_to
-from growprune.compare.outcomes import Outcome, metric_of
 from growprune.compare.statistics import best_rival, paired, spread
-from growprune.engine.compatibility import is_dense
 from growprune.engine.json_file import finite
 from growprune.engine.metric import Metric, decimals, in_full, mean
+from growprune.errors import GrowpruneError
 from growprune.files.atomic import replacing
+from growprune.runs.comparable import TOLERANCE
+from growprune.runs.record import DENSE, Record
 
 FORMAT = 1
 """Of comparison.json."""
-TOLERANCE = 0.0005
-"""How far a row may end from the sparsity that was asked for without the table saying so."""
 SHARES = ("training_flops", "inference_flops", "peak_alive", "average_alive")
+QUALITY = ("row", "sparsity", "epochs", "test", "vs rival", "vs dense", "runs")
+COST = ("training FLOPs", "inference FLOPs", "peak alive", "average alive", "memory", "seconds")
+"""Columns that say how good a row is, and what it costs."""
 
 
 @dataclass
@@ -43,16 +45,37 @@ class TableRow:
 
     @property
     def is_dense(self) -> bool:
-        return is_dense({"method": self.method})
+        return self.method == DENSE
 
     @property
     def has_sparsity(self) -> bool:
         """Whether one was asked for; of the dense reference none is, and of a run that has not begun none is known."""
         return bool(self.method) and not self.is_dense
 
+    @property
+    def is_off(self) -> bool:
+        """True if it ends at another sparsity than its target."""
+        reached = self.summary["reached"]
+        return reached is not None and abs(reached - self.sparsity) > TOLERANCE
+
     def values(self, figure: str) -> dict[int, float]:
         """By seed, a figure of the runs that have it."""
         return {run["seed"]: run[figure] for run in self.runs if run.get(figure) is not None}
+
+    def quality_cells(self) -> dict[str, str]:
+        """How good it is, by column, as text."""
+        sparsity = in_full(self.sparsity) + (f" (reached {_reached(self)})" if self.is_off else "")
+        epochs = "-" if self.epochs is None else f"{self.epochs:g}"
+        test = _mean_and(self.summary["test"], "deviation", _places(self))
+        rest = [test, _gap(self, "minus_rival"), _gap(self, "minus_dense"), _runs(self)]
+        return dict(zip(QUALITY, [self.name, sparsity, epochs, *rest], strict=True))
+
+    def cost_cells(self) -> dict[str, str]:
+        """What it costs, by column, as text."""
+        shares = ["-" if self.summary[name] is None else f"{self.summary[name]:.3f}" for name in SHARES]
+        peak, seconds = self.summary["peak_bytes"], self.summary["seconds"]
+        memory = "-" if peak is None else f"{peak / 2**20:.0f} MiB"
+        return dict(zip(COST, [*shares, memory, "-" if seconds is None else f"{seconds:.1f}"], strict=True))
 
 
 @dataclass
@@ -67,6 +90,16 @@ class Comparison:
     notes: list[str]
     """What the reader must know: what differs, and what was capped."""
     rows: list[TableRow]
+
+    @property
+    def terms(self) -> str:
+        """What all rows have in common, in words."""
+        sparsities = {row.sparsity for row in self.rows if row.has_sparsity}
+        epochs = {row.epochs for row in self.rows}
+        words = [f" on {self.base}"] if self.base else []
+        words += [f" at sparsity {in_full(sparsity)}" for sparsity in sparsities if len(sparsities) == 1]
+        words += [f", {each:g} epochs" for each in epochs if each is not None and len(epochs) == 1]
+        return "".join(words)
 
     @property
     def num_failed(self) -> int:
@@ -104,30 +137,32 @@ class Comparison:
         heads = [*QUALITY, *COST]
         lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
         for row in self.rows:
-            cells = quality_cells(row) | cost_cells(row)
+            cells = row.quality_cells() | row.cost_cells()
             lines.append("| " + " | ".join(cells[head] for head in heads) + " |")
         return "\n".join([*lines, "", *(f"- {note}" for note in [*self.notes, *self.errors])]) + "\n"
 
 
 def build(
-    outcomes: Sequence[Outcome],
+    found: Sequence[Record],
     *,
     base: str = "",
     budget: Mapping[str, Any] | None = None,
     planned: Mapping[tuple[str, float], float] | None = None,
     notes: Sequence[str] = (),
 ) -> Comparison:
-    """The table of some runs; `planned` are the epochs of rows of which no run is finished."""
-    metric = metric_of([outcome.result for outcome in outcomes if outcome.result is not None])
-    groups: dict[tuple[str, float], list[Outcome]] = {}
-    for outcome in outcomes:
-        groups.setdefault((outcome.row, outcome.sparsity), []).append(outcome)
-    dense = _reference(outcomes, metric)
-    reference = (budget or {}).get("epochs") or next((o.epochs for o in outcomes if o.row == dense and o.epochs), None)
+    """The table of runs with rows; `planned` are the epochs of rows of which no run is finished."""
+    metric = _metric([run.result for run in found if run.result is not None])
+    groups: dict[tuple[str, float], list[Record]] = {}
+    for run in found:
+        groups.setdefault((run.row, run.sparsity), []).append(run)
+    dense = _reference(found, metric)
+    lengths = (run.final_epochs for run in found if run.row == dense)
+    reference = (budget or {}).get("epochs") or next(filter(None, lengths), None)
     rows = []
     for (name, sparsity), group in groups.items():
-        epochs = next((o.epochs for o in group if o.epochs is not None), (planned or {}).get((name, sparsity)))
-        runs = [_figures(outcome, metric.name, reference) for outcome in group]
+        trained = (run.final_epochs for run in group if run.is_finished)
+        epochs = next(trained, (planned or {}).get((name, sparsity)))
+        runs = [_figures(run, metric.name, reference) for run in group]
         recipe = group[0].recipe
         options, allocation = recipe.get("options") or {}, str(recipe.get("allocation", ""))
         rows.append(TableRow(name, str(recipe.get("method", "")), allocation, options, sparsity, epochs, runs))
@@ -135,27 +170,35 @@ def build(
     lower = [f"a lower {metric.name} is better"] if metric.lower_is_better else []
     several = sum(row.is_dense for row in rows) > 1
     which = [f"vs dense is against {dense}, of all dense rows the best by validation"] if dense and several else []
-    said = [*lower, *notes, *which, *_notes(outcomes, rows)]
+    said = [*lower, *notes, *which, *_notes(found, rows)]
     return Comparison(base, budget or {}, metric.name, metric.lower_is_better, said, rows)
 
 
-def _reference(outcomes: Sequence[Outcome], metric: Metric) -> str | None:
+def _metric(results: Sequence[Mapping[str, Any]]) -> Metric:
+    """The number that says how good a model is."""
+    metric = Metric.of(results[0]) if results else Metric("")
+    if not all(metric.name in result[split] for result in results for split in ("validation", "test")):
+        raise GrowpruneError(f"the metric is {metric.name!r}, but not all results have it: they are of different tasks")
+    return metric
+
+
+def _reference(runs: Sequence[Record], metric: Metric) -> str | None:
     """The name of the dense row that others are compared with; of several, as with other lengths, the best."""
     scores: dict[str, list[float]] = {}
-    for outcome in outcomes:
-        if outcome.is_dense and outcome.result is not None:
-            scores.setdefault(outcome.row, []).append(outcome.result["validation"][metric.name])
+    for run in runs:
+        if run.is_dense and run.result is not None:
+            scores.setdefault(run.row, []).append(run.result["validation"][metric.name])
     means = {row: score for row, values in scores.items() if (score := mean(values)) is not None}
     return metric.best(means) or next(iter(scores), None)
 
 
-def _figures(outcome: Outcome, metric: str, reference: float | None) -> dict[str, Any]:
-    run: dict[str, Any] = {"seed": outcome.seed, "folder": str(outcome.folder), "status": outcome.status}
-    run |= {"error": outcome.error}
-    if (result := outcome.result) is None:
+def _figures(record: Record, metric: str, reference: float | None) -> dict[str, Any]:
+    run: dict[str, Any] = {"seed": record.seed, "folder": str(record.folder), "status": record.status}
+    run |= {"error": record.why if record.status == "failed" else ""}
+    if (result := record.result) is None:
         return run
     totals, prunable = result["sparsity"]["totals"], result["sparsity"]["totals"]["prunable"]
-    flops, epochs = totals.get("flops_dense"), outcome.epochs
+    flops, epochs = totals.get("flops_dense"), record.epochs
     dense = 0.0
     if result.get("training_examples") and flops and epochs:
         dense = 3 * flops * result["training_examples"] * (reference or epochs) / epochs
@@ -201,7 +244,7 @@ def _rivals(row: TableRow, rows: Sequence[TableRow]) -> list[int]:
     there is no other.
     """
     sparse = [i for i, other in enumerate(rows) if other.sparsity == row.sparsity and not other.is_dense]
-    fair = [i for i in sparse if not is_off(rows[i])] or sparse
+    fair = [i for i in sparse if not rows[i].is_off] or sparse
     return [i for i in fair if rows[i].method != row.method] or fair
 
 
@@ -209,11 +252,11 @@ def _mean(row: TableRow, figure: str) -> float | None:
     return mean(row.values(figure).values())
 
 
-def _notes(outcomes: Sequence[Outcome], rows: Sequence[TableRow]) -> list[str]:
-    places = {str((o.result.get("environment") or {}).get("device")) for o in outcomes if o.result is not None}
+def _notes(runs: Sequence[Record], rows: Sequence[TableRow]) -> list[str]:
+    places = {str(run.result["environment"].get("device")) for run in runs if run.result is not None}
     notes = [f"runs were on different devices ({', '.join(sorted(places))}): seconds do not compare"]
     notes = notes if len(places) > 1 else []
-    off = [row for row in rows if is_off(row)]
+    off = [row for row in rows if row.is_off]
     for sparsity in dict.fromkeys(row.sparsity for row in rows if row.summary["rival"]):
         notes.append(_say_rivals([row for row in rows if row.sparsity == sparsity and row.summary["rival"]]))
     return [*notes, *(f"{row.name} does not reach {in_full(row.sparsity)} exactly: {_reached(row)}" for row in off)]
@@ -229,33 +272,7 @@ def _say_rivals(rows: Sequence[TableRow]) -> str:
     return f"best rival at {in_full(rows[0].sparsity)}, by validation: {usual}{exceptions}"
 
 
-def is_off(row: TableRow) -> bool:
-    """Whether a row ends at another sparsity than it was asked for."""
-    reached = row.summary["reached"]
-    return reached is not None and abs(reached - row.sparsity) > TOLERANCE
-
-
 # What is shown
-
-QUALITY = ("row", "sparsity", "epochs", "test", "vs rival", "vs dense", "runs")
-COST = ("training FLOPs", "inference FLOPs", "peak alive", "average alive", "memory", "seconds")
-
-
-def quality_cells(row: TableRow) -> dict[str, str]:
-    """How good a row is, by column, as text."""
-    sparsity = in_full(row.sparsity) + (f" (reached {_reached(row)})" if is_off(row) else "")
-    epochs = "-" if row.epochs is None else f"{row.epochs:g}"
-    test = _mean_and(row.summary["test"], "deviation", _places(row))
-    rest = [test, _gap(row, "minus_rival"), _gap(row, "minus_dense"), _runs(row)]
-    return dict(zip(QUALITY, [row.name, sparsity, epochs, *rest], strict=True))
-
-
-def cost_cells(row: TableRow) -> dict[str, str]:
-    """What a row costs, by column, as text."""
-    shares = ["-" if row.summary[name] is None else f"{row.summary[name]:.3f}" for name in SHARES]
-    peak, seconds = row.summary["peak_bytes"], row.summary["seconds"]
-    memory = "-" if peak is None else f"{peak / 2**20:.0f} MiB"
-    return dict(zip(COST, [*shares, memory, "-" if seconds is None else f"{seconds:.1f}"], strict=True))
 
 
 def _reached(row: TableRow) -> str:

@@ -87,3 +87,15 @@ def decimals(score: float | None) -> int:
     (2, 3)
     """
     return 2 if score is None or abs(score) >= 10 else 3
+
+
+def scaled(count: float) -> str:
+    """A count in three digits, such as 3.12 G.
+
+    >>> scaled(3_120_000_000), scaled(12)
+    ('3.12 G', '12')
+    """
+    if abs(count) < 1000:
+        return f"{count:.3g}"
+    power = next((p for p in range(1, 7) if abs(count) < 999.5 * 1000**p), 6)
+    return f"{count / 1000**power:#.3g}".rstrip(".") + f" {'_kMGTPE'[power]}"

@@ -90,8 +90,8 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     events = []
     for log in sorted(folder.glob("log*.jsonl")):
         for line in log.read_bytes().splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
                 event = json.loads(line)
                 if isinstance(event, dict) and isinstance(event.get("event"), str):
-                    events.append(event)
-    return sorted(events, key=lambda event: float(event.get("time") or 0))  # which keeps the order of equal times
+                    events.append(event | {"time": float(event.get("time") or 0)})
+    return sorted(events, key=lambda event: float(event["time"]))  # which keeps the order of equal times

@@ -1,7 +1,6 @@
 """One page about one run or many, for someone who never saw the code; it opens offline.
 
-    runs.py       reads run folders and results
-    groups.py     which runs may be compared, and which are the same but for their seed
+    groups.py     which runs are put together, and which are the same but for their seed
     schedule.py   \\
     over_time.py   \\  one file for each group of charts; a chart is a value (chart.py)
     by_layer.py    /
@@ -11,7 +10,6 @@
 """
 
 from growprune.report.page import write_page
-from growprune.report.runs import Record, find_runs
 from growprune.report.words import notes
 
-__all__ = ["Record", "find_runs", "notes", "write_page"]
+__all__ = ["notes", "write_page"]

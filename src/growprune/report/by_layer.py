@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from growprune.report.chart import Chart, Styles, axis, layout
 from growprune.report.groups import Cell, Group
-from growprune.report.runs import Json
+from growprune.runs.record import Json
 
 Row = tuple[str, int, float | None, float]
 """Of a layer: its weight's name, how many it has, its target (none where layers share one), and its sparsity."""
@@ -57,7 +57,7 @@ def _traces(cell: Cell, rows: Sequence[Row], styles: Styles) -> list[Json]:
 
 def _rows(cell: Cell) -> list[Row]:
     """Means over seeds; with a global ranking, each has another share for a layer."""
-    found = [record.result["sparsity"].get("rows") or [] for record in cell.records if record.result is not None]
+    found = [record.result["sparsity"]["rows"] for record in cell.records if record.result is not None]
     if not found:
         return []
     rows: list[Row] = []

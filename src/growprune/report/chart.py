@@ -118,15 +118,3 @@ def short(value: Value) -> str:
     if isinstance(value, int) or (abs(value) >= 1e5 and float(value).is_integer()):
         return f"{value:,}" if isinstance(value, int) else f"{int(value):,}"
     return f"{value:.5g}" if abs(value) < 1e5 else f"{value:,.0f}"
-
-
-def scaled(count: float) -> str:
-    """A count in three digits, such as 3.12 G.
-
-    >>> scaled(3_120_000_000), scaled(12)
-    ('3.12 G', '12')
-    """
-    if abs(count) < 1000:
-        return f"{count:.3g}"
-    power = next((p for p in range(1, 7) if abs(count) < 999.5 * 1000**p), 6)
-    return f"{count / 1000**power:#.3g}".rstrip(".") + f" {'_kMGTPE'[power]}"

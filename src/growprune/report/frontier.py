@@ -10,7 +10,7 @@ from typing import Any
 from growprune.engine.metric import Metric
 from growprune.report.chart import INK, Chart, Styles, Value, axis, layout
 from growprune.report.groups import Cell, Group
-from growprune.report.runs import Json, Record
+from growprune.runs.record import Json, Record
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,14 @@ class Cost:
 
 def given(name: str) -> Callable[[Record], Any]:
     """What a result has under a name, if there is one."""
-    return lambda record: None if record.result is None else record.result.get(name)
+    return lambda record: record.figure(name)
 
 
 def _share_alive(record: Record, name: str, otherwise: Callable[[list[float]], float]) -> float | None:
     """A number of live weights, as a share of the prunable; of results without it, by the rows of their history."""
-    if record.result is None or not record.prunable:
+    if not record.prunable:
         return None
-    counted = record.result.get(name)
-    if counted is not None:
+    if (counted := record.figure(name)) is not None:
         return float(counted) / record.prunable
     alive = [float(row["alive"]) for row in record.history]
     return otherwise(alive) / record.prunable if alive else None
@@ -105,29 +104,21 @@ COSTS = (
 )
 
 
-def quality(record: Record) -> float | None:
-    return record.quality
-
-
 def frontier_charts(group: Group, styles: Styles) -> list[Chart]:
     """One for each cost that the runs have figures of."""
     charts = [_chart(cost, group, styles) for cost in COSTS]
     return [chart for chart in charts if chart is not None]
 
 
-def missing_costs(group: Group) -> list[str]:
-    return [cost.title for cost in COSTS if all(cell.mean(cost.of) is None for cell in group.sparse)]
-
-
 def _chart(cost: Cost, group: Group, styles: Styles) -> Chart | None:
     series: dict[str, list[Cell]] = {}
     for cell in group.sparse:
-        if cell.mean(cost.of) is not None and cell.mean(quality) is not None:
+        if cell.mean(cost.of) is not None and cell.quality is not None:
             series.setdefault(cell.series, []).append(cell)
     if not series:
         return None
     shown = [cell for cells in series.values() for cell in cells]
-    dense = [cell for cell in group.dense if cell.mean(quality) is not None]
+    dense = [cell for cell in group.dense if cell.quality is not None]
     xs = [cell.mean(cost.of) or 0.0 for cell in shown]
     data = [trace for cell in dense for trace in _dense(cell, cost, xs)]
     data += [_trace(cells, cost, styles) for cells in series.values()]
@@ -172,11 +163,11 @@ def _trace(cells: list[Cell], cost: Cost, styles: Styles) -> Json:
     cells = sorted(cells, key=lambda cell: cell.mean(cost.of) or 0.0)
     style = styles.of(cells[0])
     trace: Json = {"type": "scatter", "name": cells[0].series, "mode": "lines+markers"}
-    trace |= {"x": [cell.mean(cost.of) for cell in cells], "y": [cell.mean(quality) for cell in cells]}
+    trace |= {"x": [cell.mean(cost.of) for cell in cells], "y": [cell.quality for cell in cells]}
     trace |= {"line": style.line(width=1.5, dash="solid"), "marker": style.marker(size=11)}
     if _has_spread(cells):
-        trace["error_y"] = {"type": "data", "array": [cell.spread(quality) or 0.0 for cell in cells], "width": 4}
-    trace["customdata"] = [f"{cell.label}, {len(cell.values(quality))} seeds" for cell in cells]
+        trace["error_y"] = {"type": "data", "array": [cell.deviation or 0.0 for cell in cells], "width": 4}
+    trace["customdata"] = [f"{cell.label}, {cell.num_scores} seeds" for cell in cells]
     at = "" if cost.name == "sparsity" else f" at %{{x:{cost.tickformat}}}"
     trace["hovertemplate"] = f"%{{customdata}}<br>%{{y:.4g}}{at}<extra></extra>"
     return trace
@@ -184,7 +175,7 @@ def _trace(cells: list[Cell], cost: Cost, styles: Styles) -> Json:
 
 def _dense(cell: Cell, cost: Cost, xs: list[float]) -> list[Json]:
     """The dense model as a line, and as a point where it has a place on the axis."""
-    x, y = cell.mean(cost.of), cell.mean(quality)
+    x, y = cell.mean(cost.of), cell.quality
     name = f"{cell.label}, {cell.epochs} epochs" if not cell.variant else cell.label
     ends = [min(xs), max(xs)] if x is None or cost.name == "sparsity" else [min(*xs, x), max(*xs, x)]
     if cost.name == "sparsity" or ends[0] == ends[1]:
@@ -203,12 +194,12 @@ def _dense(cell: Cell, cost: Cost, xs: list[float]) -> list[Json]:
 
 
 def _has_spread(cells: list[Cell]) -> bool:
-    return any(cell.spread(quality) is not None for cell in cells)
+    return any(cell.deviation is not None for cell in cells)
 
 
 def _row(cell: Cell, cost: Cost) -> list[Value]:
-    number = len(cell.values(quality))
-    return [cell.label, cell.sparsity, cell.mean(cost.of), cell.mean(quality), cell.spread(quality), number]
+    number = cell.num_scores
+    return [cell.label, cell.sparsity, cell.mean(cost.of), cell.quality, cell.deviation, number]
 
 
 def time_chart(group: Group, styles: Styles) -> Chart | None:

@@ -1,38 +1,18 @@
-"""Which runs may be compared: those of one task, one data set and one budget. And which differ by their seed alone."""
+"""Which runs a page puts together: those of one task, data set and budget; and which differ by their seed alone."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
-from growprune.engine.compatibility import flat, recipe_defaults
 from growprune.engine.metric import Metric, deviation, in_full, mean
-from growprune.report.runs import Record
+from growprune.runs import Record
+from growprune.runs.comparable import TOLERANCE, task_settings, telling, variant, varying
+from growprune.runs.record import Json
 
-OF_NO_INFLUENCE = ("workers", "in_memory", "channels_last")
-"""Fields of a task that change how fast data come, and nothing of what they are."""
-NOT_A_VARIANT = (
-    *("task", "method", "seed", "sparsity", "claim", "device", "checkpoint_seconds", "timeout_seconds"),
-    *("exploration", "evaluate_every", "candidates", "replicas", "shard", "graph", "log"),
-)
-"""Fields of a recipe in which runs of one series may differ, or which are told elsewhere."""
-OF_SPARSITY = (
-    "options",
-    "allocation",
-    "scope",
-    "partition",
-    "kappa",
-    "parts",
-    "pattern",
-    "keep_dense",
-    "include",
-    "also",
-)
-"""Those that mean nothing to a dense run."""
 SAME_FLOPS = 0.05
 """Training FLOPs that differ by no more than this share are one budget."""
 
@@ -66,6 +46,26 @@ class Cell:
     @property
     def epochs(self) -> int:
         return self.first.epochs
+
+    @property
+    def quality(self) -> float | None:
+        """The mean over seeds of the task's metric on test data."""
+        return self.mean(lambda record: record.quality)
+
+    @property
+    def deviation(self) -> float | None:
+        """Its standard deviation over seeds, if there are several."""
+        return self.spread(lambda record: record.quality)
+
+    @property
+    def num_scores(self) -> int:
+        return len(self.values(lambda record: record.quality))
+
+    @property
+    def is_off(self) -> bool:
+        """True if its runs ended at another sparsity than their target."""
+        reached = self.mean(lambda record: record.total("sparsity"))
+        return reached is not None and abs(reached - self.sparsity) > TOLERANCE
 
     def values(self, of: Callable[[Record], float | None]) -> list[float]:
         return [value for record in self.records if (value := of(record)) is not None]
@@ -114,24 +114,27 @@ def best_by_validation(cells: Sequence[Cell], metric: Metric) -> Cell | None:
     return None if best is None else cells[best]
 
 
+def order(record: Record) -> tuple[str, float, str]:
+    """Where a run stands on a page."""
+    return record.method, record.sparsity, record.name
+
+
 def group_runs(records: Sequence[Record]) -> list[Group]:
     """The groups of all runs that have something to show."""
-    shown = [record for record in records if record.history or record.is_finished]
     tasks: dict[str, list[Record]] = {}
-    for record in shown:
-        tasks.setdefault(json.dumps(_task(record), sort_keys=True, default=str), []).append(record)
-    alike = _by_name(shown)
-    return [group for of_task in tasks.values() for group in _split(of_task, differing(alike[_name(of_task[0])]))]
+    for record in _shown(records):
+        tasks.setdefault(json.dumps(task_settings(record), sort_keys=True), []).append(record)
+    alike = _by_name(records)
+    return [group for same in tasks.values() for group in _split(same, varying(alike[_name(same[0])]))]
 
 
 def what_differs(records: Sequence[Record]) -> list[str]:
     """In which settings of task and data, and in which budgets, runs differ, in words."""
-    shown = [record for record in records if record.history or record.is_finished]
-    names = _by_name(shown)
+    names = _by_name(records)
     said = [f"the task is {' or '.join(names)}"] if len(names) > 1 else []
     for name, tasks in names.items():
         of = f" ({name})" if len(names) > 1 else ""
-        said += [f"task.{key} is {' or '.join(sorted(map(str, found)))}{of}" for key, found in differing(tasks).items()]
+        said += [f"task.{key} is {' or '.join(map(str, found))}{of}" for key, found in varying(tasks).items()]
     budgets: dict[str, list[str]] = {}
     for group in group_runs(records):
         budgets.setdefault(group.title, []).append(group.budget)
@@ -139,33 +142,23 @@ def what_differs(records: Sequence[Record]) -> list[str]:
     return said + [f"the budget is {' or '.join(sorted(found))} ({title})" for title, found in several.items()]
 
 
-def differing(settings: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The settings that are not the same everywhere, with the values they have."""
-    settings = list(settings)
-    names = dict.fromkeys(name for each in settings for name in each)
-    values = {name: list({json.dumps(each.get(name), default=str) for each in settings}) for name in names}
-    return {name: [json.loads(value) for value in found] for name, found in values.items() if len(found) > 1}
+def _shown(records: Sequence[Record]) -> list[Record]:
+    return sorted((record for record in records if record.history or record.is_finished), key=order)
 
 
 def _name(record: Record) -> str:
     return str(record.task.get("name", "a task"))
 
 
-def _by_name(records: Sequence[Record]) -> dict[str, list[dict[str, Any]]]:
+def _by_name(records: Sequence[Record]) -> dict[str, list[Json]]:
     """The settings of tasks by the name of the task; those of different tasks have nothing in common."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        found.setdefault(_name(record), []).append(_task(record))
+    found: dict[str, list[Json]] = {}
+    for record in _shown(records):
+        found.setdefault(_name(record), []).append(task_settings(record))
     return found
 
 
-def _task(record: Record) -> dict[str, Any]:
-    """What decides a task and its data; where on a disk the data lie does not."""
-    task = {name: value for name, value in record.task.items() if name not in OF_NO_INFLUENCE}
-    return {**task, "data": PurePath(str(task["data"])).name} if task.get("data") else task
-
-
-def _split(records: list[Record], told_apart: dict[str, list[Any]]) -> list[Group]:
+def _split(records: list[Record], told_apart: Mapping[str, Any]) -> list[Group]:
     """Runs of one task by their budget."""
     dense = [record for record in records if record.is_dense]
     by_epochs: dict[int, list[Record]] = {}
@@ -201,13 +194,13 @@ def _joined_by_flops(by_epochs: Mapping[int, list[Record]]) -> dict[str, list[Re
 
 def _flops(records: Sequence[Record]) -> tuple[float, float] | None:
     """The least and the most that runs trained with; none if any of them does not say."""
-    flops = [record.result.get("training_flops") for record in records if record.result is not None]
+    flops = [record.figure("training_flops") for record in records if record.is_finished]
     known = [each for each in flops if each is not None and math.isfinite(each) and each > 0]
     return (min(known), max(known)) if known and len(known) == len(flops) else None
 
 
-def _title(record: Record, told_apart: dict[str, list[Any]]) -> str:
-    task = _task(record)
+def _title(record: Record, told_apart: Mapping[str, Any]) -> str:
+    task = task_settings(record)
     words = [_name(record), *(str(task[name]) for name in ("model",) if task.get(name))]
     title = " ".join(words) + (f" on {task['data']}" if task.get("data") else "")
     more = [f"{name} {task[name]}" for name in told_apart if name in task and name not in ("name", "model", "data")]
@@ -220,14 +213,14 @@ def _cells(records: Sequence[Record]) -> list[Cell]:
         by_method.setdefault("dense" if record.is_dense else record.method, []).append(record)
     cells = []
     for method, of_method in by_method.items():
-        settings = [_variant(record) for record in of_method]
-        names = _telling(settings)
+        settings = [variant(record) for record in of_method]
+        names = telling(settings)
         found: dict[tuple[float, str], list[Record]] = {}
         for record, setting in zip(of_method, settings, strict=True):
-            variant = ", ".join(_say(name, setting[name]) for name in names if setting.get(name) is not None)
-            found.setdefault((record.sparsity, variant), []).append(record)
-        for (sparsity, variant), same in found.items():
-            cells += [Cell(method, *apart) for apart in _by_finish(sparsity, variant, same)]
+            said = ", ".join(_say(name, setting[name]) for name in names if setting.get(name) is not None)
+            found.setdefault((record.sparsity, said), []).append(record)
+        for (sparsity, said), same in found.items():
+            cells += [Cell(method, *apart) for apart in _by_finish(sparsity, said, same)]
     return sorted(cells, key=lambda cell: (not cell.is_dense, cell.method, cell.variant, cell.sparsity))
 
 
@@ -239,30 +232,6 @@ def _by_finish(sparsity: float, variant: str, same: list[Record]) -> Iterator[tu
         name = ", ".join(filter(None, [variant, "unfinished" if is_other else ""]))
         if records:
             yield name, sparsity, tuple(records)
-
-
-def _telling(settings: Sequence[dict[str, Any]]) -> list[str]:
-    """As few settings as tell all apart that differ, those that papers name first."""
-    chosen: list[str] = []
-    for name in sorted(differing(settings), key=lambda name: not name.startswith(("allocation", "pattern", "options"))):
-        if _num_kinds(settings, [*chosen, name]) > _num_kinds(settings, chosen):
-            chosen.append(name)
-    return chosen
-
-
-def _num_kinds(settings: Sequence[dict[str, Any]], names: Sequence[str]) -> int:
-    return len({json.dumps([each.get(name) for name in names], default=str) for each in settings})
-
-
-def _variant(record: Record) -> dict[str, Any]:
-    """What may tell runs of one method apart, by dotted names; of dense runs, also how long they were."""
-    settings = {name: value for name, value in record.recipe.items() if name not in NOT_A_VARIANT and value != {}}
-    # where weights lie, and that each seed may have its own, tells nothing apart
-    settings["weights"] = "trained before" if settings.get("weights") else "new"
-    settings = recipe_defaults() | flat(settings)  # older recipes lack fields that came after them
-    skipped = (*NOT_A_VARIANT, *OF_SPARSITY) if record.is_dense else NOT_A_VARIANT
-    length = {"epochs": record.epochs} if record.is_dense else {}
-    return length | {name: value for name, value in settings.items() if name.partition(".")[0] not in skipped}
 
 
 def _say(name: str, value: Any) -> str:

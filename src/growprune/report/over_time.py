@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from growprune.report.chart import Chart, Styles, axis, layout
 from growprune.report.groups import Cell, Group
-from growprune.report.runs import Json, Record
+from growprune.runs.record import Json, Record
 
 Points = dict[int, float]
 """By epoch."""
@@ -93,13 +93,6 @@ def charts_over_time(group: Group, styles: Styles) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def missing_quantities(group: Group) -> list[str]:
-    """The titles of charts for which no run has figures."""
-    return [
-        quantity.title for quantity in quantities(group) if not any(points_of(cell, quantity) for cell in group.cells)
-    ]
-
-
 def _chart(quantity: Quantity, group: Group, styles: Styles) -> Chart | None:
     found = {cell.label: (cell, points) for cell in group.cells if (points := points_of(cell, quantity))}
     if not found:
@@ -149,16 +142,3 @@ def _points(record: Record, quantity: Quantity) -> Points:
         if value is not None:
             by_epoch.setdefault(row["epoch"], []).append(float(value))
     return {epoch: float(quantity.join(values)) for epoch, values in by_epoch.items()}
-
-
-def last_of(cells: Sequence[Cell], name: str) -> dict[str, float]:
-    """By cell, the last value of a row's field that has one, as a mean over seeds."""
-    found = {}
-    for cell in cells:
-        ends = [
-            next((row[name] for row in reversed(r.history) if row.get(name) is not None), None) for r in cell.records
-        ]
-        known = [float(end) for end in ends if end is not None]
-        if known:
-            found[cell.label] = statistics.mean(known)
-    return found

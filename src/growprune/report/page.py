@@ -15,11 +15,11 @@ from growprune.files.atomic import replacing
 from growprune.report import tables, words
 from growprune.report.by_layer import layer_chart
 from growprune.report.chart import Chart, Styles, Value, short, styles_for
-from growprune.report.frontier import frontier_charts, missing_costs, time_chart
-from growprune.report.groups import Group, group_runs
-from growprune.report.over_time import charts_over_time, missing_quantities
-from growprune.report.runs import Record
+from growprune.report.frontier import COSTS, frontier_charts, time_chart
+from growprune.report.groups import Group, group_runs, order
+from growprune.report.over_time import charts_over_time, quantities
 from growprune.report.schedule import schedule_chart
+from growprune.runs import Record
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """Nothing may be fetched from anywhere: the browser itself sees to it."""
@@ -49,6 +49,7 @@ def _plotly() -> str:
 
 def render(records: Sequence[Record], plotly: str) -> str:
     """The whole page as text, with the code of Plotly in it."""
+    records = sorted(records, key=order)
     groups = group_runs(records)
     styles = styles_for(cell for group in groups for cell in group.cells)
     charts: list[Chart] = []
@@ -121,8 +122,9 @@ def _group(number: int, group: Group, styles: Styles, charts: list[Chart]) -> st
         sections.append(f"<h3>Results</h3>{_table(head, rows)}")
     sections.append(_figures("How it was trained", [chart for chart in shown if chart is not None], charts))
     sections.append(_figures("What was gained, and at what cost", [c for c in compared if c is not None], charts))
-    lacking = missing_quantities(group) + (missing_costs(group) if compared else [])
-    if lacking:
+    wanted = [each.title for each in (*quantities(group), *(COSTS if compared else ()))]
+    found = {chart.title for chart in (*shown, *compared) if chart is not None}
+    if lacking := [title for title in wanted if title not in found]:
         sections.append(f"<p class='small'>Not shown, since no run has the figures: {_escape(', '.join(lacking))}.</p>")
     return "\n".join([*sections, "</section>"])
 

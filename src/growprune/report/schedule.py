@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 
 from growprune.report.chart import Chart, axis, layout
 from growprune.report.groups import Cell, Group
-from growprune.report.runs import Json, Record
+from growprune.runs.record import Json, Record
 
 MAX_PARTS = 12
 """Beyond so many parts, or sets of layers, only the whole model is shown."""
@@ -106,7 +106,7 @@ def _lanes(cell: Cell, is_named: bool, prunable: int | None) -> list[Lane]:
     spans = _spans(record)
     if not spans:
         return []
-    parts = sorted({part for span in spans for _, part, _, _ in _parse(span.edits)} - {"all"}, key=_natural)
+    parts = sorted({part for span in spans for _, part, _, _ in parse_edits(span.edits)} - {"all"}, key=_natural)
     before = f"{cell.label}: " if is_named else ""
     if 0 < len(parts) <= MAX_PARTS and all(_is_known(span.edits) for span in spans):
         return [_lane(f"{before}{part}", states) for part, states in _part_states(record, spans, parts).items()]
@@ -149,7 +149,7 @@ def _left(spans: Sequence[Span], record: Record) -> float:
 
 def _edited(now: dict[str, float], edits: str) -> dict[str, float]:
     after = dict(now)
-    for action, part, to, share in _parse(edits):
+    for action, part, to, share in parse_edits(edits):
         for name in after if part == "all" else [part]:
             if to is not None:
                 after[name] = 1 - to
@@ -158,7 +158,7 @@ def _edited(now: dict[str, float], edits: str) -> dict[str, float]:
     return {part: round(density, 6) for part, density in after.items()}
 
 
-def _parse(edits: str) -> list[tuple[str, str, float | None, float | None]]:
+def parse_edits(edits: str) -> list[tuple[str, str, float | None, float | None]]:
     """The edits of a phase as it is written in logs: (action, part, to, share)."""
     found = []
     for edit in edits.split(", "):
@@ -170,7 +170,7 @@ def _parse(edits: str) -> list[tuple[str, str, float | None, float | None]]:
 
 
 def _is_known(edits: str) -> bool:
-    return edits.startswith("train") or len(_parse(edits)) == len(edits.split(", "))
+    return edits.startswith("train") or len(parse_edits(edits)) == len(edits.split(", "))
 
 
 def _spans(record: Record) -> list[Span]:
@@ -193,8 +193,7 @@ def _spans(record: Record) -> list[Span]:
 
 
 def _of_row(row: Json) -> Span:
-    length = row.get("epochs", 1)  # the first format has a row a phase
-    return Span(row["epoch"] - length, row["epoch"], row["stage"], row["branch"], row["edits"], row["alive"])
+    return Span(row["epoch"] - 1, row["epoch"], row["stage"], row["branch"], row["edits"], row["alive"])
 
 
 def _by_time(spans: Sequence[Span]) -> list[list[Span]]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from growprune.engine.metric import decimals, in_full
-from growprune.report.chart import Value, scaled
-from growprune.report.frontier import average_live, given, peak_live, quality
+from growprune.engine.metric import decimals, in_full, scaled
+from growprune.report.chart import Value
+from growprune.report.frontier import average_live, given, peak_live
 from growprune.report.groups import Cell, Group
-from growprune.report.over_time import last_of
-from growprune.report.runs import Record
+from growprune.runs import Record
 
 MEANS_HEAD = (
     *("run", "seeds", "epochs", "quality", "minus dense", "sparsity reached", "training FLOPs", "inference FLOPs"),
@@ -25,20 +24,20 @@ UNKNOWN = "-"
 
 def means(group: Group) -> list[list[str]]:
     """A row for each of the finished runs of a group that differ by more than their seed."""
-    dense = None if group.reference is None else group.reference.mean(quality)
-    finished = [cell for cell in group.cells if cell.mean(quality) is not None]
+    dense = None if group.reference is None else group.reference.quality
+    finished = [cell for cell in group.cells if cell.quality is not None]
     return [list(_cells(cell, dense)) for cell in finished]
 
 
 def _cells(cell: Cell, dense: float | None) -> Iterator[str]:
-    yield from (cell.label, str(len(cell.values(quality))), str(cell.epochs), spread(cell, quality))
-    gap = (cell.mean(quality) or 0.0) - (dense or 0.0)
+    yield from (cell.label, str(cell.num_scores), str(cell.epochs), spread(cell))
+    gap = (cell.quality or 0.0) - (dense or 0.0)
     said = "nan" if math.isnan(gap) else f"{gap:+.{decimals(dense)}f}"
     yield "" if dense is None or cell.is_dense else said
     yield _reached(cell)
     yield _say(cell.mean(given("training_flops")), scaled)
     yield _say(cell.mean(lambda record: record.total("flops_sparse")), scaled)
-    for share in (cell.mean(peak_live), cell.mean(average_live), last_of([cell], "explored").get(cell.label)):
+    for share in (cell.mean(peak_live), cell.mean(average_live), cell.mean(_explored)):
         yield _say(share, lambda known: f"{known:.1%}")
     yield _say(cell.mean(given("peak_bytes")), lambda count: f"{scaled(count)}B")
     yield _say(cell.mean(given("seconds")), duration)
@@ -50,28 +49,22 @@ def _say(value: float | None, how: Callable[[float], str]) -> str:
 
 def _reached(cell: Cell) -> str:
     """Says so where a method missed its target by more than rounding."""
-    reached = cell.mean(_sparsity)
+    reached = cell.mean(lambda record: record.total("sparsity"))
     if reached is None:
         return UNKNOWN
-    return f"{reached:.4g}, not {in_full(cell.sparsity)}" if is_off(cell) else f"{reached:.4g}"
+    return f"{reached:.4g}, not {in_full(cell.sparsity)}" if cell.is_off else f"{reached:.4g}"
 
 
-def is_off(cell: Cell) -> bool:
-    """Whether runs ended at another sparsity than they were asked for, by more than a weight and 0.0005."""
-    reached, size = cell.mean(_sparsity), cell.first.prunable or 1
-    return reached is not None and abs(reached - cell.sparsity) * size > max(1.0, 0.0005 * size)
+def _explored(record: Record) -> float | None:
+    """The last share that was counted."""
+    return next((row["explored"] for row in reversed(record.history) if row.get("explored") is not None), None)
 
 
-def _sparsity(record: Record) -> float | None:
-    return record.total("sparsity")
-
-
-def spread(cell: Cell, of: Callable[[Record], float | None]) -> str:
-    """The mean over seeds, and the standard deviation if there are several."""
-    mean, deviation = cell.mean(of), cell.spread(of)
-    if mean is None:
+def spread(cell: Cell) -> str:
+    """The mean quality over seeds, and the standard deviation if there are several."""
+    if cell.quality is None:
         return UNKNOWN
-    shown = (f"{number:.{decimals(mean)}f}" for number in (mean, deviation) if number is not None)
+    shown = (f"{number:.{decimals(cell.quality)}f}" for number in (cell.quality, cell.deviation) if number is not None)
     return " ± ".join(shown)
 
 
@@ -89,13 +82,13 @@ def all_runs(records: Sequence[Record]) -> list[list[Value]]:
     """Every run, whatever became of it."""
     rows: list[list[Value]] = []
     for record in records:
-        best = given("best")(record) or {}
+        best = record.figure("best") or {}
         status = f"{record.status}: {record.why}" if record.why else record.status
         rows.append(
             [
                 *(record.name, status, record.method, record.sparsity, record.seed, record.epochs, record.metric.name),
                 *(record.quality, (best.get("test") or {}).get(record.metric.name), record.total("alive")),
-                *(given(name)(record) for name in ("file_bytes", "peak_bytes", "seconds")),
+                *(record.figure(name) for name in ("file_bytes", "peak_bytes", "seconds")),
             ]
         )
     return rows

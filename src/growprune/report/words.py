@@ -11,10 +11,9 @@ from typing import Any
 
 from growprune.engine.metric import decimals, in_full
 from growprune.methods import METHODS
-from growprune.report.frontier import quality
 from growprune.report.groups import Cell, Group, best_by_validation, group_runs, what_differs
-from growprune.report.runs import Record
-from growprune.report.tables import duration, is_off, spread
+from growprune.report.tables import duration, spread
+from growprune.runs import Record
 
 MEANINGS = {
     "sparsity": "the share of the weights that are exactly zero; at 0.9, one weight in ten is left",
@@ -35,7 +34,7 @@ def title(groups: Sequence[Group], records: Sequence[Record]) -> str:
 
 def summary(group: Group) -> list[str]:
     """A few sentences on one group of runs."""
-    finished = [cell for cell in group.cells if cell.mean(quality) is not None]
+    finished = [cell for cell in group.cells if cell.quality is not None]
     if not finished:
         return [f"No run of {group.title} is finished yet; what there is so far is shown below."]
     return [_trained(group), *_how_good(group, finished), _how_long(finished)]
@@ -63,24 +62,24 @@ def _how_good(group: Group, finished: Sequence[Cell]) -> list[str]:
     dense = group.reference
     if dense is not None:
         which = f" ({dense.label})" if sum(cell.is_dense for cell in finished) > 1 else ""
-        sentences.append(f"Without removing anything{which}, {what} on test data is {spread(dense, quality)}.")
+        sentences.append(f"Without removing anything{which}, {what} on test data is {spread(dense)}.")
     sparse = [cell for cell in finished if not cell.is_dense]
     for sparsity in sorted({cell.sparsity for cell in sparse}):
         cells = [cell for cell in sparse if cell.sparsity == sparsity]
-        cells = [cell for cell in cells if not is_off(cell)] or cells  # who misses it has it easier
+        cells = [cell for cell in cells if not cell.is_off] or cells  # who misses it has it easier
         best = cells[0] if len(cells) == 1 else best_by_validation(cells, group.metric)
         if best is None:
             continue
         who = f"{best.series}, the best of {len(cells)} on validation data," if len(cells) > 1 else best.series
-        score = f"{group.metric.name} {spread(best, quality)}"
+        score = f"{group.metric.name} {spread(best)}"
         text = f"At sparsity {in_full(sparsity)}, {who} reaches {score} on test data"
         sentences.append(text + (f", {_gap(best, dense)}." if dense is not None else "."))
     return sentences
 
 
 def _gap(cell: Cell, dense: Cell) -> str:
-    gap = (cell.mean(quality) or 0.0) - (dense.mean(quality) or 0.0)
-    places = decimals(dense.mean(quality))
+    gap = (cell.quality or 0.0) - (dense.quality or 0.0)
+    places = decimals(dense.quality)
     if math.isnan(gap):
         return "which does not compare with dense"
     if abs(gap) < 0.5 * 10**-places:
@@ -91,7 +90,7 @@ def _gap(cell: Cell, dense: Cell) -> str:
 def _how_long(cells: Sequence[Cell]) -> str:
     results = [record.result for cell in cells for record in cell.records if record.result is not None]
     seconds = [result["seconds"] for result in results]
-    devices = sorted({str((result.get("environment") or {}).get("device") or "") for result in results} - {""})
+    devices = sorted({str(result["environment"].get("device") or "") for result in results} - {""})
     where = f" on {' and '.join(devices)}" if devices else ""
     if len(seconds) == 1:
         return f"The run took {duration(seconds[0])}{where}."
@@ -152,8 +151,7 @@ def environments(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[s
     """The machines and versions there were, each with the runs that had them."""
     found: list[tuple[dict[str, Any], list[str]]] = []
     for record in records:
-        environment = (record.result or {}).get("environment")
-        if isinstance(environment, dict):
+        if environment := record.figure("environment"):
             same = next((names for known, names in found if known == environment), None)
             if same is None:
                 found.append((environment, same := []))

@@ -19,8 +19,8 @@ from growprune.engine import building
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.recipes import find
-from growprune.report import find_runs
 from growprune.report.page import render
+from growprune.runs import find_runs
 from growprune.tasks.language import Language
 from growprune.tasks.language.data import cut
 

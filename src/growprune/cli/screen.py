@@ -1,4 +1,4 @@
-"""Where it is shown, and how tables and numbers look."""
+"""Where the command line prints, and how tables and numbers look."""
 
 from __future__ import annotations
 
@@ -6,20 +6,31 @@ import json
 import os
 import statistics
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-is_first = os.environ.get("RANK", "0") == "0"
-"""Under torchrun, the first process speaks for all."""
-out = Console(quiet=not is_first, markup=False, emoji=False)  # texts are shown as they are
-err = Console(stderr=True, quiet=not is_first, markup=False, emoji=False)
+
+def out() -> Console:
+    """Stdout. It is asked for its width, and for whose turn it is to speak, each time: neither is known at import."""
+    return Console(quiet=not _is_first(), markup=False, emoji=False)  # texts are shown as they are
+
+
+def err() -> Console:
+    """Stderr."""
+    return Console(stderr=True, quiet=not _is_first(), markup=False, emoji=False)
+
+
+def _is_first() -> bool:
+    """Under torchrun, the first process speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def print_json(content: Mapping[str, Any]) -> None:
     """One JSON object on stdout, and nothing else there."""
-    if is_first:
+    if _is_first():
         print(json.dumps(content, indent=2))
 
 
@@ -32,14 +43,6 @@ def new_table(*columns: str) -> Table:
         else:
             table.add_column(name, no_wrap=True, justify="right")
     return table
-
-
-def short(count: int) -> str:
-    """A count in three digits, such as 3.12 G."""
-    if count < 1000:
-        return str(count)
-    power = next((p for p in range(1, 6) if count < 999.5 * 1000**p), 6)
-    return f"{count / 1000**power:#.3g}".rstrip(".") + f" {'_kMGTPE'[power]}"
 
 
 def size(num_bytes: float) -> str:
@@ -61,3 +64,13 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 def spread(values: list[float], sign: str = "") -> str:
     spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):{sign}.2f}{spread}"
+
+
+def show_result(result: dict[str, Any], folder: Path) -> None:
+    total = result["sparsity"]["totals"]
+    out().print(f"test: {metrics_text(result['test'])}")
+    if result["best"]:
+        best = result["best"]
+        out().print(f"best by validation: stage {best['stage']}, test: {metrics_text(best['test'])}")
+    out().print(f"alive: {total['alive']:,} of {total['prunable']:,} prunable weights")
+    out().print(f"file: {result['file_bytes']:,} bytes, {folder / 'model.safetensors'}", soft_wrap=True)

@@ -7,13 +7,17 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
+from rich.table import Table
+from rich.text import Text
 
 import growprune
+from growprune.cli.screen import out
 from growprune.storage import kernels
 from growprune.tasks.cores import num_cores
 
@@ -30,6 +34,7 @@ EXTRAS = {
 }
 """Distributions by extra, as pyproject.toml has them."""
 
+COLOURS = {"ok": "green", "absent": "dim", "slow": "yellow", "broken": "red"}
 MANY_PROCESSES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 """Variables by which launchers say how many processes they start."""
 
@@ -53,6 +58,21 @@ def to_dict(findings: list[Finding]) -> dict[str, Any]:
     """For machines."""
     is_broken = any(finding.state == "broken" for finding in findings)
     return {"is_broken": is_broken, "findings": [asdict(finding) for finding in findings]}
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """A line each, with what to do below it, and how many there are of each kind."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        text = Text(finding.text).append(f"\n-> {finding.do}" if finding.do else "", style="bold")
+        table.add_row(Text(finding.state, style=COLOURS[finding.state]), finding.name, text)
+    out().print(table, highlight=False)
+    counts = Counter(finding.state for finding in findings)
+    wrong = [f"{counts[state]} {state}" for state in ("broken", "slow") if counts[state]]
+    out().print(f"{', '.join(wrong)}: see above" if wrong else "nothing is broken, and nothing slow was found")
 
 
 def _versions() -> Iterator[Finding]:

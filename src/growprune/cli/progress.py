@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -18,9 +19,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from growprune.cli.console.lines import show_line
-from growprune.cli.console.screen import err
-from growprune.engine import Event
+from growprune.cli.screen import err, metrics_text
+
+if TYPE_CHECKING:
+    from growprune.engine import Event
 
 Bar = tuple[int, int]
 """How much is done, of how much."""
@@ -29,23 +31,44 @@ Bar = tuple[int, int]
 @contextmanager
 def progress(title: str = "") -> Iterator[Callable[[Event], None]]:
     """Gives the listener that shows a run as it goes."""
-    if not err.is_terminal or err.is_dumb_terminal:
-        yield lambda event: show_line(title, event)
+    console = err()
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda event: _show_line(title, event)
         return
-    drawing = Drawing(title)
-    with Live(get_renderable=drawing.draw, console=err, refresh_per_second=5):
+    drawing = Drawing(title, console)
+    with Live(get_renderable=drawing.draw, console=console, refresh_per_second=5):
         yield drawing.listen
+
+
+def _show_line(title: str, event: Event) -> None:
+    """Plain lines, where there is no terminal."""
+    match event:
+        case {"event": "phase"} if event["epochs"] or event["index"] in (0, event["last"]):
+            length = f"{event['epochs']} epochs" if event["epochs"] else f"{event['iterations']} iterations"
+            say = f"stage {event['stage']}: {event['edits']}; {event['alive']:,} alive, {length}"
+        case {"event": "epoch"}:
+            validation = f", {metrics_text(event['validation'])} (validation)" if "validation" in event else ""
+            say = f"epoch {event['epoch']}: loss {event['loss']:.4f}{validation}"
+        case {"event": "warning"}:
+            say = f"warning: {event['message']}"
+        case {"event": "resumed"}:
+            say = f"resumed from checkpoint {event['number']}"
+        case _:
+            return
+    who = [title, f"rank {event['rank']}, branch {event['branch']}" if "rank" in event else ""]
+    err().print(": ".join(filter(None, [*who, say])), markup=False, highlight=False, soft_wrap=True)
 
 
 class Drawing:
     """What is known of a run, and how it looks.
 
     Args:
+        console: on which it is drawn.
         clock: gives seconds.
     """
 
-    def __init__(self, title: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._title, self._clock = title, clock
+    def __init__(self, title: str, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._title, self._console, self._clock = title, console, clock
         self._began = clock()
         self._run: Bar = (0, 0)
         self._first: tuple[float, int] | None = None
@@ -70,7 +93,7 @@ class Drawing:
             case "epoch":
                 self._figures |= {"epoch": f"epoch {event['epoch']}", **_figures(event)}
             case "warning":
-                err.print(f"warning: {event['message']}", style="yellow")
+                self._console.print(f"warning: {event['message']}", style="yellow")
             case "resumed":
                 self._remark = f"resumed from checkpoint {event['number']}"
             case "interrupted" | "failed" | "finished":

@@ -1,0 +1,171 @@
+"""The verbs that look at what a run, a file or this machine holds: inspect, doctor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from growprune.cli.app import AsJson, one_line_errors
+from growprune.cli.screen import new_table, out, print_json, show_result, size
+from growprune.errors import GrowpruneError
+
+if TYPE_CHECKING:
+    from growprune.files.sparse_file import StoredTensor
+    from growprune.runs import Record
+
+SPLITS = ("validation", "candidate")
+
+
+@one_line_errors
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="A sparse file, or a run's folder.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show what a sparse file or the folder of a run holds."""
+    _inspect_run(path, as_json) if path.is_dir() else _inspect_file(path, as_json)
+
+
+@one_line_errors
+def doctor(as_json: AsJson = False) -> None:
+    """Show versions, devices and kernels, and what is slow here and why. Exit code 1 if something is broken."""
+    from growprune.cli.machine import examine, show_findings, to_dict
+
+    findings = examine()
+    content = to_dict(findings)
+    print_json(content) if as_json else show_findings(findings)
+    if content["is_broken"]:
+        raise typer.Exit(1)
+
+
+# Runs
+
+
+def _inspect_run(path: Path, as_json: bool) -> None:
+    from growprune.runs import read_run
+
+    run = read_run(path)
+    if run.damage or not run.recipe:
+        raise GrowpruneError(run.damage or f"{path} holds no run: there is no recipe.json")
+    if as_json:
+        about = {"recipe": run.recipe, "origin": run.origin, "result": run.result}
+        print_json({"kind": "run", "path": str(path), "is_finished": run.is_finished, **about})
+    else:
+        _show_run(run)
+
+
+def _show_run(run: Record) -> None:
+    from growprune.engine import RunFolder
+
+    source = run.origin.get("source", "a run from Python")
+    out().print(f"{source}: {run.recipe['method']} at sparsity {run.recipe['sparsity']}")
+    if run.result is not None:
+        out().print(_history(run))
+        show_result(run.result, run.path)
+        return
+    for row in run.history[-1:]:
+        figures = {name: row.get(name) for name in ("epoch", "loss", "density")}
+        figures |= {f"validation {name}": value for name, value in (row.get("validation") or {}).items()}
+        known = (f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
+        out().print(f"so far: {', '.join(known)}", highlight=False)
+    if run.status == "failed":
+        out().print(f"failed: {run.why}", soft_wrap=True, highlight=False)
+    out().print(f"not finished; go on with {RunFolder(run.path).how_to_resume()}", soft_wrap=True)
+
+
+def _history(run: Record) -> Table:
+    """How the phases of a run ended; of several metrics, the one that counts."""
+    rows = _last_of_each_phase(run.history)
+    has_branches = any(row["branch"] is not None for row in rows)
+    shown = new_table("stage", *(["branch"] if has_branches else []), "edits", "epoch", "alive", *SPLITS)
+    for row in rows:
+        branch = ["" if row["branch"] is None else str(row["branch"])] if has_branches else []
+        metrics = [(row.get(split) or {}).get(run.metric.name) for split in SPLITS]
+        scores = ["" if score is None else f"{score:.4g}" for score in metrics]
+        shown.add_row(str(row["stage"]), *branch, row["edits"], str(row["epoch"]), f"{row['alive']:,}", *scores)
+    shown.caption = f"{run.metric.name} on validation data; candidate: if it were pruned to the end right then"
+    return shown
+
+
+def _last_of_each_phase(history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of the epochs of a phase, the last that was validated, or the last."""
+    chosen: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for row in history:
+        key = row["stage"], row["branch"], row["edits"]
+        if row.get("validation") or key not in chosen:
+            chosen[key] = row
+    return list(chosen.values())
+
+
+# Files
+
+
+def _inspect_file(path: Path, as_json: bool) -> None:
+    """Show a file and what each of its tensors takes, and raise if any is not as it was saved."""
+    from growprune.files import sparse_file
+    from growprune.files.sparse_file import contents
+
+    about, tensors = sparse_file.manifest(path), contents(path)
+    _print_file(path, about, tensors) if as_json else _show_file(path, about, tensors)
+    damaged = [tensor.name for tensor in tensors if tensor.state == "damaged"]
+    if damaged:
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        raise GrowpruneError(f"{path} has {damaged[0]}{more} not as saved: it is damaged, fetch or save it again")
+
+
+def _print_file(path: Path, about: dict[str, Any], tensors: Sequence[StoredTensor]) -> None:
+    """The manifest, each tensor with what was looked at."""
+    for tensor in tensors:
+        looked_at = {"sparsity": tensor.sparsity, "bytes": tensor.num_bytes, "digest": tensor.state}
+        about["tensors"][tensor.name] |= looked_at
+    print_json({"kind": "file", "path": str(path), **about})
+
+
+def _show_file(path: Path, about: dict[str, Any], tensors: Sequence[StoredTensor]) -> None:
+    totals = about["totals"]
+    out().print(
+        f"{path}: pattern {about['pattern']}, sparsity {about['sparsity']:g} ({about['allocation']}), format "
+        f"{about['version']}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    out().print(_tensor_table(tensors))
+    share = 1 - totals["prunable_nnz"] / totals["prunable"] if totals["prunable"] else 0.0
+    out().print(
+        f"{totals['prunable_nnz']:,} of {totals['prunable']:,} prunable weights live: sparsity {share:.4f}\n"
+        f"{totals['bytes']:,} bytes with its header; dense, its tensors take {totals['dense_bytes']:,}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _tensor_table(tensors: Sequence[StoredTensor]) -> Table:
+    """A row a prunable tensor; the others, which are many and small, in one."""
+    table = Table()
+    table.add_column("layer", overflow="fold", min_width=12)
+    for name in ("shape", "live", "sparsity", "bytes", "digest"):
+        table.add_column(name, no_wrap=True, justify="right")
+    layers = [tensor for tensor in tensors if tensor.is_prunable]
+    others = [tensor for tensor in tensors if not tensor.is_prunable]
+    for layer in layers:
+        shape = "x".join(map(str, layer.shape))
+        table.add_row(layer.name, shape, f"{layer.alive:,}", f"{layer.sparsity:.4f}", _bytes([layer]), _state([layer]))
+    if others:
+        alive = sum(tensor.alive for tensor in others)
+        table.add_row(f"{len(others)} dense tensors", "", f"{alive:,}", "", _bytes(others), _state(others))
+    table.add_section()
+    alive = sum(tensor.alive for tensor in tensors)
+    table.add_row("all", "", f"{alive:,}", "", _bytes(tensors), _state(tensors))
+    return table
+
+
+def _bytes(tensors: Sequence[StoredTensor]) -> str:
+    return size(sum(tensor.num_bytes for tensor in tensors))
+
+
+def _state(tensors: Sequence[StoredTensor]) -> str:
+    """The worst of all."""
+    return "damaged" if any(tensor.state == "damaged" for tensor in tensors) else "ok"

@@ -1,0 +1,87 @@
+"""Finds run folders and results, and checks what they hold. A run that is damaged is a record too, and says why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from growprune.engine import json_file
+from growprune.engine.folder import RESULT, RunFolder
+from growprune.engine.json_file import NUMBER
+from growprune.errors import GrowpruneError
+from growprune.runs.record import Json, Record
+
+_RESULT: json_file.Names = {
+    **{"recipe.task.name": str, "recipe.method": str, "recipe.sparsity": NUMBER, "recipe.options": dict},
+    **{"recipe.seed": int, "recipe.accumulate?": int, "seed": int, "metric": str, "lower_is_better": bool},
+    **{"environment": dict, "origin": dict, "origin.source?": str, "origin.settings?": dict},
+    **{"data?": dict, "data?.num_batches": int, "validation": dict, "validation.*": NUMBER},
+    **{"history": list, "history.*.loss?": NUMBER, "history.*.iteration?": int, "history.*.validation?": dict},
+    **{"sparsity.rows": list, "sparsity.rows.*.name": str, "sparsity.rows.*.size": int},
+    **{"sparsity.rows.*.target?": NUMBER, "sparsity.rows.*.sparsity": NUMBER, "sparsity.totals.sparsity": NUMBER},
+    **{"sparsity.totals.flops_dense?": int, "sparsity.totals.flops_sparse?": int},
+    **{"peak_bytes": int, "seconds": NUMBER, "training_iterations?": int, "training_examples?": int},
+    **{"training_flops?": NUMBER, "peak_alive?": int, "average_alive?": NUMBER},
+}
+"""What tables and pages need of a result beside what the engine needs."""
+
+
+def find_runs(paths: Sequence[Path]) -> list[Record]:
+    """Every run at or below some paths, each once, in this order.
+
+    A path is a run folder, a folder of runs, or a result.json. A folder without runs stands for one that has not begun.
+    """
+    places: dict[Path, Path] = {}
+    for place in (place for path in paths for place in _places(Path(path))):
+        places.setdefault(place.resolve(), place)
+    return [read_run(place, name) for place, name in zip(places.values(), _names([*places]), strict=True)]
+
+
+def _places(given: Path) -> Iterator[Path]:
+    if not given.exists():
+        raise GrowpruneError(f"{given} does not exist: give run folders, folders of runs, or result.json files")
+    if given.is_file():
+        yield given.parent if given.name == "result.json" else given  # the folder has more to show
+        return
+    is_empty = True
+    for folder, subfolders, files in os.walk(given):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        if "result.json" in files or "recipe.json" in files:
+            is_empty = False
+            subfolders.clear()  # what lies in a run belongs to it, such as its earlier results
+            yield Path(folder)
+    if is_empty:
+        yield given
+
+
+def _names(places: Sequence[Path]) -> list[str]:
+    """The shortest paths that tell runs apart."""
+    folders = [place.parent if place.is_file() else place for place in places]
+    if len(set(folders)) < len(folders):  # several files of a folder
+        folders = list(places)
+    common = Path(os.path.commonpath(folders)) if len(folders) > 1 else Path(*folders).parent
+    return [folder.relative_to(common).as_posix() for folder in folders]
+
+
+def read_run(place: Path, name: str = "") -> Record:
+    """The run in a folder, or of the file of a result."""
+    try:
+        return _read(place, name)
+    except (GrowpruneError, OSError) as error:
+        return Record(place, name, damage=" ".join(str(error).split()))
+
+
+def _read(place: Path, name: str) -> Record:
+    folder = RunFolder(place)
+    file = place if place.is_file() else folder.result
+    result = _read_result(file) if file.exists() else None
+    origin = folder.read_origin() if folder.recipe.exists() else {}
+    if result is not None:
+        return Record(place, name, result["recipe"], origin or result["origin"], result)
+    return Record(place, name, folder.read_recipe()["recipe"] if folder.recipe.exists() else {}, origin)
+
+
+def _read_result(path: Path) -> Json:
+    remedy = "remove it and resume the run, which makes it again, or leave it out"
+    return json_file.read(path, {**_RESULT, **RESULT}, remedy)
