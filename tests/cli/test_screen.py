@@ -17,7 +17,7 @@ import growprune as gp
 from growprune import engine
 from growprune.cli import app, doctor
 from growprune.cli.console.progress import Drawing
-from growprune.engine.training import timeline, work_before
+from growprune.engine.trainer import timeline, work_before
 from growprune.plan import walk
 
 

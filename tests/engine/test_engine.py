@@ -22,7 +22,7 @@ from growprune.engine.mesh import Mesh
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.partitions import contiguous, per_layer
 from growprune.engine.recipe import Recipe
-from growprune.engine.training import Training
+from growprune.engine.trainer import Training
 from growprune.methods import METHODS
 from growprune.plan import Branch, By, Fork, Parts, Phase, Stage, grow, method, prune, walk
 

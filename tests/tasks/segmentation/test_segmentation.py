@@ -17,7 +17,7 @@ from growprune import engine, methods
 from growprune.engine.partitions import contiguous
 from growprune.engine.recipe import Recipe
 from growprune.tasks.segmentation import PartSegmentation, shapenet
-from growprune.tasks.segmentation.parts import (
+from growprune.tasks.segmentation.shapenet_parts import (
     NUM_CATEGORIES,
     NUM_PARTS,
     SYNSETS,
