@@ -18,7 +18,7 @@ from growprune import engine
 from growprune.cli import app, machine
 from growprune.cli.progress import Drawing
 from growprune.cli.screen import err
-from growprune.engine.training import timeline, work_before
+from growprune.engine.trainer import timeline, work_before
 from growprune.plan import walk
 
 

@@ -21,7 +21,7 @@ from growprune.engine.cost import estimate
 from growprune.engine.mesh import Mesh
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
-from growprune.engine.training import Training
+from growprune.engine.trainer import Training
 from growprune.masks.partition_kinds import contiguous, per_layer
 from growprune.methods import METHODS
 from growprune.plan import Branch, By, Fork, Parts, Phase, Stage, grow, method, prune, walk

@@ -1,4 +1,12 @@
-"""Carries a recipe out: `train` starts a run in a folder, `resume` goes on with one."""
+"""Trains recipes: `train` starts a run in a folder, `resume` continues one.
+
+recipe       recipe.py, optim.py, partitions.py: all that decides a run; override.py and source.py: recipes from text;
+             cost.py: what one will cost; metric.py: which of two scores is better
+run          start.py: train and resume; run.py: the order of events; building.py, trainer.py, batches.py, backward.py,
+             evaluation.py, accounting.py: what happens in them; events.py: who is told; device.py: where it runs
+store        folder.py: the files of a run; json_file.py; checkpoint.py; compatibility.py: what must stay the same
+distributed  mesh.py: several processes
+"""
 
 from growprune.engine.events import Event, Listener
 from growprune.engine.folder import RunFolder
@@ -6,7 +14,7 @@ from growprune.engine.mesh import PeerFailed, leave
 from growprune.engine.recipe import Recipe
 from growprune.engine.run import Interrupted, Run
 from growprune.engine.start import resume, train
-from growprune.engine.training import TrainingDiverged
+from growprune.engine.trainer import TrainingDiverged
 
 __all__ = [
     "Event",

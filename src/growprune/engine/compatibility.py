@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from growprune.engine.folder import RunFolder, digest_of, parts_of, phases_of
-from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError, shorten
 from growprune.masks.layers import dense_shape
@@ -115,32 +113,6 @@ def fields_of(recipe: Recipe) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """As it comes back from a JSON file."""
     return json.loads(json.dumps(describe(value)))
-
-
-def is_dense(recipe: Mapping[str, Any]) -> bool:
-    """Whether a run, by its recipe as JSON has it, is the dense reference: its method is called `dense`.
-
-    Any other method is one of those compared, also at sparsity 0.
-    """
-    return recipe.get("method") == "dense"
-
-
-def asked_sparsity(recipe: Mapping[str, Any]) -> float:
-    """What a run was to reach; dense training leaves a sparsity that its recipe may have aside."""
-    return 0.0 if is_dense(recipe) else float(recipe.get("sparsity") or 0.0)
-
-
-def recipe_defaults() -> dict[str, Any]:
-    """By dotted names, what fields are where nothing is said: a recipe that was stored before them did just that."""
-    nested = {"optimizer.": OptimizerConfig, "lr_schedule.": LRSchedule}
-    return {name: value for prefix, kind in {"": Recipe, **nested}.items() for name, value in defaults_of(kind, prefix)}
-
-
-def defaults_of(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The names, with a prefix, of a dataclass's fields that have a default, and the defaults."""
-    for field in dataclasses.fields(kind):
-        if field.default is not dataclasses.MISSING:
-            yield prefix + field.name, _plain(field.default)
 
 
 def flat(content: Any, prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@
     result.json           what came out; there once the run is finished
 
 A run can be killed at any moment; it resumes to the bits it would have reached. This file is the order of events; what
-they do is in building.py, training.py, evaluation.py, checkpoint.py, accounting.py and events.py.
+they do is in building.py, trainer.py, evaluation.py, checkpoint.py, accounting.py and events.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from growprune.engine.folder import RunFolder
 from growprune.engine.mesh import Mesh
 from growprune.engine.metric import Metric
 from growprune.engine.recipe import Recipe
-from growprune.engine.training import Training, TrainingDiverged, last_trained, work_before
+from growprune.engine.trainer import Training, TrainingDiverged, last_trained, work_before
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.logs import Logs

@@ -16,7 +16,7 @@ from paths import SHARED
 from PIL import Image
 from torch import Tensor, nn
 
-from growprune.tasks.detection import Detection, augment, images
+from growprune.tasks.detection import Detection, albums, distortions
 from growprune.tasks.detection.boxes import default_boxes, encode, match
 from growprune.tasks.detection.coco import NAMES, load
 
@@ -257,7 +257,7 @@ def test_pictures_that_cannot_be_read_are_named_and_left_out(tmp_path: Path) -> 
 def test_missing_pictures_to_measure_on_are_said_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, is_held: bool
 ) -> None:
-    monkeypatch.setattr(images, "MAX_HELD_BYTES", 10**9 if is_held else 0)
+    monkeypatch.setattr(albums, "MAX_HELD_BYTES", 10**9 if is_held else 0)
     write(tmp_path, THREE)
     (tmp_path / split / "3.png").unlink()
     with pytest.warns(UserWarning, match=r"3.png \(id 103\): there is no such file"):
@@ -266,13 +266,13 @@ def test_missing_pictures_to_measure_on_are_said_at_the_start(
     name: Any = {"val": "validation", "test": "test"}[split]
     assert task.evaluate(task.build_model().eval(), name, device=CPU)["skipped"] == 1
     (tmp_path / split / "4.png").unlink()
-    images.album.cache_clear()
+    albums.album.cache_clear()
     with pytest.raises(ValueError, match="bad record number 2"), pytest.warns(UserWarning):
         task.num_batches()
 
 
 def test_pictures_of_one_name_in_several_folders_are_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "MAX_HELD_BYTES", 0)
+    monkeypatch.setattr(albums, "MAX_HELD_BYTES", 0)
     write(tmp_path, THREE, lambda made: [image.update(file_name=f"{image['id']}/a.png") for image in made["images"]])
     with pytest.warns(UserWarning) as caught:
         list(task_for(tmp_path, workers=0).batches(seed=0, start=0, device=CPU))
@@ -289,7 +289,7 @@ def test_one_picture_is_too_few_to_train_on(tmp_path: Path) -> None:
 
 
 def test_streamed_pictures_that_cannot_be_read_have_no_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "MAX_HELD_BYTES", 0)
+    monkeypatch.setattr(albums, "MAX_HELD_BYTES", 0)
     task = task_for(write(tmp_path, THREE), batch_size=6, workers=0)
     spoil(tmp_path / "train")
     with pytest.warns(UserWarning) as caught:
@@ -304,7 +304,7 @@ def test_streamed_pictures_that_cannot_be_read_have_no_objects(tmp_path: Path, m
 
 
 def test_a_streamed_picture_that_cannot_be_read_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "MAX_HELD_BYTES", 0)
+    monkeypatch.setattr(albums, "MAX_HELD_BYTES", 0)
     task = task_for(write(tmp_path, THREE), batch_size=6, workers=0)
     spoil(tmp_path / "train")
     with pytest.warns(UserWarning) as caught:
@@ -316,11 +316,11 @@ def test_a_streamed_picture_that_cannot_be_read_counts_once(tmp_path: Path, monk
 def test_a_replica_has_its_own_streamed_pictures_right_and_reads_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(images, "MAX_HELD_BYTES", 0)
+    monkeypatch.setattr(albums, "MAX_HELD_BYTES", 0)
     task = task_for(write(tmp_path, THREE), batch_size=6, workers=0)
     whole = list(task.batches(seed=1, start=0, device=CPU))
-    decode, read = images.decode, []
-    monkeypatch.setattr(images, "decode", lambda scene: (read.append(scene.path), decode(scene))[1])
+    decode, read = albums.decode, []
+    monkeypatch.setattr(albums, "decode", lambda scene: (read.append(scene.path), decode(scene))[1])
     for replica in range(2):
         read.clear()
         part = list(task.for_replica(replica, 2).batches(seed=1, start=0, device=CPU))
@@ -353,7 +353,7 @@ def test_boxes_stay_with_their_pixels(tmp_path: Path) -> None:
     num_checked = 0
     for seed in range(10):
         pictures, boxes, labels = next(task.batches(seed=seed, start=0, device=CPU))
-        pictures = pictures * torch.tensor(augment.STD).view(3, 1, 1) + torch.tensor(augment.MEAN).view(3, 1, 1)
+        pictures = pictures * torch.tensor(distortions.STD).view(3, 1, 1) + torch.tensor(distortions.MEAN).view(3, 1, 1)
         for picture, some_boxes, some_labels in zip(pictures, boxes, labels, strict=True):
             for box in some_boxes[some_labels == 2]:
                 is_red = (picture[0] > 0.5) & (picture[2] < 0.5) & (picture[1] < 0.2)
@@ -367,10 +367,10 @@ def test_boxes_stay_with_their_pixels(tmp_path: Path) -> None:
 def test_objects_whose_centre_is_not_in_view_are_lost() -> None:
     boxes = torch.tensor([[[0.1, 0.1, 0.5, 0.5], [0.4, 0.4, 0.8, 0.8], [0.0, 0.0, 0.0, 0.0]]])
     views, labels = torch.tensor([[0.4, 0.2, 1.2, 1.0]]), torch.tensor([[1, 2, 0]])
-    seen, kept = augment.crop_boxes(boxes, labels, views, torch.tensor([False]))
+    seen, kept = distortions.crop_boxes(boxes, labels, views, torch.tensor([False]))
     assert kept.tolist() == [[0, 2, 0]]
     assert torch.allclose(seen[0, 1], torch.tensor((0.0, 0.25, 0.5, 0.75)))
-    mirrored, _ = augment.crop_boxes(boxes, labels, views, torch.tensor([True]))
+    mirrored, _ = distortions.crop_boxes(boxes, labels, views, torch.tensor([True]))
     assert torch.allclose(mirrored[0, 1], torch.tensor((0.5, 0.25, 1.0, 0.75)))
     assert not seen[0, [0, 2]].any()
 
@@ -378,9 +378,11 @@ def test_objects_whose_centre_is_not_in_view_are_lost() -> None:
 def test_a_view_beyond_the_picture_shows_the_mean_colour() -> None:
     pixels = torch.full((1, 3, 20, 40), 255, dtype=torch.uint8)
     pixels[..., 10:, :] = 0  # what is below the picture is not of it
-    shown = augment.show(pixels, torch.tensor([[10, 40]]), torch.tensor([[-0.5, 0.0, 1.0, 3.0]]), torch.tensor([False]))
+    shown = distortions.show(
+        pixels, torch.tensor([[10, 40]]), torch.tensor([[-0.5, 0.0, 1.0, 3.0]]), torch.tensor([False])
+    )
     assert torch.allclose(shown[0, :, :100, 100:], torch.ones(()))
-    mean = torch.tensor(augment.MEAN).view(3, 1, 1)
+    mean = torch.tensor(distortions.MEAN).view(3, 1, 1)
     assert torch.allclose(shown[0, :, 100:], mean) and torch.allclose(shown[0, :, :, :100], mean)
 
 
@@ -395,7 +397,7 @@ def test_views_are_resampled_as_pillow_does(size: tuple[int, int], box: tuple[in
     pixels[0, :, :height, :width] = torch.from_numpy(picture).permute(2, 0, 1)
     view = torch.tensor([[box[0] / width, box[1] / height, box[2] / width, box[3] / height]])
     for mirrored in (False, True):
-        shown = augment.show(pixels, torch.tensor([[height, width]]), view, torch.tensor([mirrored]))[0].permute(
+        shown = distortions.show(pixels, torch.tensor([[height, width]]), view, torch.tensor([mirrored]))[0].permute(
             1, 2, 0
         )
         assert np.abs((shown.flip(1) if mirrored else shown).numpy() - expected).max() < 1.5 / 255
@@ -404,20 +406,20 @@ def test_views_are_resampled_as_pillow_does(size: tuple[int, int], box: tuple[in
 def test_crops_keep_to_their_rules() -> None:
     boxes = torch.tensor([[0.3, 0.3, 0.8, 0.7], [0.0, 0.0, 0.0, 0.0]]).repeat(400, 1, 1)
     labels = torch.tensor([[1, 0]]).repeat(400, 1)
-    views = augment.draw_views(np.random.default_rng(0), boxes, labels, zoom_out=1.0)
+    views = distortions.draw_views(np.random.default_rng(0), boxes, labels, zoom_out=1.0)
     sides = views[:, 2:] - views[:, :2]
     is_whole = (sides > 1 - 1e-6).all(1)
     assert views.min() >= 0 and views.max() <= 1 + 1e-6 and sides.min() >= 0.3
     assert (sides[:, 0] / sides[:, 1]).log2().abs().max() <= 1 + 1e-4
-    assert augment.crop_boxes(boxes, labels, views, torch.zeros(400, dtype=torch.bool))[1][:, 0].all()
+    assert distortions.crop_boxes(boxes, labels, views, torch.zeros(400, dtype=torch.bool))[1][:, 0].all()
     assert 0.1 < is_whole.float().mean() < 0.7
-    without = augment.draw_views(np.random.default_rng(0), boxes, torch.zeros_like(labels), zoom_out=1.0)
+    without = distortions.draw_views(np.random.default_rng(0), boxes, torch.zeros_like(labels), zoom_out=1.0)
     assert torch.equal(without, torch.tensor((0.0, 0.0, 1.0, 1.0)).repeat(400, 1))  # nothing to crop to
 
 
 def test_zooming_out_lays_half_of_the_pictures_on_a_larger_canvas() -> None:
     boxes, labels = torch.zeros(400, 1, 4), torch.zeros(400, 1, dtype=torch.int64)
-    views = augment.draw_views(np.random.default_rng(0), boxes, labels, zoom_out=3.0)
+    views = distortions.draw_views(np.random.default_rng(0), boxes, labels, zoom_out=3.0)
     sides = views[:, 2:] - views[:, :2]
     assert torch.allclose(sides[:, 0], sides[:, 1])
     assert sides.min() >= 1 - 1e-6 and 2.8 < sides.max() <= 3
@@ -427,17 +429,17 @@ def test_zooming_out_lays_half_of_the_pictures_on_a_larger_canvas() -> None:
 
 def test_colours_change_as_they_are_drawn() -> None:
     pictures = torch.rand(2, 3, 8, 8) * 0.5 + 0.2
-    none = augment.draw_colours(np.random.default_rng(0), 2, strength=0.0)
-    assert torch.allclose(augment.colour(pictures, none), pictures, atol=1e-4)
+    none = distortions.draw_colours(np.random.default_rng(0), 2, strength=0.0)
+    assert torch.allclose(distortions.colour(pictures, none), pictures, atol=1e-4)
     brighter = torch.cat((1.2 * torch.eye(3).flatten(), torch.ones(1))).repeat(2, 1)
-    assert torch.allclose(augment.colour(pictures, brighter), 1.2 * pictures)
+    assert torch.allclose(distortions.colour(pictures, brighter), 1.2 * pictures)
     flat = torch.cat((torch.eye(3).flatten(), torch.zeros(1))).repeat(2, 1)
     grey = (pictures * torch.tensor((0.299, 0.587, 0.114)).view(3, 1, 1)).sum(1).mean((1, 2))
-    assert torch.allclose(augment.colour(pictures, flat), grey.view(2, 1, 1, 1).expand(2, 3, 8, 8), atol=1e-6)
+    assert torch.allclose(distortions.colour(pictures, flat), grey.view(2, 1, 1, 1).expand(2, 3, 8, 8), atol=1e-6)
 
 
 def test_colours_leave_grey_grey_and_stay_in_their_limits() -> None:
-    colours = augment.draw_colours(np.random.default_rng(0), 200, strength=1.0)
+    colours = distortions.draw_colours(np.random.default_rng(0), 200, strength=1.0)
     on_grey = colours[:, :9].view(-1, 3, 3).sum(2)  # each channel of white
     assert torch.allclose(on_grey, on_grey[:, :1].expand(-1, 3), atol=1e-3)
     assert 0.875 - 1e-3 <= on_grey.min() < 0.89 and 1.11 < on_grey.max() <= 1.125 + 1e-3
@@ -462,7 +464,7 @@ def test_batches_depend_on_the_seed_alone_and_can_be_entered_anywhere(tmp_path: 
 def test_streamed_batches_are_the_held_ones(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = task_for(write(tmp_path, THREE), batch_size=2)
     held = list(task.batches(seed=5, start=1, device=CPU))
-    monkeypatch.setattr(images, "MAX_HELD_BYTES", 0)
+    monkeypatch.setattr(albums, "MAX_HELD_BYTES", 0)
     state = torch.get_rng_state()
     assert same(held, list(replace(task, workers=workers).batches(seed=5, start=1, device=CPU)))
     assert torch.equal(state, torch.get_rng_state())

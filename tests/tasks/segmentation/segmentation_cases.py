@@ -16,7 +16,7 @@ from paths import SHARED
 from torch import Tensor, nn
 
 from growprune.tasks.segmentation import PartSegmentation, shapenet
-from growprune.tasks.segmentation.parts import SYNSETS, parts_by_category
+from growprune.tasks.segmentation.shapenet_parts import SYNSETS, parts_by_category
 
 CPU = torch.device("cpu")
 AIRPLANE, BAG, MUG = "02691156", "02773838", "03797390"

@@ -17,7 +17,7 @@ from growprune import engine, methods
 from growprune.engine.recipe import Recipe
 from growprune.masks.partition_kinds import contiguous
 from growprune.tasks.segmentation import PartSegmentation, shapenet
-from growprune.tasks.segmentation.parts import (
+from growprune.tasks.segmentation.shapenet_parts import (
     NUM_CATEGORIES,
     NUM_PARTS,
     SYNSETS,

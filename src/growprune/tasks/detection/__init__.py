@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.tasks.classification.resnet import Name, initialise
-from growprune.tasks.detection import augment
+from growprune.tasks.detection import distortions
+from growprune.tasks.detection.albums import Album, Pictures, album
 from growprune.tasks.detection.boxes import IMAGE_SIZE, Detections, default_boxes, detect, multibox_loss
 from growprune.tasks.detection.coco import Scene, coco_numbers, cocoeval, load
-from growprune.tasks.detection.images import Album, Pictures, album
 from growprune.tasks.detection.ssd import SSD, Convolution
 from growprune.tasks.image_loading import Shareable
 from growprune.tasks.task import Split
@@ -95,15 +95,15 @@ class Detection(Shareable):
     def _augment(
         self, generator: np.random.Generator, pixels: Tensor, sizes: Tensor, boxes: Tensor, labels: Tensor
     ) -> Batch:
-        views = augment.draw_views(generator, boxes, labels, zoom_out=self.zoom_out)
+        views = distortions.draw_views(generator, boxes, labels, zoom_out=self.zoom_out)
         mirrored = torch.from_numpy(generator.random(len(boxes)) < 0.5)
-        colours = augment.draw_colours(generator, len(boxes), strength=self.jitter)
-        boxes, labels = augment.crop_boxes(boxes, labels, views, mirrored)
+        colours = distortions.draw_colours(generator, len(boxes), strength=self.jitter)
+        boxes, labels = distortions.crop_boxes(boxes, labels, views, mirrored)
         views, mirrored, colours, boxes, labels = (
             tensor.to(pixels.device, non_blocking=True) for tensor in (views, mirrored, colours, boxes, labels)
         )
-        images = augment.show(pixels, sizes, views, mirrored)
-        return augment.normalise(augment.colour(images, colours)), boxes, labels
+        images = distortions.show(pixels, sizes, views, mirrored)
+        return distortions.normalise(distortions.colour(images, colours)), boxes, labels
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, boxes, labels = batch
@@ -138,7 +138,7 @@ def _find(model: nn.Module, pictures: Pictures) -> Detections:
     device = pictures.pixels.device
     whole = torch.tensor((0.0, 0.0, 1.0, 1.0), device=device).expand(len(pictures.pixels), -1)
     mirrored = torch.zeros(len(whole), dtype=torch.bool, device=device)
-    images = augment.normalise(augment.show(pictures.pixels, pictures.sizes, whole, mirrored))
+    images = distortions.normalise(distortions.show(pictures.pixels, pictures.sizes, whole, mirrored))
     offsets, logits = model(images)
     return detect(offsets, logits, default_boxes(device))
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError
 from growprune.tasks.segmentation import shapenet
-from growprune.tasks.segmentation.parts import NUM_CATEGORIES, NUM_PARTS, mean_ious, predict, shape_ious
 from growprune.tasks.segmentation.pointnet2 import NUM_CENTRES, PointNet2, initialise, scaled
 from growprune.tasks.segmentation.shapenet import Batch, draw, evaluation_set, mixed, shapes_on
+from growprune.tasks.segmentation.shapenet_parts import NUM_CATEGORIES, NUM_PARTS, mean_ious, predict, shape_ious
 from growprune.tasks.task import Split, Task
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from growprune.errors import GrowpruneError
 from growprune.tasks import cache
 from growprune.tasks.bad_records import BadRecords, check_split, find
-from growprune.tasks.segmentation.parts import SYNSETS, parts_by_category
+from growprune.tasks.segmentation.shapenet_parts import SYNSETS, parts_by_category
 
 NAME = "shapenetcore_partanno_segmentation_benchmark_v0_normal"
 INDEX = "synsetoffset2category.txt"
