@@ -91,7 +91,7 @@ def first_output(found: Any) -> Any:
 
 
 def deployed(question: dict[str, Any], threads: int) -> Call:
-    from growprune.deployment.deployed import deploy
+    from growprune.deployment.api import deploy
 
     del threads
     model, example, make = load(question)

@@ -6,24 +6,26 @@ The model itself is left as it is, and not needed afterwards: nothing here share
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from growprune.deployment.matrix import SparseMatrix, from_dense, from_live
-from growprune.deployment.weights import matrix_of_module
+from growprune.deployment.cpu.matrix import (
+    WORTHWHILE,
+    SparseMatrix,
+    block_of,
+    from_dense,
+    from_live,
+    matrix_of_zeros,
+    pattern_of,
+)
 from growprune.masks.layers import Weight, dense_shape, layer_weights
-from growprune.masks.patterns import Block, Pattern, Unstructured
+from growprune.masks.patterns import Pattern, Unstructured
 from growprune.sparse.model import SparseModel
 from growprune.storage.compact_modules import layouts_of, make_plain
-
-WORTHWHILE = 0.3
-"""The sparsity below which a weight counts as dense: no kernel of ours is faster there."""
-BLOCKS = (Block(8, 1), Block(1, 8))
-"""What a mask of nobody knows which pattern is looked through for."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,15 @@ class Skeleton:
     """Those of them that the module has as (in, out)."""
 
     @property
-    def _parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters(remove_duplicate=False))
+
+    def dense_weight(self, name: str, shape: Sequence[int]) -> Tensor:
+        """A sparse weight in the shape that its layer has."""
+        dense = self.matrices[name].dense()
+        if name in self.transposed:
+            return dense.t().contiguous()
+        return dense.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
 
 
 def skeleton_of(model: nn.Module | SparseModel) -> Skeleton:
@@ -63,18 +72,18 @@ def skeleton_of(model: nn.Module | SparseModel) -> Skeleton:
 
 def fill_in(skeleton: Skeleton) -> None:
     """Give the module its weights, dense, for those parts of it that stay in torch."""
-    parameters, filled = skeleton._parameters, dict[nn.Parameter, nn.Parameter]()
-    for name, matrix in skeleton.matrices.items():
+    parameters, filled = skeleton.parameters, dict[nn.Parameter, nn.Parameter]()
+    for name in skeleton.matrices:
         parameter = parameters.get(name)  # none, if a part is in the place of its module, which then is filled
         if parameter is not None and parameter.stride() == (0,) * parameter.dim():
-            weight = dense_weight(matrix, tuple(parameter.shape), is_transposed=name in skeleton.transposed)
+            weight = skeleton.dense_weight(name, parameter.shape)
             filled[parameter] = nn.Parameter(weight, requires_grad=False)
     _exchange(skeleton.module, filled)
 
 
 def empty(skeleton: Skeleton) -> None:
     """Let go of the weights again."""
-    parameters = skeleton._parameters
+    parameters = skeleton.parameters
     _exchange(skeleton.module, {parameters[name]: _empty(skeleton.module, name) for name in skeleton.matrices})
 
 
@@ -84,14 +93,6 @@ def _exchange(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> No
         for local, parameter in part._parameters.items():
             if parameter is not None and parameter in new:
                 part._parameters[local] = new[parameter]
-
-
-def dense_weight(matrix: SparseMatrix, shape: tuple[int, ...], *, is_transposed: bool) -> Tensor:
-    """A weight of a matrix, as the layer has it."""
-    dense = matrix.dense()
-    if is_transposed:
-        return dense.t().contiguous()
-    return dense.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
 
 
 def _is_transposed(module: nn.Module, name: str) -> bool:
@@ -156,29 +157,31 @@ def _matrix(
     return matrix_of_zeros(parameter.detach().cpu(), transposed=transposed)
 
 
-def matrix_of_zeros(weight: Tensor, *, transposed: bool = False) -> SparseMatrix:
-    """The matrix of a weight whose zeros are dead, in blocks if it is made of whole ones."""
-    mask = weight != 0
-    pattern = pattern_of(mask.t() if transposed else mask)
-    return from_live(weight[mask], mask, pattern=pattern, transposed=transposed)
+def matrix_of_module(
+    module: nn.Module, mask: Tensor | None = None, *, name: str = "weight", weights: Sequence[Weight], pattern: Pattern
+) -> SparseMatrix:
+    """A parameter of a module, dense with a mask (without one, what is not zero lives) or compact.
+
+    Args:
+        weights: the prunable weights that are this parameter, as `SparseModel.weights` has them.
+    """
+    values = module._parameters[name]
+    assert values is not None
+    pattern, transposed = _pattern_of_all(pattern, weights), any(weight.transposed for weight in weights)
+    layout = layouts_of(module).get(name)
+    if layout is None:
+        return from_dense(values, mask, pattern=pattern, transposed=transposed)
+    kept = layout.is_folded
+    return from_live(values, layout.mask(), pattern=pattern, transposed=transposed, inputs_last=kept)
 
 
-def pattern_of(mask: Tensor) -> Pattern:
-    """Blocks, if what lives (out, in, ...) fills them all but for the odd weight that is zero by chance."""
-    folded = mask.movedim(1, -1).flatten(1)
-    for blocks in BLOCKS:
-        rows, columns = (
-            size // step * step for size, step in zip(folded.shape, (blocks.height, blocks.width), strict=True)
-        )
-        if not rows or not columns:
-            continue
-        cut = folded[:rows, :columns].view(rows // blocks.height, blocks.height, -1, blocks.width)
-        alive = cut.any(3).any(1)
-        if int(alive.sum()) * 8 <= 1.02 * int(cut.sum()):
-            return blocks
-    return Unstructured()
+def _pattern_of_all(pattern: Pattern, weights: Sequence[Weight]) -> Pattern:
+    """The pattern of several matrices one below the other: blocks that end where a matrix does."""
+    height, _ = block_of(pattern)
+    is_cut = any(weight.rows is not None and weight.rows[0] % height for weight in weights)
+    return Unstructured() if is_cut else pattern
 
 
-def matrix_of_all(weight: Tensor) -> SparseMatrix:
-    """The matrix of a weight that is dense."""
-    return from_dense(weight, torch.ones(weight.shape, dtype=torch.bool))
+def does_more(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class says: it has hooks, or a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from growprune.deployment.cuda.bitmask import bitmask_matrix
-from growprune.deployment.cuda.entries import Entries
-from growprune.deployment.cuda.lanes import MOST_COLUMNS, lane_matrix
+from growprune.deployment.cuda.csr import Entries
+from growprune.deployment.cuda.formats import MOST_COLUMNS, bitmask_matrix, lane_matrix
+from growprune.deployment.cuda.graphs import BEYOND_CACHE, microseconds
 from growprune.deployment.cuda.linear import DenseLinear, SemiStructuredLinear, SparseLinear, semi_structured
 from growprune.deployment.cuda.products import MOST_SAMPLES, BitmaskTile, LaneTile, Matrix, Tile, kernel_failures
-from growprune.deployment.cuda.timing import BEYOND_CACHE, microseconds
+from growprune.deployment.example import first_line
 
 LANE_TILES = (
     LaneTile(4, 32, 2),
@@ -84,7 +84,6 @@ def choose(
     *,
     bias: Tensor | None = None,
     batches: Sequence[int] = (1,),
-    keep_dense: bool = False,
     name: str = "",
     seconds: float = float("inf"),
 ) -> Choice:
@@ -95,7 +94,6 @@ def choose(
     Args:
         entries: values in the dtype to compute in, on the device to compute on.
         batches: the batches that matter; their times are added up.
-        keep_dense: let a sparse layer keep a dense copy too, for batches over 16.
         seconds: how long it may be timed, about; compiling kernels does not count.
     """
     dense = DenseLinear(entries.dense(), bias)
@@ -111,10 +109,7 @@ def choose(
         except kernel_failures() as error:
             failed[kind] = first_line(error)
     best = min(taken, key=lambda kind: sum(taken[kind].values()))
-    chosen = layers[best]
-    if keep_dense and isinstance(chosen, SparseLinear):
-        chosen.dense = dense.weight
-    return Choice(chosen, best, tuple(_rows(name, entries, batches, taken, best)), failed)
+    return Choice(layers[best], best, tuple(_rows(name, entries, batches, taken, best)), failed)
 
 
 def make(
@@ -131,22 +126,6 @@ def make(
 def usual_kind(entries: Entries) -> str:
     """The likeliest format, where nothing is measured."""
     return "bitmask" if entries.columns > MOST_COLUMNS else "offsets"
-
-
-def table(rows: Sequence[Timed]) -> str:
-    """What was measured, as Markdown."""
-    lines = ["| layer | shape | sparsity | batch | dense us | sparse us | fastest sparse | choice |", "|---" * 8 + "|"]
-    for row in rows:
-        sparse = "-" if row.sparse_us is None else f"{row.sparse_us:.1f}"
-        numbers = f"{row.sparsity:.1%} | {row.batch} | {row.dense_us:.1f} | {sparse}"
-        lines.append(f"| {row.layer} | {row.shape[0]} x {row.shape[1]} | {numbers} | {row.kind} | {row.choice} |")
-    return "\n".join(lines)
-
-
-def first_line(error: BaseException) -> str:
-    """An error in a few words."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
 
 
 def _timed(

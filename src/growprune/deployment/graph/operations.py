@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from growprune.deployment.attention import attention
-from growprune.deployment.geometry import Geometry
-from growprune.deployment.lower import Lowering, is_float
-from growprune.deployment.pooling import MaxPool, MeanPool
-from growprune.deployment.steps import CallStep, Stored, TorchStep
-from growprune.deployment.strides import Strides, as_matrix, feature_major, with_features
-from growprune.deployment.trace import aten
+from growprune.deployment.cpu.geometry import Geometry
+from growprune.deployment.cpu.prepared import MaxPool, MeanPool
+from growprune.deployment.graph.lower import Lowering
+from growprune.deployment.graph.places import InSlot, Stored, Strides, as_matrix, feature_major, with_features
+from growprune.deployment.graph.program import CallStep, TorchStep
+from growprune.deployment.graph.trace import arguments, aten, is_float, pair
 
 POINTWISE: dict[Any, Any] = {
     aten.add.Tensor: aten.add.out,
@@ -41,9 +41,9 @@ def pointwise(lowering: Lowering, node: fx.Node) -> Stored | None:
     like = next((v for v in operands if v.place.torch is not None and v.place.shape == tuple(value.shape)), None)
     if like is None or not is_float(value):
         return None
-    args, kwargs = (lowering.as_torch(fx.map_arg(part, lowering.value)) for part in (node.args, dict(node.kwargs)))
+    given = lowering.arguments_in_torch(node)
     out = lowering.store(_dense(like.place))
-    lowering.add(TorchStep(POINTWISE[node.target], tuple(args), dict(kwargs), None, out))
+    lowering.add(TorchStep(POINTWISE[node.target], *given, None, out))
     return out
 
 
@@ -56,24 +56,24 @@ def _dense(place: Strides) -> Strides:
 
 def layer_norm(lowering: Lowering, node: fx.Node) -> Stored | None:
     """Over the features, which are the last dimension."""
-    source, shape, gain, shift, epsilon = [*node.args, None, None, 1e-5][:5]
+    source, shape, gain, shift, epsilon = arguments(node, None, None, None, None, 1e-5)[:5]
     x = lowering.stored(source)
-    if x is None or len(shape) != 1 or as_matrix(x.place, len(x.place.shape) - 1) is None:  # type: ignore[arg-type]
+    if x is None or len(shape) != 1 or as_matrix(x.place, len(x.place.shape) - 1) is None:
         return None
     gain, shift = (lowering.value(n) for n in (gain, shift))
     if not all(n is None or isinstance(n, Tensor) for n in (gain, shift)):
         return None
     axis = len(x.place.shape) - 1
     out = lowering.store(with_features(x.place, axis, x.place.shape[axis]))
-    make = partial(_norm, gain, shift, float(epsilon))  # type: ignore[arg-type]
     scratch = lowering.store(out.place)
-    lowering.add(CallStep(make, [_as_rows(x)], [_as_rows(out), _as_rows(scratch)]))
+    make = partial(_norm, gain, shift, float(epsilon))
+    lowering.add(CallStep(make, [_as_rows(x, axis)], [_as_rows(out, axis), _as_rows(scratch, axis)]))
     return out
 
 
-def _as_rows(value: Stored) -> Stored:
-    """The matrix of a value, whose features are its last dimension."""
-    matrix = as_matrix(value.place, len(value.place.shape) - 1)
+def _as_rows(value: Stored, axis: int, *, ordered: bool = False) -> Stored:
+    """The matrix of a value, with a row for each feature of `axis`."""
+    matrix = as_matrix(value.place, axis, ordered=ordered)
     assert matrix is not None
     rows = ((matrix.rows, matrix.step),) if matrix.rows > 1 else ()
     columns = ((matrix.columns, 1),) if matrix.columns > 1 else ()
@@ -104,16 +104,12 @@ def _norm(
 
 
 def max_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
-    defaults: list[Any] = [None, None, [], [0, 0], [1, 1], False]
-    given: list[Any] = [*node.args, *defaults[len(node.args) :]]
-    _, kernel, stride, padding, dilation, ceil_mode = given
+    _, kernel, stride, padding, dilation, ceil_mode = arguments(node, None, None, [], 0, 1, False)
     return _pool(lowering, node, MaxPool, kernel, stride or kernel, padding, dilation, bool(ceil_mode))
 
 
 def mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
-    defaults: list[Any] = [None, None, [], [0, 0], False, True, None]
-    given: list[Any] = [*node.args, *defaults[len(node.args) :]]
-    _, kernel, stride, padding, ceil_mode, counts, divisor = given
+    _, kernel, stride, padding, ceil_mode, counts, divisor = arguments(node, None, None, [], 0, False, True, None)
     if divisor is not None or node.kwargs:
         return None
     pool = partial(MeanPool, counts_padding=bool(counts))
@@ -146,31 +142,80 @@ def _pool(
     if x is None or len(x.place.shape) != 4 or as_matrix(x.place, 1, ordered=True) is None:
         return None
     batch, channels, height, width = x.place.shape
-    kernel, stride, padding, dilation = (_pair(pair) for pair in (kernel, stride, padding, dilation))
+    kernel, stride, padding, dilation = map(pair, (kernel, stride, padding, dilation))
     geometry = Geometry(channels, batch, height, width, kernel, stride, padding, dilation, ceil)
     out = lowering.store(feature_major((batch, channels, *geometry.out_size), 1))
-    rows = [_channels(value) for value in (x, out)]
-    lowering.add(CallStep(partial(_bind, kind(geometry)), rows[:1], rows[1:]))
+    rows = [_as_rows(value, 1, ordered=True) for value in (x, out)]
+    lowering.add(CallStep(partial(partial, kind(geometry)), rows[:1], rows[1:]))
     place = out.place.reshape(node.meta["val"].shape)
     assert place is not None
     return Stored(out.buffer, place)
 
 
-def _channels(value: Stored) -> Stored:
-    matrix = as_matrix(value.place, 1, ordered=True)
-    assert matrix is not None
-    rows = ((matrix.rows, matrix.step),) if matrix.rows > 1 else ()
-    columns = ((matrix.columns, 1),) if matrix.columns > 1 else ()
-    return Stored(value.buffer, Strides((rows, columns), matrix.offset))
+def attention(lowering: Lowering, node: fx.Node) -> Stored | None:
+    """Products of matrices as they lie, with no transposes.
+
+    The result is feature-major too: (H, D) are its features, the batch and its tokens its columns.
+    """
+    query, key, value, mask, dropout, is_causal = arguments(node, None, None, None, None, 0.0, False)
+    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "is_causal": is_causal, **node.kwargs}
+    stored = [lowering.stored(n) for n in (query, key, value)]
+    is_plain = not options["dropout_p"] and not options.get("enable_gqa", False)
+    inputs = [v for v in stored if v is not None and len(v.place.shape) == 4 and v.place.torch is not None]
+    if len(inputs) < 3 or not is_plain or len({v.place.shape[:2] for v in inputs}) > 1:
+        return None
+    batch, heads, tokens, features = (*inputs[0].place.shape[:3], inputs[2].place.shape[3])
+    place = Strides.ordered((batch, heads, tokens, features), (1, 3, 0, 2))
+    out = lowering.store(place)
+    given = lowering.value(options["attn_mask"])
+    scale = 1 / math.sqrt(inputs[0].place.shape[3]) if (asked := options.get("scale")) is None else asked
+    if given is None and options["is_causal"]:
+        given = torch.ones(tokens, inputs[1].place.shape[2], dtype=torch.bool).tril()
+    if isinstance(given, Stored):
+        return None
+    fixed = given if isinstance(given, Tensor) else None
+    in_slots = [given] if isinstance(given, InSlot) else []
+    lowering.add(CallStep(partial(_attend, float(scale), fixed), inputs, [out], in_slots))
+    return out
 
 
-def _bind(pool: Any, x: Tensor, out: Tensor) -> Callable[[], object]:
-    return partial(pool, x, out)
+def _attend(
+    scale: float, fixed: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor
+) -> Callable[..., object]:
+    batch, heads, tokens, _ = query.shape
+    scores = torch.empty(heads, tokens, key.shape[2])
+    weights = torch.empty_like(scores)
+    zero = torch.zeros(())
+    rows = [(query[b], key[b].transpose(1, 2), value[b].transpose(1, 2), out[b].transpose(1, 2)) for b in range(batch)]
+    is_direct = rows[0][3].is_contiguous()
+    result = torch.empty(rows[0][3].shape)
+
+    def run(mask: Tensor | None = fixed) -> None:
+        for b, (q, k, v, o) in enumerate(rows):
+            bias = None if mask is None else _of_row(mask, b)
+            if bias is not None and bias.dtype != torch.bool:
+                torch.baddbmm(bias.expand(scores.shape), q, k, alpha=scale, out=scores)
+            else:
+                torch.baddbmm(zero.expand(scores.shape), q, k, beta=0, alpha=scale, out=scores)
+            if bias is None:
+                torch.softmax(scores, -1, out=weights)
+                found = weights
+            else:
+                if bias.dtype == torch.bool:
+                    scores.masked_fill_(bias.logical_not(), -torch.inf)
+                found = torch._safe_softmax(scores, -1)
+            torch.bmm(v, found.transpose(1, 2), out=o if is_direct else result)
+            if not is_direct:
+                o.copy_(result)
+
+    return run
 
 
-def _pair(values: Any) -> tuple[int, int]:
-    first, second = (values, values) if isinstance(values, int) else (values[0], values[-1])
-    return int(first), int(second)
+def _of_row(mask: Tensor, row: int) -> Tensor:
+    """The mask of one of a batch, (T, S) or (H, T, S) or what repeats to it."""
+    if mask.dim() < 4:
+        return mask
+    return mask[row if mask.shape[0] > 1 else 0]
 
 
 KNOWN: dict[Any, Callable[[Lowering, fx.Node], Any]] = {
