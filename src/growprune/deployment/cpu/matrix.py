@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class SparseMatrix:
     num_alive: int
     """Weights of the mask, whatever their value."""
 
-    @property
+    @cached_property
     def sparsity(self) -> float:
         return 1 - self.num_alive / max(1, self.rows * self.columns)
 
@@ -109,7 +110,7 @@ def block_of(pattern: str | Pattern) -> tuple[int, int]:
     >>> block_of("8x1"), block_of("1x16"), block_of("2:4")
     ((8, 1), (1, 8), (1, 1))
     """
-    pattern = parse_pattern(pattern)
+    pattern = parse_pattern(pattern) if isinstance(pattern, str) else pattern
     if pattern.height % 8 == 0:
         return 8, 1
     return (1, 8) if pattern.width % 8 == 0 else (1, 1)

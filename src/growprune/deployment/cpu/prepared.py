@@ -52,10 +52,6 @@ class LayerSpec:
     is_sparse: bool
     activation: Activation = Activation.NONE
 
-    @property
-    def rows(self) -> int:
-        return self.weight.rows
-
 
 class Layer:
     """out = activation(W x + bias + residual)."""

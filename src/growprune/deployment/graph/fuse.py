@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, matrix_of_all, matrix_of_zeros
 from growprune.deployment.cpu.prepared import Activation, LayerSpec
-from growprune.deployment.graph.trace import PERMUTES, RESHAPES, arguments, aten, constant, is_constant, is_float, pair
+from growprune.deployment.graph.trace import PERMUTES, RESHAPES, are_float, arguments, aten, constant, is_constant, pair
 from growprune.deployment.skeleton import Skeleton
 
 
@@ -58,7 +58,7 @@ def fuse(graph: fx.Graph, skeleton: Skeleton, names: Mapping[fx.Node, str]) -> N
     """
     for node in list(graph.nodes):
         make = LAYERS.get(node.target) if node.op == "call_function" else None
-        if make is None or not all(is_float(n.meta.get("val")) for n in (node, *node.all_input_nodes)):
+        if make is None or not are_float(node, *node.all_input_nodes):
             continue
         if (found := make(node, _Weights(skeleton, names))) is not None:
             x, fused = found
@@ -223,7 +223,7 @@ def _residual(node: fx.Node, own: fx.Node) -> fx.Node | None:
         return None
     first, second = node.args
     other = second if first is own else first
-    if not isinstance(other, fx.Node) or other is own or is_constant(other) or not is_float(other.meta.get("val")):
+    if not isinstance(other, fx.Node) or other is own or is_constant(other) or not are_float(other):
         return None
     return other if other.meta["val"].shape == own.meta["val"].shape else None
 

@@ -124,10 +124,10 @@ class Lowering:
         is_image = fused.is_image
         x, matrix = self.features(source, fused.axis, ordered=is_image)
         if is_image:
-            place = feature_major((x.place.shape[0], fused.rows, *fused.geometry.out_size), 1)
+            place = feature_major((x.place.shape[0], fused.weight.rows, *fused.geometry.out_size), 1)
         else:
-            place = with_features(x.place, fused.axis, fused.rows)
-        out_matrix = Matrix(fused.rows, fused.geometry.columns, fused.geometry.columns, 0)
+            place = with_features(x.place, fused.axis, fused.weight.rows)
+        out_matrix = Matrix(fused.weight.rows, fused.geometry.columns, fused.geometry.columns, 0)
         middle = self._reshape(place, fused.before)
         added = None
         if isinstance(residual, fx.Node):

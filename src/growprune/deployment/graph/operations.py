@@ -15,7 +15,7 @@ from growprune.deployment.cpu.prepared import MaxPool, MeanPool
 from growprune.deployment.graph.lower import Lowering
 from growprune.deployment.graph.places import InSlot, Stored, Strides, as_matrix, feature_major, with_features
 from growprune.deployment.graph.program import CallStep, TorchStep
-from growprune.deployment.graph.trace import arguments, aten, is_float, pair
+from growprune.deployment.graph.trace import are_float, arguments, aten, pair
 
 POINTWISE: dict[Any, Any] = {
     aten.add.Tensor: aten.add.out,
@@ -39,7 +39,7 @@ def pointwise(lowering: Lowering, node: fx.Node) -> Stored | None:
     value = node.meta["val"]
     operands = [found for n in node.all_input_nodes if (found := lowering.stored(n)) is not None]
     like = next((v for v in operands if v.place.torch is not None and v.place.shape == tuple(value.shape)), None)
-    if like is None or not is_float(value):
+    if like is None or not are_float(node):
         return None
     given = lowering.arguments_in_torch(node)
     out = lowering.store(_dense(like.place))

@@ -78,11 +78,11 @@ class LayerStep:
 
     @property
     def reads(self) -> list[Value]:
-        return [_place(matrix) for matrix in (self.x, self.residual) if matrix is not None]
+        return [_anywhere(buffer) for buffer, _ in filter(None, (self.x, self.residual))]
 
     @property
     def writes(self) -> list[Stored]:
-        return [_place(self.out)]
+        return [_anywhere(self.out[0])]
 
     def bind(self, memory: Memory) -> Callable[[], object]:
         assert self.layer is not None
@@ -90,8 +90,9 @@ class LayerStep:
         return self.layer.bind(memory.matrix(*self.x), memory.matrix(*self.out), residual)
 
 
-def _place(matrix: tuple[int, Matrix]) -> Stored:
-    return Stored(matrix[0], Strides.contiguous((matrix[1].rows, matrix[1].columns)))
+def _anywhere(buffer: int) -> Stored:
+    """A value in a buffer, of which nothing else matters."""
+    return Stored(buffer, Strides(()))
 
 
 @dataclass

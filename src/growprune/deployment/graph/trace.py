@@ -160,8 +160,10 @@ def pair(values: Any) -> tuple[int, int]:
     return int(first), int(second)
 
 
-def is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.float32 and value.device.type == "cpu"
+def are_float(*nodes: fx.Node) -> bool:
+    """Whether all are tensors of float32 on the CPU."""
+    values = [node.meta.get("val") for node in nodes]
+    return all(isinstance(v, Tensor) and v.dtype == torch.float32 and v.device.type == "cpu" for v in values)
 
 
 # What does not depend on the input
