@@ -20,7 +20,7 @@ from growprune.deployment.cuda import graphed
 from growprune.deployment.cuda.linear import SparseLinear
 from growprune.deployment.cuda.products import BitmaskTile, LaneTile
 from growprune.deployment.cuda.swapping import deploy_linears
-from growprune.deployment.cuda.tuning import Choice, Timed, make
+from growprune.deployment.cuda.tuning import Choice, make
 from growprune.deployment.deployed import Deployed
 from growprune.deployment.deployed_folder import read_table
 from growprune.deployment.example import Example
@@ -77,15 +77,14 @@ def deployed_mlp(device: torch.device, seconds: float = 0, storage: str = "maske
     return deploy_on_gpu(sparse_mlp(storage), example, device=device, seconds=seconds, known={})
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, kinds: dict[int, str]) -> list[tuple[int, tuple[int, ...]]]:
-    """Let `choose` keep a kind by the number of columns. Returns the calls: columns, batches."""
+def pretend(monkeypatch: pytest.MonkeyPatch, kinds: dict[int, str]) -> list[tuple[int, int]]:
+    """Let `choose` keep a kind by the number of columns. Returns the calls: columns, batch."""
     calls = []
 
-    def chosen(entries: Any, *, bias: Tensor | None, batches: tuple[int, ...], seconds: float) -> Choice:
-        calls.append((entries.columns, batches))
-        kind, shape = kinds[entries.columns], (entries.rows, entries.columns)
-        row = Timed("", shape, entries.sparsity, batches[0], 20.0, 5.0, "offsets", kind)
-        return Choice(make(entries, kind, bias=bias, tiles={16: LaneTile(2)}), kind, (row,))
+    def chosen(entries: Any, *, bias: Tensor | None, batch: int, seconds: float) -> Choice:
+        calls.append((entries.columns, batch))
+        kind = kinds[entries.columns]
+        return Choice(make(entries, kind, bias=bias, tiles={16: LaneTile(2)}), kind, 20.0, 5.0)
 
     monkeypatch.setattr("growprune.deployment.cuda.swapping.choose", chosen)
     return calls
@@ -112,7 +111,7 @@ def test_layers_of_one_kind_are_timed_once_for_the_samples_of_the_example(monkey
     sparse.prune()
     x = torch.randn(3, 2, 64)
     fast = deploy_on_gpu(sparse, Example.of(x), device=CPU, seconds=1, known={})
-    assert calls == [(64, (6,)), (64, (6,)), (32, (6,))]
+    assert calls == [(64, 6), (64, 6), (32, 6)]
     assert [(row.layer, row.shape, row.choice) for row in fast.table] == [
         ("0", "64x64 x 6", "sparse"),
         ("1", "64x64 x 6", "sparse"),
@@ -198,10 +197,8 @@ def test_deployed_layers_can_be_made_dense_again() -> None:
 
 
 def test_a_failed_format_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Timed("", (96, 64), 0.9, 2, 20.0, None, "-", "dense")
-
     def chosen(entries: Any, **settings: Any) -> Choice:
-        return Choice(make(entries, "dense"), "dense", (row,), {"2:4": "RuntimeError: no kernel"})
+        return Choice(make(entries, "dense"), "dense", 20.0, None, {"2:4": "RuntimeError: no kernel"})
 
     monkeypatch.setattr("growprune.deployment.cuda.swapping.choose", chosen)
     with pytest.warns(UserWarning, match="was not timed as 2:4: RuntimeError: no kernel") as said:

@@ -30,9 +30,8 @@ from growprune.deployment.cpu.prepared import (
     MeanPool,
     NativeLayer,
 )
-from growprune.deployment.skeleton import matrix_of_module
+from growprune.deployment.skeleton import skeleton_of
 from growprune.errors import GrowpruneError
-from growprune.masks.patterns import parse_pattern
 
 PATTERNS = {"unstructured": (1, 1), "1x8": (1, 8), "8x1": (8, 1)}
 GAP = 3
@@ -283,12 +282,10 @@ def test_modules_give_the_very_weights_they_hold(pattern: str, storage: str) -> 
     model = nn.Sequential(nn.Conv2d(16, 12, 3), nn.Flatten(), nn.Linear(16, 24))
     sparse = gp.SparseModel(model, sparsity=0.75, pattern=pattern, storage=storage)
     sparse.prune()
-    for name, dense in sparse.model.state_dict().items():
-        if name.endswith("bias"):
-            continue
-        module = model.get_submodule(name.rpartition(".")[0])
-        weights = [weight for weight in sparse.weights if weight.parameter == name]
-        found = matrix_of_module(module, weights=weights, pattern=parse_pattern(pattern))
+    matrices = skeleton_of(sparse).matrices
+    assert matrices.keys() == {"0.weight", "2.weight"}
+    for name, found in matrices.items():
+        dense = sparse.model.state_dict()[name]
         assert torch.equal(found.dense(), dense.movedim(1, -1).reshape(dense.shape[0], -1))
         assert (found.height, found.width) == PATTERNS.get(pattern, (1, 1))
 

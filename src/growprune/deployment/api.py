@@ -30,7 +30,7 @@ from growprune.deployment.graph.trace import NotTraceable
 from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.part_by_part import deploy_parts
 from growprune.deployment.parts import Part
-from growprune.deployment.skeleton import Skeleton, empty, fill_in, skeleton_of
+from growprune.deployment.skeleton import Skeleton, empty, fill_in, module_of, skeleton_of
 from growprune.errors import GrowpruneError, warn
 from growprune.files import sparse_file as file
 from growprune.sparse.model import SparseModel
@@ -83,8 +83,7 @@ def deploy(
     found = _model(model, into)
     if where.type == "cuda":
         return deploy_on_gpu(found, given, device=where, seconds=seconds, known={})
-    module = found.model if isinstance(found, SparseModel) else found
-    if any(tensor.device.type != "cpu" for tensor in module.parameters()):
+    if any(tensor.device.type != "cpu" for tensor in module_of(found).parameters()):
         raise GrowpruneError("the model is not on the CPU, where it is to be deployed: call model.cpu() first")
     return _deploy_on_cpu(found, given, seconds=seconds, whole=whole, known={})
 
@@ -181,8 +180,7 @@ def _deploy_on_cpu(
         warn(f"the model has no sparse weights{_of_other_dtypes(skeleton.module)}: it stays in torch as it is")
         table = Table((), in_torch=("the whole model",))
         return Deployed(None, skeleton, table, example, whole=whole, settings=settings)
-    module = model.model if isinstance(model, SparseModel) else model
-    if keeps_state(module, example) and whole:
+    if keeps_state(module_of(model), example) and whole:
         warn(STATEFUL)
         table = Table(tuple(_rows_in_torch(skeleton, ())), in_torch=("the whole model (it keeps a state)",))
         return Deployed(None, skeleton, table, example, whole=whole, settings=settings)

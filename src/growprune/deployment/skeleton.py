@@ -51,11 +51,15 @@ class Skeleton:
         return dense.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
 
 
+def module_of(model: nn.Module | SparseModel) -> nn.Module:
+    return model.model if isinstance(model, SparseModel) else model
+
+
 def skeleton_of(model: nn.Module | SparseModel) -> Skeleton:
     """Take a model apart. What of a plain model is zero counts as dead."""
-    sparse = model if isinstance(model, SparseModel) else None
-    module = model.model if isinstance(model, SparseModel) else model
-    matrices = _matrices(module, sparse)
+    sparse, module = model if isinstance(model, SparseModel) else None, module_of(model)
+    groups = _weights_by_parameter(module, sparse)
+    matrices = _matrices(module, sparse, groups)
     parameters = dict(module.named_parameters())
     memo = _made_dense(module, without=matrices)
     empty = {name: _empty(module, name) for name in matrices}
@@ -66,7 +70,7 @@ def skeleton_of(model: nn.Module | SparseModel) -> Skeleton:
     for name, parameter in empty.items():
         path, _, local = name.rpartition(".")
         bare.get_submodule(path)._parameters[local] = parameter
-    transposed = frozenset(name for name in matrices if _is_transposed(bare, name))
+    transposed = frozenset(name for name in matrices if groups[name][0].transposed)
     return Skeleton(bare.eval(), matrices, transposed)
 
 
@@ -95,10 +99,6 @@ def _exchange(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> No
                 part._parameters[local] = new[parameter]
 
 
-def _is_transposed(module: nn.Module, name: str) -> bool:
-    return any(w.transposed for ws in layer_weights(module).values() for w in ws if w.parameter == name)
-
-
 def _empty(module: nn.Module, name: str) -> nn.Parameter:
     """A parameter that has its shape and takes no memory."""
     path, _, local = name.rpartition(".")
@@ -123,10 +123,16 @@ def _make_plain(module: nn.Module) -> None:
         make_plain(module)
 
 
-def _matrices(module: nn.Module, sparse: SparseModel | None) -> dict[str, SparseMatrix]:
+def _weights_by_parameter(module: nn.Module, sparse: SparseModel | None) -> dict[str, list[Weight]]:
     groups: dict[str, list[Weight]] = {}
     for weight in [w for ws in layer_weights(module).values() for w in ws] if sparse is None else sparse.weights:
         groups.setdefault(weight.parameter, []).append(weight)
+    return groups
+
+
+def _matrices(
+    module: nn.Module, sparse: SparseModel | None, groups: Mapping[str, list[Weight]]
+) -> dict[str, SparseMatrix]:
     found = {}
     for name, weights in groups.items():
         path, _, local = name.rpartition(".")
@@ -141,38 +147,22 @@ def _matrices(module: nn.Module, sparse: SparseModel | None) -> dict[str, Sparse
 def _matrix(
     module: nn.Module, local: str, name: str, weights: list[Weight], sparse: SparseModel | None
 ) -> SparseMatrix | None:
-    parameter = module._parameters[local]
-    assert parameter is not None
-    if parameter.dtype != torch.float32 or parameter.is_meta:
-        return None
-    layout = layouts_of(module).get(local)
-    if sparse is not None:
-        mask = sparse.mask(name) if layout is None else None
-        return matrix_of_module(module, mask, name=local, weights=weights, pattern=sparse.pattern)
-    if layout is not None:
-        mask = layout.mask()
-        pattern = pattern_of(mask.t() if weights[0].transposed else mask)
-        return matrix_of_module(module, name=local, weights=weights, pattern=pattern)
-    transposed = any(weight.transposed for weight in weights)
-    return matrix_of_zeros(parameter.detach().cpu(), transposed=transposed)
-
-
-def matrix_of_module(
-    module: nn.Module, mask: Tensor | None = None, *, name: str = "weight", weights: Sequence[Weight], pattern: Pattern
-) -> SparseMatrix:
-    """A parameter of a module, dense with a mask (without one, what is not zero lives) or compact.
-
-    Args:
-        weights: the prunable weights that are this parameter, as `SparseModel.weights` has them.
-    """
-    values = module._parameters[name]
+    """A parameter of a module in either storage. Without a SparseModel, the zeros of a dense one are dead."""
+    values, layout = module._parameters[local], layouts_of(module).get(local)
     assert values is not None
-    pattern, transposed = _pattern_of_all(pattern, weights), any(weight.transposed for weight in weights)
-    layout = layouts_of(module).get(name)
+    if values.dtype != torch.float32 or values.is_meta:
+        return None
+    transposed = any(weight.transposed for weight in weights)
+    if layout is None and sparse is None:
+        return matrix_of_zeros(values.detach().cpu(), transposed=transposed)
     if layout is None:
-        return from_dense(values, mask, pattern=pattern, transposed=transposed)
-    kept = layout.is_folded
-    return from_live(values, layout.mask(), pattern=pattern, transposed=transposed, inputs_last=kept)
+        assert sparse is not None
+        pattern = _pattern_of_all(sparse.pattern, weights)
+        return from_dense(values, sparse.mask(name), pattern=pattern, transposed=transposed)
+    mask = layout.mask()
+    pattern = pattern_of(mask.t() if transposed else mask) if sparse is None else sparse.pattern
+    pattern = _pattern_of_all(pattern, weights)
+    return from_live(values, mask, pattern=pattern, transposed=transposed, inputs_last=layout.is_folded)
 
 
 def _pattern_of_all(pattern: Pattern, weights: Sequence[Weight]) -> Pattern:

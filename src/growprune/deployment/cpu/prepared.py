@@ -69,6 +69,7 @@ class Layer:
         self.geometry, self.rows = geometry, matrix.rows
         self._bias = None if bias is None else bias.detach().to("cpu", torch.float32).contiguous()
         self._activation = activation
+        self._prepare(matrix)
 
     def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
         """Write to `out`, which may be the residual but must not overlap x, and return it.
@@ -88,6 +89,9 @@ class Layer:
             check_matrix("residual", residual, self.rows, self.geometry.columns)
         return self._bound(x, out, residual)
 
+    def _prepare(self, matrix: SparseMatrix) -> None:
+        raise NotImplementedError
+
     def _bound(self, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], object]:
         raise NotImplementedError
 
@@ -104,14 +108,17 @@ class NativeLayer(Layer):
         bias: Tensor | None = None,
         activation: Activation = Activation.NONE,
     ) -> None:
+        self.tile = tile
         super().__init__(matrix, geometry, bias=bias, activation=activation)
-        self._library, self.tile = require_library(), tile
-        structs = (matrix_struct(matrix), geometry_struct(geometry), tile_struct(tile))
-        self._plan = self._library.prepare(*structs, strided(self._bias)[0], int(activation))
+
+    def _prepare(self, matrix: SparseMatrix) -> None:
+        self._library = require_library()
+        structs = (matrix_struct(matrix), geometry_struct(self.geometry), tile_struct(self.tile))
+        self._plan = self._library.prepare(*structs, strided(self._bias)[0], int(self._activation))
         if not self._plan:
             raise GrowpruneError(
-                f"{tile} does not suit {matrix.rows} x {matrix.columns} weights in blocks of {matrix.height} x "
-                f"{matrix.width} with {geometry}, or there is no memory: give one of tuning.candidates"
+                f"{self.tile} does not suit {matrix.rows} x {matrix.columns} weights in blocks of {matrix.height} x "
+                f"{matrix.width} with {self.geometry}, or there is no memory: give one of tuning.candidates"
             )
         weakref.finalize(self, self._library.free, self._plan)
 
@@ -128,16 +135,7 @@ class NativeLayer(Layer):
 class _TorchLayer(Layer):
     """On torch. Subclasses say how the weight is kept and multiplied."""
 
-    def __init__(
-        self,
-        matrix: SparseMatrix,
-        geometry: Geometry,
-        *,
-        bias: Tensor | None = None,
-        activation: Activation = Activation.NONE,
-    ) -> None:
-        super().__init__(matrix, geometry, bias=bias, activation=activation)
-        self._weight = self._prepare(matrix)
+    _weight: Tensor
 
     def _bound(self, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], object]:
         return partial(self._run, x, out, residual)
@@ -154,9 +152,6 @@ class _TorchLayer(Layer):
             found = F.gelu(found)
         out.copy_(found)
 
-    def _prepare(self, matrix: SparseMatrix) -> Tensor:
-        raise NotImplementedError
-
     def _multiply(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -164,12 +159,12 @@ class _TorchLayer(Layer):
 class CsrLayer(_TorchLayer):
     """On torch's CSR. Only for plain geometries: anything else would have to unfold its whole input."""
 
-    def _prepare(self, matrix: SparseMatrix) -> Tensor:
+    def _prepare(self, matrix: SparseMatrix) -> None:
         if not self.geometry.is_plain:
             raise GrowpruneError(f"CSR of torch cannot convolve, but {self.geometry} was given: take a DenseLayer")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")  # it is in beta, and trusts its indices
-            return matrix.dense().to_sparse_csr()
+            self._weight = matrix.dense().to_sparse_csr()
 
     def _multiply(self, x: Tensor) -> Tensor:
         return self._weight @ x
@@ -178,11 +173,11 @@ class CsrLayer(_TorchLayer):
 class DenseLayer(_TorchLayer):
     """Dense, in the same layout."""
 
-    def _prepare(self, matrix: SparseMatrix) -> Tensor:
+    def _prepare(self, matrix: SparseMatrix) -> None:
         weight, geometry = matrix.dense(), self.geometry
-        if geometry.is_plain:
-            return weight
-        return weight.view(matrix.rows, *geometry.kernel, geometry.channels).permute(0, 3, 1, 2).contiguous()
+        if not geometry.is_plain:
+            weight = weight.view(matrix.rows, *geometry.kernel, geometry.channels).permute(0, 3, 1, 2).contiguous()
+        self._weight = weight
 
     def _multiply(self, x: Tensor) -> Tensor:
         g = self.geometry

@@ -24,7 +24,7 @@ from growprune.deployment.cuda.tuning import Choice, choose, make, usual_kind
 from growprune.deployment.deployed import Replaced, Swapped
 from growprune.deployment.example import Example, of_the_example, restored
 from growprune.deployment.layer_table import GpuRow, Row
-from growprune.deployment.skeleton import does_more
+from growprune.deployment.skeleton import does_more, module_of
 from growprune.errors import warn
 from growprune.sparse.model import SparseModel
 from growprune.storage.compact_modules import layouts_of, make_plain
@@ -45,8 +45,7 @@ class SparseSource:
 
 def sparse_layers(model: nn.Module | SparseModel) -> dict[str, SparseSource]:
     """By path, the linear layers that are sparse enough to be timed; not those that share a weight with others."""
-    module = model.model if isinstance(model, SparseModel) else model
-    found = {}
+    module, found = module_of(model), {}
     for path, part in module.named_modules():
         if path and is_linear(part) and part._parameters["weight"] is not None:
             mask = _mask(model, path) if isinstance(model, SparseModel) else None
@@ -152,8 +151,7 @@ def deploy_linears(
         seconds: how long layers may be timed, about; with 0, whatever is sparse runs sparse.
         known: by layer, what was measured before.
     """
-    sources = sparse_layers(model)
-    module = model.model if isinstance(model, SparseModel) else model
+    sources, module = sparse_layers(model), module_of(model)
     bare = waiting_copy(module, sources, device)
     with restored(part for part in bare.modules() if not isinstance(part, Waiting)), of_the_example():
         example.mapped(lambda x: x.to(device) if isinstance(x, Tensor) else x).call(bare)
@@ -215,13 +213,12 @@ class _Swap:
         key, entries, bias = self._keys[waiting], waiting.entries, waiting.bias
         is_new = key not in self._measured
         if is_new:
-            self._measured[key] = choose(entries, bias=bias, batches=(samples,), seconds=self._seconds)
+            self._measured[key] = choose(entries, bias=bias, batch=samples, seconds=self._seconds)
             for kind, why in self._measured[key].failed.items():
                 warn(f"{row.layer} was not timed as {kind}: {why}")
         found = self._measured[key]
         layer = found.layer if is_new else make(entries, found.kind, bias=bias, tiles=found.tiles)
-        (timed,) = found.rows
-        dense, sparse = timed.dense_us / 1e3, None if timed.sparse_us is None else timed.sparse_us / 1e3
+        dense, sparse = found.dense_us / 1e3, None if found.sparse_us is None else found.sparse_us / 1e3
         choice = found.kind if found.kind in ("dense", "2:4") else "sparse"
         return layer, dataclasses.replace(
             row, dense_ms=dense, sparse_ms=sparse, choice=choice, format=found.kind, tiles=found.tiles

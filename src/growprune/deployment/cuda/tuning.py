@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,30 +38,15 @@ LARGEST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 """Of a product against the dense one, relative to its norm: several times what rounding gives."""
 
 
-@dataclass(frozen=True)
-class Timed:
-    """What one layer takes, for one batch."""
-
-    layer: str
-    shape: tuple[int, int]
-    sparsity: float
-    batch: int
-    dense_us: float
-    sparse_us: float | None
-    """Of the fastest that is not dense; None if nothing but dense can run."""
-    kind: str
-    """Which one that is."""
-    choice: str
-    """What was kept for the layer: the fastest for all batches together."""
-
-
 @dataclass(frozen=True, eq=False)
 class Choice:
     """The layer that is kept, and what was measured."""
 
     layer: nn.Module
     kind: str
-    rows: tuple[Timed, ...]
+    dense_us: float
+    sparse_us: float | None
+    """Of the fastest that is not dense; None if nothing but dense can run."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """What could not run here, and why."""
 
@@ -79,37 +63,31 @@ FORMATS: Mapping[str, Callable[[Entries], Matrix]] = {
 TILES: Mapping[str, Sequence[Tile]] = {"offsets": LANE_TILES, "columns": LANE_TILES, "bitmask": BITMASK_TILES}
 
 
-def choose(
-    entries: Entries,
-    *,
-    bias: Tensor | None = None,
-    batches: Sequence[int] = (1,),
-    name: str = "",
-    seconds: float = float("inf"),
-) -> Choice:
+def choose(entries: Entries, *, bias: Tensor | None = None, batch: int = 1, seconds: float = float("inf")) -> Choice:
     """Time a layer in each format and dense, and keep the fastest.
 
     What fails, or gives something else than the dense layer, is left out; see `failed`.
 
     Args:
         entries: values in the dtype to compute in, on the device to compute on.
-        batches: the batches that matter; their times are added up.
+        batch: how many samples the layer is timed with.
         seconds: how long it may be timed, about; compiling kernels does not count.
     """
     dense = DenseLinear(entries.dense(), bias)
-    taken = {dense.kind: {batch: _time(dense, entries, batch) for batch in batches}}
+    taken = {dense.kind: _time(dense, entries, batch)}
     layers: dict[str, nn.Module] = {dense.kind: dense}
     failed: dict[str, str] = {}
     for kind in (*FORMATS, SemiStructuredLinear.kind):
         try:
-            found = _timed(kind, entries, bias, batches, seconds / (1 + len(FORMATS)))
+            found = _timed(kind, entries, bias, batch, seconds / (1 + len(FORMATS)))
             if found is not None:
-                check(found[0], dense, entries, batches[0])
+                check(found[0], dense, entries, batch)
                 layers[kind], taken[kind] = found
         except kernel_failures() as error:
             failed[kind] = first_line(error)
-    best = min(taken, key=lambda kind: sum(taken[kind].values()))
-    return Choice(layers[best], best, tuple(_rows(name, entries, batches, taken, best)), failed)
+    best = min(taken, key=lambda kind: taken[kind])
+    sparse_us = min((us for kind, us in taken.items() if kind != dense.kind), default=None)
+    return Choice(layers[best], best, taken[dense.kind], sparse_us, failed)
 
 
 def make(
@@ -129,8 +107,8 @@ def usual_kind(entries: Entries) -> str:
 
 
 def _timed(
-    kind: str, entries: Entries, bias: Tensor | None, batches: Sequence[int], seconds: float
-) -> tuple[nn.Module, dict[int, float]] | None:
+    kind: str, entries: Entries, bias: Tensor | None, batch: int, seconds: float
+) -> tuple[nn.Module, float] | None:
     """A layer that is not dense, and what it takes with its best tiles; None if it does not suit the matrix."""
     if kind == SemiStructuredLinear.kind:
         packed = semi_structured(entries, bias)
@@ -138,16 +116,14 @@ def _timed(
             return None
         again = [semi_structured(entries, bias) for _ in range(3)]  # they cannot be copied
         layers = [packed, *(layer for layer in again if layer is not None)]
-        return packed, {batch: time_of(layers, _input(entries.values, entries.columns, batch)) for batch in batches}
+        return packed, time_of(layers, _input(entries.values, entries.columns, batch))
     if kind != "bitmask" and entries.columns > MOST_COLUMNS:
         return None
     matrix = FORMATS[kind](entries)
-    tiles, times = {}, {}
-    for batch in batches:
-        few = min(batch, MOST_SAMPLES)
-        tiles[few], times[batch] = fastest(matrix, TILES[kind], few, seconds / len(batches))
-    layer = SparseLinear(matrix, bias=bias, tiles=tiles, kind=kind)
-    return layer, {b: _time(layer, entries, b) if b > MOST_SAMPLES or bias is not None else times[b] for b in batches}
+    few = min(batch, MOST_SAMPLES)
+    tile, us = fastest(matrix, TILES[kind], few, seconds)
+    layer = SparseLinear(matrix, bias=bias, tiles={few: tile}, kind=kind)
+    return layer, _time(layer, entries, batch) if batch > MOST_SAMPLES or bias is not None else us
 
 
 def check(layer: nn.Module, dense: nn.Module, entries: Entries, batch: int) -> None:
@@ -218,13 +194,3 @@ def time_of(layers: Sequence[nn.Module], x: Tensor) -> float:
 def _input(values: Tensor, columns: int, batch: int) -> Tensor:
     generator = torch.Generator(values.device).manual_seed(0)
     return torch.randn(batch, columns, generator=generator, device=values.device).to(values.dtype)
-
-
-def _rows(
-    name: str, entries: Entries, batches: Sequence[int], taken: Mapping[str, Mapping[int, float]], best: str
-) -> Iterator[Timed]:
-    first = Timed(name, (entries.rows, entries.columns), entries.sparsity, 0, 0.0, None, "-", best)
-    for batch in batches:
-        kind = min((kind for kind in taken if kind != "dense"), key=lambda kind: taken[kind][batch], default="-")
-        dense_us, sparse_us = taken["dense"][batch], taken.get(kind, {}).get(batch)
-        yield dataclasses.replace(first, batch=batch, kind=kind, dense_us=dense_us, sparse_us=sparse_us)
