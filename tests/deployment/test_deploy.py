@@ -811,7 +811,7 @@ def test_heads_are_split_off_features_and_merged_with_the_batch_without_a_copy()
     merged = heads.permute((0, 2, 1, 3)).reshape((8, 3, 2))
     assert merged is not None and merged.torch is None and merged.canonical[0] == ((2, 3), (4, 12))
     matrix = as_matrix(place, 2)
-    assert matrix is not None and (matrix.rows, matrix.columns, matrix.step) == (8, 6, 6)
+    assert matrix is not None and matrix.torch == ((8, 6), (6, 1))
     assert as_matrix(place.permute((1, 0, 2)), 2) == matrix  # a layer does not care in which order its columns are
     assert as_matrix(place.permute((1, 0, 2)), 2, ordered=True) is None  # but a convolution does
 

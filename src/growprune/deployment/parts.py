@@ -118,9 +118,9 @@ class Part(_InPlaceOf):
         """All passes, one after the other: trace, fold, fuse, lower, choose, bind."""
         skeleton, traced = self._skeleton, trace(self.__dict__["_module"], example)
         parameters = {id(p): name for name, p in skeleton.module.named_parameters()}
-        names = {node: parameters.get(id(tensor), node.name) for node, tensor in traced.tensors.items()}
+        names = {node: parameters[id(t)] for node, t in traced.tensors.items() if id(t) in parameters}
         drop_identities(traced.graph)
-        fold_constants(traced, lambda tensor: _weight(skeleton, parameters.get(id(tensor)), tensor))
+        fold_constants(traced, skeleton, names)
         fuse(traced.graph, skeleton, names)
         lowered = Lowering(traced, KNOWN).run()
         specs = [step.fused for step in lowered.layers]
@@ -135,12 +135,6 @@ def _key(example: Example) -> object:
     leaves, spec = pytree.tree_flatten((example.args, example.kwargs))
     shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
     return shapes, spec, torch.get_num_threads()
-
-
-def _weight(skeleton: Skeleton, name: str | None, tensor: Tensor) -> tuple[str, Callable[[], Tensor]] | None:
-    if name is None or name not in skeleton.matrices:
-        return None
-    return name, lambda: skeleton.dense_weight(name, tensor.shape)
 
 
 class LinearPart(_InPlaceOf):

@@ -17,7 +17,6 @@ from torch import fx
 from growprune.deployment.graph.fuse import Fused, Reshape, layer
 from growprune.deployment.graph.places import (
     InSlot,
-    Matrix,
     Stored,
     Strides,
     Value,
@@ -105,17 +104,17 @@ class Lowering:
 
     # Layers
 
-    def features(self, node: fx.Node, axis: int, *, ordered: bool = False) -> tuple[Stored, Matrix]:
-        """A node's value as a matrix of features; copied to be one, if need be, and from then on there."""
+    def features(self, node: fx.Node, axis: int, *, ordered: bool = False) -> tuple[Stored, Stored]:
+        """A node's value, and the matrix of its features; copied to be one, if need be, and from then on there."""
         value = self.value(node)
-        if isinstance(value, Stored) and (matrix := as_matrix(value.place, axis, ordered=ordered)) is not None:
-            return value, matrix
-        stored = self.copy(value, feature_major(node.meta["val"].shape, axis))
-        if not is_constant(node):
-            self.values[node] = stored
-        matrix = as_matrix(stored.place, axis, ordered=ordered)
-        assert matrix is not None
-        return stored, matrix
+        matrix = as_matrix(value.place, axis, ordered=ordered) if isinstance(value, Stored) else None
+        if matrix is None:
+            value = self.copy(value, feature_major(node.meta["val"].shape, axis))
+            if not is_constant(node):
+                self.values[node] = value
+            matrix = as_matrix(value.place, axis, ordered=ordered)
+            assert matrix is not None
+        return value, Stored(value.buffer, matrix)
 
     def _layer(self, node: fx.Node) -> Stored:
         fused: Fused = node.meta["fused"]
@@ -127,14 +126,13 @@ class Lowering:
             place = feature_major((x.place.shape[0], fused.weight.rows, *fused.geometry.out_size), 1)
         else:
             place = with_features(x.place, fused.axis, fused.weight.rows)
-        out_matrix = Matrix(fused.weight.rows, fused.geometry.columns, fused.geometry.columns, 0)
-        middle = self._reshape(place, fused.before)
-        added = None
+        rows = Strides.contiguous((fused.weight.rows, fused.geometry.columns))
+        middle, added = self._reshape(place, fused.before), None
         if isinstance(residual, fx.Node):
-            r = self._alike(residual, middle)
-            added = r.buffer, Matrix(out_matrix.rows, out_matrix.columns, out_matrix.step, r.place.offset)
+            lies_alike = self._alike(residual, middle)
+            added = Stored(lies_alike.buffer, Strides(rows.dimensions, lies_alike.place.offset))
         out = self.store(place)
-        self.add(LayerStep(fused, (x.buffer, matrix), (out.buffer, out_matrix), added))
+        self.add(LayerStep(fused, matrix, Stored(out.buffer, rows), added))
         return Stored(out.buffer, self._reshape(middle, fused.after))
 
     def _reshape(self, place: Strides, reshapes: Sequence[Reshape]) -> Strides:

@@ -75,9 +75,7 @@ def _as_rows(value: Stored, axis: int, *, ordered: bool = False) -> Stored:
     """The matrix of a value, with a row for each feature of `axis`."""
     matrix = as_matrix(value.place, axis, ordered=ordered)
     assert matrix is not None
-    rows = ((matrix.rows, matrix.step),) if matrix.rows > 1 else ()
-    columns = ((matrix.columns, 1),) if matrix.columns > 1 else ()
-    return Stored(value.buffer, Strides((rows, columns), matrix.offset))
+    return Stored(value.buffer, matrix)
 
 
 def _norm(

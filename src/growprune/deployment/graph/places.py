@@ -123,18 +123,8 @@ def _merged(atoms: Dimension) -> Dimension:
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """What a kernel takes: rows of features that lie `step` apart, from `offset` on."""
-
-    rows: int
-    columns: int
-    step: int
-    offset: int
-
-
-def as_matrix(place: Strides, axis: int, *, ordered: bool = False) -> Matrix | None:
-    """The matrix with a row for each feature of `axis`, if that is how the tensor lies.
+def as_matrix(place: Strides, axis: int, *, ordered: bool = False) -> Strides | None:
+    """The matrix that a kernel takes, with a row for each feature of `axis`, if that is how the tensor lies.
 
     All other dimensions are its columns, in any order; with `ordered`, in theirs.
     """
@@ -143,8 +133,8 @@ def as_matrix(place: Strides, axis: int, *, ordered: bool = False) -> Matrix | N
     columns = math.prod(size for size, _ in others)
     if len(features) > 1 or not _is_dense(others if ordered else sorted(others, key=lambda atom: -atom[1])):
         return None
-    step = features[0][1] if features else columns
-    return Matrix(place.shape[axis], columns, step, place.offset) if step >= columns else None
+    overlaps = any(stride < columns for _, stride in features)
+    return None if overlaps else Strides((features, _atoms((columns, 1))), place.offset)
 
 
 def _is_dense(atoms: Sequence[Atom]) -> bool:

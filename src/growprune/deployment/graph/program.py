@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from growprune.deployment.cpu.prepared import Layer
 from growprune.deployment.graph.fuse import Fused
-from growprune.deployment.graph.places import InSlot, Matrix, Stored, Strides, Value
+from growprune.deployment.graph.places import InSlot, Stored, Value
 
 ALIGNMENT = 16
 """Floats: buffers begin where cache lines do."""
@@ -32,10 +32,6 @@ class Memory:
         shape = value.place.torch
         assert shape is not None
         return self.arena.as_strided(*shape, self.offsets[value.buffer] + value.place.offset)
-
-    def matrix(self, buffer: int, matrix: Matrix) -> Tensor:
-        size, stride = (matrix.rows, matrix.columns), (matrix.step, 1)
-        return self.arena.as_strided(size, stride, self.offsets[buffer] + matrix.offset)
 
     def bound(self, value: Value) -> Value:
         """A stored value as a tensor; any other as it is."""
@@ -67,32 +63,27 @@ class Step(Protocol):
 
 @dataclass
 class LayerStep:
-    """A fused layer."""
+    """A fused layer, of matrices."""
 
     fused: Fused
-    x: tuple[int, Matrix]
-    out: tuple[int, Matrix]
-    residual: tuple[int, Matrix] | None
+    x: Stored
+    out: Stored
+    residual: Stored | None
     layer: Layer | None = None
     """What runs it, when that is chosen."""
 
     @property
     def reads(self) -> list[Value]:
-        return [_anywhere(buffer) for buffer, _ in filter(None, (self.x, self.residual))]
+        return [self.x] if self.residual is None else [self.x, self.residual]
 
     @property
     def writes(self) -> list[Stored]:
-        return [_anywhere(self.out[0])]
+        return [self.out]
 
     def bind(self, memory: Memory) -> Callable[[], object]:
         assert self.layer is not None
-        residual = None if self.residual is None else memory.matrix(*self.residual)
-        return self.layer.bind(memory.matrix(*self.x), memory.matrix(*self.out), residual)
-
-
-def _anywhere(buffer: int) -> Stored:
-    """A value in a buffer, of which nothing else matters."""
-    return Stored(buffer, Strides(()))
+        residual = None if self.residual is None else memory.tensor(self.residual)
+        return self.layer.bind(memory.tensor(self.x), memory.tensor(self.out), residual)
 
 
 @dataclass

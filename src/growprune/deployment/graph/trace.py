@@ -14,6 +14,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from growprune.deployment.example import Example, first_line
+from growprune.deployment.skeleton import Skeleton
 
 aten = torch.ops.aten
 
@@ -178,17 +180,19 @@ class Constant:
     """The sparse weight that it is, as it is."""
 
 
-def fold_constants(traced: Traced, weight_of: Callable[[Tensor], tuple[str, Callable[[], Tensor]] | None]) -> None:
+def fold_constants(traced: Traced, skeleton: Skeleton, names: Mapping[fx.Node, str]) -> None:
     """Mark what depends on no input, in `meta["constant"]`.
 
     Args:
-        weight_of: by a parameter of the module, the name of the sparse weight that it stands for, and how to make it.
+        names: by the placeholder of a parameter, its name in the model.
     """
     for node in traced.graph.nodes:
         if node in traced.tensors:
-            tensor = traced.tensors[node]
-            found = weight_of(tensor)
-            node.meta["constant"] = Constant(tensor.detach) if found is None else Constant(found[1], found[0])
+            tensor, name = traced.tensors[node], names.get(node)
+            if name is not None and name in skeleton.matrices:
+                node.meta["constant"] = Constant(partial(skeleton.dense_weight, name, tensor.shape), name)
+            else:
+                node.meta["constant"] = Constant(tensor.detach)
         elif node.op == "call_function" and all("constant" in n.meta for n in node.all_input_nodes) and _is_pure(node):
             node.meta["constant"] = Constant(_once(node))
 
