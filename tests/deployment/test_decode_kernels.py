@@ -27,6 +27,7 @@ from growprune.deployment.cuda.products import BitmaskTile, LaneTile, Matrix, Ti
 from growprune.deployment.cuda.tuning import FORMATS, choose, fastest, times_of_tiles
 from growprune.errors import GrowpruneError
 from growprune.storage import kernels
+from growprune.storage.compact_modules import layouts_of
 
 MAKERS: dict[str, Callable[[Entries], Matrix]] = {
     "columns, 8 lanes": lambda entries: lane_matrix(entries, lanes=8, has_offsets=False),
@@ -123,8 +124,8 @@ def test_entries_of_compact_storage_need_no_dense_weight() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(70, 40))
     sparse = gp.SparseModel(model, sparsity=0.8, storage="compact")
     sparse.prune()
-    (layout,) = model[0]._compact_layouts.values()
-    values = model[0]._parameters["weight"].detach()
+    layout, values = layouts_of(model[0])["weight"], dict(model[0].named_parameters())["weight"].detach()
+    assert layout is not None
     entries = from_bits(values, layout.bits, layout.shape, group=layout.group)
     assert torch.equal(entries.dense(), model.state_dict()["0.weight"])
 

@@ -330,7 +330,7 @@ def test_a_sparse_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_saved_and_loaded_it_gives_the_same_bits(tmp_path: Path, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, example = translation()
-    monkeypatch.setattr("growprune.deployment.api._milliseconds", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr("growprune.deployment.api.milliseconds_in_turns", lambda *_: (1.0, 2.0))
     taken = iter([(2e-3, 1e-3), (1e-3, 2e-3)] * 50)
     monkeypatch.setattr(tuning, "dense_and_sparse_seconds", lambda *_: next(taken))  # some sparse, some dense
     deployed = gp.deploy(sparse_of(model, storage="compact"), example, seconds=0.2, whole=whole)
@@ -723,7 +723,7 @@ def test_a_model_that_torch_runs_faster_stays_in_torch(monkeypatch: pytest.Monke
     torch.manual_seed(0)
     model, x = Small(), torch.randn(2, 4, 8, 8)
     sparse = sparse_of(model)
-    monkeypatch.setattr("growprune.deployment.api._milliseconds", lambda *_: (2.0, 1.0))
+    monkeypatch.setattr("growprune.deployment.api.milliseconds_in_turns", lambda *_: (2.0, 1.0))
     with pytest.warns(UserWarning, match="takes 2 ms, and in torch 1 ms: it stays in torch"):
         deployed = gp.deploy(sparse, x, seconds=0.01)
     assert deployed.is_in_torch
@@ -735,7 +735,7 @@ def test_the_faster_of_both_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what was measured, and by nothing else."""
     torch.manual_seed(0)
     sparse = sparse_of(Small())
-    monkeypatch.setattr("growprune.deployment.api._milliseconds", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr("growprune.deployment.api.milliseconds_in_turns", lambda *_: (1.0, 2.0))
     for taken, choice in (((2e-3, 1e-3), "sparse"), ((1e-3, 2e-3), "dense")):
         monkeypatch.setattr(tuning, "dense_and_sparse_seconds", lambda *_, taken=taken: taken)
         deployed = gp.deploy(sparse, torch.randn(2, 4, 8, 8), seconds=0.01)

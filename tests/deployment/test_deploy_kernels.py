@@ -26,9 +26,8 @@ from growprune.deployment.cpu.prepared import (
     DenseLayer,
     Layer,
     LayerSpec,
-    MaxPool,
-    MeanPool,
     NativeLayer,
+    Pool,
 )
 from growprune.deployment.skeleton import skeleton_of
 from growprune.errors import GrowpruneError
@@ -246,10 +245,10 @@ def test_pools_are_those_of_torch(geometry: Geometry, ceil_mode: bool, counts_pa
     x = torch.randn(g.channels, g.in_columns)
     images = x.view(g.channels, g.batch, g.height, g.width).transpose(0, 1)
     largest = F.max_pool2d(images, g.kernel, g.stride, g.padding, g.dilation, ceil_mode)
-    found = MaxPool(g, threads=threads)(spaced(x), torch.empty(g.channels, g.columns))
+    found = Pool(g, threads=threads)(spaced(x), torch.empty(g.channels, g.columns))
     assert torch.equal(found, largest.transpose(0, 1).flatten(1))
     means = F.avg_pool2d(images.double(), flat.kernel, flat.stride, flat.padding, ceil_mode, counts_padding)
-    pool = MeanPool(flat, counts_padding=counts_padding, threads=threads)
+    pool = Pool(flat, is_mean=True, counts_padding=counts_padding, threads=threads)
     found = pool(spaced(x), torch.empty(g.channels, flat.columns))
     torch.testing.assert_close(found.double(), means.transpose(0, 1).flatten(1), atol=1e-6, rtol=1e-5)
 

@@ -222,10 +222,8 @@ def deploy_on_gpu(
 def _swapped(skeleton: Skeleton, example: Example, *, seconds: float, whole: bool, known: Mapping[str, Row]) -> Swapped:
     reasons = []
     if whole:
-        part = Part(skeleton.module, skeleton, seconds=seconds, known=known)
         try:
-            compiled = part.plan(example)
-            return Swapped(part, compiled.rows, compiled.in_torch)
+            return Part(skeleton.module, skeleton, seconds=seconds, known=known).plan(example)
         except NotTraceable as error:
             reasons = [f"{type(skeleton.module).__name__} as a whole ({error})"]
     return deploy_parts(skeleton, example, seconds=seconds, known=known, by_layer=not whole, reasons=reasons)
@@ -234,12 +232,11 @@ def _swapped(skeleton: Skeleton, example: Example, *, seconds: float, whole: boo
 def _rows_in_torch(skeleton: Skeleton, rows: Sequence[Row]) -> list[Row]:
     """The sparse weights that no part has."""
     known = {row.layer for row in rows}
-    found = []
-    for name, matrix in skeleton.matrices.items():
-        layer = name.removesuffix(".weight")
-        if layer not in known and name not in known:
-            found.append(Row(layer, f"{matrix.rows}x{matrix.columns}", matrix.sparsity, None, None, "torch"))
-    return found
+    return [
+        Row(name.removesuffix(".weight"), f"{matrix.rows}x{matrix.columns}", matrix.sparsity, None, None, "torch")
+        for name, matrix in skeleton.matrices.items()
+        if known.isdisjoint((name, name.removesuffix(".weight")))
+    ]
 
 
 def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: float) -> tuple[float, float]:
@@ -251,14 +248,14 @@ def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: floa
         example.call(skeleton.module)
         swapped.put(deployed=True)
 
-    times = _milliseconds([lambda: example.call(swapped.module), in_torch], seconds)
+    times = milliseconds_in_turns([lambda: example.call(swapped.module), in_torch], seconds)
     if isinstance(swapped.module, Part):
         empty(skeleton)
     return times
 
 
 @torch.no_grad()
-def _milliseconds(calls: Sequence[Callable[[], object]], seconds: float) -> tuple[float, float]:
+def milliseconds_in_turns(calls: Sequence[Callable[[], object]], seconds: float) -> tuple[float, float]:
     """Of each call, in turns, the 30th percentile."""
     taken: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds

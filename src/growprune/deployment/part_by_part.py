@@ -90,13 +90,13 @@ class _Walk:
             return LinearPart(module, path, self._skeleton, seconds=self._seconds, known=self._known.get(path))
         part = Part(module, self._skeleton, seconds=self._seconds * self._num_weights(path), known=self._known)
         try:
-            compiled = part.plan(self._inputs[path])
+            planned = part.plan(self._inputs[path])
         except NotTraceable as error:
             self.in_torch.append(f"{path} ({type(module).__name__}: {error})")
             return None
-        self.rows += compiled.rows
-        self.in_torch += compiled.in_torch
-        return part if any(row.choice != "torch" for row in compiled.rows) else None
+        self.rows += planned.rows
+        self.in_torch += planned.in_torch
+        return part if any(row.choice != "torch" for row in planned.rows) else None
 
 
 def _itself(module: nn.Module) -> nn.Module:

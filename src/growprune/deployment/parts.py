@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.prepared import LayerSpec
 from growprune.deployment.cpu.tuning import choose
-from growprune.deployment.deployed import refuse_to_copy, stay_as_made
+from growprune.deployment.deployed import Swapped, refuse_to_copy, stay_as_made
 from growprune.deployment.example import Example
 from growprune.deployment.graph.fuse import fuse
 from growprune.deployment.graph.lower import Lowering
@@ -62,16 +61,6 @@ class _InPlaceOf(nn.Module):
         return self.plans[key]
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A module as a program, for one shape of inputs."""
-
-    program: Program
-    rows: list[Row]
-    in_torch: list[str]
-    """Operations of it that are torch's."""
-
-
 class Part(_InPlaceOf):
     """A module that runs as programs."""
 
@@ -79,22 +68,20 @@ class Part(_InPlaceOf):
         super().__init__(module, seconds=seconds)
         self._skeleton, self._known = skeleton, known
 
-    def plan(self, example: Example) -> Compiled:
+    def plan(self, example: Example) -> Swapped:
         """Make the first plan. Raises NotTraceable."""
-        compiled = self._compile(example, self._seconds, self._known)
-        self.plans[_key(example)] = compiled
-        return compiled
+        program, rows, in_torch = self._compile(example, self._seconds, self._known)
+        self.plans[_key(example)] = program
+        return Swapped(self, rows, in_torch)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         example = Example(args, kwargs)
         with self._lock:
-            compiled = self._plan(_key(example), lambda: self._next(example))
-            if compiled is None:
-                return self.__dict__["_module"](*args, **kwargs)
-            return compiled.program(example.leaves)
+            program = self._plan(_key(example), lambda: self._next(example))
+            return self.__dict__["_module"](*args, **kwargs) if program is None else program(example.leaves)
 
-    def _next(self, example: Example) -> Compiled | None:
+    def _next(self, example: Example) -> Program | None:
         """The plan for another shape; None if the module must run in torch with it."""
         for leaf in example.leaves:
             if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
@@ -108,14 +95,19 @@ class Part(_InPlaceOf):
                 f"while, and {MOST_PLANS} are kept"
             )
         try:
-            return self._compile(example, min(self._seconds, 2.0), {})
+            return self._compile(example, min(self._seconds, 2.0), {})[0]
         except NotTraceable as error:
             warn(f"{name} runs in torch with these inputs: {error}")
             fill_in(self._skeleton)
             return None
 
-    def _compile(self, example: Example, seconds: float, known: Mapping[str, Row]) -> Compiled:
-        """All passes, one after the other: trace, fold, fuse, lower, choose, bind."""
+    def _compile(
+        self, example: Example, seconds: float, known: Mapping[str, Row]
+    ) -> tuple[Program, list[Row], list[str]]:
+        """All passes, one after the other: trace, fold, fuse, lower, choose, bind.
+
+        Beside the program, its layers, and which of its operations are torch's.
+        """
         skeleton, traced = self._skeleton, trace(self.__dict__["_module"], example)
         parameters = {id(p): name for name, p in skeleton.module.named_parameters()}
         names = {node: parameters[id(t)] for node, t in traced.tensors.items() if id(t) in parameters}
@@ -127,7 +119,7 @@ class Part(_InPlaceOf):
         chosen = choose(specs, seconds=seconds, threads=torch.get_num_threads(), known=known)
         for step, (layer, _) in zip(lowered.layers, chosen, strict=True):
             step.layer = layer
-        return Compiled(Program(lowered, traced.out_spec), [row for _, row in chosen], lowered.in_torch)
+        return Program(lowered, traced.out_spec), [row for _, row in chosen], lowered.in_torch
 
 
 def _key(example: Example) -> object:

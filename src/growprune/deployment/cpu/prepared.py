@@ -186,39 +186,32 @@ class DenseLayer(_TorchLayer):
         return _columns(F.conv2d(_images(g, x), self._weight, None, g.stride, g.padding, g.dilation))
 
 
-class MaxPool:
-    """The largest of each window."""
+class Pool:
+    """The largest of each window, or the mean: over all of an image, if the kernel is as large."""
 
-    def __init__(self, geometry: Geometry, *, threads: int | None = None) -> None:
-        self.geometry, self._threads = geometry, threads or torch.get_num_threads()
-
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        g = self.geometry
-        _check_pool(g, x, out)
-        if found := library():
-            found.max_pool(geometry_struct(g), *strided(x), *strided(out), self._threads)
-            return out
-        pooled = F.max_pool2d(_images(g, x), g.kernel, g.stride, g.padding, g.dilation, g.ceil_mode)
-        return out.copy_(_columns(pooled))
-
-
-class MeanPool:
-    """The mean of each window; over all of an image, if the kernel is as large."""
-
-    def __init__(self, geometry: Geometry, *, counts_padding: bool = True, threads: int | None = None) -> None:
-        if geometry.dilation != (1, 1):
+    def __init__(
+        self, geometry: Geometry, *, is_mean: bool = False, counts_padding: bool = True, threads: int | None = None
+    ) -> None:
+        if is_mean and geometry.dilation != (1, 1):
             raise GrowpruneError(f"a mean pool has no dilation, but {geometry} was given")
-        self.geometry, self._threads = geometry, threads or torch.get_num_threads()
-        self._counts_padding = counts_padding
+        self.geometry, self._is_mean, self._counts_padding = geometry, is_mean, counts_padding
+        self._threads = threads or torch.get_num_threads()
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        g = self.geometry
-        _check_pool(g, x, out)
-        if found := library():
+        g, found = self.geometry, library()
+        check_matrix("x", x, g.channels, g.in_columns)
+        check_matrix("out", out, g.channels, g.columns)
+        if found and self._is_mean:
             found.mean_pool(geometry_struct(g), *strided(x), *strided(out), self._counts_padding, self._threads)
-            return out
-        pooled = F.avg_pool2d(_images(g, x), g.kernel, g.stride, g.padding, g.ceil_mode, self._counts_padding)
-        return out.copy_(_columns(pooled))
+        elif found:
+            found.max_pool(geometry_struct(g), *strided(x), *strided(out), self._threads)
+        elif self._is_mean:
+            means = F.avg_pool2d(_images(g, x), g.kernel, g.stride, g.padding, g.ceil_mode, self._counts_padding)
+            out.copy_(_columns(means))
+        else:
+            largest = F.max_pool2d(_images(g, x), g.kernel, g.stride, g.padding, g.dilation, g.ceil_mode)
+            out.copy_(_columns(largest))
+        return out
 
 
 def _images(geometry: Geometry, x: Tensor) -> Tensor:
@@ -227,11 +220,6 @@ def _images(geometry: Geometry, x: Tensor) -> Tensor:
 
 def _columns(images: Tensor) -> Tensor:
     return images.transpose(0, 1).flatten(1)
-
-
-def _check_pool(geometry: Geometry, x: Tensor, out: Tensor) -> None:
-    check_matrix("x", x, geometry.channels, geometry.in_columns)
-    check_matrix("out", out, geometry.channels, geometry.columns)
 
 
 def check_matrix(name: str, tensor: Tensor, rows: int, columns: int) -> None:

@@ -46,21 +46,17 @@ class SparseSource:
 def sparse_layers(model: nn.Module | SparseModel) -> dict[str, SparseSource]:
     """By path, the linear layers that are sparse enough to be timed; not those that share a weight with others."""
     module, found = module_of(model), {}
+    sparse = model if isinstance(model, SparseModel) else None
+    masked = {weight.parameter for weight in sparse.weights} if sparse is not None else ()
     for path, part in module.named_modules():
         if path and is_linear(part) and part._parameters["weight"] is not None:
-            mask = _mask(model, path) if isinstance(model, SparseModel) else None
+            name, is_compact = f"{path}.weight", layouts_of(part).get("weight") is not None
+            mask = sparse.mask(name) if sparse is not None and name in masked and not is_compact else None
             source = source_of(part, mask)
             if source is not None and source.entries.sparsity >= LEAST_SPARSITY:
                 found[path] = source
     shared = _shared(module, found)
     return {path: source for path, source in found.items() if path not in shared}
-
-
-def _mask(model: SparseModel, path: str) -> Tensor | None:
-    name = f"{path}.weight"
-    is_compact = layouts_of(model.model.get_submodule(path)).get("weight") is not None
-    is_sparse = any(weight.parameter == name for weight in model.weights)
-    return model.mask(name) if is_sparse and not is_compact else None
 
 
 def _shared(module: nn.Module, found: Iterable[str]) -> set[str]:

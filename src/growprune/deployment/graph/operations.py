@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.prepared import MaxPool, MeanPool
+from growprune.deployment.cpu.prepared import Pool
 from growprune.deployment.graph.lower import Lowering
 from growprune.deployment.graph.places import InSlot, Stored, Strides, as_matrix, feature_major, with_features
 from growprune.deployment.graph.program import CallStep, TorchStep
@@ -101,16 +101,19 @@ def _norm(
     return run
 
 
+MEAN_POOL = partial(Pool, is_mean=True)
+
+
 def max_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
     _, kernel, stride, padding, dilation, ceil_mode = arguments(node, None, None, [], 0, 1, False)
-    return _pool(lowering, node, MaxPool, kernel, stride or kernel, padding, dilation, bool(ceil_mode))
+    return _pool(lowering, node, Pool, kernel, stride or kernel, padding, dilation, bool(ceil_mode))
 
 
 def mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
     _, kernel, stride, padding, ceil_mode, counts, divisor = arguments(node, None, None, [], 0, False, True, None)
     if divisor is not None or node.kwargs:
         return None
-    pool = partial(MeanPool, counts_padding=bool(counts))
+    pool = partial(MEAN_POOL, counts_padding=bool(counts))
     return _pool(lowering, node, pool, kernel, stride or kernel, padding, (1, 1), bool(ceil_mode))
 
 
@@ -120,7 +123,7 @@ def adaptive_mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
     if len(shape) != 4 or any(a % b for a, b in zip(shape[2:], out[2:], strict=True)):
         return None
     kernel = [a // b for a, b in zip(shape[2:], out[2:], strict=True)]
-    return _pool(lowering, node, MeanPool, kernel, kernel, (0, 0), (1, 1), False)
+    return _pool(lowering, node, MEAN_POOL, kernel, kernel, (0, 0), (1, 1), False)
 
 
 def mean(lowering: Lowering, node: fx.Node) -> Stored | None:
@@ -130,7 +133,7 @@ def mean(lowering: Lowering, node: fx.Node) -> Stored | None:
     is_over_image = len(shape) == 4 and isinstance(axes, (list, tuple)) and sorted(a % 4 for a in axes) == [2, 3]
     if not is_over_image or node.kwargs:
         return None
-    return _pool(lowering, node, MeanPool, shape[2:], shape[2:], (0, 0), (1, 1), False)
+    return _pool(lowering, node, MEAN_POOL, shape[2:], shape[2:], (0, 0), (1, 1), False)
 
 
 def _pool(
