@@ -27,13 +27,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune.deployment.cuda import DenseLinear, Entries, SemiStructuredLinear, from_dense, graphed, microseconds
-from growprune.deployment.cuda import product as multiply
-from growprune.deployment.cuda.bitmask import bitmask_matrix
-from growprune.deployment.cuda.choosing import BITMASK_TILES, LANE_TILES, copies, first_line, time_of, times_of_tiles
-from growprune.deployment.cuda.lanes import lane_matrix
+from growprune.deployment.api import deploy_on_gpu
+from growprune.deployment.cuda.csr import Entries, from_dense
+from growprune.deployment.cuda.formats import bitmask_matrix, lane_matrix
+from growprune.deployment.cuda.graphs import graphed, microseconds
+from growprune.deployment.cuda.linear import DenseLinear, SemiStructuredLinear
 from growprune.deployment.cuda.products import BitmaskTile, LaneTile, Matrix, Tile
-from growprune.deployment.deployed import Example, deploy_on_gpu
+from growprune.deployment.cuda.products import product as multiply
+from growprune.deployment.cuda.tuning import BITMASK_TILES, LANE_TILES, copies, time_of, times_of_tiles
+from growprune.deployment.example import Example, first_line
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORMATS: dict[str, Callable[[Entries], Matrix]] = {
@@ -325,7 +327,7 @@ def model_row(options: argparse.Namespace, report: Report) -> dict[str, Any]:
     blocks = 1 if options.small else options.blocks
     dense = nn.Sequential(*(Block(d, hidden, heads, options.batch, context) for _ in range(blocks))).eval()
     x = torch.randn(options.batch, d, device=DEVICE, dtype=torch.bfloat16)
-    fast = deploy_on_gpu(dense, Example.of(x), device=DEVICE, seconds=0.5 if options.small else 20.0, chosen={})
+    fast = deploy_on_gpu(dense, Example.of(x), device=DEVICE, seconds=0.5 if options.small else 20.0, known={})
     report.say("\n".join(str(fast.table).splitlines()[:5]))
     report.say("\n".join(f"{row.layer}: {row.format} {dict(row.tiles)}" for row in fast.table[:4]))
     error = relative(fast(x), dense(x).float())

@@ -4,7 +4,7 @@
 
 Reads a JSON object a line and answers each with one. {"rows", "columns", "n", "variants"} makes products Y = W X and
 answers with their names, or with nothing where the engine is not installed; {"block": name} runs one for about 5 ms and
-answers with the mean seconds of a call.
+answers with the mean milliseconds of a call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,20 @@ from typing import Any
 import numpy as np
 
 Products = dict[str, Callable[[], object]]
-WORKER = Path(__file__).parents[1] / "src" / "growprune" / "inference" / "bench_worker.py"
-"""By its path, as growprune need not be installed where OpenVINO is."""
-BLOCK_SECONDS, PAUSE_SECONDS = 0.005, 0.01
+SOURCE = Path(__file__).parents[1] / "src" / "growprune" / "deployment"
+WORKER = runpy.run_path(str(SOURCE / "bench_worker.py"))
+"""What `growprune bench` runs, by its path, as growprune need not be installed where OpenVINO is."""
+BLOCK_SECONDS = 0.005
 
 
 def growprune(rows: int, columns: int, n: int, variants: list[Any], threads: int) -> Products:
     """Our kernels, with each pattern and sparsity, and torch in the same process."""
     import torch
 
-    from growprune.deployment.geometry import Geometry
-    from growprune.deployment.matrix import block_of, from_dense
-    from growprune.deployment.tuning import tune
+    from growprune.deployment.cpu.geometry import Geometry
+    from growprune.deployment.cpu.matrix import block_of, from_dense
+    from growprune.deployment.cpu.prepared import LayerSpec, NativeLayer
+    from growprune.deployment.cpu.tuning import fastest_tile
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -45,8 +46,9 @@ def growprune(rows: int, columns: int, n: int, variants: list[Any], threads: int
         height, width = block_of(pattern)
         alive = torch.rand(-(-rows // height), -(-columns // width)) >= sparsity
         mask = alive.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
-        matrix = from_dense(weight * mask, mask, pattern=pattern)
-        layer, _ = tune(matrix, Geometry.linear(columns, n), threads=threads, seconds=0.5)
+        matrix, geometry = from_dense(weight * mask, mask, pattern=pattern), Geometry.linear(columns, n)
+        tile = fastest_tile(LayerSpec("", matrix, geometry, None, is_sparse=True), threads, 0.5)
+        layer = NativeLayer(matrix, geometry, tile)
         expected = (weight * mask).double() @ x.double()
         assert (layer(x, out).double() - expected).abs().max() <= 1e-5 * expected.abs().max()
         made[f"{pattern} {sparsity:g}"] = layer.bind(x, out)
@@ -72,7 +74,7 @@ def openvino(rows: int, columns: int, n: int, variants: list[Any], threads: int)
     import openvino as ov
 
     del variants
-    core, settings = ov.Core(), runpy.run_path(str(WORKER))["openvino_settings"](threads)
+    core, settings = ov.Core(), WORKER["openvino_settings"](threads)
     compiled = core.compile_model(core.read_model(onnx_product(rows, columns, n)), "CPU", settings)
     request = compiled.create_infer_request()
     request.set_input_tensor(ov.Tensor(random(n, columns)))
@@ -95,42 +97,26 @@ def random(*shape: int) -> Any:
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
 
 
-def block(product: Callable[[], object], repeats: dict[int, int]) -> float:
-    """The mean seconds of as many calls as take about 5 ms; the first block finds out how many that are.
-
-    The threads of the engine before must have gone to sleep, or they take cores by waiting for work; and ours must be
-    awake.
-    """
-    time.sleep(PAUSE_SECONDS)
-    product()
-    start = time.perf_counter()
-    product()
-    taken = time.perf_counter() - start
-    repeats.setdefault(id(product), min(1000, max(1, round(BLOCK_SECONDS / taken))))
-    start = time.perf_counter()
-    for _ in range(repeats[id(product)]):
-        product()
-    return (time.perf_counter() - start) / repeats[id(product)]
-
-
 ENGINES = {"growprune": growprune, "onnxruntime": onnxruntime, "openvino": openvino}
 
 
 def main() -> None:
     make, threads = ENGINES[sys.argv[1]], int(sys.argv[2])
     products: Products = {}
-    repeats: dict[int, int] = {}
+    repeats: dict[str, list[int]] = {}
     for line in sys.stdin:
         asked = json.loads(line)
+        answer: dict[str, Any]
         if "block" in asked:
-            answer: object = block(products[asked["block"]], repeats)
+            name = asked["block"]
+            answer = {"ms": WORKER["block"](products[name], repeats[name], BLOCK_SECONDS)}
         else:
             try:
                 products = make(**asked, threads=threads)
             except ImportError:
                 products = {}
-            repeats.clear()
-            answer = list(products)
+            repeats = {name: [] for name in products}
+            answer = {"products": list(products)}
         print(json.dumps(answer), flush=True)
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from growprune.deployment.bench import Worker
 
 SHAPES = [
     *((1024, 4096, n) for n in (1, 8, 32, 128, 512)),
@@ -35,40 +35,24 @@ VARIANTS = [
 ]
 
 
-class Engine:
-    """A process of engines.py."""
-
-    def __init__(self, name: str, python: str, threads: int) -> None:
-        self.name = name
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        command = [python, str(Path(__file__).with_name("engines.py")), name, str(threads)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    def ask(self, question: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        if not (answer := self._process.stdout.readline()):
-            raise SystemExit(f"{self.name} ended with {self._process.wait()}: see above")
-        return json.loads(answer)
-
-    def close(self) -> None:
-        self._process.communicate()
+def ask(engine: Worker, question: dict[str, Any]) -> dict[str, Any]:
+    answer = engine.ask(question)
+    if "why" in answer:
+        raise SystemExit(f"{engine.name}: {answer['why']}")
+    return answer
 
 
-def time_shape(engines: list[Engine], shape: tuple[int, int, int], rounds: int) -> dict[str, list[float]]:
+def time_shape(engines: list[Worker], shape: tuple[int, int, int], rounds: int) -> dict[str, list[float]]:
     """By product, the means of its blocks, over all engines in turn."""
     rows, columns, n = shape
     question = {"rows": rows, "columns": columns, "n": n, "variants": VARIANTS}
-    products = [(engine, name) for engine in engines for name in engine.ask(question)]
+    products = [(engine, name) for engine in engines for name in ask(engine, question)["products"]]
     for engine, name in products:
-        engine.ask({"block": name})
+        ask(engine, {"block": name})
     blocks: dict[str, list[float]] = {name: [] for _, name in products}
     for _ in range(rounds):
         for engine, name in products:
-            blocks[name].append(engine.ask({"block": name}))
+            blocks[name].append(ask(engine, {"block": name})["ms"] / 1e3)
     return blocks
 
 
@@ -98,7 +82,7 @@ def row_of(shape: tuple[int, int, int], blocks: dict[str, list[float]]) -> dict[
     }
 
 
-def print_head(engines: list[Engine], threads: int) -> None:
+def print_head(engines: list[Worker], threads: int) -> None:
     names = ", ".join(engine.name for engine in engines)
     print(f"{threads} threads, float32; engines asked: {names}. Times faster than the best dense product:\n")
     columns = [f"{pattern.replace('unstructured', 'un')} {100 * sparsity:g}" for pattern, sparsity in VARIANTS]
@@ -114,8 +98,9 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def layers(arguments: argparse.Namespace) -> None:
-    engines = [Engine("growprune", sys.executable, arguments.threads)]
-    engines += [Engine(name, arguments.python, arguments.threads) for name in ("onnxruntime", "openvino")]
+    script = Path(__file__).with_name("engines.py")
+    engines = [Worker(script, "growprune", arguments.threads)]
+    engines += [Worker(script, name, arguments.threads, arguments.python) for name in ("onnxruntime", "openvino")]
     print_head(engines, arguments.threads)
     found = []
     for shape in arguments.shapes or SHAPES + MORE_SHAPES * arguments.all:

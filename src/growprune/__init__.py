@@ -13,8 +13,8 @@ from growprune.sparse import sharded
 
 if TYPE_CHECKING:
     from growprune import methods, tasks
-    from growprune.deployment.deployed import Deployed, deploy
-    from growprune.deployment.saving import load_deployed
+    from growprune.deployment.api import deploy, load_deployed
+    from growprune.deployment.deployed import Deployed
     from growprune.engine import resume, train
     from growprune.engine.optim import LRSchedule, OptimizerConfig
     from growprune.engine.recipe import Recipe
@@ -36,8 +36,8 @@ sharded.register(lambda: importlib.import_module("growprune.sharding"))
 _HOMES = {
     "growprune": ("methods", "tasks"),
     "growprune.sparse.cursor": ("Cursor",),
-    "growprune.deployment.deployed": ("Deployed", "deploy"),
-    "growprune.deployment.saving": ("load_deployed",),
+    "growprune.deployment.api": ("deploy", "load_deployed"),
+    "growprune.deployment.deployed": ("Deployed",),
     "growprune.engine": ("resume", "train"),
     "growprune.errors": ("GrowpruneError",),
     "growprune.engine.optim": ("LRSchedule", "OptimizerConfig"),

@@ -19,26 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import growprune as gp
-from growprune.deployment.cuda import (
-    DenseLinear,
-    Entries,
-    SparseLinear,
-    choose,
-    from_bits,
-    from_dense,
-    from_mask,
-    product,
-    swap_linears,
-    table,
-)
-from growprune.deployment.cuda import products as products_module
-from growprune.deployment.cuda.bitmask import bitmask_matrix
-from growprune.deployment.cuda.choosing import FORMATS, Timed, fastest, times_of_tiles
-from growprune.deployment.cuda.lanes import LaneMatrix, lane_matrix
-from growprune.deployment.cuda.linear import is_two_of_four
-from growprune.deployment.cuda.products import BitmaskTile, LaneTile, Matrix, Tile
+from growprune.deployment.cuda import graphed
+from growprune.deployment.cuda.csr import Entries, from_bits, from_dense, from_mask
+from growprune.deployment.cuda.formats import LaneMatrix, bitmask_matrix, lane_matrix
+from growprune.deployment.cuda.linear import DenseLinear, SparseLinear, is_two_of_four
+from growprune.deployment.cuda.products import BitmaskTile, LaneTile, Matrix, Tile, product
+from growprune.deployment.cuda.tuning import FORMATS, choose, fastest, times_of_tiles
 from growprune.errors import GrowpruneError
 from growprune.storage import kernels
+from growprune.storage.compact_modules import layouts_of
 
 MAKERS: dict[str, Callable[[Entries], Matrix]] = {
     "columns, 8 lanes": lambda entries: lane_matrix(entries, lanes=8, has_offsets=False),
@@ -135,25 +124,10 @@ def test_entries_of_compact_storage_need_no_dense_weight() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(70, 40))
     sparse = gp.SparseModel(model, sparsity=0.8, storage="compact")
     sparse.prune()
-    (layout,) = model[0]._compact_layouts.values()
-    values = model[0]._parameters["weight"].detach()
+    layout, values = layouts_of(model[0])["weight"], dict(model[0].named_parameters())["weight"].detach()
+    assert layout is not None
     entries = from_bits(values, layout.bits, layout.shape, group=layout.group)
     assert torch.equal(entries.dense(), model.state_dict()["0.weight"])
-
-
-@pytest.mark.parametrize("storage", ["masked", "compact"])
-def test_linear_layers_of_a_model_are_swapped_where_they_are_sparse(storage: str) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(70, 40), torch.nn.ReLU(), torch.nn.Linear(40, 10))
-    sparse = gp.SparseModel(model, sparsity=0.8, storage=storage, keep_dense=["2.weight"])
-    sparse.prune()
-    x = torch.randn(3, 70)
-    expected = model(x)
-    rows = swap_linears(model, batches=(1, 3))
-    assert [(row.layer, row.shape, row.batch) for row in rows] == [("0", (40, 70), 1), ("0", (40, 70), 3)]
-    assert isinstance(model[0], SparseLinear | DenseLinear)
-    assert type(model[2]) is torch.nn.Linear
-    torch.testing.assert_close(model(x), expected)
 
 
 def test_bits_may_stand_for_groups() -> None:
@@ -163,7 +137,7 @@ def test_bits_may_stand_for_groups() -> None:
 
 
 def test_many_weights_are_looked_at_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("growprune.deployment.cuda.entries.CHUNK", 1024)
+    monkeypatch.setattr("growprune.deployment.cuda.csr.CHUNK", 1024)
     weight = random_weight(50, 77, 0.7)
     mask = weight != 0
     assert torch.equal(from_dense(weight).dense(), weight)
@@ -294,7 +268,7 @@ COMPILES = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from growprune.deployment.cuda.triton_kernels import _lanes_kernel as kernel
+from growprune.deployment.cuda.product_kernels import _lanes_kernel as kernel
 
 for has_offsets in (True, False):
     for batch in (1, 8):
@@ -339,8 +313,6 @@ def test_large_products_on_a_gpu(kind: str, batch: int, sparsity: float) -> None
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_graphed_step_gives_what_the_layer_gives() -> None:
-    from growprune.deployment.cuda import graphed
-
     layer = SparseLinear(MAKERS["offsets, 16 lanes"](from_dense(random_weight(512, 512, 0.9).cuda())))
     step = graphed(layer, torch.zeros(2, 512, device="cuda", dtype=torch.bfloat16))
     for seed in (1, 2):
@@ -361,16 +333,15 @@ def test_without_a_gpu_or_the_interpreter_a_product_is_dense(monkeypatch: pytest
 def test_a_layer_takes_any_batch_and_a_bias(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     weight, bias = random_weight(6, 9, 0.5, torch.float32), torch.arange(6.0)
-    for dense in (None, weight):
-        layer = SparseLinear(MAKERS[kind](from_dense(weight)), bias=bias, dense=dense)
-        for shape in ((9,), (2, 9), (3, 20, 9), (100, 9)):
-            x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-            torch.testing.assert_close(layer(x), F.linear(x, weight, bias))
+    layer = SparseLinear(MAKERS[kind](from_dense(weight)), bias=bias)
+    for shape in ((9,), (2, 9), (3, 20, 9), (100, 9)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(layer(x), F.linear(x, weight, bias))
 
 
 def test_a_batch_over_16_is_taken_16_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    plain = products_module.product
+    plain = product
 
     def counted(matrix: Matrix, x: Tensor, tile: Tile | None) -> Tensor:
         sizes.append(len(x))
@@ -427,18 +398,18 @@ def test_the_fastest_is_kept(slow: dict[str, float], kept: str, monkeypatch: pyt
     times = {"dense": 4.0, "offsets": 3.0, "columns": 2.0, "bitmask": 1.0} | slow
     kinds = iter(("offsets", "columns", "bitmask"))
     monkeypatch.setattr(
-        "growprune.deployment.cuda.choosing.fastest", lambda m, tiles, batch, s: (tiles[0], times[next(kinds)])
+        "growprune.deployment.cuda.tuning.fastest", lambda m, tiles, batch, s: (tiles[0], times[next(kinds)])
     )
-    monkeypatch.setattr("growprune.deployment.cuda.choosing._time", lambda layer, entries, batch: times[layer.kind])
-    choice = choose(from_dense(random_weight(8, 16, 0.75, torch.float32)), name="fc")
+    monkeypatch.setattr("growprune.deployment.cuda.tuning._time", lambda layer, entries, batch: times[layer.kind])
+    choice = choose(from_dense(random_weight(8, 16, 0.75, torch.float32)))
     assert choice.layer.kind == kept
     assert isinstance(choice.layer, DenseLinear if kept == "dense" else SparseLinear)
-    (row,) = choice.rows
-    assert (row.layer, row.shape, row.choice, row.dense_us) == ("fc", (8, 16), kept, 4.0)
+    fastest_sparse = min(us for kind, us in times.items() if kind != "dense")
+    assert (choice.kind, choice.dense_us, choice.sparse_us) == (kept, 4.0, fastest_sparse)
 
 
 def test_a_kernel_that_fails_or_errs_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = products_module.product
+    plain = product
 
     def broken(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
         if isinstance(matrix, LaneMatrix) and matrix.bases is not None:
@@ -446,16 +417,16 @@ def test_a_kernel_that_fails_or_errs_is_left_out_with_the_reason(monkeypatch: py
         return plain(matrix, x, tile) * (2 if isinstance(matrix, LaneMatrix) else 1)
 
     monkeypatch.setattr("growprune.deployment.cuda.linear.product", broken)
-    monkeypatch.setattr("growprune.deployment.cuda.choosing.time_of", lambda layers, x: 1.0)
+    monkeypatch.setattr("growprune.deployment.cuda.tuning.time_of", lambda layers, x: 1.0)
     choice = choose(from_dense(random_weight(8, 16, 0.75, torch.float32)))
     assert choice.failed.keys() == {"offsets", "columns"}
     assert "out of shared memory" in choice.failed["offsets"] and "and more" not in choice.failed["offsets"]
     assert "relative difference from the dense product is 1.0e+00" in choice.failed["columns"]
-    assert choice.rows[0].kind == "bitmask"
+    assert choice.sparse_us == 1.0  # of the bitmask, which is left
 
 
 def test_a_tile_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, tiles = products_module.product, (LaneTile(1), LaneTile(2), LaneTile(4))
+    plain, tiles = product, (LaneTile(1), LaneTile(2), LaneTile(4))
 
     def broken(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
         if tile == tiles[0]:
@@ -464,14 +435,14 @@ def test_a_tile_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) ->
 
     times = iter((5.0, 3.0))
     monkeypatch.setattr("growprune.deployment.cuda.linear.product", broken)
-    monkeypatch.setattr("growprune.deployment.cuda.choosing.time_of", lambda layers, x: next(times))
+    monkeypatch.setattr("growprune.deployment.cuda.tuning.time_of", lambda layers, x: next(times))
     assert fastest(lane_matrix(from_dense(torch.eye(4))), tiles, 1) == (tiles[2], 3.0)
     with pytest.raises(RuntimeError, match="no tile can run: RuntimeError: too many registers"):
         fastest(lane_matrix(from_dense(torch.eye(4))), tiles[:1], 1)
 
 
 def test_when_time_is_up_no_more_tiles_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("growprune.deployment.cuda.choosing.time_of", lambda layers, x: 1.0)
+    monkeypatch.setattr("growprune.deployment.cuda.tuning.time_of", lambda layers, x: 1.0)
     tiles = (LaneTile(1), LaneTile(2))
     assert [tile for tile, _ in times_of_tiles(lane_matrix(from_dense(torch.eye(4))), tiles, 1, 0)] == [tiles[0]]
 
@@ -489,16 +460,11 @@ def test_a_row_end_parts_groups_of_four() -> None:
     assert is_two_of_four(from_dense(torch.tensor([[0, 0, 1.0, 1.0], [1.0, 1.0, 0, 0]])))
 
 
-def test_the_table_has_a_line_for_each_layer_and_batch() -> None:
-    text = table([Timed("fc", (8, 16), 0.9, 4, 30.0, 7.5, "offsets", "offsets")])
-    assert text.splitlines()[-1] == "| fc | 8 x 16 | 90.0% | 4 | 30.0 | 7.5 | offsets | offsets |"
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_choosing_on_a_gpu_measures_all_and_keeps_one() -> None:
     weight = random_weight(2048, 2048, 0.9).cuda()
-    choice = choose(from_dense(weight), batches=(1, 16))
-    assert len(choice.rows) == 2
+    choice = choose(from_dense(weight), batch=16)
+    assert choice.dense_us > 0 and choice.sparse_us is not None
     x = torch.randn(16, 2048, device="cuda", dtype=torch.bfloat16)
     torch.testing.assert_close(choice.layer(x), F.linear(x, weight), atol=0.5, rtol=2e-2)

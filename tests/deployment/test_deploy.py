@@ -19,11 +19,14 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import growprune as gp
-from growprune.deployment import arena, build, library, measure, parts
-from growprune.deployment.deployed import Example, deploy_on_gpu
+from growprune.deployment import parts
+from growprune.deployment.api import deploy_on_gpu
+from growprune.deployment.cpu import library, tuning
+from growprune.deployment.example import Example
+from growprune.deployment.graph.places import Strides, as_matrix, feature_major
+from growprune.deployment.graph.program import assign
 from growprune.deployment.parts import MOST_PLANS, LinearPart, Part
 from growprune.deployment.skeleton import empty, fill_in, skeleton_of
-from growprune.deployment.strides import Strides, as_matrix, feature_major
 from growprune.tasks.classification.resnet import ResNet
 from growprune.tasks.translation import Translation
 
@@ -300,7 +303,7 @@ def test_the_model_is_left_as_it_is() -> None:
     model.eval()
     with torch.no_grad():
         assert_same(deployed(x), model(x))
-    assert sum(p.untyped_storage().nbytes() for p in deployed._made.skeleton.module.conv.parameters()) < 200
+    assert sum(p.untyped_storage().nbytes() for p in deployed.module.conv.parameters()) < 200  # type: ignore[union-attr]
 
 
 def test_a_plain_model_with_zeros_in_blocks_runs_in_blocks() -> None:
@@ -308,7 +311,7 @@ def test_a_plain_model_with_zeros_in_blocks_runs_in_blocks() -> None:
     model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)), torch.randn(4, 32)
     sparse_of(model, pattern="8x1").to_dense_()
     deployed = gp.deploy(model, x, seconds=0)
-    assert {matrix.height for matrix in deployed._made.skeleton.matrices.values()} == {8}
+    assert {matrix.height for matrix in skeleton_of(model).matrices.values()} == {8}
     with torch.no_grad():
         assert_same(deployed(x), model(x))
 
@@ -327,9 +330,9 @@ def test_a_sparse_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_saved_and_loaded_it_gives_the_same_bits(tmp_path: Path, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, example = translation()
-    monkeypatch.setattr("growprune.deployment.deployed._milliseconds", lambda *_: (1.0, 2.0))
-    taken = iter([[2e-3, 1e-3], [1e-3, 2e-3]] * 50)
-    monkeypatch.setattr(measure, "_quickest", lambda *_: next(taken))  # some layers sparse, some dense
+    monkeypatch.setattr("growprune.deployment.api.milliseconds_in_turns", lambda *_: (1.0, 2.0))
+    taken = iter([(2e-3, 1e-3), (1e-3, 2e-3)] * 50)
+    monkeypatch.setattr(tuning, "dense_and_sparse_seconds", lambda *_: next(taken))  # some sparse, some dense
     deployed = gp.deploy(sparse_of(model, storage="compact"), example, seconds=0.2, whole=whole)
     deployed.save(tmp_path / "out")
     loaded = gp.load_deployed(tmp_path / "out", translation()[0])
@@ -534,7 +537,7 @@ def test_a_layer_does_what_hooks_and_a_forward_of_its_own_make_it_do(kind: str, 
     with torch.no_grad():
         expected = model(x)
     assert_same(gp.deploy(sparse, x, seconds=0, whole=whole)(x), expected)
-    on_gpu = deploy_on_gpu(sparse, Example.of(x), device=torch.device("cpu"), seconds=0, chosen={})
+    on_gpu = deploy_on_gpu(sparse, Example.of(x), device=torch.device("cpu"), seconds=0, known={})
     assert_same(on_gpu(x), expected)
 
 
@@ -589,7 +592,7 @@ def test_inputs_of_other_shapes_get_plans_of_their_own_which_is_said_once() -> N
             x = torch.randn(shape)
             assert_same(deployed(x), model(x))
     assert len(said) == 1
-    assert len(deployed.module._plans) == MOST_PLANS  # type: ignore[arg-type]
+    assert len(deployed.module.plans) == MOST_PLANS  # type: ignore[arg-type]
 
 
 def test_a_layer_by_itself_keeps_a_few_shapes_and_measures_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,16 +603,16 @@ def test_a_layer_by_itself_keeps_a_few_shapes_and_measures_none_twice(monkeypatc
     known = []
 
     def choosing(*args: Any, **options: Any) -> Any:
-        known.append(options["known"] is not None)
-        return measure.choose_layer(*args, **options)
+        known.append(options["known"] != {})
+        return tuning.choose(*args, **options)
 
-    monkeypatch.setattr(parts, "choose_layer", choosing)
+    monkeypatch.setattr(parts, "choose", choosing)
     tokens = [2, 4, 8, 16, 32, 48, 64, 80, 96, 112]  # each a number that layers are made for
     with torch.no_grad():
         for count in [*tokens, 2, 112]:
             x = torch.randn(count, 32)
             assert_same(deployed(x), model(x))
-    assert len(part._calls) == MOST_PLANS
+    assert len(part.plans) == MOST_PLANS
     assert known == [False] * 10 + [True], "of what is made again; 112 is still there"
 
 
@@ -720,7 +723,7 @@ def test_a_model_that_torch_runs_faster_stays_in_torch(monkeypatch: pytest.Monke
     torch.manual_seed(0)
     model, x = Small(), torch.randn(2, 4, 8, 8)
     sparse = sparse_of(model)
-    monkeypatch.setattr("growprune.deployment.deployed._milliseconds", lambda *_: (2.0, 1.0))
+    monkeypatch.setattr("growprune.deployment.api.milliseconds_in_turns", lambda *_: (2.0, 1.0))
     with pytest.warns(UserWarning, match="takes 2 ms, and in torch 1 ms: it stays in torch"):
         deployed = gp.deploy(sparse, x, seconds=0.01)
     assert deployed.is_in_torch
@@ -732,9 +735,9 @@ def test_the_faster_of_both_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what was measured, and by nothing else."""
     torch.manual_seed(0)
     sparse = sparse_of(Small())
-    monkeypatch.setattr("growprune.deployment.deployed._milliseconds", lambda *_: (1.0, 2.0))
-    for taken, choice in (([2e-3, 1e-3], "sparse"), ([1e-3, 2e-3], "dense")):
-        monkeypatch.setattr(measure, "_quickest", lambda *_, taken=taken: list(taken))
+    monkeypatch.setattr("growprune.deployment.api.milliseconds_in_turns", lambda *_: (1.0, 2.0))
+    for taken, choice in (((2e-3, 1e-3), "sparse"), ((1e-3, 2e-3), "dense")):
+        monkeypatch.setattr(tuning, "dense_and_sparse_seconds", lambda *_, taken=taken: taken)
         deployed = gp.deploy(sparse, torch.randn(2, 4, 8, 8), seconds=0.01)
         assert [row.choice for row in deployed.table] == [choice, choice]
         assert deployed.table[0].dense_ms == 1e3 * taken[0] and deployed.table[0].sparse_ms == 1e3 * taken[1]
@@ -744,7 +747,6 @@ def test_without_a_compiler_it_runs_on_torch_which_is_said_once(monkeypatch: pyt
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), Small0()), torch.randn(4, 64)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(build, "_loaded", [])
     library.library.cache_clear()
     try:
         with pytest.warns(UserWarning, match="no C\\+\\+ compiler was found") as said:
@@ -809,7 +811,7 @@ def test_heads_are_split_off_features_and_merged_with_the_batch_without_a_copy()
     merged = heads.permute((0, 2, 1, 3)).reshape((8, 3, 2))
     assert merged is not None and merged.torch is None and merged.canonical[0] == ((2, 3), (4, 12))
     matrix = as_matrix(place, 2)
-    assert matrix is not None and (matrix.rows, matrix.columns, matrix.step) == (8, 6, 6)
+    assert matrix is not None and matrix.torch == ((8, 6), (6, 1))
     assert as_matrix(place.permute((1, 0, 2)), 2) == matrix  # a layer does not care in which order its columns are
     assert as_matrix(place.permute((1, 0, 2)), 2, ordered=True) is None  # but a convolution does
 
@@ -817,7 +819,7 @@ def test_heads_are_split_off_features_and_merged_with_the_batch_without_a_copy()
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 9), st.integers(0, 5)), max_size=12))
 def test_buffers_that_are_needed_at_once_never_overlap(buffers: list[tuple[int, int, int]]) -> None:
     sizes, spans = [size for size, _, _ in buffers], [(first, first + length) for _, first, length in buffers]
-    offsets, total = arena.assign(sizes, spans)
+    offsets, total = assign(sizes, spans)
     for i in range(len(buffers)):
         assert offsets[i] % 16 == 0 and offsets[i] + sizes[i] <= total
         for j in range(i):

@@ -5,31 +5,38 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from growprune.deployment import build, library
+from growprune.deployment.cpu import library
 
-BUILD = "from growprune.deployment import build; found = build.open_or_build(); found.gp_lanes(); print(found._name)"
+BUILD = """
+from growprune.deployment.cpu.library import open_or_build
+found = open_or_build()
+found.gp_lanes()
+print(found._name)
+"""
 
 
 @pytest.fixture(scope="module")
 def built() -> str:
     """A library that was built in earnest."""
     try:
-        build.find_compiler()
-    except build.BuildError as error:
+        library.find_compiler()
+    except library.BuildError as error:
         pytest.skip(f"the kernels cannot be built here: {error}")
-    return build.open_or_build()._name
+    return library.open_or_build()._name
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and a process that has loaded nothing yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "_loaded", [])
-    return tmp_path / "growprune" / "kernels"
+    library.library.cache_clear()
+    yield tmp_path / "growprune" / "kernels"
+    library.library.cache_clear()
 
 
 @pytest.fixture
@@ -59,8 +66,8 @@ def num_lines(path: Path) -> int:
 
 
 def test_a_library_is_built_once_and_found_by_the_next_process(cache: Path, compiler: Path) -> None:
-    build.open_or_build()
-    assert build.open_or_build().gp_lanes() in (4, 8, 16)
+    library.open_or_build()
+    assert library.open_or_build().gp_lanes() in (4, 8, 16)
     assert num_lines(compiler) == 1
     assert [path.suffix for path in cache.iterdir()] == [".so"]
 
@@ -69,33 +76,33 @@ def test_a_library_is_built_once_and_found_by_the_next_process(cache: Path, comp
 def test_a_library_for_another_cpu_compiler_flag_or_source_is_built_anew(
     what: str, cache: Path, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build.open_or_build()
+    library.open_or_build()
     if what == "cpu":
-        monkeypatch.setattr(build, "cpu", lambda: "another model")
+        monkeypatch.setattr(library, "cpu_model", lambda: "another model")
     elif what == "flags":
-        monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
+        monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-g"))
     elif what == "compiler":
         script = tmp_path / "fake c++"
         script.write_text(script.read_text().replace("fake 1.0", "fake 2.0"))
     else:
         (tmp_path / "native").mkdir()
         (tmp_path / "native" / "api.cpp").write_text("// other")
-        monkeypatch.setattr(build, "SOURCES", tmp_path / "native")
-    build.open_or_build()
+        monkeypatch.setattr(library, "SOURCES", tmp_path / "native")
+    library.open_or_build()
     assert num_lines(compiler) == 2
     assert len(list(cache.iterdir())) == 2
 
 
 def test_the_cpu_is_known_by_its_model_and_what_it_can_do() -> None:
-    assert len(build.cpu()) > 20
-    assert build.cpu() == build.cpu()
-    assert "MHz" not in build.cpu(), "what changes from minute to minute must not count"
+    assert len(library.cpu_model()) > 20
+    assert library.cpu_model() == library.cpu_model()
+    assert "MHz" not in library.cpu_model(), "what changes from minute to minute must not count"
 
 
 def test_a_file_that_is_no_library_is_built_anew(cache: Path, compiler: Path) -> None:
     cache.mkdir(parents=True)
-    (cache / f"kernels-{build.digest(build.find_compiler())}.so").write_bytes(b"\x7fELF")
-    assert build.open_or_build().gp_lanes() in (4, 8, 16)
+    (cache / f"kernels-{library.digest(library.find_compiler())}.so").write_bytes(b"\x7fELF")
+    assert library.open_or_build().gp_lanes() in (4, 8, 16)
     assert num_lines(compiler) == 1
 
 
@@ -118,12 +125,12 @@ def test_a_compiler_that_fails_is_warned_of_once_with_its_command_and_log(
 ) -> None:
     calls = fake_compiler(tmp_path, monkeypatch, 'echo "no such instruction" >&2; exit 3')
     with pytest.warns(UserWarning, match=r"fake c\+\+' .*-O3 .* ended with 3, its log is .*CSR from 90 %") as told:
-        assert build.load() is None
+        assert library.library() is None
     (log,) = cache.iterdir()
     assert str(log) in str(told[0].message)
     assert "no such instruction" in log.read_text() and "-march=native" in log.read_text()
     with warnings.catch_warnings(record=True) as again:
-        assert build.load() is None
+        assert library.library() is None
     assert again == [] and num_lines(calls) == 2, "once with OpenMP and once without"
 
 
@@ -132,16 +139,16 @@ def test_a_compiler_without_openmp_makes_kernels_for_one_thread(
 ) -> None:
     work = f'case "$*" in *-fopenmp*) exit 1;; esac; cp "{built}" "$to"'
     assert num_lines(fake_compiler(tmp_path, monkeypatch, work)) == 0
-    assert build.open_or_build().gp_lanes() in (4, 8, 16)
+    assert library.open_or_build().gp_lanes() in (4, 8, 16)
     assert sorted(path.suffix for path in cache.iterdir()) == [".log", ".so"]
 
 
 def test_a_missing_compiler_is_warned_of_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -m64")
     with pytest.warns(UserWarning, match=r"no C\+\+ compiler was found .*'no-such-compiler -m64'"):
-        assert build.load() is None
+        assert library.library() is None
     with warnings.catch_warnings(record=True) as again:
-        assert build.load() is None
+        assert library.library() is None
     assert again == [] and not cache.exists()
 
 
@@ -150,15 +157,15 @@ def test_a_compiler_that_does_not_even_say_its_version_is_a_reason_too(
 ) -> None:
     monkeypatch.setenv("CXX", "false")
     with pytest.warns(UserWarning, match="does not work: .*false --version"):
-        assert build.load() is None
+        assert library.library() is None
 
 
 def test_without_a_writable_cache_the_library_is_built_elsewhere(
     cache: Path, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.parent.write_text("a file where the folder should be")
-    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
-    assert build.open_or_build().gp_lanes() in (4, 8, 16)
+    monkeypatch.setattr(library.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    assert library.open_or_build().gp_lanes() in (4, 8, 16)
     assert num_lines(compiler) == 1
     assert len(list((tmp_path / "temporary").glob("*/*.so"))) == 1
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import growprune as gp
-from growprune.deployment.deployed import Example, deploy_on_gpu
+from growprune.deployment.api import deploy_on_gpu
+from growprune.deployment.example import Example
 
 CPU = torch.device("cpu")
 
@@ -129,7 +130,7 @@ def test_what_becomes_of_the_model_does_not_change_the_deployed_one(storage: str
 def test_on_a_gpu_neither(storage: str) -> None:
     torch.manual_seed(0)
     model, x = Tagger(), torch.randint(0, 9, (4,))
-    deployed = deploy_on_gpu(pruned(model, storage=storage), Example.of(x), device=CPU, seconds=0, chosen={})
+    deployed = deploy_on_gpu(pruned(model, storage=storage), Example.of(x), device=CPU, seconds=0, known={})
     assert max(tell_apart(deployed, model, x)) < 1e-4
 
 
@@ -224,7 +225,7 @@ def test_layer_by_layer_it_keeps_its_state(kind: type[nn.Module], seconds: float
 def test_on_a_gpu_it_keeps_its_state(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(2, 16)
-    assert_in_step(deploy_on_gpu(pruned(model), Example.of(x), device=CPU, seconds=0, chosen={}), model, x)
+    assert_in_step(deploy_on_gpu(pruned(model), Example.of(x), device=CPU, seconds=0, known={}), model, x)
 
 
 class Watches(Counts):

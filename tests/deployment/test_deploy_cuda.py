@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ from typer.testing import CliRunner
 
 import growprune as gp
 from growprune.cli import app
-from growprune.deployment import deployed as deployed_module
-from growprune.deployment import saving
-from growprune.deployment.cuda import SparseLinear, graphed
-from growprune.deployment.cuda.choosing import Choice, Timed, make
-from growprune.deployment.cuda.deploying import GpuRow, checked_device, deploy_linears
+from growprune.deployment import api
+from growprune.deployment.api import checked_device, deploy_on_gpu
+from growprune.deployment.cuda import graphed
+from growprune.deployment.cuda.linear import SparseLinear
 from growprune.deployment.cuda.products import BitmaskTile, LaneTile
-from growprune.deployment.deployed import Deployed, Example, deploy_on_gpu
-from growprune.deployment.parsing import read_table
+from growprune.deployment.cuda.swapping import deploy_linears
+from growprune.deployment.cuda.tuning import Choice, make
+from growprune.deployment.deployed import Deployed
+from growprune.deployment.deployed_folder import read_table
+from growprune.deployment.example import Example
+from growprune.deployment.layer_table import GpuRow
 
 CPU = torch.device("cpu")
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -54,7 +58,7 @@ class Decoder(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_model_runs_in_its_own_dtype(dtype: torch.dtype, device: torch.device) -> None:
     sparse, x = sparse_mlp(dtype=dtype), torch.randn(3, 64, dtype=dtype)
-    fast = deploy_on_gpu(sparse, Example.of(x), device=device, seconds=0, chosen={})
+    fast = deploy_on_gpu(sparse, Example.of(x), device=device, seconds=0, known={})
     assert fast.module[0].matrix.values.dtype == dtype
     bound = 3e-2 if dtype == torch.bfloat16 else 4e-3
     torch.testing.assert_close(fast(x.to(device)).cpu(), sparse.model(x), atol=bound, rtol=bound)
@@ -70,20 +74,19 @@ def sparse_mlp(storage: str = "masked", dtype: torch.dtype = torch.float32) -> g
 
 def deployed_mlp(device: torch.device, seconds: float = 0, storage: str = "masked") -> Deployed:
     example = Example.of(torch.randn(2, 64))
-    return deploy_on_gpu(sparse_mlp(storage), example, device=device, seconds=seconds, chosen={})
+    return deploy_on_gpu(sparse_mlp(storage), example, device=device, seconds=seconds, known={})
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, kinds: dict[int, str]) -> list[tuple[int, tuple[int, ...]]]:
-    """Let `choose` keep a kind by the number of columns. Returns the calls: columns, batches."""
+def pretend(monkeypatch: pytest.MonkeyPatch, kinds: dict[int, str]) -> list[tuple[int, int]]:
+    """Let `choose` keep a kind by the number of columns. Returns the calls: columns, batch."""
     calls = []
 
-    def chosen(entries: Any, *, bias: Tensor | None, batches: tuple[int, ...], seconds: float) -> Choice:
-        calls.append((entries.columns, batches))
-        kind, shape = kinds[entries.columns], (entries.rows, entries.columns)
-        row = Timed("", shape, entries.sparsity, batches[0], 20.0, 5.0, "offsets", kind)
-        return Choice(make(entries, kind, bias=bias, tiles={16: LaneTile(2)}), kind, (row,))
+    def chosen(entries: Any, *, bias: Tensor | None, batch: int, seconds: float) -> Choice:
+        calls.append((entries.columns, batch))
+        kind = kinds[entries.columns]
+        return Choice(make(entries, kind, bias=bias, tiles={16: LaneTile(2)}), kind, 20.0, 5.0)
 
-    monkeypatch.setattr("growprune.deployment.cuda.deploying.choose", chosen)
+    monkeypatch.setattr("growprune.deployment.cuda.swapping.choose", chosen)
     return calls
 
 
@@ -92,7 +95,7 @@ def test_sparse_linear_layers_are_swapped_and_the_model_is_left_as_it_is(storage
     sparse, x = sparse_mlp(storage), torch.randn(2, 64)
     before = {name: tensor.clone() for name, tensor in sparse.model.state_dict().items()}
     kinds = [type(part) for part in sparse.model]
-    found = deploy_linears(sparse, (x,), {}, device=device, seconds=0, chosen={})
+    found = deploy_linears(sparse, Example.of(x), device=device, seconds=0, known={})
     assert [type(part) for part in found.module] == [SparseLinear, nn.ReLU, SparseLinear, nn.ReLU, nn.Linear]
     assert [type(part) for part in sparse.model] == kinds
     assert all(torch.equal(tensor, before[name]) for name, tensor in sparse.model.state_dict().items())
@@ -107,8 +110,8 @@ def test_layers_of_one_kind_are_timed_once_for_the_samples_of_the_example(monkey
     sparse = gp.SparseModel(model, sparsity=0.9)
     sparse.prune()
     x = torch.randn(3, 2, 64)
-    fast = deploy_on_gpu(sparse, Example.of(x), device=CPU, seconds=1, chosen={})
-    assert calls == [(64, (6,)), (64, (6,)), (32, (6,))]
+    fast = deploy_on_gpu(sparse, Example.of(x), device=CPU, seconds=1, known={})
+    assert calls == [(64, 6), (64, 6), (32, 6)]
     assert [(row.layer, row.shape, row.choice) for row in fast.table] == [
         ("0", "64x64 x 6", "sparse"),
         ("1", "64x64 x 6", "sparse"),
@@ -127,7 +130,7 @@ def test_what_does_not_run_in_the_example_or_is_no_linear_layer_stays_in_torch()
     torch.manual_seed(0)
     sparse = gp.SparseModel(Decoder(), sparsity=0.8)
     sparse.prune()
-    fast = deploy_on_gpu(sparse, Example.of(torch.tensor([3])), device=CPU, seconds=0, chosen={})
+    fast = deploy_on_gpu(sparse, Example.of(torch.tensor([3])), device=CPU, seconds=0, known={})
     assert {row.layer: row.choice for row in fast.table} == dict.fromkeys(("qkv", "out", "head"), "sparse") | {
         "unused": "torch"
     }
@@ -141,7 +144,7 @@ def test_a_weight_that_an_embedding_shares_stays_in_torch() -> None:
         for layer in (model.head, model.out):
             layer.weight[torch.rand_like(layer.weight) < 0.8] = 0
     model.embed.weight = model.head.weight
-    fast = deploy_on_gpu(model, Example.of(torch.tensor([3])), device=CPU, seconds=0, chosen={})
+    fast = deploy_on_gpu(model, Example.of(torch.tensor([3])), device=CPU, seconds=0, known={})
     assert [row.layer for row in fast.table] == ["out"]
     assert fast.module.embed.weight is fast.module.head.weight
 
@@ -168,7 +171,7 @@ def test_a_layer_or_a_weight_with_two_names_stays_in_torch(is_one_layer: bool, t
         for layer in (model.first, model.last):
             layer.weight[torch.rand_like(layer.weight) < 0.8] = 0
         expected = model(x)
-    fast = deploy_on_gpu(model, Example.of(x), device=CPU, seconds=0, chosen={})
+    fast = deploy_on_gpu(model, Example.of(x), device=CPU, seconds=0, known={})
     assert [row.layer for row in fast.table] == ["last"]
     assert torch.allclose(fast(x), expected, atol=1e-5)
     fast.save(tmp_path)
@@ -179,7 +182,7 @@ def test_a_layer_or_a_weight_with_two_names_stays_in_torch(is_one_layer: bool, t
 def test_a_model_without_sparse_layers_works_and_says_so() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(1, 4)
     with pytest.warns(UserWarning, match="no sparse linear layers: it stays in torch"):
-        fast = deploy_on_gpu(model, Example.of(x), device=CPU, seconds=1, chosen={})
+        fast = deploy_on_gpu(model, Example.of(x), device=CPU, seconds=1, known={})
     assert fast.is_in_torch and torch.equal(fast(x), model(x))
 
 
@@ -194,12 +197,10 @@ def test_deployed_layers_can_be_made_dense_again() -> None:
 
 
 def test_a_failed_format_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Timed("", (96, 64), 0.9, 2, 20.0, None, "-", "dense")
-
     def chosen(entries: Any, **settings: Any) -> Choice:
-        return Choice(make(entries, "dense"), "dense", (row,), {"2:4": "RuntimeError: no kernel"})
+        return Choice(make(entries, "dense"), "dense", 20.0, None, {"2:4": "RuntimeError: no kernel"})
 
-    monkeypatch.setattr("growprune.deployment.cuda.deploying.choose", chosen)
+    monkeypatch.setattr("growprune.deployment.cuda.swapping.choose", chosen)
     with pytest.warns(UserWarning, match="was not timed as 2:4: RuntimeError: no kernel") as said:
         fast = deployed_mlp(CPU, seconds=1)
     assert len(said) == 2
@@ -213,7 +214,7 @@ def test_conv1d_of_transformers_is_a_linear_layer() -> None:
     nn.init.normal_(model[0].weight)
     sparse = gp.SparseModel(model, sparsity=0.75)
     sparse.prune()
-    fast = deploy_on_gpu(sparse, Example.of(x), device=CPU, seconds=0, chosen={})
+    fast = deploy_on_gpu(sparse, Example.of(x), device=CPU, seconds=0, known={})
     assert isinstance(fast.module[0], SparseLinear)
     torch.testing.assert_close(fast(x), model(x))
     fast.stay_in_torch()
@@ -226,7 +227,7 @@ def test_conv1d_of_transformers_is_a_linear_layer() -> None:
 def test_rows_come_back_from_json() -> None:
     for kind, tile in (("offsets", LaneTile(8, 16)), ("bitmask", BitmaskTile(16))):
         row = GpuRow("fc", "8x8 x 1", 0.9, 1.0, 0.5, "sparse", None, kind, {1: tile})
-        content = saving.json.loads(saving.json.dumps(row.to_dict()))
+        content = json.loads(json.dumps(row.to_dict()))
         table = {"rows": [content], "deployed_ms": None, "torch_ms": None, "in_torch": []}
         assert read_table(table, is_gpu=True).rows == (row,)
 
@@ -237,13 +238,12 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def deploy(*arguments: Any, device: torch.device, **settings: Any) -> Deployed:
         fast = deploy_on_gpu(*arguments, device=CPU, **settings)
-        fast._made.device = device
+        fast.device = device
         return fast
 
-    monkeypatch.setattr("growprune.deployment.cuda.deploying.torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("growprune.deployment.cuda.deploying.torch.cuda.get_device_name", lambda device: "GPU")
-    monkeypatch.setattr(deployed_module, "deploy_on_gpu", deploy)
-    monkeypatch.setattr(saving, "deploy_on_gpu", deploy)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(api, "deploy_on_gpu", deploy)
 
 
 @pytest.mark.usefixtures("without_a_gpu")
@@ -254,10 +254,10 @@ def test_a_folder_of_a_gpu_is_loaded_as_it_was_chosen(tmp_path: Path, monkeypatc
     fast.save(tmp_path / "fast")
     assert not fast.is_in_torch
     monkeypatch.undo()
-    monkeypatch.setattr("growprune.deployment.cuda.deploying.torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("growprune.deployment.cuda.deploying.torch.cuda.get_device_name", lambda device: "GPU")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
     monkeypatch.setattr(
-        saving,
+        api,
         "deploy_on_gpu",
         lambda *arguments, device, **settings: deploy_on_gpu(*arguments, device=CPU, **settings),
     )
@@ -297,7 +297,7 @@ def test_a_folder_of_a_gpu_is_not_for_bench(tmp_path: Path) -> None:
 def test_a_folder_with_another_device_is_damaged(device: object, tmp_path: Path) -> None:
     gp.deploy(sparse_mlp(), torch.randn(2, 64), device="cuda", seconds=0).save(tmp_path / "fast")
     about = tmp_path / "fast/deployed.json"
-    about.write_text(saving.json.dumps({**saving.json.loads(about.read_text()), "device": device}))
+    about.write_text(json.dumps({**json.loads(about.read_text()), "device": device}))
     with pytest.raises(gp.GrowpruneError, match=r"deployed\.json is damaged"):
         gp.load_deployed(tmp_path / "fast", sparse_mlp().model)
 

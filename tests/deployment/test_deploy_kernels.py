@@ -16,13 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import growprune as gp
-from growprune.deployment import build, layer, library, pooling, tuning
-from growprune.deployment.geometry import Geometry
-from growprune.deployment.layer import Activation, Layer, NativeLayer
-from growprune.deployment.library import Library, Tile
-from growprune.deployment.matrix import SparseMatrix, from_dense, from_live
-from growprune.deployment.torch_layers import CsrLayer, DenseLayer
-from growprune.deployment.weights import matrix_of_module
+from growprune.deployment.cpu import library, prepared, tuning
+from growprune.deployment.cpu.geometry import Geometry
+from growprune.deployment.cpu.library import BuildError, Library, Tile, find_compiler
+from growprune.deployment.cpu.matrix import SparseMatrix, from_dense, from_live
+from growprune.deployment.cpu.prepared import (
+    Activation,
+    CsrLayer,
+    DenseLayer,
+    Layer,
+    LayerSpec,
+    NativeLayer,
+    Pool,
+)
+from growprune.deployment.skeleton import skeleton_of
 from growprune.errors import GrowpruneError
 
 PATTERNS = {"unstructured": (1, 1), "1x8": (1, 8), "8x1": (8, 1)}
@@ -33,8 +40,8 @@ GAP = 3
 @pytest.fixture(scope="module")
 def kernels() -> Library:
     try:
-        build.find_compiler()
-    except build.BuildError as error:
+        find_compiler()
+    except BuildError as error:
         pytest.skip(f"the kernels cannot be built here: {error}")
     return library.require_library()
 
@@ -95,11 +102,11 @@ def test_a_product_with_bias_residual_and_activation_is_that_of_torch(
     activation, tile = data.draw(st.sampled_from(Activation)), data.draw(tiles(PATTERNS[pattern][0]))
     matrix = from_dense(weight, mask, pattern=pattern)
     assert torch.equal(matrix.dense(), weight)
-    prepared = NativeLayer(
+    layer = NativeLayer(
         matrix, Geometry.linear(columns, n), tile, bias=bias if has_bias else None, activation=activation
     )
     out = spaced(torch.zeros(rows, n), gap=7.0)
-    prepared(spaced(x), out, spaced(residual) if has_residual else None)
+    layer(spaced(x), out, spaced(residual) if has_residual else None)
     sums = weight.double() @ x.double() + has_bias * bias.double().view(-1, 1) + has_residual * residual.double()
     expect_close(out, finish(sums, activation), weight.abs() @ x.abs() + bias.abs().view(-1, 1) + residual.abs())
     assert (out.as_strided((rows, n + GAP), (n + GAP, 1))[:, n:] == 7.0).all()
@@ -159,23 +166,23 @@ def test_every_candidate_is_right_and_gives_the_same_bits_on_one_thread_and_on_t
 def test_gelu_is_within_a_millionth_everywhere() -> None:
     x = torch.cat([torch.linspace(-8, 8, 100_001), torch.tensor([-1e4, -40.0, 40.0, 1e4, 0.0])]).view(1, -1)
     one = from_dense(torch.ones(1, 1))
-    prepared, _ = tuning.tune(one, Geometry.linear(1, x.shape[1]), activation=Activation.GELU, threads=1, seconds=0)
-    found, expected = prepared(x, torch.empty_like(x)), F.gelu(x.double())
+    layer = made(NativeLayer, one, Geometry.linear(1, x.shape[1]), activation=Activation.GELU)
+    found, expected = layer(x, torch.empty_like(x)), F.gelu(x.double())
     assert ((found - expected).abs() <= 1e-6 * expected.abs().clamp_min(1)).all()
 
 
 def test_what_an_earlier_layer_has_left_behind_does_not_matter() -> None:
-    before, _ = tuning.tune(from_dense(torch.ones(3, 40)), Geometry.linear(40, 20), threads=1, seconds=0)
+    before = made(NativeLayer, from_dense(torch.ones(3, 40)), Geometry.linear(40, 20))
     assert before(torch.full((40, 20), float("nan")), torch.empty(3, 20)).isnan().all()
     overhanging = from_dense(torch.ones(2, 9), pattern="1x8")
-    after, _ = tuning.tune(overhanging, Geometry.linear(9, 19), threads=1, seconds=0)
+    after = made(NativeLayer, overhanging, Geometry.linear(9, 19))
     assert (after(torch.ones(9, 19), torch.empty(2, 19)) == 9).all()
 
 
 def test_nan_and_infinity_come_through_as_in_torch() -> None:
     x = torch.tensor([[float("nan"), float("inf"), -float("inf"), 1.0]])
     for activation, last in ((Activation.NONE, -float("inf")), (Activation.RELU, 0.0)):
-        ours, _ = tuning.tune(from_dense(torch.ones(1, 1)), Geometry.linear(1, 4), activation=activation, threads=1)
+        ours = made(NativeLayer, from_dense(torch.ones(1, 1)), Geometry.linear(1, 4), activation=activation)
         found = ours(x, torch.empty(1, 4))
         assert found[0, 0].isnan() and found[0, 1:].tolist() == [float("inf"), last, 1.0]
 
@@ -205,15 +212,15 @@ def test_nothing_is_read_before_or_behind_the_input(pattern: str, geometry: Geom
 def test_kernels_for_shorter_vectors_give_the_same(
     march: str, lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if lanes == 8 and "avx2" not in build.cpu():
+    if lanes == 8 and "avx2" not in library.cpu_model():
         pytest.skip("this CPU has no AVX2")
-    flags = [f"-march={march}" if flag == "-march=native" else flag.replace("-O3", "-O1") for flag in build.FLAGS]
-    monkeypatch.setattr(build, "FLAGS", flags)
+    flags = [f"-march={march}" if flag == "-march=native" else flag.replace("-O3", "-O1") for flag in library.FLAGS]
+    monkeypatch.setattr(library, "FLAGS", flags)
     try:
-        short = Library(build.open_library(build.compile_to(tmp_path / "short.so", build.find_compiler())))
-    except build.BuildError:
+        short = Library(library.open_library(library.compile_to(tmp_path / "short.so", find_compiler())))
+    except BuildError:
         pytest.skip("the compiler is not one for x86")
-    for module in (layer, tuning):
+    for module in (prepared, tuning):
         monkeypatch.setattr(module, "require_library", lambda: short)
     assert short.lanes == lanes
     for pattern in PATTERNS:
@@ -238,10 +245,10 @@ def test_pools_are_those_of_torch(geometry: Geometry, ceil_mode: bool, counts_pa
     x = torch.randn(g.channels, g.in_columns)
     images = x.view(g.channels, g.batch, g.height, g.width).transpose(0, 1)
     largest = F.max_pool2d(images, g.kernel, g.stride, g.padding, g.dilation, ceil_mode)
-    found = pooling.MaxPool(g, threads=threads)(spaced(x), torch.empty(g.channels, g.columns))
+    found = Pool(g, threads=threads)(spaced(x), torch.empty(g.channels, g.columns))
     assert torch.equal(found, largest.transpose(0, 1).flatten(1))
     means = F.avg_pool2d(images.double(), flat.kernel, flat.stride, flat.padding, ceil_mode, counts_padding)
-    pool = pooling.MeanPool(flat, counts_padding=counts_padding, threads=threads)
+    pool = Pool(flat, is_mean=True, counts_padding=counts_padding, threads=threads)
     found = pool(spaced(x), torch.empty(g.channels, flat.columns))
     torch.testing.assert_close(found.double(), means.transpose(0, 1).flatten(1), atol=1e-6, rtol=1e-5)
 
@@ -274,20 +281,18 @@ def test_modules_give_the_very_weights_they_hold(pattern: str, storage: str) -> 
     model = nn.Sequential(nn.Conv2d(16, 12, 3), nn.Flatten(), nn.Linear(16, 24))
     sparse = gp.SparseModel(model, sparsity=0.75, pattern=pattern, storage=storage)
     sparse.prune()
-    for name, dense in sparse.model.state_dict().items():
-        if name.endswith("bias"):
-            continue
-        module = model.get_submodule(name.rpartition(".")[0])
-        weights = [weight for weight in sparse.weights if weight.parameter == name]
-        found = matrix_of_module(module, weights=weights, pattern=gp.patterns.parse_pattern(pattern))
+    matrices = skeleton_of(sparse).matrices
+    assert matrices.keys() == {"0.weight", "2.weight"}
+    for name, found in matrices.items():
+        dense = sparse.model.state_dict()[name]
         assert torch.equal(found.dense(), dense.movedim(1, -1).reshape(dense.shape[0], -1))
         assert (found.height, found.width) == PATTERNS.get(pattern, (1, 1))
 
 
 def made(kind: type[Any], matrix: SparseMatrix, geometry: Geometry, **ends: Any) -> Layer:
     tile = tuning.candidates(matrix, geometry, threads=1)[0]
-    prepared: Layer = kind(matrix, geometry, tile, **ends) if kind is NativeLayer else kind(matrix, geometry, **ends)
-    return prepared
+    layer: Layer = kind(matrix, geometry, tile, **ends) if kind is NativeLayer else kind(matrix, geometry, **ends)
+    return layer
 
 
 @pytest.mark.parametrize("geometry", [Geometry.linear(30, 20), Geometry(4, 2, 6, 5, (3, 3), (2, 1), (1, 0))])
@@ -301,32 +306,33 @@ def test_all_ways_to_run_a_layer_agree(kind: type[Any], geometry: Geometry) -> N
         torch.randn(16),
         torch.randn(16, geometry.columns),
     )
-    prepared = made(kind, from_dense(weight, mask, pattern="8x1"), geometry, bias=bias, activation=Activation.RELU)
+    layer = made(kind, from_dense(weight, mask, pattern="8x1"), geometry, bias=bias, activation=Activation.RELU)
     expected = (convolved(x, weight, geometry) + bias.double().view(-1, 1) + residual.double()).relu()
-    torch.testing.assert_close(
-        prepared(x, torch.empty_like(residual), residual).double(), expected, atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(layer(x, torch.empty_like(residual), residual).double(), expected, atol=1e-5, rtol=1e-5)
     out = residual.clone()
-    prepared.bind(x, out, out)()  # the residual may be where the result goes
+    layer.bind(x, out, out)()  # the residual may be where the result goes
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def spec_of(weight: Tensor, geometry: Geometry) -> LayerSpec:
+    return LayerSpec("layer", from_dense(weight), geometry, None, is_sparse=True)
 
 
 def test_without_kernels_csr_stands_in_from_90_percent_on_and_dense_below(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "library", lambda: None)
     sparse, half = torch.eye(10), torch.eye(10) + torch.eye(10).flip(0)
-    assert type(tuning.prepare(from_dense(sparse), Geometry.linear(10, 3))) is CsrLayer
-    assert type(tuning.prepare(from_dense(half), Geometry.linear(10, 3))) is DenseLayer
     image = Geometry(10, 1, 4, 4, stride=(2, 2))
-    assert type(tuning.prepare(from_dense(sparse.view(10, 10, 1, 1)), image)) is DenseLayer
+    plain = Geometry.linear(10, 3)
+    specs = [spec_of(sparse, plain), spec_of(half, plain), spec_of(sparse.view(10, 10, 1, 1), image)]
+    chosen = tuning.choose(specs, seconds=0, threads=1, known={})
+    assert [type(layer) for layer, _ in chosen] == [CsrLayer, DenseLayer, DenseLayer]
+    assert [row.choice for _, row in chosen] == ["sparse", "dense", "dense"]
 
 
-def test_tuning_tries_one_tile_even_without_time_and_all_with_enough() -> None:
-    matrix, geometry = from_dense(torch.ones(8, 8)), Geometry.linear(8, 100)
-    prepared, seconds = tuning.tune(matrix, geometry, threads=1, seconds=0)
-    assert prepared.tile == tuning.candidates(matrix, geometry, threads=1)[0] and seconds > 0
-    assert tuning.tune(matrix, geometry, threads=2, seconds=0.05)[0].tile in tuning.candidates(
-        matrix, geometry, threads=2
-    )
+def test_tuning_takes_the_likeliest_tile_without_time_and_one_of_the_candidates_with_it() -> None:
+    spec = spec_of(torch.ones(8, 8), Geometry.linear(8, 100))
+    assert tuning.fastest_tile(spec, 1, 0) == tuning.candidates(spec.weight, spec.geometry, threads=1)[0]
+    assert tuning.fastest_tile(spec, 2, 0.05) in tuning.candidates(spec.weight, spec.geometry, threads=2)
 
 
 @pytest.mark.parametrize(
@@ -339,9 +345,9 @@ def test_tuning_tries_one_tile_even_without_time_and_all_with_enough() -> None:
     ],
 )
 def test_tensors_that_the_kernels_would_misread_are_refused(x: Tensor, out: Tensor, words: str) -> None:
-    prepared = made(NativeLayer, from_dense(torch.ones(3, 4)), Geometry.linear(4, 6))
+    layer = made(NativeLayer, from_dense(torch.ones(3, 4)), Geometry.linear(4, 6))
     with pytest.raises(GrowpruneError, match=words):
-        prepared(x, out)
+        layer(x, out)
 
 
 def test_tiles_masks_and_biases_that_do_not_fit_are_refused() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from growprune.deployment import matrix
-from growprune.deployment.matrix import SparseMatrix, from_live, whole_blocks
+from growprune.deployment.cpu import matrix
+from growprune.deployment.cpu.matrix import SparseMatrix, from_live, whole_blocks
 
 SHAPES = [(16, 24), (8, 16, 3, 3), (16, 8, 1, 1), (8, 8, 5), (9, 13), (3, 5, 2, 2)]
 

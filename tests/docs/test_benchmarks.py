@@ -25,7 +25,6 @@ SMALLEST = {
     "fan_in": ["--small", "--threads", "1", "--seconds", "0", "--rounds", "1"],
     "file_sizes": ["--width", "4"],
     "fuzz_files": ["--cases", "60"],
-    "host": ["--layers", "2", "--repeats", "1"],
     "inference layers": ["layers", "--shapes", "16x24x3", "--rounds", "1"],
     "inference_networks": [
         *("--small", "--rounds", "1", "--seconds", "0", "--threads", "1"),
@@ -36,9 +35,11 @@ SMALLEST = {
     "loading_files": ["--millions", "1", "--rounds", "1"],
     "masking": ["--steps", "1", "--small"],
     "parallel": ["--processes", "1", "--rounds", "2", "--epochs", "1", "--width", "2"],
+    "same_bits": ["--methods", "gmp", "--epochs", "1", "--width", "2", "--storages", "masked"],
     "selection threshold": ["--one", "growprune, threshold", "--millions", "0.1"],
     "selection prune": ["--one", "growprune, prune()", "--millions", "1"],
     "selection torch": ["--one", "torch global_unstructured", "--millions", "0.1"],
+    "trace_files": ["--files", "--only", "SparseModel,deploy"],
     "transformers_trainer": ["--text", __file__, "--small", "--batches", "1", "--steps", "22", "--storage", "compact"],
 }
 """By the name of the file, and what is run of it: the smallest arguments."""

@@ -47,9 +47,8 @@ def deploy(
     as_json: AsJson = False,
 ) -> None:
     """Make a trained sparse model run on sparse kernels: each layer sparse or dense, whichever is faster here."""
-    from growprune.deployment.cuda.deploying import checked_device
-    from growprune.deployment.deployed import deploy as deploy_model
-    from growprune.deployment.saving import save
+    from growprune.deployment.api import checked_device
+    from growprune.deployment.api import deploy as deploy_model
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise GrowpruneError(f"{out} exists and is not an empty folder: give another --out")
@@ -58,7 +57,7 @@ def deploy(
     built, example = _built(origin)
     options: Any = {"whole": not by_layer, "device": where}
     deployed = deploy_model(_weights(path), example, into=built, seconds=seconds, **options)
-    save(deployed, out, origin)
+    deployed.save(out, origin=origin)
     if as_json:
         print_json(deployed.table.to_dict())
     else:
@@ -95,7 +94,8 @@ def bench(
 
 def open_model(path: str, model: str, example_shape: str) -> tuple[Any, Any, Callable[[], Deployed] | None]:
     """The model in torch, an example, and, of a deployed folder, what loads it. Engines call it in their processes."""
-    from growprune.deployment.saving import ABOUT, load_deployed, read_about
+    from growprune.deployment.api import load_deployed
+    from growprune.deployment.deployed_folder import ABOUT, read_about
     from growprune.files import sparse_file as file
 
     folder = Path(path)

@@ -1,7 +1,6 @@
-"""A whole model against other engines: each in a process of its own, in turns, and with what spread.
+"""A whole model against other engines: each in a process of its own, in turns, with the spread of its times.
 
-Engines that are not there, or cannot run the model, are named with the reason: nothing is said of what was not
-measured.
+Engines that are not installed, or cannot run the model, are listed with the reason.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from growprune.errors import GrowpruneError
 
@@ -30,7 +31,7 @@ class Timing:
 
     engine: str
     ms: float | None
-    """The 30th percentile of its blocks, as what lies above is other people's load; None if it was not measured."""
+    """The 30th percentile of its blocks: above it is other load on the machine. None if it was not measured."""
     spread: float | None = None
     """How far its 80th percentile lies above that: 0 on a quiet machine."""
     error: float | None = None
@@ -57,56 +58,47 @@ def bench(
     """
     if unknown := [name for name in engines if name not in ENGINES]:
         raise GrowpruneError(f"there is no engine {unknown[0]!r}; known are {', '.join(ENGINES)}")
-    threads = threads or _num_threads()
+    threads = threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         question = {"loader": loader, "arguments": dict(arguments), "folder": folder}
-        preparing = _Worker("prepare", sys.executable, threads)
+        preparing = Worker(WORKER, "prepare", threads)
         prepared = preparing.ask({**question, "onnx": any(name in OTHERS for name in engines)})
         preparing.close()
         if why := prepared.get("why"):
             raise GrowpruneError(f"the model cannot be run in torch: {why}")
-        return _in_turns(engines, question, threads, rounds, python)
+        workers = [Worker(WORKER, name, threads, python if name in OTHERS else sys.executable) for name in engines]
+        try:
+            return _in_turns(workers, question, rounds)
+        finally:
+            for worker in workers:
+                worker.close()
 
 
-def _in_turns(
-    engines: Sequence[str], question: Mapping[str, Any], threads: int, rounds: int, python: str
-) -> list[Timing]:
-    workers = {name: _Worker(name, python if name in OTHERS else sys.executable, threads) for name in engines}
-    try:
-        ready = {name: worker.ask(question) for name, worker in workers.items()}
-        blocks: dict[str, list[float]] = {name: [] for name, answer in ready.items() if not answer.get("why")}
-        for _ in range(rounds):
-            for name, times in blocks.items():
-                times.append(workers[name].ask({"run": True})["ms"])
-    finally:
-        for worker in workers.values():
-            worker.close()
-    return [_timing(name, ready[name], blocks.get(name)) for name in engines]
+def _in_turns(workers: Sequence[Worker], question: Mapping[str, Any], rounds: int) -> list[Timing]:
+    ready = {worker: worker.ask(question) for worker in workers}
+    blocks: dict[Worker, list[float]] = {worker: [] for worker in workers if not ready[worker].get("why")}
+    for _ in range(rounds):
+        for worker, times in blocks.items():
+            times.append(worker.ask({"run": True})["ms"])
+    return [_timing(worker.name, ready[worker], sorted(blocks.get(worker, ()))) for worker in workers]
 
 
-def _timing(name: str, ready: Mapping[str, Any], blocks: list[float] | None) -> Timing:
+def _timing(name: str, ready: Mapping[str, Any], blocks: Sequence[float]) -> Timing:
     if not blocks:
         return Timing(name, None, why=ready.get("why", "it was given no round"))
-    ordered = sorted(blocks)
-    typical, late = (ordered[int(share * (len(ordered) - 1))] for share in (0.3, 0.8))
+    typical, late = (blocks[int(share * (len(blocks) - 1))] for share in (0.3, 0.8))
     return Timing(name, typical, late / typical - 1, ready["error"])
 
 
-def _num_threads() -> int:
-    import torch
+class Worker:
+    """A process of a script that answers each line of JSON with one."""
 
-    return torch.get_num_threads()
-
-
-class _Worker:
-    """A process of bench_worker.py."""
-
-    def __init__(self, name: str, python: str, threads: int) -> None:
-        self._name = name
+    def __init__(self, script: Path, name: str, threads: int, python: str = sys.executable) -> None:
+        self.name = name
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-        command = [python, "-P", str(WORKER), name, str(threads)]  # -P: beside the worker lies a folder called cuda
+        command = [python, "-P", str(script), name, str(threads)]  # -P: beside the worker lies a folder called cuda
         self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:

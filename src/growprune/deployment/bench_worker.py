@@ -23,6 +23,10 @@ BLOCK_SECONDS, PAUSE_SECONDS = 0.06, 0.01
 Call = Callable[[], Any]
 
 
+class NotExported(Exception):
+    """There is no graph of the model, and the text says why."""
+
+
 def load(question: dict[str, Any]) -> Any:
     """What the loader gives: model, example, and what makes a Deployed."""
     source, _, function = question["loader"].rpartition(":")
@@ -37,17 +41,29 @@ def load(question: dict[str, Any]) -> Any:
     return getattr(module, function)(**question["arguments"])
 
 
-def torch_call(model: Any, example: Any) -> Call:
+# Engines: each makes a call of the model
+
+
+def prepare(question: dict[str, Any]) -> Call:
+    """Write the inputs, torch's output, and the model for other engines."""
     import torch
 
-    args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-    args = args if isinstance(args, (tuple, list)) else (args,)
+    from growprune.deployment.example import Example
 
-    def call() -> Any:
-        with torch.no_grad():
-            return model(*args, **kwargs)
-
-    return call
+    model, example, _ = load(question)
+    folder, model, given = Path(question["folder"]), plain(model), Example.of(example)
+    arrays: Any = {f"{i}": leaf.numpy() for i, leaf in enumerate(given.leaves) if isinstance(leaf, torch.Tensor)}
+    np.savez(folder / "inputs.npz", **arrays)
+    np.save(folder / "expected.npy", first_output(given.call(model)))
+    if question["onnx"]:
+        try:
+            torch.onnx.export(model, given.args, folder / "model.onnx", kwargs=given.kwargs, dynamo=True, verbose=False)
+        except ImportError as error:
+            (folder / "why").write_text(f"torch.onnx.export lacks {error.name}: pip install 'growprune[onnx]'")
+        except Exception as error:
+            reason = f"torch.onnx.export failed, {type(error).__name__}: {error}".splitlines()[0]
+            (folder / "why").write_text(reason)
+    return lambda: None
 
 
 def plain(model: Any) -> Any:
@@ -57,69 +73,25 @@ def plain(model: Any) -> Any:
     return (model.to_dense_() if isinstance(model, SparseModel) else model).eval()
 
 
-def prepare(question: dict[str, Any], threads: int) -> Call:
-    """Write the inputs, torch's output, and the model for other engines."""
+def in_torch(question: dict[str, Any], name: str) -> Call:
+    """The model in this process: deployed, in torch, or compiled by it."""
     import torch
-    from torch.utils import _pytree as pytree
 
-    del threads
-    model, example, _ = load(question)
-    folder, model = Path(question["folder"]), plain(model)
-    tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
-    arrays: dict[str, Any] = {f"{i}": tensor.numpy() for i, tensor in enumerate(tensors)}
-    np.savez(folder / "inputs.npz", **arrays)
-    np.save(folder / "expected.npy", first_output(torch_call(model, example)()))
-    if question["onnx"]:
-        args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-        args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-        try:
-            torch.onnx.export(model, args, folder / "model.onnx", kwargs=kwargs, dynamo=True, verbose=False)
-        except ImportError as error:
-            (folder / "why").write_text(f"torch.onnx.export lacks {error.name}: pip install 'growprune[onnx]'")
-        except Exception as error:
-            reason = f"torch.onnx.export failed, {type(error).__name__}: {error}".splitlines()[0]
-            (folder / "why").write_text(reason)
-    return lambda: None
+    from growprune.deployment.api import deploy
+    from growprune.deployment.example import Example
 
-
-def first_output(found: Any) -> Any:
-    import torch
-    from torch.utils import _pytree as pytree
-
-    leaves = pytree.tree_leaves(found)
-    return next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)).detach().numpy()
-
-
-def deployed(question: dict[str, Any], threads: int) -> Call:
-    from growprune.deployment.deployed import deploy
-
-    del threads
     model, example, make = load(question)
-    made = deploy(model, example) if make is None else make()
-    return with_arrays(torch_call(made, example))
+    if name == "deployed":
+        run = deploy(model, example) if make is None else make()
+    else:
+        run = torch.compile(plain(model)) if name == "compile" else plain(model)
+    args, kwargs = (given := Example.of(example)).args, given.kwargs
 
+    def call() -> Any:
+        with torch.no_grad():
+            return run(*args, **kwargs)
 
-def eager(question: dict[str, Any], threads: int) -> Call:
-    del threads
-    model, example, _ = load(question)
-    return with_arrays(torch_call(plain(model), example))
-
-
-def compiled(question: dict[str, Any], threads: int) -> Call:
-    import torch
-
-    del threads
-    model, example, _ = load(question)
-    return with_arrays(torch_call(torch.compile(plain(model)), example))
-
-
-def with_arrays(call: Call) -> Call:
-    call.first = lambda: first_output(call())  # type: ignore[attr-defined]
     return call
-
-
-class NotExported(Exception):
-    """There is no graph of the model, and the text says why."""
 
 
 def exported(question: dict[str, Any]) -> tuple[str, list[Any]]:
@@ -157,32 +129,42 @@ def openvino(question: dict[str, Any], threads: int) -> Call:
     path, inputs = exported(question)
     core = ov.Core()
     request = core.compile_model(core.read_model(path), "CPU", openvino_settings(threads)).create_infer_request()
-
-    def call() -> Any:
-        return [request.infer(dict(enumerate(inputs)))[0]]
-
-    return call
+    return lambda: [request.infer(dict(enumerate(inputs)))[0]]
 
 
-ENGINES: dict[str, Callable[[dict[str, Any], int], Call]] = {
-    "prepare": prepare,
-    "deployed": deployed,
-    "torch": eager,
-    "compile": compiled,
-    "onnxruntime": onnxruntime,
-    "openvino": openvino,
-}
+def ready(name: str, question: dict[str, Any], threads: int) -> Call:
+    if name == "prepare":
+        return prepare(question)
+    if name in OTHERS:
+        return OTHERS[name](question, threads)
+    return in_torch(question, name)
+
+
+OTHERS: dict[str, Callable[[dict[str, Any], int], Call]] = {"onnxruntime": onnxruntime, "openvino": openvino}
+
+
+# Answers
+
+
+def first_output(found: Any) -> Any:
+    """The first array, or tensor, of what a call gave."""
+    if isinstance(found, list) and found and isinstance(found[0], np.ndarray):
+        return found[0]
+    import torch
+    from torch.utils import _pytree as pytree
+
+    leaves = pytree.tree_leaves(found)
+    return next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)).detach().numpy()
 
 
 def error_of(call: Call, folder: str) -> float:
     expected = np.load(Path(folder) / "expected.npy")
-    found = call.first() if hasattr(call, "first") else call()[0]
     largest = float(np.abs(expected).max()) or 1.0
-    return float(np.abs(np.asarray(found) - expected).max()) / largest
+    return float(np.abs(first_output(call()) - expected).max()) / largest
 
 
-def block(call: Call, repeats: list[int]) -> float:
-    """The mean milliseconds of as many calls as take about 60 ms.
+def block(call: Call, repeats: list[int], seconds: float = BLOCK_SECONDS) -> float:
+    """The mean milliseconds of as many calls as take about so many seconds; the first block finds out how many.
 
     The threads of the engine before must have gone to sleep, or they take cores by waiting for work; and ours must be
     awake.
@@ -192,7 +174,7 @@ def block(call: Call, repeats: list[int]) -> float:
     if not repeats:
         start = time.perf_counter()
         call()
-        repeats.append(min(1000, max(1, round(BLOCK_SECONDS / (time.perf_counter() - start)))))
+        repeats.append(min(1000, max(1, round(seconds / (time.perf_counter() - start)))))
     start = time.perf_counter()
     for _ in range(repeats[0]):
         call()
@@ -201,6 +183,8 @@ def block(call: Call, repeats: list[int]) -> float:
 
 def why(name: str, error: Exception) -> str:
     """One line of why an engine cannot run a model."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed for {sys.executable}: pip install {error.name}"
     if isinstance(error, NotExported):
         return str(error)
     kinds = {type(cause).__name__ for cause in causes(error)}
@@ -211,7 +195,7 @@ def why(name: str, error: Exception) -> str:
 
 
 def causes(error: BaseException | None) -> list[BaseException]:
-    """An error, and what it came of."""
+    """An error, and what caused it."""
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)
@@ -228,16 +212,14 @@ def main() -> None:
     for line in sys.stdin:
         question = json.loads(line)
         answer: dict[str, Any]
-        if call is not None:
-            answer = {"ms": block(call, repeats)}
-        else:
-            try:
-                call = ENGINES[name](question, threads)
+        try:
+            if call is not None:
+                answer = {"ms": block(call, repeats)}
+            else:
+                call = ready(name, question, threads)
                 answer = {} if name == "prepare" else {"error": error_of(call, question["folder"])}
-            except ModuleNotFoundError as error:
-                answer = {"why": f"{error.name} is not installed for {sys.executable}: pip install {error.name}"}
-            except Exception as error:
-                answer = {"why": why(name, error)}
+        except Exception as error:
+            answer = {"why": why(name, error)}
         print(json.dumps(answer), file=answers, flush=True)
 
 

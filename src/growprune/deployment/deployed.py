@@ -1,66 +1,86 @@
-"""`deploy`: from a trained sparse model to one that runs on sparse kernels."""
+"""What `deploy` returns: a model whose parts are deployed, that refuses what would take it apart."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from growprune.deployment.apart import Found, deploy_parts, rows_in_torch
-from growprune.deployment.cuda.deploying import GpuRow, checked_device, deploy_linears
-from growprune.deployment.measure import Chosen
-from growprune.deployment.parts import Part, check_no_change, refuse_to_copy
-from growprune.deployment.skeleton import Skeleton, empty, fill_in, skeleton_of
-from growprune.deployment.state import keeps_state, restored
-from growprune.deployment.table import Table
-from growprune.deployment.trace import NotTraceable
-from growprune.errors import GrowpruneError, warn
-from growprune.files import sparse_file as file
-from growprune.sparse.model import SparseModel
+from growprune.deployment import deployed_folder
+from growprune.deployment.example import Example
+from growprune.deployment.layer_table import Row, Table
+from growprune.deployment.skeleton import Skeleton, fill_in
+from growprune.errors import GrowpruneError
 
-SECONDS = 10.0
-"""How long layers are timed if nobody says."""
-STATEFUL = (
-    "the model gives something else when it is called again with the same input, as it keeps a state from call to "
-    "call, which a program of ours would not: it stays in torch; with whole=False its single layers are swapped, and "
-    "its own code keeps the state"
-)
+DEPLOY_AGAIN = "change the model itself, and deploy it again, on device='cpu' or 'cuda'"
 
 
-@dataclass
-class Example:
-    """Arguments of a model."""
+@dataclass(frozen=True)
+class Replaced:
+    """A part in the place of a module."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, example: Any) -> Example:
-        if isinstance(example, dict):
-            return cls((), dict(example))
-        return cls(tuple(example) if isinstance(example, (tuple, list)) else (example,))
+    owner: nn.Module
+    name: str
+    part: nn.Module
+    module: Callable[[], nn.Module]
+    """The module, which may have to be made again."""
 
 
 @dataclass
-class Made:
-    """What a model was deployed of."""
+class Swapped:
+    """A module with its parts deployed."""
 
-    found: Found | None
-    """None if it runs in torch."""
-    skeleton: Skeleton
-    example: Example
-    settings: dict[str, Any]
-    """Of the SparseModel."""
-    whole: bool
-    device: torch.device
+    module: nn.Module
+    rows: Sequence[Row] = ()
+    in_torch: Sequence[str] = ()
+    replaced: Sequence[Replaced] = ()
+
+    def put(self, *, deployed: bool) -> None:
+        """Put the parts in their places, or what they were made of."""
+        for one in self.replaced:
+            one.owner._modules[one.name] = one.part if deployed else one.module()
+
+
+def refuse_to_copy(module: nn.Module, protocol: object) -> Any:
+    """Refuse copy, deepcopy, pickle and torch.save: kernels are bound to memory that no copy would have."""
+    del protocol
+    raise GrowpruneError(
+        f"{type(module).__name__} is deployed, and can be neither copied nor pickled: call save(folder) of what deploy "
+        f"returned, then growprune.load_deployed(folder, model); or deploy the model once more"
+    )
+
+
+def stay_as_made(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """Refuse half(), to(), cuda() and the like, unless they would change nothing; then nothing is done."""
+    del recurse
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    device = vars(module).get("device", torch.device("cpu"))  # of a Deployed; parts are on the CPU
+    for dtype in {tensor.dtype for tensor in tensors if tensor.is_floating_point()} or {torch.float32}:
+        _check_no_change(change, torch.empty(0, dtype=dtype, device=device))
+    return module
+
+
+def _check_no_change(change: Callable[[Tensor], Tensor], tensor: Tensor) -> None:
+    """Raise if a tensor such as those of a deployed model would get another dtype or device."""
+    try:
+        changed = change(tensor)
+    except (AssertionError, RuntimeError) as error:  # AssertionError: torch has no CUDA here
+        said = str(error).partition("\n")[0]
+        raise GrowpruneError(f"a deployed model cannot be changed like this ({said}): {DEPLOY_AGAIN}") from None
+    if changed.device != tensor.device:
+        raise GrowpruneError(
+            f"the model is deployed on {tensor.device}, and cannot be moved to {changed.device}: {DEPLOY_AGAIN}"
+        )
+    if changed.dtype != tensor.dtype:
+        is_of_kernels = (tensor.device.type, tensor.dtype) == ("cpu", torch.float32)
+        advice = "keep to it, as kernels on a CPU are for no other" if is_of_kernels else DEPLOY_AGAIN
+        raise GrowpruneError(f"the model is deployed in {tensor.dtype}, and cannot become {changed.dtype}: {advice}")
 
 
 class Deployed(nn.Module):
@@ -70,36 +90,31 @@ class Deployed(nn.Module):
         module: what runs: a module of the model's own class, if it could not be taken as a whole or was asked for by
             its layers. Its other methods are there too.
         table: how each layer runs, with what was measured.
+        device: where it runs.
     """
+
+    __reduce_ex__ = refuse_to_copy
+    _apply = stay_as_made
 
     def __init__(
         self,
-        found: Found | None,
+        swapped: Swapped | None,
         skeleton: Skeleton,
         table: Table,
         example: Example,
         *,
         whole: bool = True,
-        settings: Mapping[str, Any] | None = None,
-        device: torch.device | None = None,
+        settings: Mapping[str, Any],
+        device: str | torch.device = "cpu",
     ) -> None:
         super().__init__()
-        self.table = table
-        self._made = Made(found, skeleton, example, dict(settings or {}), whole, device or torch.device("cpu"))
-        if found is None:
+        self.table, self.device = table, torch.device(device)
+        self._skeleton, self._example, self._whole, self._settings = skeleton, example, whole, dict(settings)
+        if swapped is None:
             fill_in(skeleton)
-        self.module: nn.Module = skeleton.module if found is None else found.module
+        self._swapped = swapped or Swapped(skeleton.module)
+        self.module: nn.Module = self._swapped.module
         self.eval()
-
-    __reduce_ex__ = refuse_to_copy
-
-    def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What half(), to(), cuda() and their kin ask for: nothing, if it is so already, and no more is done then."""
-        del recurse
-        tensors = itertools.chain(self.parameters(), self.buffers())
-        for dtype in {tensor.dtype for tensor in tensors if tensor.is_floating_point()} or {torch.float32}:
-            check_no_change(change, torch.empty(0, dtype=dtype, device=self._made.device))
-        return self
 
     def train(self, mode: bool = True) -> Self:
         """Only `train(False)`, which is eval(), and changes nothing."""
@@ -130,206 +145,34 @@ class Deployed(nn.Module):
     @property
     def is_in_torch(self) -> bool:
         """Whether nothing of it runs on sparse kernels."""
-        found = self._made.found
-        return self.module is self._made.skeleton.module and (found is None or not found.replaced)
+        return self.module is self._skeleton.module and not self._swapped.replaced
 
     def stay_in_torch(self) -> None:
         """Run the model in torch after all."""
-        made = self._made
-        fill_in(made.skeleton)
-        if made.found is not None:
-            made.found.put(deployed=False)
-        made.found, self.module = None, made.skeleton.module
+        fill_in(self._skeleton)
+        self._swapped.put(deployed=False)
+        self.module = self._skeleton.module
+        self._swapped = Swapped(self.module, self._swapped.rows)
 
-    @contextlib.contextmanager
-    def taken_apart(self) -> Iterator[Made]:
-        """While it lasts, the model as it was before parts of it were replaced. It must not be called meanwhile."""
-        made = self._made
-        if made.found is not None:
-            made.found.put(deployed=False)
+    def save(self, folder: str | os.PathLike[str], *, origin: Mapping[str, Any] | None = None) -> None:
+        """Write a folder that `load_deployed` reads: the weights as a sparse file, the table and choices as JSON.
+
+        Args:
+            origin: where the model's code is, for the command line.
+        """
+        self._swapped.put(deployed=False)
+        is_sparse = bool(self._skeleton.matrices or self._swapped.rows)  # though it may run dense
         try:
-            yield made
+            deployed_folder.save_weights(Path(folder), self._skeleton, self._settings, is_sparse=is_sparse)
         finally:
-            if made.found is not None:
-                made.found.put(deployed=True)
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write a folder that `load_deployed` reads: the weights as a sparse file, the table and choices as JSON."""
-        from growprune.deployment.saving import save
-
-        save(self, Path(folder))
-
-
-def deploy(
-    model: nn.Module | SparseModel | str | os.PathLike[str],
-    example: Any,
-    *,
-    into: nn.Module | None = None,
-    device: str | torch.device = "cpu",
-    seconds: float = SECONDS,
-    whole: bool = True,
-) -> Deployed:
-    """Make a trained sparse model run on sparse kernels. The model is left as it is, and not needed afterwards.
-
-    Each layer is timed sparse and dense, on this machine, and the faster one stays; see `table`. What is not known
-    stays in torch, and so does a model that keeps a state from call to call, with a warning.
-
-    Args:
-        model: a SparseModel, or any module whose zeros are dead, or the path of a sparse file.
-        example: the input, or a tuple of positional or a dict of keyword arguments. The model is made for its shape;
-            for others it makes itself ready when they come.
-        into: for a file, the model that was saved, freshly made.
-        device: "cpu" or "cuda". On a GPU single linear layers are swapped, for the number of samples (tokens) that the
-            example brings them, in the model's own dtype: give the input of a decode step. See `graphed` in
-            `growprune.deployment.cuda`, too.
-        seconds: how long layers may be timed, about; with 0 nothing is timed, and what is sparse runs sparse. On a GPU
-            the kernels are compiled on top of it.
-        whole: False swaps only single layers, and takes any shape: for models that are used by other methods
-            than their forward, as in decoding. Use the `module` of what is returned.
-
-    Examples:
-        >>> sparse = SparseModel(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), sparsity=0.9)
-        >>> sparse.prune()
-        >>> x = torch.randn(8, 64)
-        >>> fast = deploy(sparse, x, seconds=0)
-        >>> torch.allclose(fast(x), sparse.model(x), atol=1e-6)
-        True
-    """
-    where = checked_device(device)
-    if where.type == "cuda":
-        return deploy_on_gpu(_model(model, into), Example.of(example), device=where, seconds=seconds, chosen={})
-    on_the_cpu = _on_the_cpu(_model(model, into))
-    return deploy_model(on_the_cpu, Example.of(example), seconds=seconds, whole=whole, chosen={})
-
-
-def _on_the_cpu(model: nn.Module | SparseModel) -> nn.Module | SparseModel:
-    found = model.model if isinstance(model, SparseModel) else model
-    if any(tensor.device.type != "cpu" for tensor in found.parameters()):
-        raise GrowpruneError("the model is not on the CPU, where it is to be deployed: call model.cpu() first")
-    return model
-
-
-def _model(model: Any, into: nn.Module | None) -> nn.Module | SparseModel:
-    if isinstance(model, (nn.Module, SparseModel)):
-        return model
-    if not isinstance(model, (str, os.PathLike)):
-        raise GrowpruneError(f"deploy was given a {type(model).__name__}: give a SparseModel, a module, or a file")
-    if into is None:
-        raise GrowpruneError(f"{os.fspath(model)} is a file, which has no code: give the model that was saved as into=")
-    return load_sparse(model, into)
-
-
-def load_sparse(path: str | os.PathLike[str], into: nn.Module) -> SparseModel:
-    """A file in compact storage, so that its sparse weights are never dense."""
-    try:
-        return file.load(path, into, storage="compact")
-    except GrowpruneError as error:
-        if "compact" not in str(error):
-            raise
-        return file.load(path, into)
-
-
-def deploy_model(
-    model: nn.Module | SparseModel, example: Example, *, seconds: float, whole: bool, chosen: Mapping[str, Chosen]
-) -> Deployed:
-    """What `deploy` does, with what may have been measured before."""
-    skeleton, settings = skeleton_of(model), _settings_of(model)
-    if not skeleton.matrices:
-        warn(f"the model has no sparse weights{_of_other_dtypes(skeleton.module)}: it stays in torch as it is")
-        table = Table((), in_torch=("the whole model",))
-        return Deployed(None, skeleton, table, example, whole=whole, settings=settings)
-    module = model.model if isinstance(model, SparseModel) else model
-    if keeps_state(module, example.args, example.kwargs) and whole:
-        warn(STATEFUL)
-        table = Table(tuple(rows_in_torch(skeleton, ())), in_torch=("the whole model (it keeps a state)",))
-        return Deployed(None, skeleton, table, example, whole=whole, settings=settings)
-    with restored(list(skeleton.module.modules())):
-        found = _found(skeleton, example, seconds=seconds, whole=whole, chosen=chosen)
-        times = _times(skeleton, found, example, seconds / 4) if seconds > 0 else None
-    rows = (*found.rows, *rows_in_torch(skeleton, found.rows))
-    deployed_ms, torch_ms = times or (None, None)
-    table = Table(rows, deployed_ms, torch_ms, tuple(dict.fromkeys(found.in_torch)))
-    deployed = Deployed(found, skeleton, table, example, whole=whole, settings=settings)
-    if whole and times is not None and times[0] > times[1]:
-        warn(f"deployed, the model takes {times[0]:.3g} ms, and in torch {times[1]:.3g} ms: it stays in torch")
-        deployed.stay_in_torch()
-    return deployed
-
-
-def _of_other_dtypes(module: nn.Module) -> str:
-    found = {str(p.dtype) for p in module.parameters() if p.dim() > 1 and p.is_floating_point()} - {"torch.float32"}
-    return f" in float32, which kernels on a CPU are for, but some in {', '.join(sorted(found))}" if found else ""
-
-
-def deploy_on_gpu(
-    model: nn.Module | SparseModel,
-    example: Example,
-    *,
-    device: torch.device,
-    seconds: float,
-    chosen: Mapping[str, GpuRow],
-) -> Deployed:
-    """The same for a GPU, layer by layer. (What a whole model takes there depends on whether it is `graphed`.)"""
-    found = deploy_linears(model, example.args, example.kwargs, device=device, seconds=seconds, chosen=chosen)
-    if not found.rows:
-        warn("the model has no sparse linear layers: it stays in torch as it is")
-    table = Table(tuple(found.rows), in_torch=tuple(found.in_torch) if found.rows else ("the whole model",))
-    settings = _settings_of(model)
-    return Deployed(found, Skeleton(found.module, {}), table, example, whole=False, settings=settings, device=device)
-
-
-def _found(skeleton: Skeleton, example: Example, *, seconds: float, whole: bool, chosen: Mapping[str, Chosen]) -> Found:
-    if whole:
-        part = Part(skeleton.module, skeleton, seconds=seconds, chosen=chosen)
-        try:
-            compiled = part.plan(example.args, example.kwargs)
-            return Found(part, compiled.rows, compiled.in_torch)
-        except NotTraceable as error:
-            reasons = [f"{type(skeleton.module).__name__} as a whole ({error})"]
-    else:
-        reasons = []
-    options: dict[str, Any] = {"seconds": seconds, "chosen": chosen, "by_layer": not whole, "reasons": reasons}
-    return deploy_parts(skeleton, example.args, example.kwargs, **options)
-
-
-def _times(skeleton: Skeleton, found: Found, example: Example, seconds: float) -> tuple[float, float]:
-    """How long the deployed model takes, and how long it takes in torch."""
-    fill_in(skeleton)
-
-    def in_torch() -> None:
-        found.put(deployed=False)
-        skeleton.module(*example.args, **example.kwargs)
-        found.put(deployed=True)
-
-    times = _milliseconds([lambda: found.module(*example.args, **example.kwargs), in_torch], seconds)
-    if isinstance(found.module, Part):
-        empty(skeleton)
-    return times
-
-
-@torch.no_grad()
-def _milliseconds(calls: Sequence[Callable[[], object]], seconds: float) -> tuple[float, float]:
-    """Of each call, in turns, the 30th percentile."""
-    taken: list[list[float]] = [[] for _ in calls]
-    end = time.perf_counter() + seconds
-    while len(taken[0]) < 4 or time.perf_counter() < end:
-        for call, times in zip(calls, taken, strict=True):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-    first, second = (1e3 * sorted(times[1:])[int(0.3 * (len(times) - 2))] for times in taken)
-    return first, second
-
-
-def _settings_of(model: nn.Module | SparseModel) -> dict[str, Any]:
-    """What a sparse file says of the model."""
-    if not isinstance(model, SparseModel):
-        return {}
-    return {
-        "sparsity": model.sparsity,
-        "allocation": model.allocation,
-        "pattern": model.pattern,
-        "keep_dense": model.keep_dense,
-        "include": model.include,
-        "seed": model.seed,
-    }
+            self._swapped.put(deployed=True)
+        about = {
+            "device": self.device.type,
+            "machine": deployed_folder.machine(self.device),
+            "is_whole": self._whole,
+            "runs": "torch" if self.is_in_torch else "deployed",
+            "example": deployed_folder.encoded(self._example),
+            "origin": dict(origin or {}),
+            **self.table.to_dict(),
+        }
+        deployed_folder.save_about(Path(folder), about)

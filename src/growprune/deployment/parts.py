@@ -1,4 +1,4 @@
-"""The parts of a model that are deployed, each in the place of the module it was made of.
+"""The parts of a model that are deployed on a CPU, each in the place of the module it was made of.
 
 A part takes inputs of any shape: for each it makes a plan, of which it keeps a few.
 """
@@ -14,182 +14,157 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from growprune.deployment.compiling import Compiled, compile_module
-from growprune.deployment.fuse import Fused
-from growprune.deployment.geometry import Geometry
-from growprune.deployment.measure import Chosen, Row, choose_layer
+from growprune.deployment.cpu.geometry import Geometry
+from growprune.deployment.cpu.prepared import LayerSpec
+from growprune.deployment.cpu.tuning import choose
+from growprune.deployment.deployed import Swapped, refuse_to_copy, stay_as_made
+from growprune.deployment.example import Example
+from growprune.deployment.graph.fuse import fuse
+from growprune.deployment.graph.lower import Lowering
+from growprune.deployment.graph.operations import KNOWN
+from growprune.deployment.graph.program import Program
+from growprune.deployment.graph.trace import NotTraceable, drop_identities, fold_constants, trace
+from growprune.deployment.layer_table import Row
 from growprune.deployment.skeleton import Skeleton, fill_in
-from growprune.deployment.trace import NotTraceable
 from growprune.errors import GrowpruneError, warn
 
 MOST_PLANS = 8
 """How many shapes a part keeps the plans of; the one that was used longest ago goes first."""
 
 
-DEPLOY_AGAIN = "change the model itself, and deploy it again, on device='cpu' or 'cuda'"
-
-
-def refuse_to_copy(module: nn.Module, protocol: object) -> Any:
-    """What copy, deepcopy, pickle and torch.save ask for: kernels are bound to memory that no copy would have."""
-    del protocol
-    raise GrowpruneError(
-        f"{type(module).__name__} is deployed, and can be neither copied nor pickled: call save(folder) of what deploy "
-        f"returned, then growprune.load_deployed(folder, model); or deploy the model once more"
-    )
-
-
-def stay_as_made(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """What half(), to(), cuda() and their kin ask for: nothing, if it is so already, and no more is done then."""
-    del recurse
-    check_no_change(change, torch.empty(0))
-    return module
-
-
-def check_no_change(change: Callable[[Tensor], Tensor], tensor: Tensor) -> None:
-    """Raise if a tensor such as those of a deployed model would get another dtype or device."""
-    try:
-        changed = change(tensor)
-    except (AssertionError, RuntimeError) as error:  # AssertionError: torch has no CUDA here
-        said = str(error).partition("\n")[0]
-        raise GrowpruneError(f"a deployed model cannot be changed like this ({said}): {DEPLOY_AGAIN}") from None
-    if changed.device != tensor.device:
-        raise GrowpruneError(
-            f"the model is deployed on {tensor.device}, and cannot be moved to {changed.device}: {DEPLOY_AGAIN}"
-        )
-    if changed.dtype != tensor.dtype:
-        is_of_kernels = (tensor.device.type, tensor.dtype) == ("cpu", torch.float32)
-        told = "keep to it, as kernels on a CPU are for no other" if is_of_kernels else DEPLOY_AGAIN
-        raise GrowpruneError(f"the model is deployed in {tensor.dtype}, and cannot become {changed.dtype}: {told}")
-
-
-class Part(nn.Module):
-    """A module that runs as programs."""
+class _InPlaceOf(nn.Module):
+    """In the place of a module, which is no child of it, as the module's parameters may hold nothing."""
 
     __reduce_ex__ = refuse_to_copy
     _apply = stay_as_made
 
-    def __init__(self, module: nn.Module, skeleton: Skeleton, *, seconds: float, chosen: Mapping[str, Chosen]) -> None:
+    def __init__(self, module: nn.Module, *, seconds: float) -> None:
         super().__init__()
-        self.__dict__["_module"] = module  # not a child: its parameters hold nothing
-        self._skeleton, self._seconds, self._chosen = skeleton, seconds, chosen
-        self._plans: OrderedDict[object, Compiled | None] = OrderedDict()
-        self._lock = threading.Lock()
+        self.__dict__["_module"] = module
+        self._seconds, self._lock = seconds, threading.Lock()
+        self.plans: OrderedDict[object, Any] = OrderedDict()
 
     def __getattr__(self, name: str) -> Any:
         """What else its owner may ask of the module."""
         try:
-            return nn.Module.__getattr__(self, name)  # not super(): LinearPart has this method too
+            return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_module"], name)
 
-    def plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Compiled:
+    def _plan(self, key: object, make: Callable[[], Any]) -> Any:
+        """The plan for a key, made if it is not kept."""
+        if key not in self.plans:
+            self.plans[key] = make()
+            if len(self.plans) > MOST_PLANS:
+                self.plans.popitem(last=False)
+        self.plans.move_to_end(key)
+        return self.plans[key]
+
+
+class Part(_InPlaceOf):
+    """A module that runs as programs."""
+
+    def __init__(self, module: nn.Module, skeleton: Skeleton, *, seconds: float, known: Mapping[str, Row]) -> None:
+        super().__init__(module, seconds=seconds)
+        self._skeleton, self._known = skeleton, known
+
+    def plan(self, example: Example) -> Swapped:
         """Make the first plan. Raises NotTraceable."""
-        compiled = self._compile(args, kwargs, self._seconds, self._chosen)
-        self._plans[_key(args, kwargs)] = compiled
-        return compiled
+        program, rows, in_torch = self._compile(example, self._seconds, self._known)
+        self.plans[_key(example)] = program
+        return Swapped(self, rows, in_torch)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        example = Example(args, kwargs)
         with self._lock:
-            key = _key(args, kwargs)
-            if key not in self._plans:
-                self._add(key, args, kwargs)
-            self._plans.move_to_end(key)
-            compiled = self._plans[key]
-            if compiled is None:
-                return self.__dict__["_module"](*args, **kwargs)
-            return compiled.program(pytree.tree_leaves((args, kwargs)))
+            program = self._plan(_key(example), lambda: self._next(example))
+            return self.__dict__["_module"](*args, **kwargs) if program is None else program(example.leaves)
 
-    def _add(self, key: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        _check(args, kwargs)
+    def _next(self, example: Example) -> Program | None:
+        """The plan for another shape; None if the module must run in torch with it."""
+        for leaf in example.leaves:
+            if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
+                raise GrowpruneError(
+                    f"an input is on {leaf.device}, but the model is deployed on the CPU: move it there"
+                )
         name = type(self.__dict__["_module"]).__name__
-        if len(self._plans) == 1:
+        if len(self.plans) == 1:
             warn(
                 f"{name} is deployed for other inputs than these: a plan is made for each new shape, which takes a "
                 f"while, and {MOST_PLANS} are kept"
             )
         try:
-            self._plans[key] = self._compile(args, kwargs, min(self._seconds, 2.0), {})
+            return self._compile(example, min(self._seconds, 2.0), {})[0]
         except NotTraceable as error:
             warn(f"{name} runs in torch with these inputs: {error}")
             fill_in(self._skeleton)
-            self._plans[key] = None
-        if len(self._plans) > MOST_PLANS:
-            self._plans.popitem(last=False)
+            return None
 
     def _compile(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seconds: float, chosen: Mapping[str, Chosen]
-    ) -> Compiled:
-        module, threads = self.__dict__["_module"], torch.get_num_threads()
-        return compile_module(module, self._skeleton, args, kwargs, seconds=seconds, threads=threads, chosen=chosen)
+        self, example: Example, seconds: float, known: Mapping[str, Row]
+    ) -> tuple[Program, list[Row], list[str]]:
+        """All passes, one after the other: trace, fold, fuse, lower, choose, bind.
+
+        Beside the program, its layers, and which of its operations are torch's.
+        """
+        skeleton, traced = self._skeleton, trace(self.__dict__["_module"], example)
+        parameters = {id(p): name for name, p in skeleton.module.named_parameters()}
+        names = {node: parameters[id(t)] for node, t in traced.tensors.items() if id(t) in parameters}
+        drop_identities(traced.graph)
+        fold_constants(traced, skeleton, names)
+        fuse(traced.graph, skeleton, names)
+        lowered = Lowering(traced, KNOWN).run()
+        specs = [step.fused for step in lowered.layers]
+        chosen = choose(specs, seconds=seconds, threads=torch.get_num_threads(), known=known)
+        for step, (layer, _) in zip(lowered.layers, chosen, strict=True):
+            step.layer = layer
+        return Program(lowered, traced.out_spec), [row for _, row in chosen], lowered.in_torch
 
 
-def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+def _key(example: Example) -> object:
     """What a plan depends on."""
-    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    leaves, spec = pytree.tree_flatten((example.args, example.kwargs))
     shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
     return shapes, spec, torch.get_num_threads()
 
 
-def _check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    for leaf in pytree.tree_leaves((args, dict(kwargs))):
-        if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
-            raise GrowpruneError(f"an input is on {leaf.device}, but the model is deployed on the CPU: move it there")
-
-
-class LinearPart(nn.Module):
+class LinearPart(_InPlaceOf):
     """A Linear (or transformers' Conv1D) by itself, for any number of tokens: they are rounded up to few numbers."""
 
-    def __init__(
-        self, module: nn.Module, name: str, skeleton: Skeleton, *, seconds: float, known: Chosen | None
-    ) -> None:
-        super().__init__()
-        self.__dict__["_module"] = module
+    def __init__(self, module: nn.Module, name: str, skeleton: Skeleton, *, seconds: float, known: Row | None) -> None:
+        super().__init__(module, seconds=seconds)
         bias = getattr(module, "bias", None)
         self._name, self._matrix = name, skeleton.matrices[f"{name}.weight"]
         self._bias = None if bias is None else bias.detach()
-        self._calls, self._lock = OrderedDict[tuple[int, int], _Call](), threading.Lock()
-        self._seconds, self._known = seconds, known
-        self._chosen: dict[tuple[int, int], Chosen] = {}
-        """What was measured, of shapes whose calls are no longer kept too."""
+        self._first = known
+        self._measured: dict[tuple[int, int], Row] = {}
+        """Also of shapes whose plans are no longer kept."""
         self.row: Row | None = None
-
-    __getattr__, __reduce_ex__, _apply = Part.__getattr__, refuse_to_copy, stay_as_made
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         rows, columns = self._matrix.rows, x.numel() // max(1, x.shape[-1])
         if not columns or x.dtype != torch.float32:
             return self.__dict__["_module"](x)  # type: ignore[no-any-return]
-        with self._lock:
-            call = self._call(columns)
-            call.x[:, :columns].copy_(x.reshape(columns, -1).t())
-            call.run()
-            return call.out[:, :columns].t().reshape(*x.shape[:-1], rows).clone()
-
-    def _call(self, columns: int) -> _Call:
         key = rounded(columns), torch.get_num_threads()
-        if key not in self._calls:
-            self._calls[key] = self._make_call(key)
-            if len(self._calls) > MOST_PLANS:
-                self._calls.popitem(last=False)
-        self._calls.move_to_end(key)
-        return self._calls[key]
+        with self._lock:
+            source, out, run = self._plan(key, lambda: self._next(key))
+            source[:, :columns].copy_(x.reshape(columns, -1).t())
+            run()
+            return out[:, :columns].t().reshape(*x.shape[:-1], rows).clone()  # type: ignore[no-any-return]
 
-    def _make_call(self, key: tuple[int, int]) -> _Call:
-        geometry = Geometry.linear(self._matrix.columns, key[0])
-        fused = Fused(self._name, self._matrix, geometry, self._bias, 1, is_sparse=True)
-        known = self._known if self.row is None else self._chosen.get(key)  # what was given is of the first shape
-        layer, row = choose_layer(fused, seconds=self._seconds, threads=key[1], known=known)
+    def _next(self, key: tuple[int, int]) -> tuple[Tensor, Tensor, Callable[[], object]]:
+        columns, threads = key
+        geometry = Geometry.linear(self._matrix.columns, columns)
+        spec = LayerSpec(self._name, self._matrix, geometry, self._bias, is_sparse=True)
+        known = self._first if self.row is None else self._measured.get(key)  # what was given is of the first shape
+        before = {} if known is None else {self._name: known}
+        ((layer, row),) = choose([spec], seconds=self._seconds, threads=threads, known=before)
         self.row = self.row or row
-        self._chosen[key] = Chosen(row.choice == "sparse", row.tile)
-        x, out = torch.zeros(self._matrix.columns, key[0]), torch.empty(self._matrix.rows, key[0])
-        return _Call(x, out, layer.bind(x, out))
-
-
-class _Call:
-    def __init__(self, x: Tensor, out: Tensor, run: Callable[[], object]) -> None:
-        self.x, self.out, self.run = x, out, run
+        self._measured[key] = row
+        x, out = torch.zeros(self._matrix.columns, columns), torch.empty(self._matrix.rows, columns)
+        return x, out, layer.bind(x, out)
 
 
 def rounded(columns: int) -> int:

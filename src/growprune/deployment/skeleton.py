@@ -6,24 +6,26 @@ The model itself is left as it is, and not needed afterwards: nothing here share
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from growprune.deployment.matrix import SparseMatrix, from_dense, from_live
-from growprune.deployment.weights import matrix_of_module
+from growprune.deployment.cpu.matrix import (
+    WORTHWHILE,
+    SparseMatrix,
+    block_of,
+    from_dense,
+    from_live,
+    matrix_of_zeros,
+    pattern_of,
+)
 from growprune.masks.layers import Weight, dense_shape, layer_weights
-from growprune.masks.patterns import Block, Pattern, Unstructured
+from growprune.masks.patterns import Pattern, Unstructured
 from growprune.sparse.model import SparseModel
 from growprune.storage.compact_modules import layouts_of, make_plain
-
-WORTHWHILE = 0.3
-"""The sparsity below which a weight counts as dense: no kernel of ours is faster there."""
-BLOCKS = (Block(8, 1), Block(1, 8))
-"""What a mask of nobody knows which pattern is looked through for."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,26 @@ class Skeleton:
     """Those of them that the module has as (in, out)."""
 
     @property
-    def _parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters(remove_duplicate=False))
+
+    def dense_weight(self, name: str, shape: Sequence[int]) -> Tensor:
+        """A sparse weight in the shape that its layer has."""
+        dense = self.matrices[name].dense()
+        if name in self.transposed:
+            return dense.t().contiguous()
+        return dense.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
+
+
+def module_of(model: nn.Module | SparseModel) -> nn.Module:
+    return model.model if isinstance(model, SparseModel) else model
 
 
 def skeleton_of(model: nn.Module | SparseModel) -> Skeleton:
     """Take a model apart. What of a plain model is zero counts as dead."""
-    sparse = model if isinstance(model, SparseModel) else None
-    module = model.model if isinstance(model, SparseModel) else model
-    matrices = _matrices(module, sparse)
+    sparse, module = model if isinstance(model, SparseModel) else None, module_of(model)
+    groups = _weights_by_parameter(module, sparse)
+    matrices = _matrices(module, sparse, groups)
     parameters = dict(module.named_parameters())
     memo = _made_dense(module, without=matrices)
     empty = {name: _empty(module, name) for name in matrices}
@@ -57,24 +70,24 @@ def skeleton_of(model: nn.Module | SparseModel) -> Skeleton:
     for name, parameter in empty.items():
         path, _, local = name.rpartition(".")
         bare.get_submodule(path)._parameters[local] = parameter
-    transposed = frozenset(name for name in matrices if _is_transposed(bare, name))
+    transposed = frozenset(name for name in matrices if groups[name][0].transposed)
     return Skeleton(bare.eval(), matrices, transposed)
 
 
 def fill_in(skeleton: Skeleton) -> None:
     """Give the module its weights, dense, for those parts of it that stay in torch."""
-    parameters, filled = skeleton._parameters, dict[nn.Parameter, nn.Parameter]()
-    for name, matrix in skeleton.matrices.items():
+    parameters, filled = skeleton.parameters, dict[nn.Parameter, nn.Parameter]()
+    for name in skeleton.matrices:
         parameter = parameters.get(name)  # none, if a part is in the place of its module, which then is filled
         if parameter is not None and parameter.stride() == (0,) * parameter.dim():
-            weight = dense_weight(matrix, tuple(parameter.shape), is_transposed=name in skeleton.transposed)
+            weight = skeleton.dense_weight(name, parameter.shape)
             filled[parameter] = nn.Parameter(weight, requires_grad=False)
     _exchange(skeleton.module, filled)
 
 
 def empty(skeleton: Skeleton) -> None:
     """Let go of the weights again."""
-    parameters = skeleton._parameters
+    parameters = skeleton.parameters
     _exchange(skeleton.module, {parameters[name]: _empty(skeleton.module, name) for name in skeleton.matrices})
 
 
@@ -84,18 +97,6 @@ def _exchange(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> No
         for local, parameter in part._parameters.items():
             if parameter is not None and parameter in new:
                 part._parameters[local] = new[parameter]
-
-
-def dense_weight(matrix: SparseMatrix, shape: tuple[int, ...], *, is_transposed: bool) -> Tensor:
-    """A weight of a matrix, as the layer has it."""
-    dense = matrix.dense()
-    if is_transposed:
-        return dense.t().contiguous()
-    return dense.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
-
-
-def _is_transposed(module: nn.Module, name: str) -> bool:
-    return any(w.transposed for ws in layer_weights(module).values() for w in ws if w.parameter == name)
 
 
 def _empty(module: nn.Module, name: str) -> nn.Parameter:
@@ -122,10 +123,16 @@ def _make_plain(module: nn.Module) -> None:
         make_plain(module)
 
 
-def _matrices(module: nn.Module, sparse: SparseModel | None) -> dict[str, SparseMatrix]:
+def _weights_by_parameter(module: nn.Module, sparse: SparseModel | None) -> dict[str, list[Weight]]:
     groups: dict[str, list[Weight]] = {}
     for weight in [w for ws in layer_weights(module).values() for w in ws] if sparse is None else sparse.weights:
         groups.setdefault(weight.parameter, []).append(weight)
+    return groups
+
+
+def _matrices(
+    module: nn.Module, sparse: SparseModel | None, groups: Mapping[str, list[Weight]]
+) -> dict[str, SparseMatrix]:
     found = {}
     for name, weights in groups.items():
         path, _, local = name.rpartition(".")
@@ -140,45 +147,31 @@ def _matrices(module: nn.Module, sparse: SparseModel | None) -> dict[str, Sparse
 def _matrix(
     module: nn.Module, local: str, name: str, weights: list[Weight], sparse: SparseModel | None
 ) -> SparseMatrix | None:
-    parameter = module._parameters[local]
-    assert parameter is not None
-    if parameter.dtype != torch.float32 or parameter.is_meta:
+    """A parameter of a module in either storage. Without a SparseModel, the zeros of a dense one are dead."""
+    values, layout = module._parameters[local], layouts_of(module).get(local)
+    assert values is not None
+    if values.dtype != torch.float32 or values.is_meta:
         return None
-    layout = layouts_of(module).get(local)
-    if sparse is not None:
-        mask = sparse.mask(name) if layout is None else None
-        return matrix_of_module(module, mask, name=local, weights=weights, pattern=sparse.pattern)
-    if layout is not None:
-        mask = layout.mask()
-        pattern = pattern_of(mask.t() if weights[0].transposed else mask)
-        return matrix_of_module(module, name=local, weights=weights, pattern=pattern)
     transposed = any(weight.transposed for weight in weights)
-    return matrix_of_zeros(parameter.detach().cpu(), transposed=transposed)
+    if layout is None and sparse is None:
+        return matrix_of_zeros(values.detach().cpu(), transposed=transposed)
+    if layout is None:
+        assert sparse is not None
+        pattern = _pattern_of_all(sparse.pattern, weights)
+        return from_dense(values, sparse.mask(name), pattern=pattern, transposed=transposed)
+    mask = layout.mask()
+    pattern = pattern_of(mask.t() if transposed else mask) if sparse is None else sparse.pattern
+    pattern = _pattern_of_all(pattern, weights)
+    return from_live(values, mask, pattern=pattern, transposed=transposed, inputs_last=layout.is_folded)
 
 
-def matrix_of_zeros(weight: Tensor, *, transposed: bool = False) -> SparseMatrix:
-    """The matrix of a weight whose zeros are dead, in blocks if it is made of whole ones."""
-    mask = weight != 0
-    pattern = pattern_of(mask.t() if transposed else mask)
-    return from_live(weight[mask], mask, pattern=pattern, transposed=transposed)
+def _pattern_of_all(pattern: Pattern, weights: Sequence[Weight]) -> Pattern:
+    """The pattern of several matrices one below the other: blocks that end where a matrix does."""
+    height, _ = block_of(pattern)
+    is_cut = any(weight.rows is not None and weight.rows[0] % height for weight in weights)
+    return Unstructured() if is_cut else pattern
 
 
-def pattern_of(mask: Tensor) -> Pattern:
-    """Blocks, if what lives (out, in, ...) fills them all but for the odd weight that is zero by chance."""
-    folded = mask.movedim(1, -1).flatten(1)
-    for blocks in BLOCKS:
-        rows, columns = (
-            size // step * step for size, step in zip(folded.shape, (blocks.height, blocks.width), strict=True)
-        )
-        if not rows or not columns:
-            continue
-        cut = folded[:rows, :columns].view(rows // blocks.height, blocks.height, -1, blocks.width)
-        alive = cut.any(3).any(1)
-        if int(alive.sum()) * 8 <= 1.02 * int(cut.sum()):
-            return blocks
-    return Unstructured()
-
-
-def matrix_of_all(weight: Tensor) -> SparseMatrix:
-    """The matrix of a weight that is dense."""
-    return from_dense(weight, torch.ones(weight.shape, dtype=torch.bool))
+def does_more(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class says: it has hooks, or a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune.deployment.cuda.entries import Entries
+from growprune.deployment.cuda.csr import Entries
 from growprune.deployment.cuda.products import MOST_SAMPLES, Matrix, Tile, product
 
 FEW_ROUNDS = 4
@@ -64,13 +64,11 @@ class SparseLinear(nn.Module):
     """On our kernels for up to 16 samples, and for a few times as many in rounds.
 
     Args:
-        tiles: how to go about a batch of up to so many samples; the least that is enough is taken.
-        dense: a dense copy of the weight, if one may be kept: for batches over 16.
+        tiles: by the largest batch it is for, how programs divide the work; the least that is enough is taken.
     """
 
     matrix_values: Tensor
     bias: Tensor | None
-    dense: Tensor | None
 
     def __init__(
         self,
@@ -78,7 +76,6 @@ class SparseLinear(nn.Module):
         *,
         bias: Tensor | None = None,
         tiles: Mapping[int, Tile] | None = None,
-        dense: Tensor | None = None,
         kind: str = "sparse",
     ) -> None:
         super().__init__()
@@ -90,7 +87,6 @@ class SparseLinear(nn.Module):
                 self.register_buffer(f"matrix_{name}", part)
                 del self._sizes[name]
         self.register_buffer("bias", bias)
-        self.register_buffer("dense", dense)
         self._matrix: Matrix | None = matrix
         self.out_features, self.in_features = matrix.rows, matrix.columns
 
@@ -115,8 +111,8 @@ class SparseLinear(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         if len(flat) <= MOST_SAMPLES:
             out = product(self.matrix, flat, self._tile(len(flat)))
-        elif self.dense is not None or len(flat) > FEW_ROUNDS * MOST_SAMPLES:
-            out = F.linear(flat, self.matrix.dense() if self.dense is None else self.dense)
+        elif len(flat) > FEW_ROUNDS * MOST_SAMPLES:
+            out = F.linear(flat, self.matrix.dense())
         else:
             parts = [flat[i : i + MOST_SAMPLES] for i in range(0, len(flat), MOST_SAMPLES)]
             out = torch.cat([product(self.matrix, part, self._tile(len(part))) for part in parts])

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from growprune.deployment.cuda.bitmask import BitmaskMatrix
-from growprune.deployment.cuda.lanes import LaneMatrix
+from growprune.deployment.cuda.formats import BitmaskMatrix, LaneMatrix
 from growprune.errors import GrowpruneError
 
 MOST_SAMPLES = 16
@@ -155,10 +154,10 @@ def _kernels(x: Tensor) -> ModuleType | None:
     if not x.is_cuda and not is_interpreted():
         return None
     try:
-        from growprune.deployment.cuda import triton_kernels
+        from growprune.deployment.cuda import product_kernels
     except ImportError:
         raise GrowpruneError("sparse products on CUDA are written in Triton: pip install triton") from None
-    return triton_kernels
+    return product_kernels
 
 
 def kernel_failures() -> tuple[type[Exception], ...]:

@@ -1,29 +1,242 @@
-"""Swapping the linear layers of a model for prepared ones, in place."""
+"""`deploy(..., device="cuda")`: a model whose sparse linear layers are each the fastest that this GPU can run.
+
+The model is copied without these layers' weights; what waits in their places notes how many samples the example brings
+them. Then each is chosen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from growprune.deployment.cuda.choosing import Timed, choose
-from growprune.deployment.cuda.layers import sparse_layers
+from growprune.deployment.cuda.csr import Entries, from_bits, from_dense
+from growprune.deployment.cuda.linear import DenseLinear, is_two_of_four
+from growprune.deployment.cuda.products import DTYPES
+from growprune.deployment.cuda.tuning import Choice, choose, make, usual_kind
+from growprune.deployment.deployed import Replaced, Swapped
+from growprune.deployment.example import Example, of_the_example, restored
+from growprune.deployment.layer_table import GpuRow, Row
+from growprune.deployment.skeleton import does_more, module_of
+from growprune.errors import warn
+from growprune.sparse.model import SparseModel
+from growprune.storage.compact_modules import layouts_of, make_plain
+
+LEAST_SPARSITY = 0.4
+"""Layers with fewer zeros than this stay as they are, untimed: no format would be faster."""
 
 
-def swap_linears(model: nn.Module, *, batches: Sequence[int] = (1,), keep_dense: bool = False) -> list[Timed]:
-    """Time every sparse `nn.Linear` of a model, masked or compact, and put the fastest in its place.
+@dataclass(frozen=True)
+class SparseSource:
+    """The weights of a linear layer."""
 
-    The model must be on the device, and in the dtype, that it is to run in. Returns what was measured; a model with
-    nothing sparse is left as it is, and gives an empty list.
+    entries: Entries
+    bias: Tensor | None
+    is_transposed: bool
+    """Whether the model has the weight as (in, out): transformers' Conv1D."""
+
+
+def sparse_layers(model: nn.Module | SparseModel) -> dict[str, SparseSource]:
+    """By path, the linear layers that are sparse enough to be timed; not those that share a weight with others."""
+    module, found = module_of(model), {}
+    sparse = model if isinstance(model, SparseModel) else None
+    masked = {weight.parameter for weight in sparse.weights} if sparse is not None else ()
+    for path, part in module.named_modules():
+        if path and is_linear(part) and part._parameters["weight"] is not None:
+            name, is_compact = f"{path}.weight", layouts_of(part).get("weight") is not None
+            mask = sparse.mask(name) if sparse is not None and name in masked and not is_compact else None
+            source = source_of(part, mask)
+            if source is not None and source.entries.sparsity >= LEAST_SPARSITY:
+                found[path] = source
+    shared = _shared(module, found)
+    return {path: source for path, source in found.items() if path not in shared}
+
+
+def _shared(module: nn.Module, found: Iterable[str]) -> set[str]:
+    """Those whose weight another module has too, such as an embedding, or that have several names themselves."""
+    parts = (part for _, part in module.named_modules(remove_duplicate=False))
+    places = Counter(id(parameter) for part in parts for parameter in part._parameters.values())
+    return {path for path in found if places[id(module.get_submodule(path)._parameters["weight"])] > 1}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a plain Linear, or transformers' Conv1D, in either storage."""
+    plain = getattr(type(module), "_plain_class", type(module))
+    return (plain is nn.Linear or _is_conv1d(plain)) and not does_more(module)
+
+
+def _is_conv1d(kind: type[nn.Module]) -> bool:
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+@torch.no_grad()
+def source_of(module: nn.Module, mask: Tensor | None = None) -> SparseSource | None:
+    """The live weights of a linear layer, without a mask those that are not zero; None of a type we have no kernel for.
+
+    They are copies. Compact storage is not expanded, but for Conv1D's.
+    """
+    layout, weight = layouts_of(module).get("weight"), module._parameters["weight"]
+    assert weight is not None
+    if weight.dtype not in DTYPES or weight.is_meta:
+        return None
+    is_transposed = not issubclass(getattr(type(module), "_plain_class", type(module)), nn.Linear)
+    bias = module._parameters.get("bias")
+    kept = None if bias is None else bias.detach().clone()
+    if layout is not None and not is_transposed:
+        bits = layout.bits.to(weight.device)
+        return SparseSource(from_bits(weight.detach().clone(), bits, layout.shape, group=layout.group), kept, False)
+    dense = weight.detach() if layout is None else layout.expand(weight.detach())
+    mask = mask if layout is None else layout.mask()
+    if is_transposed:
+        dense, mask = dense.t(), None if mask is None else mask.t()
+    return SparseSource(from_dense(dense, None if mask is None else mask.to(dense.device)), kept, is_transposed)
+
+
+class Waiting(nn.Module):
+    """In the place of a layer that is yet to be chosen: notes how many samples it is called with."""
+
+    def __init__(self, source: SparseSource, device: torch.device) -> None:
+        super().__init__()
+        self.entries = source.entries.to(device)
+        self.bias = None if source.bias is None else source.bias.to(device)
+        self.samples: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.samples is None:
+            self.samples = x.numel() // max(1, x.shape[-1])
+        return F.linear(x, self.entries.dense(), self.bias)
+
+
+def waiting_copy(module: nn.Module, sources: Mapping[str, SparseSource], device: torch.device) -> nn.Module:
+    """A copy of a model on a device, in eval mode, without these layers' weights; all else of it is plain."""
+    memo: dict[int, Any] = {}
+    for path in sources:
+        weight = module.get_submodule(path)._parameters["weight"]
+        memo[id(weight)] = nn.Parameter(torch.empty(0), requires_grad=False)
+    bare: nn.Module = copy.deepcopy(module, memo)
+    for path, source in sources.items():
+        owner, _, local = path.rpartition(".")
+        bare.get_submodule(owner)._modules[local] = Waiting(source, device)
+    for part in bare.modules():
+        if layouts_of(part):
+            make_plain(part)
+    return bare.to(device).eval().requires_grad_(False)
+
+
+# Swapping
+
+
+def deploy_linears(
+    model: nn.Module | SparseModel,
+    example: Example,
+    *,
+    device: torch.device,
+    seconds: float,
+    known: Mapping[str, Row],
+) -> Swapped:
+    """A copy of the model on the device with its sparse linear layers swapped; the model is left as it is.
 
     Args:
-        batches: the batches that matter, 16 at most.
-        keep_dense: let sparse layers keep a dense copy too, for batches over 16.
+        seconds: how long layers may be timed, about; with 0, whatever is sparse runs sparse.
+        known: by layer, what was measured before.
     """
-    rows: list[Timed] = []
-    for path, source in sparse_layers(model).items():
-        choice = choose(source.entries, bias=source.bias, batches=batches, keep_dense=keep_dense, name=path)
-        owner, _, local = path.rpartition(".")
-        setattr(model.get_submodule(owner), local, choice.layer)
-        rows += choice.rows
-    return rows
+    sources, module = sparse_layers(model), module_of(model)
+    bare = waiting_copy(module, sources, device)
+    with restored(part for part in bare.modules() if not isinstance(part, Waiting)), of_the_example():
+        example.mapped(lambda x: x.to(device) if isinstance(x, Tensor) else x).call(bare)
+    swap = _Swap(module, bare, seconds=seconds, known=known)
+    for path, source in sources.items():
+        swap.one(path, source)
+    return Swapped(bare, swap.rows, swap.in_torch, swap.replaced)
+
+
+class _Swap:
+    """Chooses layers one by one; those of one kind share what was measured."""
+
+    def __init__(self, module: nn.Module, bare: nn.Module, *, seconds: float, known: Mapping[str, Row]) -> None:
+        self._module, self._bare, self._known = module, bare, known
+        self._keys = {part: _key(part) for part in bare.modules() if isinstance(part, Waiting)}
+        self._seconds = seconds / max(1, len(set(self._keys.values())))
+        self._measured: dict[object, Choice] = {}
+        self.rows: list[GpuRow] = []
+        self.in_torch: list[str] = []
+        self.replaced: list[Replaced] = []
+
+    def one(self, path: str, source: SparseSource) -> None:
+        owner_path, _, name = path.rpartition(".")
+        owner = self._bare.get_submodule(owner_path)
+        waiting = owner._modules[name]
+        assert isinstance(waiting, Waiting)
+        layer, row = self._layer(path, waiting)
+        self.rows.append(row)
+        plain = _plain_linear(self._module.get_submodule(path), waiting)
+
+        def dense() -> nn.Module:
+            weight = layer.dense_weight()  # type: ignore[operator]
+            weight = weight.t().contiguous() if source.is_transposed else weight
+            plain._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+            return plain
+
+        if isinstance(layer, DenseLinear) and layer.kind == DenseLinear.kind:
+            owner._modules[name] = dense()
+        else:
+            owner._modules[name] = layer
+            self.replaced.append(Replaced(owner, name, layer, dense))
+
+    def _layer(self, path: str, waiting: Waiting) -> tuple[nn.Module, GpuRow]:
+        entries, bias, samples = waiting.entries, waiting.bias, waiting.samples
+        shape = f"{entries.rows}x{entries.columns} x {samples or '-'}"
+        row = GpuRow(path, shape, entries.sparsity, None, None, "sparse")
+        if samples is None:
+            self.in_torch.append(f"{path} (the example does not call it)")
+            return make(entries, "dense", bias=bias), dataclasses.replace(row, choice="torch", format="dense")
+        known = self._known.get(path)
+        if isinstance(known, GpuRow):
+            return make(entries, known.format, bias=bias, tiles=known.tiles), known
+        if self._seconds <= 0:
+            kind = usual_kind(entries)
+            return make(entries, kind, bias=bias), dataclasses.replace(row, format=kind)
+        return self._measure(row, waiting, samples)
+
+    def _measure(self, row: GpuRow, waiting: Waiting, samples: int) -> tuple[nn.Module, GpuRow]:
+        key, entries, bias = self._keys[waiting], waiting.entries, waiting.bias
+        is_new = key not in self._measured
+        if is_new:
+            self._measured[key] = choose(entries, bias=bias, batch=samples, seconds=self._seconds)
+            for kind, why in self._measured[key].failed.items():
+                warn(f"{row.layer} was not timed as {kind}: {why}")
+        found = self._measured[key]
+        layer = found.layer if is_new else make(entries, found.kind, bias=bias, tiles=found.tiles)
+        dense, sparse = found.dense_us / 1e3, None if found.sparse_us is None else found.sparse_us / 1e3
+        choice = found.kind if found.kind in ("dense", "2:4") else "sparse"
+        return layer, dataclasses.replace(
+            row, dense_ms=dense, sparse_ms=sparse, choice=choice, format=found.kind, tiles=found.tiles
+        )
+
+
+def _key(waiting: Waiting) -> object:
+    """Layers of one kind take the same time."""
+    entries: Entries = waiting.entries
+    about = entries.rows, entries.columns, round(entries.sparsity, 1), entries.values.dtype, waiting.bias is not None
+    return *about, waiting.samples, is_two_of_four(entries)
+
+
+def _plain_linear(module: nn.Module, waiting: Waiting) -> nn.Module:
+    """A layer of the model's own class that has a bias, and no weight yet."""
+    kind = getattr(type(module), "_plain_class", type(module))
+    plain: nn.Module = kind.__new__(kind)
+    nn.Module.__init__(plain)
+    for name in ("in_features", "out_features", "nf", "nx"):
+        if name in vars(module):
+            setattr(plain, name, vars(module)[name])
+    plain.register_parameter("weight", None)
+    bias = None if waiting.bias is None else nn.Parameter(waiting.bias, requires_grad=False)
+    plain.register_parameter("bias", bias)
+    return plain.eval()

@@ -10,24 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from growprune.deployment.fold import constant, is_constant
-from growprune.deployment.geometry import Geometry
-from growprune.deployment.layer import Activation
-from growprune.deployment.matrix import SparseMatrix
-from growprune.deployment.skeleton import WORTHWHILE, Skeleton, matrix_of_all, matrix_of_zeros
-from growprune.deployment.trace import aten
-
-RESHAPES = {
-    *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints),
-    *(aten.unflatten.int, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default),
-    *(aten.transpose.int, aten.permute.default, aten.t.default),
-}
-"""What may lie between a layer and what is fused to it: every number stays, in another place."""
+from growprune.deployment.cpu.geometry import Geometry
+from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, matrix_of_all, matrix_of_zeros
+from growprune.deployment.cpu.prepared import Activation, LayerSpec
+from growprune.deployment.graph.trace import PERMUTES, RESHAPES, are_float, arguments, aten, constant, is_constant, pair
+from growprune.deployment.skeleton import Skeleton
 
 
 @dataclass(frozen=True)
 class Reshape:
-    """One of RESHAPES, taken out of its graph."""
+    """A change of shape between a layer and what is fused to it, taken out of its graph: every number stays."""
 
     target: Any
     arguments: tuple[Any, ...]
@@ -40,27 +32,17 @@ class Reshape:
 
 
 @dataclass
-class Fused:
+class Fused(LayerSpec):
     """A layer and what is fused to it."""
 
-    name: str
-    weight: SparseMatrix
-    geometry: Geometry
-    bias: Tensor | None
-    axis: int
+    axis: int = 1
     """The dimension of features, of input and output: 1 of images, the last elsewhere."""
-    is_sparse: bool
     is_image: bool = False
     """Whether its input is (batch, channels, height, width)."""
-    activation: Activation = Activation.NONE
     before: list[Reshape] = field(default_factory=list)
     """Changes of shape between the layer and its residual."""
     after: list[Reshape] = field(default_factory=list)
     """Changes of shape after that."""
-
-    @property
-    def rows(self) -> int:
-        return self.weight.rows
 
 
 def layer(x: Any, residual: Any) -> Any:
@@ -76,18 +58,13 @@ def fuse(graph: fx.Graph, skeleton: Skeleton, names: Mapping[fx.Node, str]) -> N
     """
     for node in list(graph.nodes):
         make = LAYERS.get(node.target) if node.op == "call_function" else None
-        if make is None or not all(_is_float(n) for n in (node, *node.all_input_nodes)):
+        if make is None or not are_float(node, *node.all_input_nodes):
             continue
         if (found := make(node, _Weights(skeleton, names))) is not None:
             x, fused = found
             chain, residual = _absorb(node, fused)
             _replace(graph, chain, x, residual, fused)
     graph.eliminate_dead_code()
-
-
-def _is_float(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype == torch.float32 and value.device.type == "cpu"
 
 
 @dataclass(frozen=True)
@@ -129,7 +106,7 @@ Made = tuple[fx.Node, Fused] | None
 
 
 def _linear(node: fx.Node, weights: _Weights) -> Made:
-    x, weight, bias = [*node.args, None][:3]
+    x, weight, bias = arguments(node, None, None, None)
     return _product(x, weights.matrix(weight), bias)
 
 
@@ -154,11 +131,11 @@ def _product(x: Any, found: tuple[str, SparseMatrix] | None, bias: Any) -> Made:
         return None
     name, matrix = found
     geometry = Geometry.linear(matrix.columns, shape.numel() // shape[-1])
-    return x, Fused(name.removesuffix(".weight"), matrix, geometry, constant(bias), len(shape) - 1, is_sparse=True)
+    return x, Fused(name.removesuffix(".weight"), matrix, geometry, constant(bias), True, axis=len(shape) - 1)
 
 
 def _conv2d(node: fx.Node, weights: _Weights) -> Made:
-    x, weight, bias, stride, padding, dilation, groups = _arguments(node)
+    x, weight, bias, stride, padding, dilation, groups = arguments(node, None, None, None, 1, 0, 1, 1)
     is_known = groups == 1 and (bias is None or is_constant(bias)) and not is_constant(x) and x.meta["val"].dim() == 4
     padding = _padding(padding, weight.meta["val"].shape[2:], dilation) if is_known else None
     if padding is None or not x.meta["val"].numel():
@@ -169,29 +146,19 @@ def _conv2d(node: fx.Node, weights: _Weights) -> Made:
         return None
     batch, channels, height, width = x.meta["val"].shape
     kernel = tuple(weight.meta["val"].shape[2:])
-    pairs = (kernel, _pair(stride), padding, _pair(dilation))
+    pairs = (kernel, pair(stride), padding, pair(dilation))
     geometry = Geometry(channels, batch, height, width, *pairs)
     name = found[0].removesuffix(".weight")
-    return x, Fused(name, found[1], geometry, constant(bias), 1, is_sparse=sparse is not None, is_image=True)
-
-
-def _arguments(node: fx.Node) -> list[Any]:
-    defaults = [None, None, None, [1, 1], [0, 0], [1, 1], 1]
-    return [*node.args, *defaults[len(node.args) :]]
+    return x, Fused(name, found[1], geometry, constant(bias), sparse is not None, is_image=True)
 
 
 def _padding(padding: Any, kernel: Any, dilation: Any) -> tuple[int, int] | None:
     if padding == "valid":
         return 0, 0
     if padding == "same":
-        total = [d * (k - 1) for d, k in zip(_pair(dilation), kernel, strict=True)]
+        total = [d * (k - 1) for d, k in zip(pair(dilation), kernel, strict=True)]
         return None if any(t % 2 for t in total) else (total[0] // 2, total[1] // 2)
-    return _pair(padding)
-
-
-def _pair(values: Any) -> tuple[int, int]:
-    first, second = (values, values) if isinstance(values, int) else (values[0], values[-1])
-    return int(first), int(second)
+    return pair(padding)
 
 
 LAYERS: dict[Any, Callable[[fx.Node, _Weights], Made]] = {
@@ -210,7 +177,7 @@ def _absorb(node: fx.Node, fused: Fused) -> tuple[list[fx.Node], fx.Node | None]
     at, pending = node, list[fx.Node]()
     while len(at.users) == 1 and fused.activation is Activation.NONE:
         at, before = next(iter(at.users)), at
-        if at.target in RESHAPES:
+        if at.target in RESHAPES or at.target in PERMUTES:
             pending.append(at)
             continue
         if at.target is aten.batch_norm.default and residual is None and not pending and at.args[0] is before:
@@ -256,8 +223,9 @@ def _residual(node: fx.Node, own: fx.Node) -> fx.Node | None:
         return None
     first, second = node.args
     other = second if first is own else first
-    is_alike = isinstance(other, fx.Node) and other is not own and not is_constant(other) and _is_float(other)
-    return other if is_alike and other.meta["val"].shape == own.meta["val"].shape else None  # type: ignore[union-attr,return-value]
+    if not isinstance(other, fx.Node) or other is own or is_constant(other) or not are_float(other):
+        return None
+    return other if other.meta["val"].shape == own.meta["val"].shape else None
 
 
 def _activation(node: fx.Node) -> Activation:

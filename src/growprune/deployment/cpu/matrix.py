@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,10 +16,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError
-from growprune.masks.patterns import Pattern, parse_pattern
+from growprune.masks.patterns import Block, Pattern, Unstructured, parse_pattern
 
 CHUNK = 1 << 20
 """How many weights are looked at together."""
+WORTHWHILE = 0.3
+"""The sparsity below which a weight counts as dense: no kernel of ours is faster there."""
+BLOCKS = (Block(8, 1), Block(1, 8))
+"""What a mask of unknown pattern is searched for."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class SparseMatrix:
     num_alive: int
     """Weights of the mask, whatever their value."""
 
-    @property
+    @cached_property
     def sparsity(self) -> float:
         return 1 - self.num_alive / max(1, self.rows * self.columns)
 
@@ -105,7 +110,7 @@ def block_of(pattern: str | Pattern) -> tuple[int, int]:
     >>> block_of("8x1"), block_of("1x16"), block_of("2:4")
     ((8, 1), (1, 8), (1, 1))
     """
-    pattern = parse_pattern(pattern)
+    pattern = parse_pattern(pattern) if isinstance(pattern, str) else pattern
     if pattern.height % 8 == 0:
         return 8, 1
     return (1, 8) if pattern.width % 8 == 0 else (1, 1)
@@ -182,3 +187,31 @@ def _by_columns(values: np.ndarray, starts: np.ndarray, height: int) -> np.ndarr
     row, first = np.repeat(counts, counts), np.repeat(starts[:-1], counts)
     place = (height - 1) * first + np.arange(starts[-1])  # of the first value of each block
     return values[place[:, None] + row[:, None] * np.arange(height)].reshape(-1)
+
+
+def matrix_of_zeros(weight: Tensor, *, transposed: bool = False) -> SparseMatrix:
+    """The matrix of a weight whose zeros are dead, in blocks if it is made of whole ones."""
+    mask = weight != 0
+    pattern = pattern_of(mask.t() if transposed else mask)
+    return from_live(weight[mask], mask, pattern=pattern, transposed=transposed)
+
+
+def matrix_of_all(weight: Tensor) -> SparseMatrix:
+    """The matrix of a weight that is dense."""
+    return from_dense(weight, torch.ones(weight.shape, dtype=torch.bool))
+
+
+def pattern_of(mask: Tensor) -> Pattern:
+    """Blocks, if the live weights (out, in, ...) fill them, but for the odd weight that is zero by chance."""
+    folded = mask.movedim(1, -1).flatten(1)
+    for blocks in BLOCKS:
+        rows, columns = (
+            size // step * step for size, step in zip(folded.shape, (blocks.height, blocks.width), strict=True)
+        )
+        if not rows or not columns:
+            continue
+        cut = folded[:rows, :columns].view(rows // blocks.height, blocks.height, -1, blocks.width)
+        alive = cut.any(3).any(1)
+        if int(alive.sum()) * 8 <= 1.02 * int(cut.sum()):
+            return blocks
+    return Unstructured()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from growprune.deployment.cuda.bitmask import bitmask_matrix
-from growprune.deployment.cuda.entries import Entries
-from growprune.deployment.cuda.lanes import MOST_COLUMNS, lane_matrix
+from growprune.deployment.cuda.csr import Entries
+from growprune.deployment.cuda.formats import MOST_COLUMNS, bitmask_matrix, lane_matrix
+from growprune.deployment.cuda.graphs import BEYOND_CACHE, microseconds
 from growprune.deployment.cuda.linear import DenseLinear, SemiStructuredLinear, SparseLinear, semi_structured
 from growprune.deployment.cuda.products import MOST_SAMPLES, BitmaskTile, LaneTile, Matrix, Tile, kernel_failures
-from growprune.deployment.cuda.timing import BEYOND_CACHE, microseconds
+from growprune.deployment.example import first_line
 
 LANE_TILES = (
     LaneTile(4, 32, 2),
@@ -39,30 +38,15 @@ LARGEST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 """Of a product against the dense one, relative to its norm: several times what rounding gives."""
 
 
-@dataclass(frozen=True)
-class Timed:
-    """What one layer takes, for one batch."""
-
-    layer: str
-    shape: tuple[int, int]
-    sparsity: float
-    batch: int
-    dense_us: float
-    sparse_us: float | None
-    """Of the fastest that is not dense; None if nothing but dense can run."""
-    kind: str
-    """Which one that is."""
-    choice: str
-    """What was kept for the layer: the fastest for all batches together."""
-
-
 @dataclass(frozen=True, eq=False)
 class Choice:
     """The layer that is kept, and what was measured."""
 
     layer: nn.Module
     kind: str
-    rows: tuple[Timed, ...]
+    dense_us: float
+    sparse_us: float | None
+    """Of the fastest that is not dense; None if nothing but dense can run."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """What could not run here, and why."""
 
@@ -79,42 +63,31 @@ FORMATS: Mapping[str, Callable[[Entries], Matrix]] = {
 TILES: Mapping[str, Sequence[Tile]] = {"offsets": LANE_TILES, "columns": LANE_TILES, "bitmask": BITMASK_TILES}
 
 
-def choose(
-    entries: Entries,
-    *,
-    bias: Tensor | None = None,
-    batches: Sequence[int] = (1,),
-    keep_dense: bool = False,
-    name: str = "",
-    seconds: float = float("inf"),
-) -> Choice:
+def choose(entries: Entries, *, bias: Tensor | None = None, batch: int = 1, seconds: float = float("inf")) -> Choice:
     """Time a layer in each format and dense, and keep the fastest.
 
     What fails, or gives something else than the dense layer, is left out; see `failed`.
 
     Args:
         entries: values in the dtype to compute in, on the device to compute on.
-        batches: the batches that matter; their times are added up.
-        keep_dense: let a sparse layer keep a dense copy too, for batches over 16.
+        batch: how many samples the layer is timed with.
         seconds: how long it may be timed, about; compiling kernels does not count.
     """
     dense = DenseLinear(entries.dense(), bias)
-    taken = {dense.kind: {batch: _time(dense, entries, batch) for batch in batches}}
+    taken = {dense.kind: _time(dense, entries, batch)}
     layers: dict[str, nn.Module] = {dense.kind: dense}
     failed: dict[str, str] = {}
     for kind in (*FORMATS, SemiStructuredLinear.kind):
         try:
-            found = _timed(kind, entries, bias, batches, seconds / (1 + len(FORMATS)))
+            found = _timed(kind, entries, bias, batch, seconds / (1 + len(FORMATS)))
             if found is not None:
-                check(found[0], dense, entries, batches[0])
+                check(found[0], dense, entries, batch)
                 layers[kind], taken[kind] = found
         except kernel_failures() as error:
             failed[kind] = first_line(error)
-    best = min(taken, key=lambda kind: sum(taken[kind].values()))
-    chosen = layers[best]
-    if keep_dense and isinstance(chosen, SparseLinear):
-        chosen.dense = dense.weight
-    return Choice(chosen, best, tuple(_rows(name, entries, batches, taken, best)), failed)
+    best = min(taken, key=lambda kind: taken[kind])
+    sparse_us = min((us for kind, us in taken.items() if kind != dense.kind), default=None)
+    return Choice(layers[best], best, taken[dense.kind], sparse_us, failed)
 
 
 def make(
@@ -133,25 +106,9 @@ def usual_kind(entries: Entries) -> str:
     return "bitmask" if entries.columns > MOST_COLUMNS else "offsets"
 
 
-def table(rows: Sequence[Timed]) -> str:
-    """What was measured, as Markdown."""
-    lines = ["| layer | shape | sparsity | batch | dense us | sparse us | fastest sparse | choice |", "|---" * 8 + "|"]
-    for row in rows:
-        sparse = "-" if row.sparse_us is None else f"{row.sparse_us:.1f}"
-        numbers = f"{row.sparsity:.1%} | {row.batch} | {row.dense_us:.1f} | {sparse}"
-        lines.append(f"| {row.layer} | {row.shape[0]} x {row.shape[1]} | {numbers} | {row.kind} | {row.choice} |")
-    return "\n".join(lines)
-
-
-def first_line(error: BaseException) -> str:
-    """An error in a few words."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
-
-
 def _timed(
-    kind: str, entries: Entries, bias: Tensor | None, batches: Sequence[int], seconds: float
-) -> tuple[nn.Module, dict[int, float]] | None:
+    kind: str, entries: Entries, bias: Tensor | None, batch: int, seconds: float
+) -> tuple[nn.Module, float] | None:
     """A layer that is not dense, and what it takes with its best tiles; None if it does not suit the matrix."""
     if kind == SemiStructuredLinear.kind:
         packed = semi_structured(entries, bias)
@@ -159,16 +116,14 @@ def _timed(
             return None
         again = [semi_structured(entries, bias) for _ in range(3)]  # they cannot be copied
         layers = [packed, *(layer for layer in again if layer is not None)]
-        return packed, {batch: time_of(layers, _input(entries.values, entries.columns, batch)) for batch in batches}
+        return packed, time_of(layers, _input(entries.values, entries.columns, batch))
     if kind != "bitmask" and entries.columns > MOST_COLUMNS:
         return None
     matrix = FORMATS[kind](entries)
-    tiles, times = {}, {}
-    for batch in batches:
-        few = min(batch, MOST_SAMPLES)
-        tiles[few], times[batch] = fastest(matrix, TILES[kind], few, seconds / len(batches))
-    layer = SparseLinear(matrix, bias=bias, tiles=tiles, kind=kind)
-    return layer, {b: _time(layer, entries, b) if b > MOST_SAMPLES or bias is not None else times[b] for b in batches}
+    few = min(batch, MOST_SAMPLES)
+    tile, us = fastest(matrix, TILES[kind], few, seconds)
+    layer = SparseLinear(matrix, bias=bias, tiles={few: tile}, kind=kind)
+    return layer, _time(layer, entries, batch) if batch > MOST_SAMPLES or bias is not None else us
 
 
 def check(layer: nn.Module, dense: nn.Module, entries: Entries, batch: int) -> None:
@@ -239,13 +194,3 @@ def time_of(layers: Sequence[nn.Module], x: Tensor) -> float:
 def _input(values: Tensor, columns: int, batch: int) -> Tensor:
     generator = torch.Generator(values.device).manual_seed(0)
     return torch.randn(batch, columns, generator=generator, device=values.device).to(values.dtype)
-
-
-def _rows(
-    name: str, entries: Entries, batches: Sequence[int], taken: Mapping[str, Mapping[int, float]], best: str
-) -> Iterator[Timed]:
-    first = Timed(name, (entries.rows, entries.columns), entries.sparsity, 0, 0.0, None, "-", best)
-    for batch in batches:
-        kind = min((kind for kind in taken if kind != "dense"), key=lambda kind: taken[kind][batch], default="-")
-        dense_us, sparse_us = taken["dense"][batch], taken.get(kind, {}).get(batch)
-        yield dataclasses.replace(first, batch=batch, kind=kind, dense_us=dense_us, sparse_us=sparse_us)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from growprune.errors import GrowpruneError
 
@@ -43,17 +44,17 @@ class Geometry:
         if self.in_columns >= 1 << 31 or self.columns >= 1 << 31:
             raise GrowpruneError(f"{self} has too many columns: give fewer images at once")
 
-    @property
+    @cached_property
     def taps(self) -> int:
         """Positions of the kernel."""
         return self.kernel[0] * self.kernel[1]
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether each output column is made of the input column of its number, as in a linear layer."""
         return (self.kernel, self.stride, self.padding) == ((1, 1), (1, 1), (0, 0))
 
-    @property
+    @cached_property
     def out_size(self) -> Pair:
         """Height and width of the output.
 
@@ -62,11 +63,11 @@ class Geometry:
         """
         return self._length(self.height, 0), self._length(self.width, 1)
 
-    @property
+    @cached_property
     def in_columns(self) -> int:
         return self.batch * self.height * self.width
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """Of the output."""
         return self.batch * self.out_size[0] * self.out_size[1]

@@ -1,11 +1,12 @@
-"""What a model keeps from one call to the next: whether that matters, and that deploying leaves no trace in it."""
+"""The example a model is deployed with, and what calling the model does: its state from call to call, its errors."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +21,42 @@ PARTS = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that are looked at by themselves, or that deploying changes with intent."""
 
 
+@dataclass
+class Example:
+    """Arguments of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, example: Any) -> Example:
+        if isinstance(example, dict):
+            return cls((), dict(example))
+        return cls(tuple(example) if isinstance(example, (tuple, list)) else (example,))
+
+    @property
+    def leaves(self) -> list[Any]:
+        return pytree.tree_leaves((self.args, self.kwargs))
+
+    @torch.no_grad()
+    def call(self, module: nn.Module) -> Any:
+        """What a module returns for it."""
+        return module(*self.args, **self.kwargs)
+
+    def mapped(self, change: Any) -> Example:
+        """With each leaf changed."""
+        return Example(*pytree.tree_map(change, (self.args, self.kwargs)))
+
+
+def first_line(error: BaseException, length: int = 160) -> str:
+    """An error in a few words."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:length]
+
+
 @contextlib.contextmanager
 def of_the_example() -> Iterator[None]:
-    """What a model says of an example that it cannot take, in one line."""
+    """Raise in one line what a model raises for an example that it cannot take."""
     try:
         yield
     except Exception as error:  # whatever the code of a user does
@@ -33,18 +67,18 @@ def of_the_example() -> Iterator[None]:
 
 
 @torch.no_grad()
-def keeps_state(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a model gives something else when it is called again with the same input. What it draws is the same.
+def keeps_state(module: nn.Module, example: Example) -> bool:
+    """Whether a model gives something else when it is called again with the same input and random numbers.
 
     It is a copy that is called, with a state of its own. Its parameters are the model's: sparse weights stay compact.
     """
     memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
     copied, outputs = copy.deepcopy(module, memo).eval(), []
     for _ in range(2):
-        again = pytree.tree_map(_copied, (args, dict(kwargs)))  # some models write to their input
+        again = example.mapped(_copied)  # some models write to their input
         with of_the_example(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            outputs.append(pytree.tree_map_only(Tensor, Tensor.clone, copied(*again[0], **again[1])))
+            outputs.append(pytree.tree_map_only(Tensor, Tensor.clone, again.call(copied)))
     (first, structure), (second, other) = (pytree.tree_flatten(output) for output in outputs)
     return structure != other or not all(map(_is_same, first, second))
 
@@ -66,7 +100,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 @contextlib.contextmanager
 def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Afterwards, buffers and attributes of the modules are as before, and what they hold."""
+    """Restore buffers and attributes of the modules afterwards, and what they hold."""
     kept = [_Kept(module) for module in modules]
     try:
         yield

@@ -1,7 +1,8 @@
 """From a module and an example to a graph of torch's operations, with the shapes that the example gives them.
 
 `torch.export` follows what a model does with an example, through whatever Python it is written in, and knows the shape
-of everything. Where it cannot, the model is taken part by part (parts.py).
+of everything. Where it cannot, the model is deployed part by part. What does not depend on the input is marked as
+constant, and identities are left out.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import copy
 import logging
 import operator
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +22,29 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from growprune.deployment.example import Example, first_line
+from growprune.deployment.skeleton import Skeleton
+
 aten = torch.ops.aten
 
-VIEWS = {
+RESHAPES = {
     *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints),
     *(aten.unflatten.int, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default),
-    *(aten.transpose.int, aten.permute.default, aten.t.default, aten.expand.default, aten.select.int),
+}
+PERMUTES = {aten.transpose.int, aten.permute.default, aten.t.default}
+VIEWS = {
+    *(*RESHAPES, *PERMUTES, aten.expand.default, aten.select.int),
     *(aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int),
     *(aten.narrow.default, aten.alias.default, aten.detach.default, operator.getitem, aten.movedim.intlist),
 }
 """Operations whose result is the memory they were given."""
+IDENTITIES = {
+    *(aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default, aten.detach.default),
+    *(aten.contiguous.default, aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default),
+}
+"""Operations that change no number, dropouts only where a model is not trained."""
+LARGEST = 1 << 24
+"""The most numbers that a constant may have that is made of smaller ones."""
 
 
 class NotTraceable(Exception):
@@ -45,17 +60,15 @@ class Traced:
     """Placeholders that are parameters, buffers and constants of the module."""
     inputs: tuple[fx.Node, ...]
     """Placeholders of the leaves of (args, kwargs)."""
-    outputs: tuple[Any, ...]
-    """Nodes or plain values, leaves of what the module returns."""
     out_spec: pytree.TreeSpec
 
 
-def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
+def trace(module: nn.Module, example: Example) -> Traced:
     with _quietly():
         try:
-            program = torch.export.export(module, args, dict(kwargs), strict=False)
+            program = torch.export.export(module, example.args, example.kwargs, strict=False)
         except Exception as error:  # whatever the code of a user does under a tracer
-            raise NotTraceable(_first_line(error)) from error
+            raise NotTraceable(first_line(error, 120)) from error
     graph = copy.deepcopy(program.graph)
     tensors, inputs = {}, []
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -68,12 +81,11 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             tensors[node] = state[spec.target] if spec.target in state else program.constants[spec.target]
         else:
             raise NotTraceable(f"it has an input of kind {spec.kind.name}")
-    if len(inputs) != len(pytree.tree_leaves((args, dict(kwargs)))):
+    if len(inputs) != len(example.leaves):
         raise NotTraceable("its inputs are of a kind that torch.export takes apart otherwise")
-    output = next(iter(reversed(graph.nodes)))
     _make_functional(graph, tensors)
     _check(graph)
-    return Traced(graph, tensors, tuple(inputs), tuple(output.args[0]), program.call_spec.out_spec)
+    return Traced(graph, tensors, tuple(inputs), program.call_spec.out_spec)
 
 
 @contextlib.contextmanager
@@ -136,6 +148,102 @@ def _check(graph: fx.Graph) -> None:
             raise NotTraceable(f"{node.target} gives a shape that depends on the data")
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:120]
+# Reading nodes
+
+
+def arguments(node: fx.Node, *defaults: Any) -> list[Any]:
+    """The positional arguments of a node, with defaults for those that it leaves out."""
+    return [*node.args, *defaults[len(node.args) :]]
+
+
+def pair(values: Any) -> tuple[int, int]:
+    """Height and width, of a number or a sequence."""
+    first, second = (values, values) if isinstance(values, int) else (values[0], values[-1])
+    return int(first), int(second)
+
+
+def are_float(*nodes: fx.Node) -> bool:
+    """Whether all are tensors of float32 on the CPU."""
+    values = [node.meta.get("val") for node in nodes]
+    return all(isinstance(v, Tensor) and v.dtype == torch.float32 and v.device.type == "cpu" for v in values)
+
+
+# What does not depend on the input
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor that is the same for all inputs. It is made when it is asked for, since a sparse weight is large."""
+
+    make: Callable[[], Tensor]
+    weight: str | None = None
+    """The sparse weight that it is, as it is."""
+
+
+def fold_constants(traced: Traced, skeleton: Skeleton, names: Mapping[fx.Node, str]) -> None:
+    """Mark what depends on no input, in `meta["constant"]`.
+
+    Args:
+        names: by the placeholder of a parameter, its name in the model.
+    """
+    for node in traced.graph.nodes:
+        if node in traced.tensors:
+            tensor, name = traced.tensors[node], names.get(node)
+            if name is not None and name in skeleton.matrices:
+                node.meta["constant"] = Constant(partial(skeleton.dense_weight, name, tensor.shape), name)
+            else:
+                node.meta["constant"] = Constant(tensor.detach)
+        elif node.op == "call_function" and all("constant" in n.meta for n in node.all_input_nodes) and _is_pure(node):
+            node.meta["constant"] = Constant(_once(node))
+
+
+def is_constant(node: Any) -> bool:
+    return isinstance(node, fx.Node) and "constant" in node.meta
+
+
+def constant(node: Any) -> Tensor | None:
+    """The tensor that a node stands for; of no node, none."""
+    return node.meta["constant"].make() if isinstance(node, fx.Node) else None
+
+
+def drop_identities(graph: fx.Graph) -> None:
+    """Let who reads the result of an identity read its input."""
+    for node in list(graph.nodes):
+        if (node.target in IDENTITIES and not _is_trained(node)) or _is_same_type(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _is_trained(node: fx.Node) -> bool:
+    """A dropout that drops in eval mode too, because someone wants it to."""
+    return "dropout" in str(node.target) and bool(node.args[2])
+
+
+def _is_same_type(node: fx.Node) -> bool:
+    """A conversion to what it is already."""
+    if node.target not in (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.to.device):
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    return bool(before.dtype == after.dtype and before.device == after.device)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    value = node.meta.get("val")
+    sizes = [value] if isinstance(value, Tensor) else value if isinstance(value, (tuple, list)) else ()
+    return not is_random and all(isinstance(v, Tensor) and v.numel() <= LARGEST for v in sizes)
+
+
+def _once(node: fx.Node) -> Callable[[], Any]:
+    kept: list[Any] = []
+
+    def make() -> Any:
+        if not kept:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["constant"].make())
+            with torch.no_grad():
+                kept.append(node.target(*args, **kwargs))  # type: ignore[operator]
+        return kept[0]
+
+    return make

@@ -1,4 +1,4 @@
-"""Where the numbers of a tensor lie, told so finely that changes of shape need no copy.
+"""Where the numbers of a tensor lie, described so finely that changes of shape need no copy; and views of them.
 
 A dimension is a product of *atoms*, (size, stride) from the outermost to the innermost. Splitting heads off features
 and merging them with the batch, as attention does, only regroups atoms; a tensor of torch, which has one stride for
@@ -8,8 +8,14 @@ each dimension, would have to be copied on the way.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from torch import Tensor, fx
+
+from growprune.deployment.graph.trace import PERMUTES, RESHAPES, VIEWS, aten
 
 Atom = tuple[int, int]
 Dimension = tuple[Atom, ...]
@@ -117,18 +123,8 @@ def _merged(atoms: Dimension) -> Dimension:
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """What a kernel takes: rows of features that lie `step` apart, from `offset` on."""
-
-    rows: int
-    columns: int
-    step: int
-    offset: int
-
-
-def as_matrix(place: Strides, axis: int, *, ordered: bool = False) -> Matrix | None:
-    """The matrix with a row for each feature of `axis`, if that is how the tensor lies.
+def as_matrix(place: Strides, axis: int, *, ordered: bool = False) -> Strides | None:
+    """The matrix that a kernel takes, with a row for each feature of `axis`, if that is how the tensor lies.
 
     All other dimensions are its columns, in any order; with `ordered`, in theirs.
     """
@@ -137,8 +133,8 @@ def as_matrix(place: Strides, axis: int, *, ordered: bool = False) -> Matrix | N
     columns = math.prod(size for size, _ in others)
     if len(features) > 1 or not _is_dense(others if ordered else sorted(others, key=lambda atom: -atom[1])):
         return None
-    step = features[0][1] if features else columns
-    return Matrix(place.shape[axis], columns, step, place.offset) if step >= columns else None
+    overlaps = any(stride < columns for _, stride in features)
+    return None if overlaps else Strides((features, _atoms((columns, 1))), place.offset)
 
 
 def _is_dense(atoms: Sequence[Atom]) -> bool:
@@ -167,3 +163,102 @@ def feature_major(shape: Sequence[int], axis: int) -> Strides:
     """
     axis %= len(shape)
     return Strides.ordered(shape, [axis, *(i for i in range(len(shape)) if i != axis)])
+
+
+# Values
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A value at a fixed place of the arena, so that calls can be bound to it once."""
+
+    buffer: int
+    place: Strides
+
+
+@dataclass(frozen=True)
+class InSlot:
+    """A value that an operation of torch makes anew each time."""
+
+    slot: int
+
+
+Value: TypeAlias = Any
+"""Stored, InSlot, a Tensor (a constant), or tuples, lists and plain values of these."""
+
+
+def view(node: fx.Node, value_of: Callable[[Any], Value]) -> Value | None:
+    """The result of a node that only looks at a stored value differently, so needs no step; None of other nodes."""
+    if node.target not in VIEWS or not isinstance(node.args[0], fx.Node):
+        return None
+    value = value_of(node.args[0])
+    if node.target is operator.getitem:
+        return value[int(node.args[1])] if isinstance(value, tuple) else None  # type: ignore[arg-type]
+    if not isinstance(value, Stored):
+        return None
+    if isinstance(node.meta["val"], Tensor):
+        place = _place(value.place, node)
+        return None if place is None else Stored(value.buffer, place)
+    places = _places(value.place, node)
+    return None if places is None else tuple(Stored(value.buffer, place) for place in places)
+
+
+def reshaped(place: Strides, target: Any, arguments: Sequence[Any], shape: Sequence[int]) -> Strides | None:
+    """A place seen through one of the operations that keep every number."""
+    if target in RESHAPES:
+        return place.reshape(shape)
+    rank = len(place.dimensions)
+    order = list(range(rank))
+    if target is aten.t.default:
+        order.reverse()
+    elif target is aten.transpose.int:
+        first, second = (int(axis) % rank for axis in arguments)
+        order[first], order[second] = second, first
+    else:
+        order = [int(axis) % rank for axis in arguments[0]]
+    return place.permute(order)
+
+
+def _place(place: Strides, node: fx.Node) -> Strides | None:
+    shape, rest = tuple(node.meta["val"].shape), node.args[1:]
+    if node.target in RESHAPES or node.target in PERMUTES:
+        return reshaped(place, node.target, rest, shape)
+    if node.target is aten.expand.default:
+        return place.expand(shape)
+    if node.target is aten.select.int:
+        axis, index = (int(n) for n in rest)  # type: ignore[arg-type]
+        axis %= len(place.shape)
+        return _select(place, axis, index % place.shape[axis]).reshape(shape)
+    if node.target is aten.slice.Tensor:
+        cut: list[Any] = [*rest, None, None, None, None]
+        along, begin, step = int(cut[0] or 0) % len(place.shape), int(cut[1] or 0), cut[3]
+        begin = max(0, begin + place.shape[along] if begin < 0 else begin)
+        return None if step not in (None, 1) else place.narrow(along, begin, shape[along])
+    return None
+
+
+def _select(place: Strides, axis: int, index: int) -> Strides:
+    """One of a dimension, of however many atoms."""
+    offset, dimensions = place.offset, list(place.dimensions)
+    for size, stride in reversed(dimensions[axis]):
+        index, digit = divmod(index, size)
+        offset += digit * stride
+    dimensions[axis] = ()
+    return Strides(tuple(dimensions), offset)
+
+
+def _places(place: Strides, node: fx.Node) -> list[Strides] | None:
+    """Of an operation that cuts a tensor into several."""
+    if node.target is aten.unbind.int:
+        return None
+    axis = int(node.args[2]) if len(node.args) > 2 else int(node.kwargs.get("dim", 0))  # type: ignore[arg-type]
+    axis %= len(place.shape)
+    found, start = [], 0
+    for part in node.meta["val"]:
+        length = part.shape[axis]
+        piece = place.narrow(axis, start, length)
+        if piece is None:
+            return None
+        found.append(piece)
+        start += length
+    return found

@@ -9,40 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from growprune.deployment import views
-from growprune.deployment.fold import constant, is_constant
-from growprune.deployment.fuse import Fused, Reshape, layer
-from growprune.deployment.steps import CopyStep, InSlot, LayerStep, Step, Stored, TorchStep, Value
-from growprune.deployment.strides import Matrix, Strides, as_matrix, feature_major, with_features
-from growprune.deployment.trace import NotTraceable, Traced, aten
+from growprune.deployment.graph.fuse import Fused, Reshape, layer
+from growprune.deployment.graph.places import (
+    InSlot,
+    Stored,
+    Strides,
+    Value,
+    as_matrix,
+    feature_major,
+    reshaped,
+    view,
+    with_features,
+)
+from growprune.deployment.graph.program import CopyStep, LayerStep, Lowered, Step, TorchStep, mapped
+from growprune.deployment.graph.trace import VIEWS, NotTraceable, Traced, aten, constant, is_constant
 
 SAFE: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 """What stands in for operations that want strides as the tracer saw them."""
-
-
-@dataclass
-class Lowered:
-    """Steps, not yet bound to memory."""
-
-    steps: list[Step] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    """Of the buffers, in floats."""
-    num_slots: int = 0
-    inputs: list[int] = field(default_factory=list)
-    """The slots of the leaves of the input."""
-    outputs: list[Value] = field(default_factory=list)
-    in_torch: list[str] = field(default_factory=list)
-    """Operations that are torch's, in order."""
-
-    @property
-    def layers(self) -> list[LayerStep]:
-        return [step for step in self.steps if isinstance(step, LayerStep)]
 
 
 class Lowering:
@@ -60,13 +48,13 @@ class Lowering:
             if node.op == "call_function" and not is_constant(node):
                 self.values[node] = self._lower(node)
         output = next(iter(reversed(self.traced.graph.nodes)))
-        self.done.outputs = [self.as_torch(self.value(leaf)) for leaf in output.args[0]]
+        self.done.outputs = [mapped(self.value(leaf), self.as_torch) for leaf in output.args[0]]
         return self.done
 
     def _lower(self, node: fx.Node) -> Value:
         if node.target is layer:
             return self._layer(node)
-        if (found := views.view(node, self.value)) is not None:
+        if (found := view(node, self.value)) is not None:
             return found
         known = self.known.get(node.target)
         if known is not None and (found := known(self, node)) is not None:
@@ -106,27 +94,27 @@ class Lowering:
 
     def as_torch(self, value: Value) -> Value:
         """The value, copied if torch cannot take it as it lies."""
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(self.as_torch, value))
-        if isinstance(value, dict):
-            return {key: self.as_torch(item) for key, item in value.items()}
-        if isinstance(value, Stored) and value.place.torch is None:
-            return self.copy(value, Strides.contiguous(value.place.shape))
-        return value
+        is_odd = isinstance(value, Stored) and value.place.torch is None
+        return self.copy(value, Strides.contiguous(value.place.shape)) if is_odd else value
+
+    def arguments_in_torch(self, node: fx.Node) -> tuple[tuple[Value, ...], dict[str, Value]]:
+        """The arguments of a node, copied where torch cannot take them as they lie."""
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.value)
+        return tuple(mapped(args, self.as_torch)), dict(mapped(kwargs, self.as_torch))
 
     # Layers
 
-    def features(self, node: fx.Node, axis: int, *, ordered: bool = False) -> tuple[Stored, Matrix]:
-        """A node's value as a matrix of features; copied to be one, if need be, and from then on there."""
+    def features(self, node: fx.Node, axis: int, *, ordered: bool = False) -> tuple[Stored, Stored]:
+        """A node's value, and the matrix of its features; copied to be one, if need be, and from then on there."""
         value = self.value(node)
-        if isinstance(value, Stored) and (matrix := as_matrix(value.place, axis, ordered=ordered)) is not None:
-            return value, matrix
-        stored = self.copy(value, feature_major(node.meta["val"].shape, axis))
-        if not is_constant(node):
-            self.values[node] = stored
-        matrix = as_matrix(stored.place, axis, ordered=ordered)
-        assert matrix is not None
-        return stored, matrix
+        matrix = as_matrix(value.place, axis, ordered=ordered) if isinstance(value, Stored) else None
+        if matrix is None:
+            value = self.copy(value, feature_major(node.meta["val"].shape, axis))
+            if not is_constant(node):
+                self.values[node] = value
+            matrix = as_matrix(value.place, axis, ordered=ordered)
+            assert matrix is not None
+        return value, Stored(value.buffer, matrix)
 
     def _layer(self, node: fx.Node) -> Stored:
         fused: Fused = node.meta["fused"]
@@ -135,22 +123,21 @@ class Lowering:
         is_image = fused.is_image
         x, matrix = self.features(source, fused.axis, ordered=is_image)
         if is_image:
-            place = feature_major((x.place.shape[0], fused.rows, *fused.geometry.out_size), 1)
+            place = feature_major((x.place.shape[0], fused.weight.rows, *fused.geometry.out_size), 1)
         else:
-            place = with_features(x.place, fused.axis, fused.rows)
-        out_matrix = Matrix(fused.rows, fused.geometry.columns, fused.geometry.columns, 0)
-        middle = self._reshape(place, fused.before)
-        added = None
+            place = with_features(x.place, fused.axis, fused.weight.rows)
+        rows = Strides.contiguous((fused.weight.rows, fused.geometry.columns))
+        middle, added = self._reshape(place, fused.before), None
         if isinstance(residual, fx.Node):
-            r = self._alike(residual, middle)
-            added = r.buffer, Matrix(out_matrix.rows, out_matrix.columns, out_matrix.step, r.place.offset)
+            lies_alike = self._alike(residual, middle)
+            added = Stored(lies_alike.buffer, Strides(rows.dimensions, lies_alike.place.offset))
         out = self.store(place)
-        self.add(LayerStep(fused, (x.buffer, matrix), (out.buffer, out_matrix), added))
+        self.add(LayerStep(fused, matrix, Stored(out.buffer, rows), added))
         return Stored(out.buffer, self._reshape(middle, fused.after))
 
     def _reshape(self, place: Strides, reshapes: Sequence[Reshape]) -> Strides:
         for reshape in reshapes:
-            found = views.reshaped(place, reshape.target, reshape.arguments, reshape.shape)
+            found = reshaped(place, reshape.target, reshape.arguments, reshape.shape)
             if found is None:
                 raise NotTraceable(f"{reshape.target} regroups features and columns unevenly")
             place = found
@@ -166,13 +153,9 @@ class Lowering:
     # Everything else
 
     def _in_torch(self, node: fx.Node) -> InSlot:
-        args, kwargs = (self.as_torch(fx.map_arg(part, self.value)) for part in (node.args, dict(node.kwargs)))
+        arguments = self.arguments_in_torch(node)
         slot = self.hold()
-        self.add(TorchStep(SAFE.get(node.target, node.target), tuple(args), dict(kwargs), slot.slot))
-        if isinstance(node.target, torch._ops.OpOverload) and node.target not in views.ALL:
+        self.add(TorchStep(SAFE.get(node.target, node.target), *arguments, slot.slot))
+        if isinstance(node.target, torch._ops.OpOverload) and node.target not in VIEWS:
             self.done.in_torch.append(str(node.target).removeprefix("aten.").rpartition(".")[0])
         return slot
-
-
-def is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.float32 and value.device.type == "cpu"

@@ -1,12 +1,43 @@
-"""What was measured and chosen, as a table."""
+"""How each layer of a deployed model runs, and what was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from growprune.deployment.measure import Row
+from growprune.deployment.cpu.library import Tile
+from growprune.deployment.cuda.products import Tile as GpuTile
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layer, and how it runs."""
+
+    layer: str
+    shape: str
+    """Of its weight, and how many columns it is multiplied with."""
+    sparsity: float
+    dense_ms: float | None
+    """None where it was not measured."""
+    sparse_ms: float | None
+    choice: str
+    """"sparse", "dense", or "torch": outside of what is deployed."""
+    tile: Tile | None = None
+    """How the product is cut up, where it runs on our kernels."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class GpuRow(Row):
+    """A layer, and how it runs on a GPU."""
+
+    format: str = ""
+    """"offsets", "columns", "bitmask", "2:4" or "dense"."""
+    tiles: Mapping[int, GpuTile] = field(default_factory=dict)
+    """By the largest batch it is for, how programs divide the work."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +73,8 @@ class Table(Sequence[Row]):
             lines.append([row.layer, row.shape, f"{row.sparsity:.4f}", *times, row.choice])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         shown = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
-        return "\n".join([*shown, *self._footer()])
-
-    def _footer(self) -> list[str]:
-        footer = []
         if self.deployed_ms is not None and self.torch_ms is not None:
-            footer.append(f"the whole model: {self.deployed_ms:.3f} ms, in torch {self.torch_ms:.3f} ms")
+            shown.append(f"the whole model: {self.deployed_ms:.3f} ms, in torch {self.torch_ms:.3f} ms")
         if self.in_torch:
-            footer.append(f"in torch: {', '.join(self.in_torch)}")
-        return footer
+            shown.append(f"in torch: {', '.join(self.in_torch)}")
+        return "\n".join(shown)

@@ -46,11 +46,9 @@ class Entries:
         flat[row * self.columns + self.places] = self.values
         return flat.view(self.rows, self.columns)
 
-    def to(self, where: torch.dtype | torch.device) -> Entries:
-        """In another dtype, or on another device."""
-        if isinstance(where, torch.dtype):
-            return Entries(self.rows, self.columns, self.starts, self.places, self.values.to(where))
-        moved = (tensor.to(where) for tensor in (self.starts, self.places, self.values))
+    def to(self, device: torch.device) -> Entries:
+        """On another device."""
+        moved = (tensor.to(device) for tensor in (self.starts, self.places, self.values))
         return Entries(self.rows, self.columns, *moved)
 
 

@@ -1,0 +1,282 @@
+"""`deploy`: from a trained sparse model to one that runs on sparse kernels; `load_deployed`: the same from a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from growprune.deployment.cuda.swapping import deploy_linears
+from growprune.deployment.deployed import Deployed, Swapped
+from growprune.deployment.deployed_folder import (
+    ABOUT,
+    UNREADABLE,
+    WEIGHTS,
+    damaged,
+    machine,
+    one_line,
+    read_about,
+    read_example,
+    read_table,
+)
+from growprune.deployment.example import Example, keeps_state, restored
+from growprune.deployment.graph.trace import NotTraceable
+from growprune.deployment.layer_table import Row, Table
+from growprune.deployment.part_by_part import deploy_parts
+from growprune.deployment.parts import Part
+from growprune.deployment.skeleton import Skeleton, empty, fill_in, module_of, skeleton_of
+from growprune.errors import GrowpruneError, warn
+from growprune.files import sparse_file as file
+from growprune.sparse.model import SparseModel
+
+SECONDS = 10.0
+"""How long layers are timed by default."""
+STATEFUL = (
+    "the model gives something else when it is called again with the same input, as it keeps a state from call to "
+    "call, which a program of ours would not: it stays in torch; with whole=False its single layers are swapped, and "
+    "its own code keeps the state"
+)
+
+
+def deploy(
+    model: nn.Module | SparseModel | str | os.PathLike[str],
+    example: Any,
+    *,
+    into: nn.Module | None = None,
+    device: str | torch.device = "cpu",
+    seconds: float = SECONDS,
+    whole: bool = True,
+) -> Deployed:
+    """Make a trained sparse model run on sparse kernels. The model is left as it is, and not needed afterwards.
+
+    Each layer is timed sparse and dense, on this machine, and the faster one stays; see `table`. What is not known
+    stays in torch, and so does a model that keeps a state from call to call, with a warning.
+
+    Args:
+        model: a SparseModel, or any module whose zeros are dead, or the path of a sparse file.
+        example: the input, or a tuple of positional or a dict of keyword arguments. The model is made for its shape;
+            for others it makes itself ready when they come.
+        into: for a file, the model that was saved, freshly made.
+        device: "cpu" or "cuda". On a GPU single linear layers are swapped, for the number of samples (tokens) that the
+            example brings them, in the model's own dtype: give the input of a decode step. See `graphed` in
+            `growprune.deployment.cuda`, too.
+        seconds: how long layers may be timed, about; with 0 nothing is timed, and what is sparse runs sparse. On a GPU
+            the kernels are compiled on top of it.
+        whole: False swaps only single layers, and takes any shape: for models that are used by other methods
+            than their forward, as in decoding. Use the `module` of what is returned.
+
+    Examples:
+        >>> sparse = SparseModel(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), sparsity=0.9)
+        >>> sparse.prune()
+        >>> x = torch.randn(8, 64)
+        >>> fast = deploy(sparse, x, seconds=0)
+        >>> torch.allclose(fast(x), sparse.model(x), atol=1e-6)
+        True
+    """
+    where, given = checked_device(device), Example.of(example)
+    found = _model(model, into)
+    if where.type == "cuda":
+        return deploy_on_gpu(found, given, device=where, seconds=seconds, known={})
+    if any(tensor.device.type != "cpu" for tensor in module_of(found).parameters()):
+        raise GrowpruneError("the model is not on the CPU, where it is to be deployed: call model.cpu() first")
+    return _deploy_on_cpu(found, given, seconds=seconds, whole=whole, known={})
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    """The device to deploy on; raises in one line if that is not possible."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda"):
+        raise GrowpruneError(f"device is {str(device)!r}, but models are deployed on 'cpu' or 'cuda'")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise GrowpruneError(
+            f"device is {str(device)!r}, but torch sees no CUDA device here: deploy where the GPU is, or on 'cpu'"
+        )
+    return found
+
+
+def _model(model: Any, into: nn.Module | None) -> nn.Module | SparseModel:
+    if isinstance(model, (nn.Module, SparseModel)):
+        return model
+    if not isinstance(model, (str, os.PathLike)):
+        raise GrowpruneError(f"deploy was given a {type(model).__name__}: give a SparseModel, a module, or a file")
+    if into is None:
+        raise GrowpruneError(f"{os.fspath(model)} is a file, which has no code: give the model that was saved as into=")
+    return _load_sparse(model, into)
+
+
+def _load_sparse(path: str | os.PathLike[str], into: nn.Module) -> SparseModel:
+    """A file in compact storage, so that its sparse weights are never dense."""
+    try:
+        return file.load(path, into, storage="compact")
+    except GrowpruneError as error:
+        if "compact" not in str(error):
+            raise
+        return file.load(path, into)
+
+
+def load_deployed(
+    folder: str | os.PathLike[str], model: nn.Module, *, seconds: float = SECONDS, example: Any = None
+) -> Deployed:
+    """Load a folder that `Deployed.save` wrote.
+
+    Args:
+        model: the model that was deployed, freshly made (its weights may be on the meta device); it is filled.
+        seconds: how long layers may be timed, if the folder is from another kind of machine.
+        example: an input of another shape to be made ready for.
+    """
+    folder = Path(folder)
+    about = read_about(folder)
+    device = checked_device(about["device"])
+    sparse = _load_sparse(folder / WEIGHTS, model)
+    try:
+        table = read_table(about, is_gpu=device.type == "cuda")
+        given = read_example(about["example"]) if example is None else Example.of(example)
+        is_same, in_torch = about["machine"] == machine(device) and example is None, about["runs"] == "torch"
+        whole = bool(about["is_whole"])
+        if is_same and any(row.tile is not None and row.tile.threads > torch.get_num_threads() for row in table):
+            raise ValueError("a layer has more threads than the machine it was measured on")
+    except UNREADABLE as error:
+        raise damaged(folder, error) from None
+    options: Any = {"seconds": 0 if is_same else seconds, "known": {row.layer: row for row in table} if is_same else {}}
+    with contextlib.nullcontext() if example is not None else _blaming(folder / ABOUT):
+        if device.type == "cuda":
+            deployed = deploy_on_gpu(sparse, given, device=device, **options)
+        else:
+            deployed = _deploy_on_cpu(sparse, given, whole=whole, **options)
+    if is_same:
+        deployed.table = table
+        if in_torch:
+            deployed.stay_in_torch()
+    return deployed
+
+
+@contextlib.contextmanager
+def _blaming(path: Path) -> Iterator[None]:
+    """Name the file of an example that the model cannot take."""
+    try:
+        yield
+    except (*UNREADABLE, RuntimeError) as error:
+        raise GrowpruneError(
+            f"the model cannot be run with the example of {path} ({one_line(error)}): give another example, or deploy "
+            f"it again"
+        ) from error
+
+
+def _deploy_on_cpu(
+    model: nn.Module | SparseModel, example: Example, *, seconds: float, whole: bool, known: Mapping[str, Row]
+) -> Deployed:
+    """What `deploy` does, with rows that were measured before."""
+    skeleton, settings = skeleton_of(model), _settings_of(model)
+    if not skeleton.matrices:
+        warn(f"the model has no sparse weights{_of_other_dtypes(skeleton.module)}: it stays in torch as it is")
+        table = Table((), in_torch=("the whole model",))
+        return Deployed(None, skeleton, table, example, whole=whole, settings=settings)
+    if keeps_state(module_of(model), example) and whole:
+        warn(STATEFUL)
+        table = Table(tuple(_rows_in_torch(skeleton, ())), in_torch=("the whole model (it keeps a state)",))
+        return Deployed(None, skeleton, table, example, whole=whole, settings=settings)
+    with restored(list(skeleton.module.modules())):
+        swapped = _swapped(skeleton, example, seconds=seconds, whole=whole, known=known)
+        times = _times(skeleton, swapped, example, seconds / 4) if seconds > 0 else None
+    rows = (*swapped.rows, *_rows_in_torch(skeleton, swapped.rows))
+    deployed_ms, torch_ms = times or (None, None)
+    table = Table(rows, deployed_ms, torch_ms, tuple(dict.fromkeys(swapped.in_torch)))
+    deployed = Deployed(swapped, skeleton, table, example, whole=whole, settings=settings)
+    if whole and times is not None and times[0] > times[1]:
+        warn(f"deployed, the model takes {times[0]:.3g} ms, and in torch {times[1]:.3g} ms: it stays in torch")
+        deployed.stay_in_torch()
+    return deployed
+
+
+def _of_other_dtypes(module: nn.Module) -> str:
+    found = {str(p.dtype) for p in module.parameters() if p.dim() > 1 and p.is_floating_point()} - {"torch.float32"}
+    return f" in float32, which kernels on a CPU are for, but some in {', '.join(sorted(found))}" if found else ""
+
+
+def deploy_on_gpu(
+    model: nn.Module | SparseModel,
+    example: Example,
+    *,
+    device: torch.device,
+    seconds: float,
+    known: Mapping[str, Row],
+) -> Deployed:
+    """The same for a GPU, layer by layer. (What a whole model takes there depends on whether it is `graphed`.)"""
+    swapped = deploy_linears(model, example, device=device, seconds=seconds, known=known)
+    if not swapped.rows:
+        warn("the model has no sparse linear layers: it stays in torch as it is")
+    table = Table(tuple(swapped.rows), in_torch=tuple(swapped.in_torch) if swapped.rows else ("the whole model",))
+    bare, settings = Skeleton(swapped.module, {}), _settings_of(model)
+    return Deployed(swapped, bare, table, example, whole=False, settings=settings, device=device)
+
+
+def _swapped(skeleton: Skeleton, example: Example, *, seconds: float, whole: bool, known: Mapping[str, Row]) -> Swapped:
+    reasons = []
+    if whole:
+        try:
+            return Part(skeleton.module, skeleton, seconds=seconds, known=known).plan(example)
+        except NotTraceable as error:
+            reasons = [f"{type(skeleton.module).__name__} as a whole ({error})"]
+    return deploy_parts(skeleton, example, seconds=seconds, known=known, by_layer=not whole, reasons=reasons)
+
+
+def _rows_in_torch(skeleton: Skeleton, rows: Sequence[Row]) -> list[Row]:
+    """The sparse weights that no part has."""
+    known = {row.layer for row in rows}
+    return [
+        Row(name.removesuffix(".weight"), f"{matrix.rows}x{matrix.columns}", matrix.sparsity, None, None, "torch")
+        for name, matrix in skeleton.matrices.items()
+        if known.isdisjoint((name, name.removesuffix(".weight")))
+    ]
+
+
+def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: float) -> tuple[float, float]:
+    """How long the deployed model takes, and how long it takes in torch."""
+    fill_in(skeleton)
+
+    def in_torch() -> None:
+        swapped.put(deployed=False)
+        example.call(skeleton.module)
+        swapped.put(deployed=True)
+
+    times = milliseconds_in_turns([lambda: example.call(swapped.module), in_torch], seconds)
+    if isinstance(swapped.module, Part):
+        empty(skeleton)
+    return times
+
+
+@torch.no_grad()
+def milliseconds_in_turns(calls: Sequence[Callable[[], object]], seconds: float) -> tuple[float, float]:
+    """Of each call, in turns, the 30th percentile."""
+    taken: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds
+    while len(taken[0]) < 4 or time.perf_counter() < end:
+        for call, times in zip(calls, taken, strict=True):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+    first, second = (1e3 * sorted(times[1:])[int(0.3 * (len(times) - 2))] for times in taken)
+    return first, second
+
+
+def _settings_of(model: nn.Module | SparseModel) -> dict[str, Any]:
+    """What a sparse file says of the model."""
+    if not isinstance(model, SparseModel):
+        return {}
+    return {
+        "sparsity": model.sparsity,
+        "allocation": model.allocation,
+        "pattern": model.pattern,
+        "keep_dense": model.keep_dense,
+        "include": model.include,
+        "seed": model.seed,
+    }

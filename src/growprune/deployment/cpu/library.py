@@ -1,0 +1,249 @@
+"""The library of kernels: built on the machine that runs it, once for each kind of CPU, and called from Python.
+
+The library is kept in the user's cache folder, under a name that is a digest of everything it depends on: sources,
+compiler, flags, and the CPU. So a library that was built for another CPU is not found, and never run. Processes that
+build it at the same time do the same work, and each puts a whole file in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import secrets
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from growprune.deployment.cpu.geometry import Geometry
+from growprune.deployment.cpu.matrix import SparseMatrix
+from growprune.errors import GrowpruneError, warn
+from growprune.files.atomic import replacing
+
+SOURCES = Path(__file__).parent / "native"
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"),
+    *("-ffp-contract=fast", "-fno-math-errno"),  # multiply-adds, but NaN and infinity as ever
+)
+COMPILERS = ("c++", "g++", "clang++")
+"""Tried in this order where the environment has no CXX."""
+SECONDS = 300
+"""How long a compiler may take."""
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("height", c_int32),
+        ("width", c_int32),
+        ("starts", c_void_p),
+        ("places", c_void_p),
+        ("values", c_void_p),
+    )
+
+
+class _Geometry(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("channels", "batch", "height", "width")),
+        *(
+            (f"{name}_{axis}", c_int32)
+            for name in ("kernel", "stride", "padding", "dilation", "out")
+            for axis in ("height", "width")
+        ),
+    )
+
+
+class _Tile(ctypes.Structure):
+    _fields_ = tuple((name, c_int32) for name in ("lanes", "vectors", "k_block", "row_chunks", "threads"))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut up. It changes the speed of a layer and the rounding of its sums, and nothing else."""
+
+    lanes: int
+    """Floats in a vector: those of the machine, fewer for few columns, 1 for a single one."""
+    vectors: int
+    """Vectors in a panel of columns."""
+    k_block: int
+    """Rows of the input that are packed at once."""
+    row_chunks: int
+    """Into how many chunks of rows the matrix is cut for threads; the others share the panels."""
+    threads: int
+
+
+class Library:
+    """The functions of the library, with their types."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        strided = (c_void_p, c_int64)
+        pool = (POINTER(_Geometry), *strided, *strided)
+        self.lanes = int(library.gp_lanes())
+        self.has_threads = bool(library.gp_has_openmp())
+        self.most_vectors = _typed(library.gp_most_vectors, c_int, c_int, c_int)
+        self.prepare = _typed(
+            library.gp_prepare, c_void_p, POINTER(_Matrix), POINTER(_Geometry), POINTER(_Tile), c_void_p, c_int
+        )
+        self.run = _typed(library.gp_run, None, c_void_p, *strided, *strided, *strided)
+        self.free = _typed(library.gp_free, None, c_void_p)
+        self.max_pool = _typed(library.gp_max_pool, None, *pool, c_int)
+        self.mean_pool = _typed(library.gp_mean_pool, None, *pool, c_int, c_int)
+
+
+def _typed(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
+    function.restype, function.argtypes = result, arguments
+    return function  # type: ignore[no-any-return]
+
+
+def matrix_struct(matrix: SparseMatrix) -> _Matrix:
+    """Its tensors must outlive it."""
+    tensors = (matrix.starts, matrix.places, matrix.values)
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    pointers = (tensor.data_ptr() for tensor in tensors)
+    return _Matrix(matrix.rows, matrix.columns, matrix.height, matrix.width, *pointers)
+
+
+def geometry_struct(geometry: Geometry) -> _Geometry:
+    g = geometry
+    return _Geometry(g.channels, g.batch, g.height, g.width, *g.kernel, *g.stride, *g.padding, *g.dilation, *g.out_size)
+
+
+def tile_struct(tile: Tile) -> _Tile:
+    return _Tile(*astuple(tile))
+
+
+def strided(tensor: Tensor | None) -> tuple[int | None, int]:
+    """A tensor as the library takes it: where it begins, and the distance between its rows."""
+    return (None, 0) if tensor is None else (tensor.data_ptr(), tensor.stride(0))
+
+
+# Loading and building
+
+
+class BuildError(Exception):
+    """There is no library, and why. The message is a whole sentence without its end."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    command: tuple[str, ...]
+    version: str
+
+
+@functools.cache
+def library() -> Library | None:
+    """The library, built if need be; None where that fails, with a warning the first time."""
+    try:
+        found = Library(open_or_build())
+    except BuildError as error:
+        warn(f"{error}: products run on torch's CSR from 90 % sparsity on, and all else runs dense")
+        return None
+    if not found.has_threads:
+        warn(f"the sparse kernels run on one thread, since {find_compiler().command[0]} has no OpenMP")
+    return found
+
+
+def require_library() -> Library:
+    found = library()
+    if found is None:
+        raise GrowpruneError("the sparse kernels are not there, as a warning has said: use CsrLayer or DenseLayer")
+    return found
+
+
+def open_or_build() -> ctypes.CDLL:
+    """The library of this machine, from the cache or built now."""
+    compiler = find_compiler()
+    name = f"kernels-{digest(compiler)}"
+    tried = folders()
+    for folder in tried:
+        with contextlib.suppress(OSError):  # not there, or not whole; if this folder is read-only, try the next
+            return open_library(folder / f"{name}.so")
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return open_library(compile_to(folder / f"{name}.so", compiler))
+    raise BuildError(f"no folder could be written for the sparse kernels, tried {', '.join(map(str, tried))}")
+
+
+def folders() -> list[Path]:
+    """Where libraries are kept, and a fallback if that cannot be written."""
+    found = [Path(tempfile.gettempdir()) / f"growprune-kernels-{secrets.token_hex(8)}"]
+    with contextlib.suppress(RuntimeError):  # no home
+        given = os.environ.get("XDG_CACHE_HOME")
+        found.insert(0, (Path(given) if given else Path.home() / ".cache") / "growprune" / "kernels")
+    return found
+
+
+def find_compiler() -> Compiler:
+    given = os.environ.get("CXX")
+    for words in [shlex.split(given)] if given else [[name] for name in COMPILERS]:
+        if words and (path := shutil.which(words[0])):
+            command = (path, *words[1:])
+            failure, output = _run([*command, "--version"])
+            if failure:
+                asked = f"{shlex.join(command)} --version"
+                raise BuildError(f"the C++ compiler for the sparse kernels does not work: {asked} {failure}")
+            return Compiler(command, output.decode(errors="replace"))
+    tried = f"CXX, which is {given!r}" if given else ", ".join(COMPILERS)
+    raise BuildError(f"no C++ compiler was found for the sparse kernels (looked for {tried})")
+
+
+def digest(compiler: Compiler) -> str:
+    """Of everything that a library depends on."""
+    texts = [*(path.name + path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir()) if path.is_file())]
+    texts += [*compiler.command, compiler.version, *FLAGS, cpu_model()]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
+
+
+def cpu_model() -> str:
+    """The model of the CPU and its features."""
+    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU architecture", "CPU variant", "CPU part")
+    lines = {platform.machine(), platform.processor()}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.partition("\t")[0].rstrip(": ") in wanted:
+                lines.add(line)
+    return "\n".join(sorted(lines))
+
+
+def compile_to(path: Path, compiler: Compiler) -> Path:
+    """Build the library; the file is there whole or not at all. A compiler without OpenMP builds it for one thread."""
+    with replacing(path) as file:
+        rest = [str(SOURCES / "api.cpp"), "-o", file.name]
+        command = shlex.join([*compiler.command, *FLAGS, *rest])
+        failure, output = _run([*compiler.command, *FLAGS, *rest])
+        if failure:
+            log = path.with_suffix(".log")
+            log.write_bytes(command.encode() + b"\n" + output)
+            if _run([*compiler.command, *(flag for flag in FLAGS if flag != "-fopenmp"), *rest])[0]:
+                raise BuildError(f"the sparse kernels could not be built: {command} {failure}, its log is {log}")
+    return path
+
+
+def _run(command: Sequence[str]) -> tuple[str, bytes]:
+    """How a command failed, if it did, and its output."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        return f"took over {SECONDS} seconds", (error.stdout or b"") + (error.stderr or b"")
+    except OSError as error:
+        return f"cannot be run ({error})", b""
+    return f"ended with {done.returncode}" if done.returncode else "", done.stdout + done.stderr
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """After torch, whose OpenMP it then shares: two of them in one process would fight for the cores."""
+    assert torch.__version__
+    return ctypes.CDLL(str(path))

@@ -1,0 +1,238 @@
+"""Layers and pools that are ready to run, for one matrix and one number of columns.
+
+Layers are siblings with one interface: `NativeLayer` runs on our kernels, `CsrLayer` and `DenseLayer` on torch, where
+there is no compiler, or to be measured against. Activations are feature-major, `[channels][columns]`; rows may be
+further apart than they are long.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from growprune.deployment.cpu.geometry import Geometry
+from growprune.deployment.cpu.library import (
+    Tile,
+    geometry_struct,
+    library,
+    matrix_struct,
+    require_library,
+    strided,
+    tile_struct,
+)
+from growprune.deployment.cpu.matrix import SparseMatrix
+from growprune.errors import GrowpruneError
+
+
+class Activation(enum.IntEnum):
+    """What comes last, after bias and residual. The numbers are those of native/epilogue.h."""
+
+    NONE = 0
+    RELU = 1
+    GELU = 2
+    """With erf, as torch has it by default."""
+
+
+@dataclass
+class LayerSpec:
+    """What a layer computes, whatever runs it."""
+
+    name: str
+    weight: SparseMatrix
+    geometry: Geometry
+    bias: Tensor | None
+    is_sparse: bool
+    activation: Activation = Activation.NONE
+
+
+class Layer:
+    """out = activation(W x + bias + residual)."""
+
+    def __init__(
+        self,
+        matrix: SparseMatrix,
+        geometry: Geometry,
+        *,
+        bias: Tensor | None = None,
+        activation: Activation = Activation.NONE,
+    ) -> None:
+        if bias is not None and bias.shape != (matrix.rows,):
+            raise GrowpruneError(f"bias has shape {tuple(bias.shape)}, but the matrix has {matrix.rows} rows")
+        self.geometry, self.rows = geometry, matrix.rows
+        self._bias = None if bias is None else bias.detach().to("cpu", torch.float32).contiguous()
+        self._activation = activation
+        self._prepare(matrix)
+
+    def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Write to `out`, which may be the residual but must not overlap x, and return it.
+
+        Args:
+            x: (channels, in_columns) float32 on the CPU, its columns next to one another.
+            out: (rows, columns), likewise; so is the residual.
+        """
+        self.bind(x, out, residual)()
+        return out
+
+    def bind(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Callable[[], object]:
+        """A call with these very tensors, checked now, so that it is quick to start later."""
+        check_matrix("x", x, self.geometry.channels, self.geometry.in_columns)
+        check_matrix("out", out, self.rows, self.geometry.columns)
+        if residual is not None:
+            check_matrix("residual", residual, self.rows, self.geometry.columns)
+        return self._bound(x, out, residual)
+
+    def _prepare(self, matrix: SparseMatrix) -> None:
+        raise NotImplementedError
+
+    def _bound(self, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], object]:
+        raise NotImplementedError
+
+
+class NativeLayer(Layer):
+    """On our kernels. A call allocates nothing, but for the first ones in a thread; several threads may call it."""
+
+    def __init__(
+        self,
+        matrix: SparseMatrix,
+        geometry: Geometry,
+        tile: Tile,
+        *,
+        bias: Tensor | None = None,
+        activation: Activation = Activation.NONE,
+    ) -> None:
+        self.tile = tile
+        super().__init__(matrix, geometry, bias=bias, activation=activation)
+
+    def _prepare(self, matrix: SparseMatrix) -> None:
+        self._library = require_library()
+        structs = (matrix_struct(matrix), geometry_struct(self.geometry), tile_struct(self.tile))
+        self._plan = self._library.prepare(*structs, strided(self._bias)[0], int(self._activation))
+        if not self._plan:
+            raise GrowpruneError(
+                f"{self.tile} does not suit {matrix.rows} x {matrix.columns} weights in blocks of {matrix.height} x "
+                f"{matrix.width} with {self.geometry}, or there is no memory: give one of tuning.candidates"
+            )
+        weakref.finalize(self, self._library.free, self._plan)
+
+    def _bound(self, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], object]:
+        run, kept = self._library.run, (self, x, out, residual)
+        arguments = (self._plan, *strided(x), *strided(out), *strided(residual))
+
+        def call(kept: object = kept) -> None:  # keeps the memory alive that the arguments point to
+            run(*arguments)
+
+        return call
+
+
+class _TorchLayer(Layer):
+    """On torch. Subclasses say how the weight is kept and multiplied."""
+
+    _weight: Tensor
+
+    def _bound(self, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], object]:
+        return partial(self._run, x, out, residual)
+
+    def _run(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
+        found = self._multiply(x)
+        if self._bias is not None:
+            found += self._bias.view(-1, 1)
+        if residual is not None:
+            found += residual
+        if self._activation is Activation.RELU:
+            found.relu_()
+        elif self._activation is Activation.GELU:
+            found = F.gelu(found)
+        out.copy_(found)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class CsrLayer(_TorchLayer):
+    """On torch's CSR. Only for plain geometries: anything else would have to unfold its whole input."""
+
+    def _prepare(self, matrix: SparseMatrix) -> None:
+        if not self.geometry.is_plain:
+            raise GrowpruneError(f"CSR of torch cannot convolve, but {self.geometry} was given: take a DenseLayer")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")  # it is in beta, and trusts its indices
+            self._weight = matrix.dense().to_sparse_csr()
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        return self._weight @ x
+
+
+class DenseLayer(_TorchLayer):
+    """Dense, in the same layout."""
+
+    def _prepare(self, matrix: SparseMatrix) -> None:
+        weight, geometry = matrix.dense(), self.geometry
+        if not geometry.is_plain:
+            weight = weight.view(matrix.rows, *geometry.kernel, geometry.channels).permute(0, 3, 1, 2).contiguous()
+        self._weight = weight
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        g = self.geometry
+        if g.is_plain:
+            return self._weight @ x
+        return _columns(F.conv2d(_images(g, x), self._weight, None, g.stride, g.padding, g.dilation))
+
+
+class Pool:
+    """The largest of each window, or the mean: over all of an image, if the kernel is as large."""
+
+    def __init__(
+        self, geometry: Geometry, *, is_mean: bool = False, counts_padding: bool = True, threads: int | None = None
+    ) -> None:
+        if is_mean and geometry.dilation != (1, 1):
+            raise GrowpruneError(f"a mean pool has no dilation, but {geometry} was given")
+        self.geometry, self._is_mean, self._counts_padding = geometry, is_mean, counts_padding
+        self._threads = threads or torch.get_num_threads()
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        g, found = self.geometry, library()
+        check_matrix("x", x, g.channels, g.in_columns)
+        check_matrix("out", out, g.channels, g.columns)
+        if found and self._is_mean:
+            found.mean_pool(geometry_struct(g), *strided(x), *strided(out), self._counts_padding, self._threads)
+        elif found:
+            found.max_pool(geometry_struct(g), *strided(x), *strided(out), self._threads)
+        elif self._is_mean:
+            means = F.avg_pool2d(_images(g, x), g.kernel, g.stride, g.padding, g.ceil_mode, self._counts_padding)
+            out.copy_(_columns(means))
+        else:
+            largest = F.max_pool2d(_images(g, x), g.kernel, g.stride, g.padding, g.dilation, g.ceil_mode)
+            out.copy_(_columns(largest))
+        return out
+
+
+def _images(geometry: Geometry, x: Tensor) -> Tensor:
+    return x.reshape(geometry.channels, geometry.batch, geometry.height, geometry.width).transpose(0, 1)
+
+
+def _columns(images: Tensor) -> Tensor:
+    return images.transpose(0, 1).flatten(1)
+
+
+def check_matrix(name: str, tensor: Tensor, rows: int, columns: int) -> None:
+    """Refuse what the kernels, which trust their pointers, would read or write wrongly."""
+    is_float = tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+    if not is_float or tensor.shape != (rows, columns) or not _has_rows(tensor):
+        raise GrowpruneError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}, but "
+            f"must be float32 {(rows, columns)} on the CPU, with columns next to one another"
+        )
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    """Whether it is rows that lie one behind the other, with or without gaps."""
+    rows, columns = tensor.shape
+    return (columns == 1 or tensor.stride(1) == 1) and (rows == 1 or tensor.stride(0) >= columns)

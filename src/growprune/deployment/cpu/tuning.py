@@ -1,0 +1,178 @@
+"""Measure, then swap: each layer is timed sparse and dense on this machine, and the faster one stays.
+
+No single tile is fastest everywhere, so a few are tried for each kind of layer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from growprune.deployment.cpu.geometry import Geometry
+from growprune.deployment.cpu.library import Tile, library, require_library
+from growprune.deployment.cpu.matrix import SparseMatrix
+from growprune.deployment.cpu.prepared import CsrLayer, DenseLayer, Layer, LayerSpec, NativeLayer
+from growprune.deployment.layer_table import Row
+
+CSR_FROM = 0.9
+"""The sparsity from which on torch's CSR is faster than dense."""
+SHAPES = ((4, 256), (3, 256), (4, 128), (2, 512), (6, 128), (8, 64), (8, 128), (2, 256))
+"""(vectors, k_block) worth a try, the likeliest first: blocks of X that about fit the caches next to a core."""
+SHAPES_OF_EIGHT = ((2, 512), (3, 256), (1, 512), (2, 256))
+"""For blocks of eight rows, which need eight times as many registers."""
+LARGEST_OFFSET = 65535
+"""Places in a packed block must fit 16 bits."""
+
+
+def choose(
+    specs: Sequence[LayerSpec], *, seconds: float, threads: int, known: Mapping[str, Row]
+) -> list[tuple[Layer, Row]]:
+    """The layer that runs each spec, and its row of the table. With 0 seconds, whatever is sparse runs sparse.
+
+    Half of the time goes to finding tiles, one for each kind of layer, and half to timing each layer. Layers of one
+    kind take the same time, so they share the quickest: other load on the machine only makes layers slower.
+
+    Args:
+        known: by layer, what was measured before.
+    """
+    end = time.perf_counter() + seconds
+    keys = [_key(spec) for spec in specs]
+    tiles = _tiles(specs, keys, threads, seconds / 2, known)
+    sparse = [sparse_layer(spec, tiles.get(key)) for spec, key in zip(specs, keys, strict=True)]
+    times: dict[object, tuple[float, float]] = {}
+    for i, (spec, key, layer) in enumerate(zip(specs, keys, sparse, strict=True)):
+        if seconds > 0 and layer is not None and spec.name not in known:
+            found = dense_and_sparse_seconds(spec, layer, max(0.0, end - time.perf_counter()) / (len(specs) - i))
+            before = times.get(key, found)
+            times[key] = min(before[0], found[0]), min(before[1], found[1])
+    return [
+        _decide(spec, layer, times.get(key), known.get(spec.name))
+        for spec, key, layer in zip(specs, keys, sparse, strict=True)
+    ]
+
+
+def _key(spec: LayerSpec) -> object:
+    """Layers of one kind are cut up alike."""
+    weight = spec.weight
+    return spec.geometry, weight.rows, weight.height, weight.width, round(weight.sparsity, 1), spec.activation
+
+
+def _tiles(
+    specs: Sequence[LayerSpec], keys: Sequence[object], threads: int, seconds: float, known: Mapping[str, Row]
+) -> dict[object, Tile]:
+    """By kind of layer, its tile; none where there are no kernels."""
+    found: dict[object, Tile] = {}
+    share = seconds / max(1, len(set(keys)))
+    for spec, key in zip(specs, keys, strict=True):
+        if spec.is_sparse and library() is not None and key not in found:
+            row = known.get(spec.name)
+            found[key] = row.tile if row and row.tile else fastest_tile(spec, threads, share)
+    return found
+
+
+def sparse_layer(spec: LayerSpec, tile: Tile | None) -> Layer | None:
+    """The layer run sparse; without a tile, on torch's CSR if that is worth it. None where it must run dense."""
+    if not spec.is_sparse:
+        return None
+    if tile is not None:
+        return _made(NativeLayer, spec, tile)
+    is_csr = spec.geometry.is_plain and spec.weight.sparsity >= CSR_FROM
+    return _made(CsrLayer, spec) if is_csr else None
+
+
+def _made(kind: Callable[..., Layer], spec: LayerSpec, *tile: Tile) -> Layer:
+    return kind(spec.weight, spec.geometry, *tile, bias=spec.bias, activation=spec.activation)
+
+
+def _decide(
+    spec: LayerSpec, sparse: Layer | None, times: tuple[float, float] | None, known: Row | None
+) -> tuple[Layer, Row]:
+    """The faster one; if it was not measured, the one of before, or the sparse one."""
+    is_faster = times[1] <= times[0] if times is not None else known is None or known.choice == "sparse"
+    is_sparse = sparse is not None and is_faster
+    weight, geometry = spec.weight, spec.geometry
+    kernel = "" if geometry.taps == 1 else f" ({geometry.kernel[0]}x{geometry.kernel[1]})"
+    shape = f"{weight.rows}x{weight.columns}{kernel} x {geometry.columns}"
+    dense_ms, sparse_ms = (None, None) if times is None else (1e3 * times[0], 1e3 * times[1])
+    tile = sparse.tile if isinstance(sparse, NativeLayer) else None
+    row = Row(spec.name, shape, weight.sparsity, dense_ms, sparse_ms, "sparse" if is_sparse else "dense", tile)
+    return sparse if sparse is not None and is_sparse else _made(DenseLayer, spec), row
+
+
+# Timing
+
+
+def dense_and_sparse_seconds(spec: LayerSpec, sparse: Layer, seconds: float) -> tuple[float, float]:
+    """How long a call takes dense, and sparse."""
+    first, second = _quickest([_made(DenseLayer, spec), sparse], seconds)
+    return first, second
+
+
+def fastest_tile(spec: LayerSpec, threads: int, seconds: float) -> Tile:
+    """The tile that is fastest; the likeliest, if there is no time to try."""
+    tiles = candidates(spec.weight, spec.geometry, threads)
+    if seconds <= 0 or len(tiles) == 1:
+        return tiles[0]
+    end, taken = time.perf_counter() + seconds, dict[Tile, float]()
+    for i, tile in enumerate(tiles):
+        left = end - time.perf_counter()
+        if i and left <= 0:
+            break
+        (taken[tile],) = _quickest([_made(NativeLayer, spec, tile)], left / (len(tiles) - i))
+    return min(taken, key=lambda tile: taken[tile])
+
+
+def _quickest(layers: Sequence[Layer], seconds: float) -> list[float]:
+    """How long a call of each layer takes at its quickest, in turns, so that other load hits all of them."""
+    geometry = layers[0].geometry
+    x, out = torch.randn(geometry.channels, geometry.in_columns), torch.empty(layers[0].rows, geometry.columns)
+    calls, best = [layer.bind(x, out) for layer in layers], [float("inf")] * len(layers)
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < 3 or time.perf_counter() < end:
+        for i, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            best[i] = min(best[i], time.perf_counter() - start)
+        rounds += 1
+    return best
+
+
+# Tiles
+
+
+def candidates(matrix: SparseMatrix, geometry: Geometry, threads: int) -> list[Tile]:
+    """Tiles worth a try, the likeliest first. They are the same for any number of threads, but for how rows are cut."""
+    found = require_library()
+    threads = threads if found.has_threads else 1
+    lanes = min((n for n in (1, 4, 8) if geometry.columns <= n < found.lanes), default=found.lanes)
+    shapes: tuple[tuple[int, int], ...] = SHAPES_OF_EIGHT if matrix.height == 8 else SHAPES
+    if lanes < found.lanes:
+        shapes = ((1, LARGEST_OFFSET),)
+    tiles = (
+        Tile(lanes, vectors, k_block, row_chunks, threads)
+        for vectors, k_block in dict.fromkeys(_fit(matrix, geometry, lanes, *shape) for shape in shapes)
+        for row_chunks in _row_chunks(-(-geometry.columns // (lanes * vectors)), threads)
+    )
+    return list(tiles)
+
+
+def _fit(matrix: SparseMatrix, geometry: Geometry, lanes: int, vectors: int, k_block: int) -> tuple[int, int]:
+    """No more vectors than there are columns for, shared evenly by the panels; no more rows of X than there are."""
+    num_vectors = -(-geometry.columns // lanes)
+    num_panels = -(-num_vectors // vectors)
+    vectors = -(-num_vectors // num_panels)
+    width = matrix.width
+    k_block = min(k_block, LARGEST_OFFSET // (vectors * lanes) + 1, max(1, -(-matrix.columns // width)) * width)
+    return vectors, k_block // width * width
+
+
+def _row_chunks(num_panels: int, threads: int) -> Iterator[int]:
+    """Threads share panels of columns, where there are enough of them, or the rows, or both."""
+    if num_panels >= threads:
+        yield 1
+    if threads > 1:
+        yield threads
+    if threads % 2 == 0 and threads > 2 and num_panels >= 2:
+        yield threads // 2

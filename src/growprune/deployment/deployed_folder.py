@@ -1,0 +1,222 @@
+"""Folders of deployed models.
+
+    model.safetensors   the weights, a sparse file
+    deployed.json       the table, the choice for each layer, on which machine, and the shape of the example
+
+No code is in it: whoever loads it brings the model's code. Choices are kept on a machine of the same kind, and
+measured again on any other. Nothing that the JSON says is trusted.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growprune.deployment.cpu.library import Tile, cpu_model
+from growprune.deployment.cuda.products import BitmaskTile, LaneTile
+from growprune.deployment.cuda.tuning import FORMATS
+from growprune.deployment.example import Example
+from growprune.deployment.layer_table import GpuRow, Row, Table
+from growprune.deployment.skeleton import Skeleton, fill_in
+from growprune.errors import GrowpruneError
+from growprune.files import sparse_file as file
+from growprune.files.atomic import replacing
+from growprune.masks.zeros import masks_of_zeros
+from growprune.sparse.model import SparseModel
+
+WEIGHTS, ABOUT = "model.safetensors", "deployed.json"
+FORMAT = 1
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What comes of JSON that is not as it was written."""
+MAX_EXAMPLE_BYTES = 256 << 20
+"""How large an example may be that a few numbers in a file ask for."""
+MAX_TILE = 1 << 20
+"""What no number of a tile exceeds: sizes of caches and counts of threads."""
+CHOICES = ("sparse", "dense", "torch")
+
+
+# Writing
+
+
+def save_weights(folder: Path, skeleton: Skeleton, settings: Mapping[str, Any], *, is_sparse: bool) -> None:
+    """Begin the folder. Until `save_about` ends it, it is known to be incomplete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ABOUT).unlink(missing_ok=True)
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in skeleton.module.parameters()}
+    bare = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
+    fill_in(bare)
+    sparse = _of_zeros(bare.module, settings) if is_sparse else SparseModel(bare.module, sparsity=0.0)
+    file.save(sparse, folder / WEIGHTS)
+
+
+def _of_zeros(module: nn.Module, settings: Mapping[str, Any]) -> SparseModel:
+    """As `SparseModel.from_zeros`, however few: what is dense may outweigh the layers that are not."""
+    sparse = SparseModel(module, **{"sparsity": 0.0, "allocation": "global", **settings})
+    for name, mask in masks_of_zeros(module, sparse.weights, sparse.pattern).items():
+        sparse.stored[name].set_mask(mask)
+    sparse.sparsity = settings.get("sparsity", 1 - sparse.num_alive / sparse.num_prunable)
+    return sparse
+
+
+def save_about(folder: Path, about: Mapping[str, Any]) -> None:
+    """End the folder with its JSON."""
+    with replacing(folder / ABOUT) as written:
+        written.write((json.dumps({"format": FORMAT, **about}, indent=1) + "\n").encode())
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a measurement is valid for."""
+    if device.type == "cuda":
+        return {"gpu": _digest(torch.cuda.get_device_name(device)), "torch": torch.__version__}
+    return {"cpu": _digest(cpu_model()), "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def encoded(example: Example) -> Any:
+    """An example as JSON: of tensors, their shapes and types."""
+    return [_encode(example.args), _encode(example.kwargs)]
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return {"tensor": {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}}
+    if isinstance(value, (tuple, list)):
+        return {"tuple" if isinstance(value, tuple) else "list": [_encode(item) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": {key: _encode(item) for key, item in value.items()}}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    raise GrowpruneError(f"the example has a {type(value).__name__}, which cannot be saved: give tensors")
+
+
+# Reading
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """The JSON of a folder."""
+    path = folder / ABOUT
+    if not path.is_file():
+        raise GrowpruneError(f"{folder} holds no deployed model: give a folder that Deployed.save or deploy wrote")
+    try:
+        about = json.loads(path.read_text())
+        known = about["format"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise GrowpruneError(f"{path} is damaged ({error!r}): deploy the model again") from None
+    if known != FORMAT:
+        raise GrowpruneError(f"{path} has format {known!r}, this growprune reads {FORMAT}: update growprune")
+    try:
+        device = _text(about["device"])
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"its device is {device[:20]!r}")
+        return {**about, "device": device}
+    except UNREADABLE as error:
+        raise damaged(folder, error) from None
+
+
+def damaged(folder: Path, error: BaseException) -> GrowpruneError:
+    return GrowpruneError(f"{folder / ABOUT} is damaged ({one_line(error)}): deploy the model again")
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return "".join(character if character.isprintable() else " " for character in text[:200])
+
+
+def read_table(about: Mapping[str, Any], *, is_gpu: bool = False) -> Table:
+    rows = tuple(map(_gpu_row if is_gpu else _row, about["rows"]))
+    deployed_ms, torch_ms = (_milliseconds(about[name]) for name in ("deployed_ms", "torch_ms"))
+    return Table(rows, deployed_ms, torch_ms, tuple(map(_text, about["in_torch"])))
+
+
+def read_example(content: Any) -> Example:
+    args, kwargs = (_decode(part) for part in content)
+    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        raise TypeError("the example is no arguments")
+    return Example(args, kwargs)
+
+
+def _gpu_row(row: Mapping[str, Any]) -> GpuRow:
+    kind = "sparse" if row["choice"] == "2:4" else row["choice"]
+    plain = _row({**row, "choice": kind, "tile": None})
+    if row["format"] not in (*FORMATS, "2:4", "dense"):
+        raise ValueError(f"a format is {str(row['format'])[:20]}")
+    tile = BitmaskTile if row["format"] == "bitmask" else LaneTile
+    tiles = {_whole(int(batch), 1, MAX_TILE): _gpu_tile(tile, about) for batch, about in row["tiles"].items()}
+    return GpuRow(**{**vars(plain), "choice": row["choice"]}, format=row["format"], tiles=tiles)
+
+
+def _gpu_tile(kind: type[LaneTile] | type[BitmaskTile], about: Mapping[str, Any]) -> LaneTile | BitmaskTile:
+    options: dict[str, Any] = {
+        name: value if isinstance(value, bool) else _whole(value, 0, MAX_TILE) for name, value in about.items()
+    }
+    return kind(**options)
+
+
+def _row(row: Mapping[str, Any]) -> Row:
+    if row["choice"] not in CHOICES:
+        raise ValueError(f"a choice is {row['choice']!r}")
+    dense_ms, sparse_ms = _milliseconds(row["dense_ms"]), _milliseconds(row["sparse_ms"])
+    tile = None if row["tile"] is None else _tile(row["tile"])
+    layer, shape, sparsity = _text(row["layer"]), _text(row["shape"]), _number(row["sparsity"], 1, "sparsity")
+    return Row(layer, shape, sparsity, dense_ms, sparse_ms, row["choice"], tile)
+
+
+def _tile(tile: Mapping[str, Any]) -> Tile:
+    return Tile(**{field.name: _whole(tile[field.name], 1, MAX_TILE) for field in fields(Tile)})
+
+
+def _decode(content: Any) -> Any:
+    ((kind, value),) = content.items()
+    if kind == "tensor":
+        return _tensor(value)
+    if kind in ("tuple", "list"):
+        items = [_decode(item) for item in value]
+        return tuple(items) if kind == "tuple" else items
+    if kind == "dict":
+        return {_text(key): _decode(item) for key, item in value.items()}
+    if kind != "value" or not (value is None or isinstance(value, (bool, int, float, str))):
+        raise ValueError(f"an argument is a {str(kind)[:20]}")
+    return value
+
+
+def _tensor(about: Mapping[str, Any]) -> Tensor:
+    dtype, shape = getattr(torch, _text(about["dtype"])), [_whole(size, 0, 1 << 40) for size in about["shape"]]
+    if not isinstance(dtype, torch.dtype) or len(shape) > 64:
+        raise TypeError(f"a tensor is {len(shape)}-dimensional and of {about['dtype']!r}")
+    if math.prod(shape) * dtype.itemsize > MAX_EXAMPLE_BYTES:
+        raise ValueError(f"a tensor of the example takes over {MAX_EXAMPLE_BYTES} bytes")
+    return torch.rand(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+
+
+def _whole(number: object, low: int, high: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
+        raise ValueError(f"{str(number)[:20]} is not from {low} to {high}")
+    return number
+
+
+def _number(number: object, high: float, what: str) -> float:
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number <= high:
+        raise ValueError(f"{str(number)[:20]} is no {what}")
+    return float(number)
+
+
+def _milliseconds(number: object) -> float | None:
+    return None if number is None else _number(number, 1e12, "time")
+
+
+def _text(text: object) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{str(text)[:20]} is no text")
+    return text

@@ -1,0 +1,303 @@
+"""A program: steps that run one after the other, bound to one piece of memory.
+
+Values that are not needed at the same time share their places in that memory, the *arena*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from growprune.deployment.cpu.prepared import Layer
+from growprune.deployment.graph.fuse import Fused
+from growprune.deployment.graph.places import InSlot, Stored, Value
+
+ALIGNMENT = 16
+"""Floats: buffers begin where cache lines do."""
+
+
+class Memory:
+    """The arena with its buffers, and the slots."""
+
+    def __init__(self, arena: Tensor, offsets: list[int], num_slots: int) -> None:
+        self.arena, self.offsets = arena, offsets
+        self.slots: list[Any] = [None] * num_slots
+
+    def tensor(self, value: Stored) -> Tensor:
+        shape = value.place.torch
+        assert shape is not None
+        return self.arena.as_strided(*shape, self.offsets[value.buffer] + value.place.offset)
+
+    def bound(self, value: Value) -> Value:
+        """A stored value as a tensor; any other as it is."""
+        return self.tensor(value) if isinstance(value, Stored) else value
+
+    def filled(self, value: Value) -> Value:
+        """The present value of a slot; any other as it is."""
+        return self.slots[value.slot] if isinstance(value, InSlot) else value
+
+    def owns(self, result: Any) -> bool:
+        """Whether a tensor, or one of several, is a view of the arena."""
+        if isinstance(result, (tuple, list)):
+            return any(map(self.owns, result))
+        if not isinstance(result, Tensor):
+            return False
+        return result.untyped_storage().data_ptr() == self.arena.untyped_storage().data_ptr()
+
+
+class Step(Protocol):
+    @property
+    def reads(self) -> list[Value]: ...
+
+    @property
+    def writes(self) -> list[Stored]: ...
+
+    def bind(self, memory: Memory) -> Callable[[], object]:
+        """The step as a call with these tensors."""
+
+
+@dataclass
+class LayerStep:
+    """A fused layer, of matrices."""
+
+    fused: Fused
+    x: Stored
+    out: Stored
+    residual: Stored | None
+    layer: Layer | None = None
+    """What runs it, when that is chosen."""
+
+    @property
+    def reads(self) -> list[Value]:
+        return [self.x] if self.residual is None else [self.x, self.residual]
+
+    @property
+    def writes(self) -> list[Stored]:
+        return [self.out]
+
+    def bind(self, memory: Memory) -> Callable[[], object]:
+        assert self.layer is not None
+        residual = None if self.residual is None else memory.tensor(self.residual)
+        return self.layer.bind(memory.tensor(self.x), memory.tensor(self.out), residual)
+
+
+@dataclass
+class CopyStep:
+    """Put a value elsewhere, in another order."""
+
+    source: Value
+    target: Stored
+
+    @property
+    def reads(self) -> list[Value]:
+        return [self.source]
+
+    @property
+    def writes(self) -> list[Stored]:
+        return [self.target]
+
+    def bind(self, memory: Memory) -> Callable[[], object]:
+        if isinstance(self.source, Stored):
+            atoms = [size for dimension in self.source.place.dimensions for size, _ in dimension]
+            source, target = (_reshaped(value, atoms) for value in (self.source, self.target))
+            from_tensor, to_tensor = memory.tensor(source), memory.tensor(target)
+            return lambda: to_tensor.copy_(from_tensor)
+        copy = _matrix_copy(memory.tensor(self.target))
+        if isinstance(self.source, InSlot):
+            slots, slot = memory.slots, self.source.slot
+            return lambda: copy(slots[slot])
+        tensor = self.source
+        return lambda: copy(tensor)
+
+
+def _reshaped(value: Stored, shape: list[int]) -> Stored:
+    place = value.place.reshape(shape)
+    assert place is not None
+    return Stored(value.buffer, place)
+
+
+def _matrix_copy(target: Tensor) -> Callable[[Tensor], object]:
+    """A copy to features of tokens, as the transpose of a matrix, for which torch has a quick way."""
+    is_tokens = target.dim() == 3 and target.stride(1) == 1 and target.stride(0) == target.shape[1]
+    if not is_tokens:
+        return target.copy_
+    matrix = target.flatten(0, 1).t()
+    return lambda source: matrix.copy_(source.reshape(matrix.shape[1], matrix.shape[0]).t())
+
+
+@dataclass
+class TorchStep:
+    """An operation of torch, whose result is put into a slot, or written to a place by its variant that takes one."""
+
+    function: Callable[..., Any]
+    args: tuple[Value, ...]
+    kwargs: dict[str, Value]
+    slot: int | None
+    out: Stored | None = None
+
+    @property
+    def reads(self) -> list[Value]:
+        return pytree.tree_leaves((self.args, self.kwargs))
+
+    @property
+    def writes(self) -> list[Stored]:
+        return [] if self.out is None else [self.out]
+
+    def bind(self, memory: Memory) -> Callable[[], object]:
+        args, kwargs = mapped((self.args, self.kwargs), memory.bound)
+        if self.out is not None:
+            kwargs = {**kwargs, "out": memory.tensor(self.out)}
+        call = _with_slots(self.function, args, kwargs, memory)
+        if self.slot is None:
+            return call
+        may_be_view = any(isinstance(leaf, Stored) for leaf in self.reads)
+        return _ToSlot(call, memory, self.slot, copies=None if may_be_view else False)
+
+
+def _with_slots(function: Callable[..., Any], args: Any, kwargs: Any, memory: Memory) -> Callable[[], Any]:
+    """A call with these arguments, those in slots as they are then."""
+    if not any(isinstance(leaf, InSlot) for leaf in pytree.tree_leaves((args, kwargs))):
+        return lambda: function(*args, **kwargs)
+
+    def call() -> Any:
+        positional, named = mapped((args, kwargs), memory.filled)
+        return function(*positional, **named)
+
+    return call
+
+
+class _ToSlot:
+    """A call whose result goes to a slot. A view of the arena is copied before it is overwritten."""
+
+    def __init__(self, call: Callable[[], Any], memory: Memory, slot: int, *, copies: bool | None) -> None:
+        self._call, self._memory, self._slot = call, memory, slot
+        self._copies = copies  # None: the first result tells
+
+    def __call__(self) -> None:
+        result = self._call()
+        if self._copies is None:
+            self._copies = self._memory.owns(result)
+        if self._copies:
+            result = [t.clone() for t in result] if isinstance(result, (tuple, list)) else result.clone()
+        self._memory.slots[self._slot] = result
+
+
+def mapped(value: Value, change: Callable[[Value], Value]) -> Value:
+    """The value with each leaf changed, in tuples, lists and dicts."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(mapped(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    return change(value)
+
+
+@dataclass
+class CallStep:
+    """A function that is made of stored tensors (and constants), and called with what is in slots."""
+
+    make: Callable[..., Callable[..., object]]
+    inputs: list[Stored]
+    outputs: list[Stored]
+    in_slots: list[InSlot] = field(default_factory=list)
+
+    @property
+    def reads(self) -> list[Value]:
+        return [*self.inputs, *self.in_slots]
+
+    @property
+    def writes(self) -> list[Stored]:
+        return self.outputs
+
+    def bind(self, memory: Memory) -> Callable[[], object]:
+        call = self.make(*(memory.tensor(value) for value in (*self.inputs, *self.outputs)))
+        slots, in_slots = memory.slots, [value.slot for value in self.in_slots]
+        return (lambda: call(*(slots[slot] for slot in in_slots))) if in_slots else call
+
+
+@dataclass
+class Lowered:
+    """Steps, not yet bound to memory."""
+
+    steps: list[Step] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Of the buffers, in floats."""
+    num_slots: int = 0
+    inputs: list[int] = field(default_factory=list)
+    """The slots of the leaves of the input."""
+    outputs: list[Value] = field(default_factory=list)
+    in_torch: list[str] = field(default_factory=list)
+    """Operations that are torch's, in order."""
+
+    @property
+    def layers(self) -> list[LayerStep]:
+        return [step for step in self.steps if isinstance(step, LayerStep)]
+
+
+class Program:
+    """What a module does with inputs of one shape. One call at a time: its memory is its own."""
+
+    def __init__(self, lowered: Lowered, out_spec: pytree.TreeSpec) -> None:
+        spans = lifetimes(lowered.steps, len(lowered.sizes), lowered.outputs)
+        offsets, size = assign(lowered.sizes, spans)
+        self._memory = Memory(torch.zeros(max(1, size)), offsets, lowered.num_slots)
+        self._calls = [step.bind(self._memory) for step in lowered.steps]
+        self._inputs, self._out_spec = lowered.inputs, out_spec
+        self._outputs = [_output(value, self._memory) for value in lowered.outputs]
+        self.num_bytes = 4 * size
+        """What its buffers take."""
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        slots = self._memory.slots
+        for slot, leaf in zip(self._inputs, leaves, strict=True):
+            slots[slot] = leaf
+        for call in self._calls:
+            call()
+        found = [output() for output in self._outputs]
+        slots[:] = [None] * len(slots)
+        return pytree.tree_unflatten(found, self._out_spec)
+
+
+def _output(value: Any, memory: Memory) -> Callable[[], Any]:
+    if isinstance(value, Stored):
+        tensor = memory.tensor(value)
+        return lambda: tensor.clone(memory_format=torch.contiguous_format)
+    if isinstance(value, InSlot):
+        slots, slot = memory.slots, value.slot
+        return lambda: slots[slot]
+    return (lambda: value.clone()) if isinstance(value, Tensor) else lambda: value
+
+
+def lifetimes(steps: Sequence[Step], num_buffers: int, kept: Sequence[object]) -> list[tuple[int, int]]:
+    """By buffer, the first and the last step that touches it. What is `kept` is read after the last step."""
+    first, last = [len(steps)] * num_buffers, [-1] * num_buffers
+    for i, step in enumerate(steps):
+        for value in pytree.tree_leaves([*step.reads, *step.writes]):
+            if isinstance(value, Stored):
+                first[value.buffer], last[value.buffer] = min(first[value.buffer], i), i
+    for value in pytree.tree_leaves(list(kept)):
+        if isinstance(value, Stored):
+            last[value.buffer] = len(steps)
+    return [*zip(first, last, strict=True)]
+
+
+def assign(sizes: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+    """Where each buffer begins, and how long the arena is. The largest take their places first.
+
+    >>> assign([16, 32, 16], [(0, 1), (1, 2), (2, 3)])
+    ([32, 0, 32], 48)
+    """
+    offsets, placed = [0] * len(sizes), list[int]()
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        at = 0
+        for j in sorted(placed, key=lambda j: offsets[j]):
+            meets = spans[i][0] <= spans[j][1] and spans[j][0] <= spans[i][1]
+            if meets and offsets[j] < at + sizes[i] and at < offsets[j] + sizes[j]:
+                at = -(-(offsets[j] + sizes[j]) // ALIGNMENT) * ALIGNMENT
+        offsets[i] = at
+        placed.append(i)
+    return offsets, max((offset + size for offset, size in zip(offsets, sizes, strict=True)), default=0)
