@@ -16,6 +16,7 @@ from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files.contents import contents
 from growprune.masks.allocation import Scope
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 DATA = Path(__file__).parent / "data"
@@ -80,18 +81,26 @@ def test_a_file_of_version_1_is_read_without_growprune(path: Path, tensors: dict
 def test_a_model_of_version_1_is_loaded_with_its_settings() -> None:
     sparse = file.load(FREE, Plain())
     assert_tensors(sparse.model.state_dict(), PLAIN_TENSORS)
-    assert (sparse.sparsity, sparse.allocation, sparse.pattern.name) == (0.75, "uniform", "unstructured")
-    assert (sparse.scope, sparse.keep_dense, sparse.include) == (Scope.MODEL, (), ("lone",))
-    assert (sparse.seed, sparse.editor.num_edits, sparse.num_alive) == (7, 1, 5)
+    assert (sparse.sparsity, internals(sparse).allocation, internals(sparse).pattern.name) == (
+        0.75,
+        "uniform",
+        "unstructured",
+    )
+    assert (internals(sparse).scope, internals(sparse).keep_dense, internals(sparse).include) == (
+        Scope.MODEL,
+        (),
+        ("lone",),
+    )
+    assert (internals(sparse).seed, internals(sparse).editor.num_edits, sparse.num_alive) == (7, 1, 5)
 
 
 def test_blocks_of_version_1_are_loaded_with_their_settings() -> None:
     sparse = file.load(BLOCKS, Blocks().bfloat16(), storage="compact")
     assert_tensors(sparse.model.state_dict(), BLOCK_TENSORS)
-    assert (sparse.sparsity, sparse.allocation, sparse.pattern.name) == (0.5, "global", "1x2")
-    assert (sparse.scope, sparse.include, sparse.seed) == (Scope.PART, (), 0)
-    assert sparse.keep_dense == ("attention.in_proj_weight[k]", "attention.out_proj")
-    assert sparse.mask("up.weight").flatten().tolist() == [False, True, False, False, True, False]
+    assert (sparse.sparsity, internals(sparse).allocation, internals(sparse).pattern.name) == (0.5, "global", "1x2")
+    assert (internals(sparse).scope, internals(sparse).include, internals(sparse).seed) == (Scope.PART, (), 0)
+    assert internals(sparse).keep_dense == ("attention.in_proj_weight[k]", "attention.out_proj")
+    assert sparse.masks["up.weight"].flatten().tolist() == [False, True, False, False, True, False]
 
 
 def test_the_manifest_of_version_1_is_told_in_the_words_of_version_2() -> None:

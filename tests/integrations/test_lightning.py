@@ -76,7 +76,7 @@ def test_methods_that_look_at_gradients_first_see_those_of_the_first_batch(
     by_hand.prune(by=By(method))
     fit(tmp_path, callback, module, callbacks=[every(tmp_path, 5)])
     assert callback.sparse.num_alive == 192
-    assert all(torch.equal(mask, by_hand.mask(name)) for name, mask in callback.sparse.masks.items())
+    assert all(torch.equal(mask, by_hand.masks[name]) for name, mask in callback.sparse.masks.items())
     again, other = GrowPrune(method, sparsity=0.9, storage=storage), Logging(copy.deepcopy(by_hand.model.net))
     assert_same(fit(tmp_path, again, other, ckpt=tmp_path / "step=5.ckpt"), module)
 
@@ -508,7 +508,7 @@ def test_another_module_is_validated_by_the_same_trainer(storage: str, tmp_path:
     trainer.validate(other, data, verbose=False)
     trainer.validate(Module(), data, ckpt_path=first, verbose=False)  # whose masks are not those of the trained module
     assert callback._num_edits_validated == -1 and callback.cursor.is_over
-    assert all(torch.equal(mask, callback.sparse.mask(name)) for name, mask in masks.items())
+    assert all(torch.equal(mask, callback.sparse.masks[name]) for name, mask in masks.items())
     assert all(torch.equal(weights[name], tensor) for name, tensor in module.state_dict().items())
     with pytest.raises(GrowpruneError, match="has trained another module already"):
         trainer.fit(other, data)

@@ -8,14 +8,13 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch._dynamo  # which the first step of an optimizer would import
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-
-import forked
 
 pl = pytest.importorskip("lightning.pytorch")
 

@@ -9,12 +9,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch._dynamo  # which the first step of an optimizer would import
 from transformers_cases import train
 
-import forked
 from growprune import GrowpruneError
 
 

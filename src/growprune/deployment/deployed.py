@@ -24,6 +24,7 @@ from growprune.deployment.table import Table
 from growprune.deployment.trace import NotTraceable
 from growprune.errors import GrowpruneError, warn
 from growprune.files import sparse_file as file
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 SECONDS = 10.0
@@ -325,11 +326,5 @@ def _settings_of(model: nn.Module | SparseModel) -> dict[str, Any]:
     """What a sparse file says of the model."""
     if not isinstance(model, SparseModel):
         return {}
-    return {
-        "sparsity": model.sparsity,
-        "allocation": model.allocation,
-        "pattern": model.pattern,
-        "keep_dense": model.keep_dense,
-        "include": model.include,
-        "seed": model.seed,
-    }
+    names = ("sparsity", "allocation", "pattern", "keep_dense", "include", "seed")
+    return {name: getattr(internals(model), name) for name in names}

@@ -31,6 +31,7 @@ from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files.atomic import replacing
 from growprune.masks.zeros import masks_of_zeros
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 WEIGHTS, ABOUT = "model.safetensors", "deployed.json"
@@ -149,9 +150,9 @@ def _save_weights(made: Made, path: Path) -> None:
 def _of_zeros(module: nn.Module, settings: Mapping[str, Any]) -> SparseModel:
     """As `SparseModel.from_zeros`, however few: what is dense may outweigh the layers that are not."""
     sparse = SparseModel(module, **{"sparsity": 0.0, "allocation": "global", **settings})
-    for name, mask in masks_of_zeros(module, sparse.weights, sparse.pattern).items():
-        sparse.stored[name].set_mask(mask)
-    sparse.sparsity = settings.get("sparsity", 1 - sparse.num_alive / sparse.num_prunable)
+    for name, mask in masks_of_zeros(module, sparse.weights, internals(sparse).pattern).items():
+        internals(sparse).stored[name].set_mask(mask)
+    internals(sparse).sparsity = settings.get("sparsity", 1 - sparse.num_alive / sparse.num_prunable)
     return sparse
 
 

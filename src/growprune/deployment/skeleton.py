@@ -17,6 +17,7 @@ from growprune.deployment.matrix import SparseMatrix, from_dense, from_live
 from growprune.deployment.weights import matrix_of_module
 from growprune.masks.layers import Weight, dense_shape, layer_weights
 from growprune.masks.patterns import Block, Pattern, Unstructured
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage.compact_modules import layouts_of, make_plain
 
@@ -146,8 +147,8 @@ def _matrix(
         return None
     layout = layouts_of(module).get(local)
     if sparse is not None:
-        mask = sparse.mask(name) if layout is None else None
-        return matrix_of_module(module, mask, name=local, weights=weights, pattern=sparse.pattern)
+        mask = internals(sparse).stored[name].mask().clone() if layout is None else None
+        return matrix_of_module(module, mask, name=local, weights=weights, pattern=internals(sparse).pattern)
     if layout is not None:
         mask = layout.mask()
         pattern = pattern_of(mask.t() if weights[0].transposed else mask)

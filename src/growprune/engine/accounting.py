@@ -16,6 +16,7 @@ from typing import Any
 
 from growprune.masks.bits import Snapshot
 from growprune.sparse.flops import Flops, count_flops
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 
@@ -89,7 +90,7 @@ class Accounting:
 
     def measure(self) -> int:
         """Look at how many weights live now, and return their number."""
-        self._price(self.sparse.alive_by_weight)
+        self._price(internals(self.sparse).alive_by_weight())
         return self.alive
 
     def _price(self, alive: Mapping[str, int]) -> None:

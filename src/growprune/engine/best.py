@@ -9,6 +9,7 @@ from typing import Any
 from growprune.engine.metric import Metric
 from growprune.files import sparse_file as file
 from growprune.masks.bits import Snapshot
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 
@@ -33,12 +34,12 @@ class Best:
         if self._metric.is_as_good(metrics[name], than=best):
             self.found = {"validation": metrics, **where}
             if self._is_writer:
-                self._model = sparse.snapshot(device="cpu")
+                self._model = internals(sparse).snapshot(device="cpu")
                 file.save(sparse, self._path)
 
     def put_into(self, sparse: SparseModel) -> None:
         """Turn a model into the best one, and write its file, which a kill may have left one ahead."""
-        sparse.restore(self._model)
+        internals(sparse).restore(self._model)
         file.save(sparse, self._path)
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from growprune.engine.batch_split import digest
 from growprune.engine.recipe import Recipe
-from growprune.masks.scores import salt_of
+from growprune.masks.ranking import salt_of
 
 
 def seed_of_epoch(seed: int, branch: int | None, epoch: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from growprune.engine.best import Best
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 
@@ -51,8 +52,8 @@ class Evaluation:
         where = {name: row[name] for name in ("stage", "epoch")}
         if self._sparse.is_at_target:
             self._best.consider(self._sparse, row["validation"], **where)
-        elif self._recipe.candidates and is_candidate_due and self._sparse.can_be_pruned:
-            with self._sparse.pruned():
+        elif self._recipe.candidates and is_candidate_due and internals(self._sparse).can_be_pruned:
+            with internals(self._sparse).pruned():
                 row["candidate"] = self.evaluate("validation")
                 self._best.consider(self._sparse, row["candidate"], **where)
 

@@ -23,6 +23,7 @@ from growprune.engine.folder import RunFolder
 from growprune.errors import GrowpruneError
 from growprune.files.atomic import replacing
 from growprune.plan import ScheduledPhase
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage import kernels
 
@@ -82,7 +83,7 @@ class Exploration:
 def pack_masks(sparse: SparseModel) -> Tensor:
     """The bits of all masks of a model, one after the other, on the CPU; a GPU is asked once."""
     names = dict.fromkeys(weight.parameter for weight in sparse.weights)
-    packed = [kernels.pack(sparse.mask(name).reshape(-1)) for name in names]
+    packed = [kernels.pack(internals(sparse).stored[name].mask().reshape(-1)) for name in names]
     return torch.cat(packed).cpu() if packed else torch.zeros(0, dtype=torch.uint8)
 
 

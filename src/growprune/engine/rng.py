@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from growprune.masks.scores import salt_of
+from growprune.masks.ranking import salt_of
 
 
 def seed_all(*what: object) -> None:

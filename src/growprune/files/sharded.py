@@ -15,6 +15,7 @@ from growprune.files.entries import Entry, bytes_of
 from growprune.files.reader import open_sparse
 from growprune.files.versions import write_metadata
 from growprune.files.writer import describe, each_stored, write_header
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 if TYPE_CHECKING:
@@ -74,13 +75,14 @@ def restore_sharded(
     """Fill a model from a file, of which tensors are views, and shard each unit of it as soon as it is filled."""
     from growprune.sharding import UnitByUnit  # FSDP2 takes a second to load
 
-    shards = UnitByUnit(sparse, mesh, **sharding)
+    building = internals(sparse)
+    shards = UnitByUnit(building, mesh, **sharding)
     names = {id(tensor): name for name, tensor in _named(sparse.model)}
     for module in reversed(list(sparse.model.modules())):  # inner ones first
         own = [names.pop(id(t), "") for t in (*module._parameters.values(), *module._buffers.values())]
-        sparse.restore_some({name: tensors[name] for name in own if name in tensors})
+        building.restore_some({name: tensors[name] for name in own if name in tensors})
         shards.done(module)
-    sparse.notice_shards()
+    building.notice_shards()
 
 
 def _named(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -84,6 +84,7 @@ from growprune.files.reader import match_model, open_sparse
 from growprune.files.sharded import check_written, restore_sharded, save_sharded
 from growprune.files.versions import FORMAT, write_metadata
 from growprune.files.writer import describe, stored, warn_of_unfinished, warn_of_unsaved, write_safetensors
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel, check_sparse_model
 
 if TYPE_CHECKING:
@@ -99,10 +100,11 @@ def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     check_sparse_model(sparse, "save")
     path = Path(path)
     warn_of_unsaved(sparse.model)
-    sparse.notice_shards()
+    own = internals(sparse)
+    own.notice_shards()
     warn_of_unfinished(sparse)
-    if sparse.ranks is not None:
-        save_sharded(sparse, path, sparse.ranks)
+    if own.ranks is not None:
+        save_sharded(sparse, path, own.ranks)
         return
     entries, tensors = stored(sparse)
     metadata = write_metadata(describe(sparse, entries))
@@ -143,10 +145,10 @@ def load(
         sparse = file.make_sparse(model, storage)
         give_memory(model, but={entry.name for entry in file.prunable})
         if mesh is None:
-            sparse.restore(tensors, keep=is_compact)
+            internals(sparse).restore(tensors, keep=is_compact)
         else:
             restore_sharded(sparse, tensors, mesh, sharding or {})
-        sparse.editor.num_edits = file.num_edits
+        internals(sparse).editor.num_edits = file.num_edits
     return sparse
 
 

@@ -19,6 +19,7 @@ from growprune.files.versions import FORMAT
 from growprune.files.writer import tensors_of
 from growprune.masks.bits import pack
 from growprune.masks.layers import dense_shape
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 NAMES = ("growprune.safetensors", "model.safetensors")
@@ -114,7 +115,7 @@ def load_weights(sparse: SparseModel, path: str | os.PathLike[str], *, with_mask
         is_ours = (handle.metadata() or {}).get("format") == FORMAT
         source: Source = _Sparse(SparseFile(path, handle)) if is_ours else _Plain(handle)
         names = _names_in(source, sparse, path)
-        sparse.restore(_Tensors(sparse, source, names, with_masks=with_masks))
+        internals(sparse).restore(_Tensors(sparse, source, names, with_masks=with_masks))
 
 
 def _names_in(source: Source, sparse: SparseModel, path: Path) -> dict[str, str]:

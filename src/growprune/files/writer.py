@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from growprune.errors import GrowpruneError, warn
 from growprune.files.entries import DTYPES, GAP_DTYPES, Entry, Gaps, bytes_of, check_blocks, crc32, digest
 from growprune.files.masks import num_mask_bytes, pack_mask, to_gaps
+from growprune.masks.allocation import num_kept
 from growprune.masks.bits import whole
 from growprune.masks.layers import prunable_weights
 from growprune.masks.patterns import Pattern
-from growprune.masks.selection import num_kept
-from growprune.plan import Part, prune
+from growprune.plan import prune
+from growprune.sparse.cursor import cursor_of
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 MISSED = 0.01
@@ -37,8 +39,8 @@ def stored(sparse: SparseModel) -> tuple[list[Entry], dict[str, Tensor]]:
 
 def each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
     """One tensor of the model after the other: its entry, and what of it the file holds. All ranks go together."""
-    sparse.check()
-    check_blocks(sparse.pattern)
+    internals(sparse).check()
+    check_blocks(internals(sparse).pattern)
     _check_nothing_was_added(sparse)
     aims = targets(sparse)
     for name, tensor in tensors_of(sparse.model)[0].items():
@@ -56,9 +58,9 @@ def _stored_parameter(
     sparse: SparseModel, name: str, parameter: Tensor, aims: Mapping[str, float | None]
 ) -> tuple[Entry, dict[str, Tensor]]:
     weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
-    mask = sparse.mask(name)
+    mask = internals(sparse).stored[name].mask()
     values = _live_values(sparse, name, parameter)
-    packed = pack_mask(mask, weights, sparse.pattern, name)
+    packed = pack_mask(mask, weights, internals(sparse).pattern, name)
     aim = [aims[weight.name] for weight in weights]
     target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
     shape, nnz = tuple(mask.shape), values.numel()
@@ -66,7 +68,7 @@ def _stored_parameter(
     entry = _with_mask(entry, packed)
     if not entry.is_sparse:
         return entry, {name: values.view(shape)}
-    if (gaps := to_gaps(packed, entry, sparse.pattern)) is None:
+    if (gaps := to_gaps(packed, entry, internals(sparse).pattern)) is None:
         return entry, {f"{name}.values": values, f"{name}.mask": packed}
     entry = replace(_with_mask(entry, gaps), gaps=Gaps(gaps.dtype, gaps.numel()))
     return entry, {f"{name}.values": values, f"{name}.gaps": gaps}
@@ -78,7 +80,8 @@ def _with_mask(entry: Entry, mask: Tensor) -> Entry:
 
 def _check_nothing_was_added(sparse: SparseModel) -> None:
     """Refuse a model that its own file would not fit."""
-    now = prunable_weights(sparse.model, keep_dense=sparse.keep_dense, include=sparse.include)
+    own = internals(sparse)
+    now = prunable_weights(sparse.model, keep_dense=own.keep_dense, include=own.include)
     known = {weight.name for weight in sparse.weights}
     if added := [weight.name for weight in now if weight.name not in known]:
         raise GrowpruneError(f"{added[0]} was added after the SparseModel was made: make a new one before saving")
@@ -86,15 +89,16 @@ def _check_nothing_was_added(sparse: SparseModel) -> None:
 
 def describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
     """The manifest."""
+    own = internals(sparse)
     return {
         "sparsity": sparse.sparsity,
-        "allocation": sparse.allocation,
-        "pattern": sparse.pattern.name,
-        "scope": sparse.scope.value,
-        "keep_dense": list(sparse.keep_dense),
-        "include": list(sparse.include),
-        "seed": sparse.seed,
-        "num_edits": sparse.editor.num_edits,
+        "allocation": own.allocation,
+        "pattern": own.pattern.name,
+        "scope": own.scope.value,
+        "keep_dense": list(own.keep_dense),
+        "include": list(own.include),
+        "seed": own.seed,
+        "num_edits": own.editor.num_edits,
         "aliases": tensors_of(sparse.model)[1],
         "tensors": {entry.name: entry.to_dict() for entry in entries},
     }
@@ -103,10 +107,10 @@ def describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
 def targets(sparse: SparseModel) -> dict[str, float | None]:
     """The sparsity that each weight aims at; None where weights are ranked together and only their total has one."""
     found: dict[str, float | None] = dict.fromkeys((weight.name for weight in sparse.weights), None)
-    whole = Part("all", tuple(weight.parameter for weight in sparse.weights))
-    for pool in sparse.editor.counts.pools(prune(whole, to=sparse.sparsity)):
+    own = internals(sparse)
+    for pool in own.editor.counts.pools(prune(own.whole, to=sparse.sparsity)):
         if len(pool.weights) == 1:
-            groups = sparse.pattern.num_groups(pool.weights[0])
+            groups = own.pattern.num_groups(pool.weights[0])
             is_as_asked = pool.kept == num_kept(sparse.sparsity, groups)
             found[pool.weights[0].name] = sparse.sparsity if is_as_asked else 1 - pool.kept / groups
     return found
@@ -118,14 +122,14 @@ def num_bytes(sparse: SparseModel) -> tuple[int, int]:
     for name, tensor in tensors_of(sparse.model)[0].items():
         weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
         size = alive = tensor.numel()
-        mask = sparse.mask(name) if weights else None
+        mask = internals(sparse).stored[name].mask() if weights else None
         if mask is not None:
             size, alive = mask.numel(), int(torch.count_nonzero(mask))
         dense += size * tensor.element_size()
         in_file += alive * tensor.element_size()
         if mask is not None and alive < size:
             entry = Entry(name, tuple(mask.shape), tensor.dtype, weights, nnz=alive)
-            in_file += _num_mask_bytes(mask, entry, sparse.pattern)
+            in_file += _num_mask_bytes(mask, entry, internals(sparse).pattern)
     return dense, in_file
 
 
@@ -167,8 +171,8 @@ def warn_of_unfinished(sparse: SparseModel) -> None:
     Or if that plan was made for another sparsity than the model. Always in the same words: Python then tells it once
     for each line that saves.
     """
-    cursor = None if sparse.advancing is None else sparse.advancing()
-    if cursor is None or cursor.sparse is not sparse or sparse.is_at_target:
+    cursor = cursor_of(sparse)
+    if cursor is None or sparse.is_at_target:
         return
     if cursor.is_over:
         reached = 1 - sparse.num_alive / max(1, sparse.num_prunable)
@@ -184,9 +188,9 @@ def warn_of_unfinished(sparse: SparseModel) -> None:
 
 def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:
     """The live values, in row-major order, whatever the storage; its parameter must hold nothing else."""
-    stored = sparse.stored[name]
+    stored = internals(sparse).stored[name]
     values = stored.to_live(stored.parameter.detach())
-    if sparse.ranks is not None:
+    if internals(sparse).ranks is not None:
         return values  # compact, and so nothing else is there
     if torch.count_nonzero(values) != torch.count_nonzero(parameter):
         raise GrowpruneError(f"{name} is not zero everywhere its mask says it is pruned: call enforce() before saving")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 
 
 class Figures:
@@ -17,12 +18,13 @@ class Figures:
 
     def __init__(self, cursor: Cursor, *, by_weight: bool = False) -> None:
         self._cursor, self._by_weight = cursor, by_weight
-        self._num_changes, self._masks = cursor.sparse.num_mask_changes, cursor.sparse.packed_masks()
+        own = internals(cursor.sparse)
+        self._num_changes, self._masks = own.num_mask_changes, own.packed_masks()
 
     def read(self) -> dict[str, float]:
         """Sparsity, live weights, phase, and churn: the share of live weights that were dead at the last reading."""
         sparse = self._cursor.sparse
-        alive = sparse.alive_by_weight
+        alive = internals(sparse).alive_by_weight()
         total = sum(alive.values())
         figures: dict[str, float] = {
             "sparsity": 1 - total / sparse.num_prunable,
@@ -32,15 +34,16 @@ class Figures:
         }
         if self._by_weight:
             figures |= {f"density/{weight.name}": alive[weight.name] / weight.numel for weight in sparse.weights}
-        return figures if sparse.rule is None else figures | sparse.rule.figures()
+        rule = self._cursor.rule
+        return figures if rule is None else figures | rule.figures()
 
     def _born(self) -> int:
         """How many weights live that were dead at the last reading."""
-        sparse = self._cursor.sparse
-        if sparse.num_mask_changes == self._num_changes:
+        own = internals(self._cursor.sparse)
+        if own.num_mask_changes == self._num_changes:
             return 0
-        before, self._masks = self._masks, sparse.packed_masks()
-        self._num_changes = sparse.num_mask_changes
+        before, self._masks = self._masks, own.packed_masks()
+        self._num_changes = own.num_mask_changes
         return sum(_ones(mask & ~before[name].to(mask.device)) for name, mask in self._masks.items())
 
 

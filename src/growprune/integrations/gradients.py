@@ -11,13 +11,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from growprune.engine.rng import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
 from growprune.plan import By
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 
 def share_gradients(sparse: SparseModel) -> None:
     """Let edits that look at gradients see those of all processes, so that all choose the same weights."""
-    if _num_processes() > 1 and sparse.ranks is None:  # of a sharded model, they are those of all already
-        sparse.gradients.add_up = _summed
+    if _num_processes() > 1 and internals(sparse).ranks is None:  # of a sharded model, they are those of all already
+        internals(sparse).gradients.add_up = _summed
 
 
 @contextlib.contextmanager

@@ -57,6 +57,7 @@ class Gradients:
         self._is_hessian = False
         """Whether what edits look at is the Hessian times the gradient."""
         self._watched: By | None = None
+        self.is_watching = False
         self._keep: Keep | None = None
         self.add_up: Callable[[Tensor], Tensor] | None = None
         """Adds up a tensor over the replicas of the model, if there are several."""
@@ -64,7 +65,7 @@ class Gradients:
         """If the model is sharded. Gradients are the same on all of them then, and each keeps its part, flat."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watched": None, "_keep": None}  # a copy watches nothing
+        return {**self.__dict__, "_watched": None, "is_watching": False, "_keep": None}  # a copy watches nothing
 
     def watch(self, by: By | None, *, keep: Keep | None = None) -> None:
         """Watch the iterations to come for an edit that looks at gradients, or stop watching.
@@ -74,13 +75,9 @@ class Gradients:
         """
         self._keep = keep
         if by is not self._watched:
-            self._watched = by
+            self._watched, self.is_watching = by, by is not None
             for name, parameter in self._parameters.items():
                 parameter.record = None if by is None else partial(self._add, name)
-
-    @property
-    def is_watching(self) -> bool:
-        return self._watched is not None
 
     def _add(self, name: str, gradient: Tensor) -> None:
         """Take a gradient in: the first of an iteration, or one more of it."""

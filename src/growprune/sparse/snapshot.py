@@ -1,7 +1,7 @@
 """What a sparse model holds, copied and put back: tensors and masks, whatever storage they come from and go to.
 
 `parameters` are how the model's prunable parameters are stored, by name. What `SparseModel.state_dict` has beside masks
-is in sparse.py; checkpoints of sharded models are in sharding/state.py.
+is in model.py; checkpoints of sharded models are in files/sharded_checkpoints.py.
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import Snapshot, check_packed, like, pack, unpack, whole
+from growprune.sparse.checks import named_tensors
 from growprune.sparse.optimizers import Optimizers
 from growprune.storage import SparseParameter
 
 Device = torch.device | str | None
 """Where copies go; each tensor's own device if None."""
-
-
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers of a model, as they are stored."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def take_snapshot(
@@ -63,9 +59,8 @@ def put_back(
             with torch.no_grad():
                 tensors[name].copy_(like(tensors[name], values))
         else:
-            parameter = parameters[name]
-            check_packed(mask, parameter.shape)
-            with optimizers.following(parameter):
+            check_packed(mask, parameters[name].shape)
+            with optimizers.following(name) as parameter:
                 parameter.load(values, mask, keep=keep)
 
 
@@ -89,5 +84,5 @@ def set_packed_masks(
         mask = unpack(masks[name], parameter.shape, parameter.parameter.device)
         if not torch.equal(mask, parameter.mask()):
             optimizers.note_other_masks()
-        with optimizers.following(parameter):
+        with optimizers.following(name):
             parameter.set_mask(mask)

@@ -9,6 +9,7 @@ from typing import Any
 
 from growprune.files.writer import num_bytes, targets
 from growprune.sparse.flops import count_flops
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 
@@ -131,8 +132,9 @@ def summarise(sparse: SparseModel, example: Any = None) -> Summary:
     aims = targets(sparse)
     flops = None if example is None else count_flops(sparse.model, example)
     rows, densities = [], {}
+    counts = internals(sparse).alive_by_weight()
     for weight in sparse.weights:
-        alive = sparse.alive_in(weight)
+        alive = counts[weight.name]
         densities[weight.name] = alive / weight.numel if weight.numel else 1.0
         dense_cost = None if flops is None else flops.by_weight[weight.name]
         sparse_cost = None if flops is None else flops.of(weight.name, densities[weight.name])

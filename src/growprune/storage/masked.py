@@ -17,8 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import unpack
-from growprune.masks.patterns import Pattern
-from growprune.masks.selection import chunk_elements
+from growprune.masks.patterns import CPU_CHUNK, Pattern
 from growprune.storage import kernels
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -289,7 +288,7 @@ def zero_off(mask: Tensor, tensor: Tensor) -> None:
     if tensor.is_cuda:
         bits.mul_(mask)
         return
-    rows = max(1, chunk_elements(tensor.device) * len(bits) // max(1, bits.numel()))
+    rows = max(1, CPU_CHUNK * len(bits) // max(1, bits.numel()))
     pairs = zip(bits.split(rows), mask.split(rows), strict=True)  # type: ignore[no-untyped-call]
     for some_bits, some_mask in pairs:
         some_bits.mul_(some_mask)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from growprune.deployment.cuda.entries import Entries, from_bits, from_dense
 from growprune.deployment.cuda.products import DTYPES
 from growprune.deployment.weights import does_more
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage.compact_modules import layouts_of, make_plain
 
@@ -50,7 +51,7 @@ def _mask(model: SparseModel, path: str) -> Tensor | None:
     name = f"{path}.weight"
     is_compact = layouts_of(model.model.get_submodule(path)).get("weight") is not None
     is_sparse = any(weight.parameter == name for weight in model.weights)
-    return model.mask(name) if is_sparse and not is_compact else None
+    return internals(model).stored[name].mask().clone() if is_sparse and not is_compact else None
 
 
 def _shared(module: nn.Module, found: Iterable[str]) -> set[str]:

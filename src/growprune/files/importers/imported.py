@@ -17,6 +17,7 @@ from growprune.files.importers.filling import TensorsFor, fitting
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import LEAST, masks_of_zeros
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 
@@ -67,7 +68,7 @@ class Imported:
         settings.setdefault("sparsity", _share_of_dead(weights, masks))
         settings.setdefault("allocation", "global")
         sparse = SparseModel(model, pattern=pattern, **settings)
-        sparse.restore(TensorsFor(sparse, self.tensors, names, masks))
+        internals(sparse).restore(TensorsFor(sparse, self.tensors, names, masks))
         return sparse
 
     def _warn_of_dense(self, names: Mapping[str, str], prunable: set[str]) -> None:
