@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from toy import plain
 import growprune as gp
 from growprune import engine, methods
 from growprune.engine.recipe import Recipe
+from growprune.plan import Edit
+from growprune.sparse.internals import Internals
 
 
-def digest(sparse: gp.SparseModel) -> str:
-    masks = b"".join(mask.numpy().tobytes() for mask in sparse.masks.values())
+def digest(own: Internals) -> str:
+    masks = b"".join(mask.numpy().tobytes() for mask in own.packed_masks().values())
     return hashlib.sha256(masks).hexdigest()
 
 
@@ -27,14 +30,14 @@ def replica(rank: int, port: int, recipe: Recipe, folder: Path, stop_after: int)
     """Train, or go on, and note the masks after each edit."""
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    countdown, apply = iter(range(stop_after)), gp.SparseModel.apply
+    countdown, apply = iter(range(stop_after)), Internals.apply
 
-    def noting(sparse: gp.SparseModel, *edits: gp.Edit) -> None:
-        apply(sparse, *edits)
+    def noting(own: Internals, edits: Sequence[Edit]) -> None:
+        apply(own, edits)
         with (folder.parent / f"{folder.name}-{rank}").open("a") as notes:
-            notes.write(digest(sparse) + "\n")
+            notes.write(digest(own) + "\n")
 
-    gp.SparseModel.apply = noting  # type: ignore[method-assign]
+    Internals.apply = noting  # type: ignore[method-assign]
     start = engine.resume if (folder / "recipe.json").exists() else engine.train
     try:
         start(recipe, folder, should_stop=lambda: next(countdown, None) is None)

@@ -70,13 +70,6 @@ def test_a_state_is_refused_by_a_model_that_was_made_otherwise(settings: dict[st
     assert other.num_alive == 64
 
 
-def test_a_state_of_before_which_does_not_say_how_its_model_was_made_is_taken() -> None:
-    sparse, other = made(), made(seed=2, allocation="global")
-    sparse.prune()
-    other.load_state_dict({name: entry for name, entry in sparse.state_dict().items() if name != "settings"})
-    assert torch.equal(other.masks["weight"], sparse.masks["weight"])
-
-
 def test_a_state_may_go_to_another_sparsity_and_storage() -> None:
     sparse, other = made(), made(sparsity=0.75, storage="compact")
     sparse.prune()

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from growprune.engine.recipe import Recipe
-from growprune.plan import Action, Edit, Plan, ScheduledPhase, Spread, walk
-from growprune.sparse.cursor import prunes_after_fork
+from growprune.plan import Action, Edit, Plan, ScheduledPhase, Spread, prunes_after_fork, walk
 from growprune.sparse.flops import count_flops
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel

@@ -101,7 +101,7 @@ def load_state(
     averages = _empty_averages(sparse, index.get("averages", []))  # folders of before have none
     _read(folder, {**masks, **averages})
     seen = {"sums": {}, "averages": _named(averages, "averages."), **index["gradients"]}
-    made = {"num_edits": index["num_edits"], "settings": index.get("settings", {})}
+    made = {"num_edits": index["num_edits"], "settings": index["settings"]}
     sparse.load_state_dict({"masks": _named(masks, "masks."), "gradients": seen, **made})
     tensors = _model(sparse)
     if optimizer is not None and index["optimizer"] is not None:

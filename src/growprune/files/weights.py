@@ -143,7 +143,7 @@ def _shape(sparse: SparseModel, name: str, tensor: Tensor) -> tuple[int, ...]:
 
 
 class _Tensors(Mapping[str, tuple[Tensor, Tensor | None]]):
-    """What `SparseModel.restore` takes, read from a file one tensor at a time."""
+    """What `Internals.restore` takes, read from a file one tensor at a time."""
 
     def __init__(self, sparse: SparseModel, source: Source, names: Mapping[str, str], *, with_masks: bool) -> None:
         self._sparse, self._source, self._names, self._with_masks = sparse, source, names, with_masks

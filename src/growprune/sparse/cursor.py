@@ -20,7 +20,7 @@ import torch
 
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import Snapshot
-from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, walk
+from growprune.plan import By, Part, Phase, Plan, ScheduledPhase, Stage, next_edits, prunes_after_fork, walk
 from growprune.plan.settings import check_counts, check_state, plain
 from growprune.sparse.internals import Internals, internals
 from growprune.sparse.model import SparseModel, check_sparse_model
@@ -307,7 +307,7 @@ class Cursor:
 
     def _watch(self) -> None:
         """See to it that gradients are there when the edits to come look at them."""
-        edits = [] if self.current is None else _next_edits(self.schedule, self.current)
+        edits = [] if self.current is None else next_edits(self.schedule, self.current)
         is_last = not self._is_counting or (self.current is not None and self.left == 1)
         by = {edit.by for edit in edits if edit.by.needs_gradients}
         is_due = bool(by) and (is_last or By.MOMENTUM in by)
@@ -368,43 +368,14 @@ def _check(own: Internals, schedule: Sequence[ScheduledPhase]) -> None:
         running(rule, own)
 
 
-def _next_edits(schedule: Sequence[ScheduledPhase], current: ScheduledPhase) -> list[Edit]:
-    """The edits that follow when a phase is over, up to the next iteration."""
-    edits: list[Edit] = []
-    for index in range(current.index + 1, len(schedule)):
-        edits += schedule[index].phase.edits
-        if schedule[index].phase.is_trained or schedule[index].branch is not None:
-            break
-    return edits
-
-
 def _onward(trail: str, scheduled: ScheduledPhase) -> str:
     phase, returns = scheduled.phase, scheduled.returns
-    edits = [(e.action.value, _digest(e.part), e.by.value, e.to, e.share, *_later(e)) for e in phase.edits]
+    edits = [(e.action.value, _digest(e.part), e.by.value, e.to, e.share, e.spread, e.within) for e in phase.edits]
     place = (scheduled.stage, scheduled.branch, None if returns is None else _digest(returns))
     how = (phase.epochs, phase.iterations, phase.restart, repr(phase.rule))
     return hashlib.sha256(f"{trail}{edits}{place}{how}".encode()).hexdigest()
 
 
-def _later(edit: Edit) -> tuple[str | float, ...]:
-    """What edits have had only later; nothing where it is not used, so that states of before load."""
-    spread = () if edit.spread is None else (edit.spread.value,)
-    return spread if edit.within is None else (*spread, edit.within)
-
-
 @functools.lru_cache(maxsize=4096)
 def _digest(part: Part) -> str:
     return hashlib.sha256(repr(part).encode()).hexdigest()
-
-
-def prunes_after_fork(scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase]) -> tuple[Edit, ...]:
-    """What is pruned right after the fork that a branch belongs to, if that is all that is done.
-
-    A part can be pruned so where it was trained, as long as no other part is ranked with it: the result is the same.
-    One ranking of the whole model looks at the other parts, so there all parts live until they are together.
-    """
-    later = (schedule[index] for index in range(scheduled.index + 1, len(schedule)))
-    after = next((phase for phase in later if phase.stage > scheduled.stage), None)
-    edits = () if after is None or after.branch is not None else after.phase.edits
-    is_plain = all(e.action is Action.PRUNE and e.by is By.MAGNITUDE and e.to is not None for e in edits)
-    return edits if is_plain else ()

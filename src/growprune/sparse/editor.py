@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +33,6 @@ SetMask = Callable[[str, Tensor], None]
 
 Chosen = Iterator[tuple[Weight, Iterator[Tensor]]]
 """For each weight of a pool, in order, a walk over which of its groups live."""
-
-
-class Together(Protocol):
-    """Chooses for several processes, of which each has a share of the values only."""
-
-    def can_choose(self, weights: Sequence[Weight], edit: Edit) -> bool: ...
-    def chosen(self, pool: Pool, edit: Edit, mask: Callable[[Weight], Tensor]) -> Chosen: ...
 
 
 class Editor:
@@ -70,8 +63,8 @@ class Editor:
         self._pattern, self._seed = pattern, seed
         self.num_edits = 0
         """The number of edits so far, which makes each random one draw its own numbers."""
-        self.together: Together | None = None
-        """If the weights are sharded: what chooses without gathering them."""
+        self.together: Any = None
+        """If the weights are sharded: a sharding.choosing.Choosing, which chooses without gathering them."""
 
     def apply(self, edit: Edit) -> None:
         if edit.by is By.AS_IS or (edit.to == 0 and self._is_whole(edit)):

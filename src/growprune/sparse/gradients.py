@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,6 @@ DECAY = 0.9
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """Gives the number of the backward pass that is going on."""
-
-
-class Shares(Protocol):
-    """The processes among which a sharded model is shared out: each keeps a part of what is watched."""
-
-    def cut(self, flat: Tensor) -> Tensor: ...
-    def join(self, part: Tensor, *, total: int) -> Tensor: ...
 
 
 Keep = Callable[[str, Tensor], Tensor]
@@ -61,8 +54,8 @@ class Gradients:
         self._keep: Keep | None = None
         self.add_up: Callable[[Tensor], Tensor] | None = None
         """Adds up a tensor over the replicas of the model, if there are several."""
-        self.shares: Shares | None = None
-        """If the model is sharded. Gradients are the same on all of them then, and each keeps its part, flat."""
+        self.shares: Any = None
+        """If the model is sharded: its sharding.ranks.Ranks. Each keeps its part of the gradients, flat."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_watched": None, "is_watching": False, "_keep": None}  # a copy watches nothing
@@ -166,7 +159,8 @@ class Gradients:
         if name not in self._ended:
             self.scores(By.GRADIENT, name)  # which says so if none were seen
             nothing = torch.zeros(1, device=parameter.parameter.device)
-            return self.shares.cut(nothing.expand(parameter.shape.numel()))
+            part: Tensor = self.shares.cut(nothing.expand(parameter.shape.numel()))
+            return part
         return self._ended[name].to_dense() if self._ended[name].is_sparse else self._ended[name]
 
     def _whole(self, name: str, total: Tensor) -> Tensor:

@@ -19,17 +19,16 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.masks.allocation import Scope
-from growprune.masks.bits import Snapshot
+from growprune.masks.bits import Snapshot, check_packed, like, pack, unpack, whole
 from growprune.masks.layers import prunable_weights
 from growprune.masks.patterns import Pattern, in_one_go
 from growprune.plan import By, Edit, Part, prune
-from growprune.sparse.checks import check_not_taken, check_parts, check_same_layers, is_fsdp2
+from growprune.sparse.checks import check_not_taken, check_parts, check_same_layers, is_fsdp2, named_tensors
 from growprune.sparse.editor import Editor
 from growprune.sparse.gradients import Gradients
 from growprune.sparse.optimizers import Optimizers
 from growprune.sparse.sharded import sharding
-from growprune.sparse.snapshot import packed_masks, put_back, take_snapshot
-from growprune.storage.wrapping import store
+from growprune.storage import SparseParameter, store
 
 if TYPE_CHECKING:
     from growprune.sparse.model import SparseModel
@@ -201,7 +200,13 @@ class Internals:
             device: where the copy goes; each tensor's own device if not given.
         """
         self.notice_shards()
-        return take_snapshot(self.model, self.stored, None if part is None else set(part.tensors), device)
+        tensors = named_tensors(self.model)
+        names = tensors if part is None else set(part.tensors)
+        return {
+            name: _copied(tensor, self.stored.get(name), tensor.device if device is None else device)
+            for name, tensor in tensors.items()
+            if name in names
+        }
 
     def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
         """Put copied tensors and masks back, whatever storage they were copied from.
@@ -217,7 +222,35 @@ class Internals:
 
     def restore_some(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
         """`restore`, for a model that is being built."""
-        put_back(snapshot, self.model, self.stored, self.optimizers, keep=keep)
+        tensors = named_tensors(self.model)
+        for name, (values, mask) in snapshot.items():
+            if mask is None:
+                with torch.no_grad():
+                    tensors[name].copy_(like(tensors[name], values))
+            else:
+                check_packed(mask, self.stored[name].shape)
+                with self.optimizers.following(name) as stored:
+                    stored.load(values, mask, keep=keep)
+
+    def packed_masks(self) -> dict[str, Tensor]:
+        """The masks of all prunable parameters, by name, eight weights to a byte."""
+        return {name: pack(stored.mask()) for name, stored in self.stored.items()}
+
+    def set_packed_masks(self, masks: Mapping[str, Tensor]) -> None:
+        """Load what `packed_masks` gave."""
+        if unknown := set(masks) ^ set(self.stored):
+            raise GrowpruneError(
+                f"the state's masks and the model's prunable weights differ in {sorted(unknown)}: make the model "
+                f"sparse with the keep_dense and include of then"
+            )
+        for name, stored in self.stored.items():  # all, before any is changed
+            check_packed(masks[name], stored.shape)
+        for name, stored in self.stored.items():
+            mask = unpack(masks[name], stored.shape, stored.parameter.device)
+            if not torch.equal(mask, stored.mask()):
+                self.optimizers.note_other_masks()
+            with self.optimizers.following(name):
+                stored.set_mask(mask)
 
     @property
     def decisive(self) -> dict[str, Any]:
@@ -231,10 +264,6 @@ class Internals:
         """Changes whenever masks may have changed: by edits, by a rule, or with a state that was loaded."""
         return self.optimizers.num_mask_changes
 
-    def packed_masks(self) -> dict[str, Tensor]:
-        """The masks of all prunable parameters, by name, eight weights to a byte."""
-        return packed_masks(self.stored)
-
     def alive_by_weight(self) -> dict[str, int]:
         """The number of live elements of each weight; waits for the device once."""
         counts = []
@@ -247,3 +276,9 @@ class Internals:
 def internals(sparse: SparseModel) -> Internals:
     """The state behind a SparseModel; for the packages of growprune only."""
     return sparse._internals
+
+
+def _copied(tensor: Tensor, stored: SparseParameter | None, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
+    if stored is None:
+        return whole(tensor.detach()).to(device, copy=True), None
+    return stored.to_live(tensor.detach()).to(device, copy=True), pack(stored.mask()).to(device)

@@ -20,14 +20,12 @@ from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import check_sparse, masks_of_zeros
 from growprune.plan import Action, By, Edit, Part, parse_by
 from growprune.plan.settings import as_float, as_names, as_seed, check_sparsity, check_state
-from growprune.sparse.checks import check_model, check_module, check_optimizer, check_settings, sharded_in
+from growprune.sparse.checks import check_model, check_module, check_optimizer, check_settings, sharded_in, unpruned
 from growprune.sparse.copies import mask_copy
 from growprune.sparse.internals import Internals
 from growprune.sparse.optimizers import unwrapped
 from growprune.sparse.sharded import sharding
-from growprune.sparse.snapshot import set_packed_masks
-from growprune.sparse.unpruned import unpruned
-from growprune.storage.wrapping import make_plain
+from growprune.storage import make_plain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -298,9 +296,9 @@ class SparseModel:
         own = self._internals
         own.check_not_released()
         own.notice_shards()
-        check_state(state, "masks", "num_edits", "gradients")
-        check_settings(state.get("settings", {}), own.decisive)
-        set_packed_masks(state["masks"], own.stored, own.optimizers)
+        check_state(state, "masks", "num_edits", "gradients", "settings")
+        check_settings(state["settings"], own.decisive)
+        own.set_packed_masks(state["masks"])
         own.editor.num_edits = state["num_edits"]
         own.gradients.load_state_dict(state["gradients"])
         self.enforce()

@@ -216,12 +216,13 @@ class Optimizers:
             found = [(name, stored, stored.parameter) for name, stored in self._stored.items()]
             self._enforce(self.attached, {name: (stored, parameter) for name, stored, parameter in found})
 
-    def _enforce(self, optimizers: Iterable[Optimizer], which: Trained) -> None:
+    def _enforce(self, optimizers: Iterable[Optimizer], which: Trained, *, only_state: bool = False) -> None:
         optimizers, listed = tuple(optimizers), []
         for stored, parameter in which.values():
             states = [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]
             tensors = [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
-            listed.append((stored, [parameter, *[t for t in tensors if t.shape == parameter.shape]]))
+            weight = [] if only_state else [parameter]
+            listed.append((stored, [*weight, *[t for t in tensors if t.shape == parameter.shape]]))
         Masked.enforce(listed)
         self._versions.update({name: (id(p), p._version) for name, (_, p) in which.items()})
 
@@ -239,8 +240,8 @@ class Optimizers:
         new = stored.parameter
         if new is not old:
             self._replace(name, old, new, dense)
-        elif self._storage == "masked" and self.attached:
-            self._enforce(self.attached, {name: (stored, old)})
+        elif self._storage == "masked":  # the weight itself is zero where it is pruned
+            self._enforce(self.attached, {name: (stored, old)}, only_state=True)
 
     def _replace(self, name: str, old: nn.Parameter, new: nn.Parameter, dense: Mapping[Optimizer, Any]) -> None:
         """Let optimizers train a new parameter in place of an old one, with its state."""

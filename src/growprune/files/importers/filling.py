@@ -55,7 +55,7 @@ def _prefixed(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 class TensorsFor(Mapping[str, tuple[Tensor, Tensor | None]]):
-    """What `SparseModel.restore` takes, made of one tensor at a time."""
+    """What `Internals.restore` takes, made of one tensor at a time."""
 
     def __init__(
         self, sparse: SparseModel, tensors: Mapping[str, Tensor], names: Mapping[str, str], masks: Mapping[str, Tensor]
