@@ -333,7 +333,7 @@ class GrowPruneCallback(TrainerCallback):
     def _made(self) -> dict[str, Any]:
         """How the model was made sparse, as far as masks and the plan do not tell."""
         names = ("sparsity", "allocation", "storage", "seed")
-        return {**{name: getattr(self.sparse, name) for name in names}, "pattern": self.settings.pattern}
+        return {**{name: getattr(internals(self.sparse), name) for name in names}, "pattern": self.settings.pattern}
 
     def _check_alike(self, saved: dict[str, Any], max_steps: int) -> None:
         for name, value in self._made().items():
