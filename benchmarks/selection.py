@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from growprune import SparseModel
-from growprune.masks.selection import KeyChunks, chunk_elements, kth_largest, magnitude_keys
+from growprune.masks.patterns import chunk_elements
+from growprune.masks.ranking import KeyChunks, kth_largest, magnitude_keys
 from growprune.storage.ranking import can_keep_largest, keep_largest
 
 SPARSITY = 0.9
@@ -59,7 +60,8 @@ def keys_of(weight: Tensor) -> KeyChunks:
 def find_threshold(model: nn.Module) -> Callable[[], object]:
     """Only the threshold: kth_largest over all weights."""
     sources = [keys_of(weight) for weight in model.parameters()]
-    return lambda: kth_largest(sources, num_kept(model))
+    digit_bits = 11 if next(model.parameters()).is_cuda else 16  # as choose() has it
+    return lambda: kth_largest(sources, num_kept(model), digit_bits=digit_bits)
 
 
 def choose_on_gpu(model: nn.Module) -> Callable[[], object]:

@@ -19,6 +19,7 @@ from paired import ADAM, SGD, Figures, compare
 
 import growprune as gp
 from growprune.plan import Parts
+from growprune.sparse.cursor import Cursor
 
 
 @gp.method
@@ -54,7 +55,7 @@ def rising(
 def peak_density(plan: gp.Plan, model: torch.nn.Module, sparsity: float) -> float:
     """What a plan holds at most, found by doing its edits without training (exact: layers are pruned one by one)."""
     sparse = gp.SparseModel(model, sparsity=sparsity)
-    held = [sparse.num_alive for phase in sparse.follow(plan) if phase.is_trained]
+    held = [sparse.num_alive for phase in Cursor(sparse, plan) if phase.is_trained]
     return max(held) / sparse.num_prunable
 
 

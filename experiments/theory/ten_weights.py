@@ -14,6 +14,7 @@ from torch import nn
 
 import growprune as gp
 from growprune.plan import Parts
+from growprune.sparse.cursor import Cursor
 
 NUM_WEIGHTS = 10
 
@@ -46,7 +47,7 @@ def steps_until_all_seen(sparse: gp.SparseModel, plan: gp.Plan) -> int:
     ever, steps = Ever(sparse), 0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no weight lives in")  # that is what the example is about
-        for _ in sparse.follow(plan):
+        for _ in Cursor(sparse, plan):
             steps += sparse.num_alive > 0
             if ever.look() == 1:
                 return steps

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from triton_interpreter import mend_interpreter, on_the_gpu
 
 import growprune as gp
 from growprune.deployment.cuda import graphed
@@ -44,8 +44,6 @@ TILES: dict[str, tuple[Tile, ...]] = {
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
 """How far a sum may be from the exact one, relative to the largest."""
 
-on_the_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
 
 @pytest.fixture(
     params=[pytest.param("cuda", marks=on_the_gpu), pytest.param("cpu", id="interpreted")],
@@ -60,31 +58,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         mend_interpreter(monkeypatch)
     yield request.param
-
-
-def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its scalars are arrays of one element, which numpy from 2.4 on does not take for integers; and it multiplies
-    matrices of bfloat16 as if their bits were integers."""
-    from triton.runtime import interpreter
-
-    patch_tensor, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-
-    def patch(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return create_dot(self, *(as_float32(x, interpreter) for x in (a, b)), *rest)
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-
-
-def as_float32(handle: Any, interpreter: Any) -> Any:
-    if handle.dtype.scalar != interpreter.tl.bfloat16:
-        return handle
-    floats = (handle.data.astype("uint32") << 16).view("float32")
-    return interpreter.TensorHandle(floats, interpreter.tl.float32)
 
 
 def random_weight(

@@ -13,6 +13,7 @@ from test_readme import ROOT, run
 import growprune
 from growprune.methods import METHODS
 from growprune.recipes import RECIPES
+from growprune.sparse.internals import internals
 
 DOCS = ROOT / "docs"
 GUIDES = ("index", "own-loop", "choosing", "deploying", "importing", "extending")
@@ -76,8 +77,8 @@ while cursor.iteration < {}:
 
 
 def test_the_loop_over_phases_ends_sparse() -> None:
-    (code,) = [code for code in blocks("own-loop") if "follow" in code]
-    assert run(code)["sparse"].mask("blocks.2.weight").sum() == 461  # a tenth of 4,608
+    (code,) = [code for code in blocks("own-loop") if "for phase in" in code]
+    assert run(code)["sparse"].masks["blocks.2.weight"].sum() == 461  # a tenth of 4,608
 
 
 def test_the_model_that_is_deployed_is_the_one_that_was_saved(
@@ -106,7 +107,8 @@ def test_the_model_on_sparse_kernels_gives_what_the_model_gives(
 def test_the_code_about_memory_runs() -> None:
     storages, threads = blocks("memory")
     sparse = run(storages)["sparse"]
-    assert (sparse.storage, sparse.num_alive) == ("compact", 996)  # a tenth of each layer: 43 + 230 + 230 + 461 + 32
+    assert internals(sparse).storage == "compact"
+    assert sparse.num_alive == 996  # a tenth of each layer: 43 + 230 + 230 + 461 + 32
     before = torch.autograd.is_multithreading_enabled()
     try:
         run(threads)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import growprune as gp
 from growprune.engine.override import override, parse_settings
 from growprune.recipes import RECIPES
+from growprune.sparse.internals import internals
 
 PAGE = (ROOT / "docs" / "pretrained.md").read_text()
 
@@ -74,7 +75,7 @@ def test_every_block_of_code_runs_in_order(tmp_path: Path, monkeypatch: Any, cap
     assert capsys.readouterr().out == f"{alive} of 1024\n"
     exec(again, names)
     found = names["again"]
-    assert (found.num_alive, found.storage) == (205, "compact")
+    assert (found.num_alive, internals(found).storage) == (205, "compact")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.model.state_dict().items())
 
 

@@ -14,6 +14,7 @@ from paths import ROOT
 from torch import nn
 
 import growprune as gp
+from growprune.sparse.cursor import Cursor
 
 THEORY = ROOT / "experiments" / "theory"
 SMALLEST = {
@@ -104,7 +105,7 @@ def shares_seen(sparse: gp.SparseModel, plan: gp.Plan) -> list[float]:
     from common import Ever
 
     ever = Ever(sparse)
-    return [ever.look() for _ in sparse.follow(plan)]
+    return [ever.look() for _ in Cursor(sparse, plan)]
 
 
 def test_cyclic_gap_has_seen_every_weight_after_kappa_steps_and_not_before() -> None:

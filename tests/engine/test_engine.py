@@ -25,6 +25,7 @@ from growprune.engine.trainer import Training
 from growprune.masks.partition_kinds import contiguous, per_layer
 from growprune.methods import METHODS
 from growprune.plan import Branch, By, Fork, Parts, Phase, Stage, grow, method, prune, walk
+from growprune.sparse.internals import Internals
 
 
 def recipe_for(name: str, times: int = 1) -> Recipe:
@@ -407,9 +408,9 @@ def test_only_the_process_that_writes_copies_the_model(
     is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies: list[Any] = []
-    snapshot = gp.SparseModel.snapshot
+    snapshot = Internals.snapshot
     monkeypatch.setattr(
-        gp.SparseModel, "snapshot", lambda self, *a, **kw: copies.append(kw.get("device")) or snapshot(self, *a, **kw)
+        Internals, "snapshot", lambda self, *a, **kw: copies.append(kw.get("device")) or snapshot(self, *a, **kw)
     )
     monkeypatch.setattr(Mesh, "is_first", is_first)
     monkeypatch.setattr(engine.run.Run, "_wait_for_result", lambda self: {})

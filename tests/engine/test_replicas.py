@@ -16,10 +16,11 @@ from toy import plain
 import growprune as gp
 from growprune import engine, methods
 from growprune.engine.recipe import Recipe
+from growprune.sparse.internals import Internals
 
 
-def digest(sparse: gp.SparseModel) -> str:
-    masks = b"".join(mask.numpy().tobytes() for mask in sparse.masks.values())
+def digest(own: Internals) -> str:
+    masks = b"".join(mask.numpy().tobytes() for mask in own.packed_masks().values())
     return hashlib.sha256(masks).hexdigest()
 
 
@@ -32,7 +33,7 @@ def note_masks(recipe: Recipe, folder: Path, stop_after: int) -> None:
         with (folder.parent / f"{folder.name}-{os.environ['RANK']}").open("a") as notes:
             notes.write(digest(sparse) + "\n")
 
-    gp.SparseModel.apply = noting  # type: ignore[method-assign]
+    Internals.apply = noting  # type: ignore[method-assign]
     start = engine.resume if (folder / "recipe.json").exists() else engine.train
     with contextlib.suppress(engine.Interrupted):
         start(recipe, folder, should_stop=lambda: next(countdown, None) is None)

@@ -37,7 +37,7 @@ def trained(folder: Path) -> dict[str, torch.Tensor]:
     torch.manual_seed(5)
     sparse = gp.SparseModel(Toy().build_model(), sparsity=0.5, allocation="global")
     sparse.prune()
-    row, column = sparse.mask("fc1.weight").nonzero()[0].tolist()
+    row, column = sparse.masks["fc1.weight"].nonzero()[0].tolist()
     sparse.model.fc1.weight.data[row, column] = 0
     folder.mkdir(exist_ok=True)
     gp.save(sparse, folder / "model.safetensors")
@@ -158,12 +158,12 @@ def test_tied_weights_may_have_any_of_their_names_and_what_is_kept_dense_lives(t
     save_file({"out.weight": torch.ones(6, 4), "body.weight": body, "body.bias": torch.zeros(4)}, file)
     sparse = gp.SparseModel(Tied(), sparsity=0.5)
     load_weights(sparse, file, with_masks=True)
-    assert torch.equal(sparse.mask("body.weight"), body != 0)
+    assert torch.equal(sparse.masks["body.weight"], body != 0)
     assert bool((sparse.model.embed.weight == 1).all())
     attention = gp.SparseModel(nn.MultiheadAttention(4, 1, bias=False), sparsity=0.5, keep_dense=["in_proj_weight[q]"])
     save_file({"in_proj_weight": torch.eye(12, 4), "out_proj.weight": torch.eye(4)}, file)
     load_weights(attention, file, with_masks=True)
-    assert attention.mask("in_proj_weight").sum(1).tolist() == [4] * 4 + [0] * 8
+    assert attention.masks["in_proj_weight"].sum(1).tolist() == [4] * 4 + [0] * 8
 
 
 def test_the_command_line_starts_from_a_run_and_finds_it_again_from_any_folder(

@@ -22,6 +22,7 @@ from torch import nn
 
 from growprune.files import sparse_file as file
 from growprune.plan import By
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.summary import num_bytes, targets
 
@@ -97,7 +98,7 @@ def test_a_file_does_not_show_how_the_model_was_held(pattern: str, tmp_path: Pat
     masked = zoo(pattern, keep_dense=keep)
     file.save(masked, tmp_path / "masked")
     compact = file.load(tmp_path / "masked", Zoo(), storage="compact")
-    assert compact.storage == "compact"
+    assert internals(compact).storage == "compact"
     assert compact.model.conv._parameters["weight"].dim() == 1
     assert_same(masked, compact)
     file.save(compact, tmp_path / "compact")
@@ -139,9 +140,13 @@ def test_the_settings_come_back(tmp_path: Path) -> None:
     sparse.prune()
     file.save(sparse, tmp_path / "model.safetensors")
     loaded = file.load(tmp_path / "model.safetensors", Zoo())
-    assert (loaded.sparsity, loaded.allocation, loaded.seed) == (0.8, "erk", 5)
-    assert (loaded.pattern, loaded.scope) == (sparse.pattern, sparse.scope)
-    assert (loaded.keep_dense, loaded.include, loaded.weights) == (sparse.keep_dense, sparse.include, sparse.weights)
+    assert (loaded.sparsity, internals(loaded).allocation, internals(loaded).seed) == (0.8, "erk", 5)
+    assert (internals(loaded).pattern, internals(loaded).scope) == (internals(sparse).pattern, internals(sparse).scope)
+    assert (internals(loaded).keep_dense, internals(loaded).include, loaded.weights) == (
+        internals(sparse).keep_dense,
+        internals(sparse).include,
+        sparse.weights,
+    )
     assert_same(sparse, loaded)
 
 
@@ -157,7 +162,7 @@ def test_a_loaded_model_goes_on_as_the_saved_one_would(tmp_path: Path) -> None:
         optimizer.step()
         each.prune(by=By.MAGNITUDE)
     assert_same(sparse, loaded)
-    assert not loaded.model.linear.weight[~loaded.mask("linear.weight")].any()
+    assert not loaded.model.linear.weight[~loaded.masks["linear.weight"]].any()
 
 
 def test_a_part_that_has_grown_is_stored_dense(tmp_path: Path) -> None:
@@ -175,7 +180,7 @@ def test_a_live_weight_that_is_zero_stays_alive(tmp_path: Path) -> None:
     with torch.no_grad():
         sparse.model.weight[0, 0] = 0
     file.save(sparse, tmp_path / "model.safetensors")
-    assert file.load(tmp_path / "model.safetensors", nn.Linear(4, 3, bias=False)).mask("weight")[0, 0]
+    assert file.load(tmp_path / "model.safetensors", nn.Linear(4, 3, bias=False)).masks["weight"][0, 0]
     assert stored(tmp_path / "model.safetensors")["weight.values"].tolist() == [0, -8, 7]
 
 
@@ -320,7 +325,7 @@ def test_the_manifest_lists_targets_counts_and_totals(tmp_path: Path) -> None:
     crc32 = zlib.crc32(model[0].bias.detach().numpy().tobytes())
     assert manifest["tensors"]["0.bias"] == {"shape": [10], "dtype": "F32", "sha256": digest, "crc32": crc32}
     alive = [manifest["tensors"][name]["nnz"] for name in ("0.weight", "1.weight")]
-    assert alive == [sparse.alive_in(weight) for weight in sparse.weights]
+    assert alive == list(internals(sparse).alive_by_weight().values())
     assert manifest["totals"] == {
         "elements": 10110,
         "prunable": 10100,
@@ -347,7 +352,7 @@ def test_a_layer_in_which_nothing_lives_is_saved_and_loaded(storage: str, tmp_pa
     model[0].weight.data.fill_(1e-6)
     sparse = SparseModel(model, sparsity=0.5, allocation="global")
     sparse.prune()
-    assert not sparse.mask("0.weight").any()
+    assert not sparse.masks["0.weight"].any()
     file.save(sparse, tmp_path / "m.safetensors")
     again = file.load(tmp_path / "m.safetensors", copy.deepcopy(model), storage=storage)
     assert again.num_alive == sparse.num_alive

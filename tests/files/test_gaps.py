@@ -150,7 +150,7 @@ def test_live_values_and_bits_of_a_tensor_are_had_from_the_file(pattern: str, sp
     sparse.prune()
     file.save(sparse, tmp_path / "model")
     values, bits = live_tensor(tmp_path / "model", "weight")
-    mask = sparse.mask("weight")
+    mask = sparse.masks["weight"]
     assert torch.equal(unpack(bits, mask.shape), mask)
     assert torch.equal(values, sparse.model.weight[mask])
 
@@ -160,7 +160,7 @@ def test_bits_of_blocks_in_a_linear_layer_are_one_a_weight(pattern: str, tmp_pat
     sparse = SparseModel(nn.Linear(48, 20, bias=False), sparsity=0.75, pattern=pattern)
     sparse.prune()
     file.save(sparse, tmp_path / "model")
-    assert torch.equal(unpack(live_tensor(tmp_path / "model", "weight")[1], (20, 48)), sparse.mask("weight"))
+    assert torch.equal(unpack(live_tensor(tmp_path / "model", "weight")[1], (20, 48)), sparse.masks["weight"])
 
 
 def test_a_tensor_that_is_not_prunable_has_no_live_values(few: Path) -> None:

@@ -22,6 +22,7 @@ from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files import writer
 from growprune.files.manifest import write_metadata
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 # What is refused on saving
@@ -62,7 +63,7 @@ def test_a_dtype_that_safetensors_cannot_hold_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(("setting", "value"), [("seed", np.int64(3)), ("sparsity", np.float32(0.75))])
 def test_a_setting_that_is_not_json_is_named(setting: str, value: object, tmp_path: Path) -> None:
     sparse = three_of_twelve()
-    setattr(sparse, setting, value)
+    setattr(internals(sparse), setting, value)
     with pytest.raises(GrowpruneError, match=rf"^{setting} is .*, which a file cannot hold \(.*\): make the"):
         file.save(sparse, tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())

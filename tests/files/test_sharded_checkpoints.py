@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import growprune as gp
 from growprune import By, Partition, methods
 from growprune.files.sharded_checkpoints import prepare_optimizer
+from growprune.sparse.internals import internals
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def filed(mesh: DeviceMesh, folder: str) -> None:
         model = Transformer()
     again = gp.load(f"{folder}/two.safetensors", model, storage="compact", mesh=mesh)
     assert_same(weights_of(again), weights_of(sparse), tolerance=0)
-    assert again.ranks is not None
+    assert internals(again).ranks is not None
     again.prune()
     sparse.prune()
     assert_same(weights_of(again), weights_of(sparse), tolerance=0)
@@ -124,7 +125,7 @@ def first_half(mesh: DeviceMesh | None, folder: str) -> None:
     cursor, optimizer = started(mesh)
     optimizer.param_groups[0]["lr"] = 2e-3
     go_on(cursor, optimizer, mesh, to=6)
-    assert cursor.sparse.gradients.are_seen(By.GRADIENT)
+    assert internals(cursor.sparse).gradients.are_seen(By.GRADIENT)
     cursor.skip_to(cursor.iteration + 1 - cursor.start)
     gp.save_state(folder, cursor.sparse, optimizer, cursor=cursor)
 
@@ -187,7 +188,7 @@ def test_a_checkpoint_has_the_averages_of_gradients_that_an_edit_to_come_looks_a
     gp.load_state(tmp_path / "six", again.sparse, other, cursor=again)
     average_on(again, other, 12)
     for name, mask in cursor.sparse.masks.items():
-        assert torch.equal(mask, again.sparse.mask(name))
+        assert torch.equal(mask, again.sparse.masks[name])
     assert_same(weights_of(again.sparse), weights_of(cursor.sparse), tolerance=0)
 
 

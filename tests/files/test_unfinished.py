@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def test_a_line_that_saves_many_times_is_warned_of_once(tmp_path: Path) -> None:
 
 def test_a_plan_that_is_over_or_a_model_at_its_sparsity_is_saved_quietly(tmp_path: Path) -> None:
     sparse, _optimizer = three_of_four_steps()
-    early = sparse.clone()
+    early = copy.deepcopy(sparse)
     sparse.prune()
     gp.save(sparse, tmp_path / "model.safetensors")
     gp.save(early, tmp_path / "early.safetensors")  # a clone is in no plan

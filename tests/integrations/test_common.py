@@ -16,6 +16,7 @@ from growprune.integrations.averages import Copies
 from growprune.integrations.callback import Figures
 from growprune.integrations.common import Settings, heads
 from growprune.methods import METHODS
+from growprune.sparse.internals import internals
 
 BY_ONE_TRAINER = sorted(METHODS.keys() - {"parallel_gap", "parallel_gradual_gap", "snip", "grasp"})
 
@@ -31,7 +32,7 @@ def test_every_method_takes_the_whole_training_if_not_told_otherwise(name: str, 
     settings = Settings(name, 0.75)
     cursor = settings.cursor(make_model(), iterations=iterations, iterations_per_epoch=7, remedy=str)
     assert sum(cursor.length_of(scheduled.phase) for scheduled in cursor.schedule) == iterations
-    assert cursor.sparse.allocation == METHODS[name].allocation  # type: ignore[attr-defined]
+    assert internals(cursor.sparse).allocation == METHODS[name].allocation  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,9 @@ def test_figures_build_no_state_of_gradients(monkeypatch: pytest.MonkeyPatch) ->
     """Which is dense in compact storage, and of a sharded model something that all processes would have to ask for."""
     model = nn.Linear(4, 4)
     cursor = Cursor(SparseModel(model, sparsity=0.5), methods.dense(Partition.contiguous(model, 1), epochs=1))
-    monkeypatch.setattr(cursor.sparse.gradients, "state_dict", lambda: pytest.fail("the state was asked for"))
+    monkeypatch.setattr(
+        internals(cursor.sparse).gradients, "state_dict", lambda: pytest.fail("the state was asked for")
+    )
     figures = Figures(cursor)
     cursor.sparse.prune()
     assert figures.read()["sparsity"] == 0.5

@@ -61,7 +61,7 @@ def test_a_training_ends_at_its_count_is_saved_and_resumes_to_the_same_bits(
     again, resumed = train(tmp_path, name, method, storage=storage, args=SAVING, resume=f"{tmp_path}/checkpoint-3")
     assert_same_bits(again.model, trainer.model)
     assert resumed.sparse is not None
-    assert all(torch.equal(mask, sparse.mask(name)) for name, mask in resumed.sparse.masks.items())
+    assert all(torch.equal(mask, sparse.masks[name]) for name, mask in resumed.sparse.masks.items())
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_compact_storage_accumulates_gradients_like_masked(tmp_path: Path) -> No
     args = {"gradient_accumulation_steps": 2, "max_steps": 4}
     masked, compact = (train(tmp_path, "bert", storage=storage, args=args)[1] for storage in ("masked", "compact"))
     assert masked.sparse is not None and compact.sparse is not None
-    assert all(torch.equal(mask, compact.sparse.mask(name)) for name, mask in masked.sparse.masks.items())
+    assert all(torch.equal(mask, compact.sparse.masks[name]) for name, mask in masked.sparse.masks.items())
 
 
 # Best models
@@ -256,7 +256,7 @@ def test_a_second_training_goes_on_with_the_masks_of_the_first(tmp_path: Path) -
     trainer.args.max_steps = 3
     trainer.train()
     after = trainer.model.state_dict()
-    assert all(torch.equal(mask, callback.sparse.mask(name)) for name, mask in masks.items())
+    assert all(torch.equal(mask, callback.sparse.masks[name]) for name, mask in masks.items())
     assert all(not after[name][~mask].any() for name, mask in masks.items())
     assert not all(torch.equal(after[name], weights[name]) for name in masks)
 

@@ -6,10 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from growprune.masks.allocation import ALLOCATIONS, Pool, Scope, erk, erk_counts, global_, parse_allocation, uniform
+from growprune.masks.allocation import (
+    ALLOCATIONS,
+    Pool,
+    Scope,
+    erk,
+    erk_counts,
+    global_,
+    num_kept,
+    parse_allocation,
+    uniform,
+)
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import parse_pattern
-from growprune.masks.selection import num_kept
 
 SMALL, LARGE, CONV = (
     Weight("small", "small", (10, 10)),

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import growprune as gp
 from growprune.masks.layers import REGISTERED, Weight, prunable_weights
 from growprune.plan import By
+from growprune.sparse.cursor import Cursor
 
 
 class Conv1D(nn.Module):
@@ -125,7 +126,7 @@ def train(sparse: gp.SparseModel) -> list[Tensor]:
 
 def matrices(sparse: gp.SparseModel) -> list[Tensor]:
     """The mask of every matrix, as (out, in)."""
-    masks = [weight.of(sparse.mask(weight.parameter)) for weight in sparse.weights]
+    masks = [weight.of(sparse.masks[weight.parameter]) for weight in sparse.weights]
     return [m.t() if w.transposed else m for m, w in zip(masks, sparse.weights, strict=True)]
 
 
@@ -169,7 +170,7 @@ def test_a_file_brings_back_weights_and_masks(kind: str, pattern: str, storage: 
     expected = sparse.model.state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.model.state_dict().items())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in gp.read(tmp_path / "model").items())
-    assert all(torch.equal(mask, sparse.mask(name)) for name, mask in loaded.masks.items())
+    assert all(torch.equal(mask, sparse.masks[name]) for name, mask in loaded.masks.items())
 
 
 @every_kind
@@ -191,7 +192,7 @@ def test_a_model_built_sparse_is_that_of_a_random_prune(kind: str, pattern: str,
     built = gp.sparse_init(KINDS[kind][0], **options)  # type: ignore[arg-type]
     expected = gp.SparseModel(build(kind), **options)  # type: ignore[arg-type]
     expected.prune(by=By.RANDOM)
-    assert all(torch.equal(mask, built.mask(name)) for name, mask in expected.masks.items())
+    assert all(torch.equal(mask, built.masks[name]) for name, mask in expected.masks.items())
     found = built.model.state_dict()
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.model.state_dict().items())
 
@@ -204,7 +205,7 @@ def test_a_global_random_mask_is_the_same_whatever_the_order_layers_are_filled_i
         built = gp.sparse_init(lambda d=dtype: attention().to(d), sparsity=0.8, allocation="global", seed=5)  # type: ignore[misc]
         expected = gp.SparseModel(attention().to(dtype), sparsity=0.8, allocation="global", seed=5)
         expected.prune(by=By.RANDOM)
-        assert all(torch.equal(mask, built.mask(name)) for name, mask in expected.masks.items())
+        assert all(torch.equal(mask, built.masks[name]) for name, mask in expected.masks.items())
 
 
 @both_storages
@@ -214,7 +215,7 @@ def test_parts_of_experts_grow_in_turn(storage: str) -> None:
     S = gp.Partition.per_layer(model)
     assert [part.tensors for part in S] == [("0.up", "0.down"), ("1.up", "1.down")]
     plan = gp.methods.cyclic_gap(S, sparsity=0.5, steps=2, epochs=1, finetune=1)
-    alive = [sparse.num_alive for _ in sparse.follow(plan)]
+    alive = [sparse.num_alive for _ in Cursor(sparse, plan)]
     assert alive == [576, 864, 864, 576]
 
 

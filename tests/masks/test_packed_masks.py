@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage import Masked, kernels
 
@@ -31,7 +32,7 @@ def make() -> SparseModel:
 
 
 def held(sparse: SparseModel, name: str) -> Masked:
-    found = sparse._parameters[name]
+    found = internals(sparse).stored[name]
     assert isinstance(found, Masked)
     return found
 
@@ -41,13 +42,13 @@ def test_a_mask_takes_a_bit_a_weight_and_is_unpacked_when_asked_for() -> None:
     conv = held(sparse, "0.weight")
     assert conv._mask.numel() == 0
     assert [bits.numel() for bits in conv._bits.values()] == [128]
-    assert int(sparse.mask("0.weight").sum()) == 108
+    assert int(sparse.masks["0.weight"].sum()) == 108
     assert conv.mask() is not conv.mask()
 
 
 def test_tensors_in_another_memory_order_are_masked_by_bits_in_that_order() -> None:
     sparse = make()
-    mask, conv = sparse.mask("0.weight"), held(sparse, "0.weight")
+    mask, conv = sparse.masks["0.weight"], held(sparse, "0.weight")
     tensor = torch.ones(8, 3, 3, 3).to(memory_format=torch.channels_last)
     conv.zero_off(tensor)
     assert torch.equal(tensor, mask.float())
@@ -55,7 +56,7 @@ def test_tensors_in_another_memory_order_are_masked_by_bits_in_that_order() -> N
     sparse.prune(to=0.75)
     tensor = torch.ones(8, 3, 3, 3).to(memory_format=torch.channels_last)
     conv.zero_off(tensor)
-    assert torch.equal(tensor, sparse.mask("0.weight").float())
+    assert torch.equal(tensor, sparse.masks["0.weight"].float())
     assert int(tensor.sum()) == 54
 
 
@@ -63,7 +64,7 @@ def test_tensors_with_gaps_in_memory_are_masked_too() -> None:
     sparse = make()
     tensor = torch.ones(8, 3, 3, 6)[..., ::2]
     held(sparse, "0.weight").zero_off(tensor)
-    assert torch.equal(tensor, sparse.mask("0.weight").float())
+    assert torch.equal(tensor, sparse.masks["0.weight"].float())
 
 
 def test_bits_stay_where_they_are_when_the_mask_changes() -> None:
@@ -91,6 +92,6 @@ def test_training_keeps_zeros_and_copies_are_independent() -> None:
         optimizer.step()
     for name, mask in sparse.masks.items():
         assert not sparse.model.get_parameter(name)[~mask].any()
-    before = copied.mask("0.weight")
+    before = copied.masks["0.weight"]
     sparse.prune(to=0.75)
-    assert torch.equal(copied.mask("0.weight"), before)
+    assert torch.equal(copied.masks["0.weight"], before)

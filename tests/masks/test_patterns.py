@@ -21,8 +21,7 @@ from growprune.masks.patterns import (
     walk_groups,
     write_groups,
 )
-from growprune.masks.scores import edit_keys
-from growprune.masks.selection import choose, key_bits
+from growprune.masks.ranking import choose, edit_keys, key_bits
 from growprune.plan import Part, prune
 
 
@@ -35,7 +34,7 @@ def kept(pattern: str, values: Tensor, k: int, *, transposed: bool = False) -> T
     weight, parsed = weight_like(values, transposed=transposed), parse_pattern(pattern)
     mask = torch.ones_like(values, dtype=torch.bool)
     edit = prune(Part("S0", ("w",)), to=0.5)
-    keys = edit_keys(edit, weight, parsed, values=lambda: values, mask=lambda: mask, salt=0, dtype=values.dtype)
+    keys = edit_keys(edit, weight, parsed, read=lambda weight: (values, mask), salt=0, dtype=values.dtype)
     (walk,) = choose([keys], k, bits=key_bits(values.dtype))
     write_groups(parsed, mask, weight, walk)
     return mask

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import growprune as gp
+from growprune.sparse.cursor import Cursor
 
 
 def pruned_elsewhere(**settings: Any) -> nn.Sequential:
@@ -77,7 +78,7 @@ def test_the_zeros_of_what_is_kept_dense_live() -> None:
     attention = nn.MultiheadAttention(8, 2, bias=False)
     attention.in_proj_weight.data[:12] = 0  # all of q and half of k
     sparse = gp.SparseModel.from_zeros(attention, keep_dense=["in_proj_weight[q]"])
-    assert sparse.mask("in_proj_weight").sum(1).tolist() == [8] * 8 + [0] * 4 + [8] * 12
+    assert sparse.masks["in_proj_weight"].sum(1).tolist() == [8] * 8 + [0] * 4 + [8] * 12
 
 
 def test_a_layer_of_zeros_is_named_in_a_warning() -> None:
@@ -92,7 +93,7 @@ def test_a_plan_can_go_on_from_the_zeros_as_they_are() -> None:
     S = gp.Partition.per_layer(sparse.model)
     plan = gp.methods.cyclic_gap(S, sparsity=0.75, steps=2, epochs=1, finetune=1, initial_mask="as_is")
     masks = sparse.masks
-    phases = sparse.follow(plan)
+    phases = iter(Cursor(sparse, plan))
     next(phases)
     assert all(torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
     assert [sparse.num_alive for _ in phases][-1] == 40

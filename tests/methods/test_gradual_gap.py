@@ -15,6 +15,7 @@ from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import Balanced, parse_partition
 from growprune.methods import gradual_gap, parallel_gradual_gap
 from growprune.plan import Action, Fork, Part, Phase
+from growprune.sparse.cursor import Cursor
 
 FOUR = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(4)))
 
@@ -217,15 +218,12 @@ def test_a_pattern_that_a_first_mask_cannot_have_names_the_options_that_make_it(
     parts = Partition.balanced(net, 10)
     sparse = gp.SparseModel(net, sparsity=0.9, pattern="2:4", allocation="global")
     with pytest.raises(gp.GrowpruneError) as refusal:
-        next(sparse.follow(gradual_gap(parts, sparsity=0.9, iterations=60)))
+        next(iter(Cursor(sparse, gradual_gap(parts, sparsity=0.9, iterations=60))))
     assert str(refusal.value) == (
         "phase 0 (stage 0: prune all to 0.4444 by random), at iteration 0: sparsity is 0.4444, but pattern 2:4 lets at "
         "most 0.5 of the weights live: give a sparsity of at least 0.5; a method whose sparsity rises is told so by "
         "`start`, or by a lower `peak_density`"
     )
     for options in ({"start": 0.5}, {"peak_density": 0.55}):  # 0.45 / 0.9 are a half, to a float's last digit
-        assert next(
-            gp.SparseModel(net, sparsity=0.9, pattern="2:4").follow(
-                gradual_gap(parts, sparsity=0.9, iterations=60, **options)
-            )
-        )
+        fresh = gp.SparseModel(net, sparsity=0.9, pattern="2:4")
+        assert next(iter(Cursor(fresh, gradual_gap(parts, sparsity=0.9, iterations=60, **options))))

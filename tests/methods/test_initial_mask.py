@@ -15,6 +15,8 @@ from growprune.engine.override import override
 from growprune.methods import METHODS
 from growprune.plan import Action, By, Edit, Part, Phase, first_by, grow, prune, walk
 from growprune.recipes import RECIPES
+from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 
 
 def takes_initial_mask(name: str) -> bool:
@@ -116,7 +118,7 @@ def test_as_is_refuses_a_model_that_is_denser_or_sparser_than_the_plan(sparsity:
         gp.Partition.per_layer(sparse.model), sparsity=0.75, iterations=1, initial_mask="as_is"
     )
     with pytest.raises(gp.GrowpruneError, match=message):
-        next(iter(sparse.follow(plan)))
+        next(iter(Cursor(sparse, plan)))
 
 
 def test_as_is_looks_at_each_layer_unless_all_are_ranked_together() -> None:
@@ -126,9 +128,9 @@ def test_as_is_looks_at_each_layer_unless_all_are_ranked_together() -> None:
     assert uneven.num_alive == 32 + 1 + 16 + 15
     with pytest.raises(gp.GrowpruneError, match=r"32 are alive in 0.weight.*allocation='global' counts all layers"):
         uneven.prune(to=0.75, by=By.AS_IS)
-    together.restore(uneven.snapshot())
+    internals(together).restore(internals(uneven).snapshot())
     together.prune(to=0.75, by=By.AS_IS)
-    assert together.alive_by_weight == uneven.alive_by_weight
+    assert internals(together).alive_by_weight() == internals(uneven).alive_by_weight()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from growprune.masks.partition import Partition
 from growprune.methods import METHODS, cyclic_gap, dense, one_shot, parallel_gap, random_gap
 from growprune.plan import Action, Branch, By, Fork, Part, Phase, Plan, grow, prune, walk
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 every_method = pytest.mark.parametrize("name", list(METHODS))
@@ -296,7 +297,7 @@ class Contract:
         try:
             Cursor(self.sparse, self.plan, iterations_per_epoch=EPOCH, score=self.score)
         except GrowpruneError as error:
-            if self.sparse.storage == "compact" and "use storage='masked'" in str(error):
+            if internals(self.sparse).storage == "compact" and "use storage='masked'" in str(error):
                 return False
             raise
         return True
@@ -345,7 +346,7 @@ def test_every_method_ends_at_the_target_sparsity(name: str, allocation: str, st
         state = case.model.state_dict()
         assert all(int(state[name][~mask].count_nonzero()) == 0 for name, mask in case.sparse.masks.items())
     assert cursor.is_over
-    alive = [case.sparse.alive_in(weight) for weight in case.sparse.weights]
+    alive = list(internals(case.sparse).alive_by_weight().values())
     if "sparsity" not in case.plan.options:  # it is to stay dense
         assert alive == [64] * 4
     elif allocation == "global" or any(edit.spread for phase in walk(case.plan) for edit in phase.phase.edits):
@@ -388,26 +389,27 @@ def follow(case: Contract, start: tuple[int, bytes] | None = None) -> tuple[list
     """One's own loop over phases: the states before each iteration, and the end. Or from one of them, two phases on."""
     optimizer, iteration, saved = case.sparse.attach(case.optimizer()), 0, []
     stop = case.iterations if start is None else case.two_phases_on(start[0])
-    resumed = None
+    resumed, cursor = None, Cursor(case.sparse, case.plan)
     if start is not None:
-        iteration, (of_model, of_sparse, resumed) = start[0], thawed(start[1])
+        iteration, (of_model, of_sparse, of_cursor, resumed) = start[0], thawed(start[1])
         case.model.load_state_dict(of_model)
         case.sparse.load_state_dict(of_sparse)
+        cursor.load_state_dict(of_cursor)
     for edit in next(walk(case.plan)).phase.edits if start is None else ():
         if edit.by.needs_gradients:
             case.score(edit.by)
     done = iteration
-    for phase in case.sparse.follow(case.plan):
-        assert case.sparse.cursor is not None
-        assert case.sparse.cursor.current is not None
-        if phase.restart or case.sparse.cursor.current.branch is not None:
+    for phase in cursor:
+        assert cursor.current is not None
+        if phase.restart or cursor.current.branch is not None:
             optimizer = case.sparse.attach(case.optimizer())
         if resumed is not None:
             optimizer.load_state_dict(resumed)
-        first = case.first_iterations()[case.sparse.cursor.position]
+        first = case.first_iterations()[cursor.position]
         for iteration in range(max(first, done), first + phase.num_iterations(EPOCH)):
             if start is None or iteration == stop:
-                saved.append((iteration, frozen(*(x.state_dict() for x in (case.model, case.sparse, optimizer)))))
+                states = [x.state_dict() for x in (case.model, case.sparse, cursor, optimizer)]
+                saved.append((iteration, frozen(*states)))
             if iteration == stop:
                 return saved, {}
             case.step(optimizer, iteration)
@@ -446,8 +448,8 @@ def test_a_plan_of_thousands_of_phases_is_listed_and_resumed(name: str, monkeypa
     stop = 4_000 if len(schedule) > 4_000 else len(schedule) - 1
     assert hash(tuple(plan))
     for what in ("apply", "restore"):  # the place in the plan is all that counts here
-        monkeypatch.setattr(case.sparse, what, lambda *_: None)
-    monkeypatch.setattr(case.sparse, "snapshot", lambda *_: {})
+        monkeypatch.setattr(internals(case.sparse), what, lambda *_: None)
+    monkeypatch.setattr(internals(case.sparse), "snapshot", lambda *_: {})
     cursor = Cursor(case.sparse, plan, iterations_per_epoch=EPOCH)
     for _ in cursor:
         if cursor.position == stop:

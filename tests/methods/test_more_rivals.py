@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from few_weights import Eight, alive, pass_one, still
 from plan_cases import all_of, check_same_bits, loss_of, sgd, small_net, train_step
-from test_rivals import ALL, Eight, S, alive, counts, layers, pass_one, still
+from test_rivals import ALL, S, counts, layers
 from torch import nn
 
 from growprune.errors import GrowpruneError
+from growprune.masks.allocation import num_kept
 from growprune.masks.partition import Partition
-from growprune.masks.selection import num_kept
 from growprune.methods import dsr, granet, grasp, iterative, iterative_admm, rigl, snfs, snip
 from growprune.methods.admm import Admm
 from growprune.plan import By, Phase, Spread, grow, prune
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 # Stairs
@@ -176,7 +178,7 @@ def test_snip_in_one_s_own_loop_says_what_to_call() -> None:
     model = Quadratic()
     plan = snip(Partition.contiguous(model, 1), sparsity=0.5, iterations=3)
     with pytest.raises(GrowpruneError, match=r"or call SparseModel.score\(\) with losses first"):
-        next(SparseModel(model, sparsity=0.5).follow(plan))
+        next(iter(Cursor(SparseModel(model, sparsity=0.5), plan)))
 
 
 # GraNet
@@ -359,11 +361,13 @@ def test_compact_storage_keeps_no_more_of_a_gradient_than_granet_may_grow() -> N
     sparse.prune(to=0.5)  # 752 live
     part = Partition.contiguous(model, 1).whole
     edits = prune(part, to=0.75), prune(part, share=0.1), grow(part, to=0.75, by=By.GRADIENT)  # 376, 339 or more
-    grown = sparse.editor.counts.num_grown(edits)
+    grown = internals(sparse).editor.counts.num_grown(edits)
     assert all(37 <= count <= 37 + 3 * 3 or count == 64 for count in grown.values())
-    assert sparse.editor.counts.can_be_bounded(edits)
+    assert internals(sparse).editor.counts.can_be_bounded(edits)
     first = Partition.per_layer(model)[0]
-    assert not sparse.editor.counts.can_be_bounded([prune(first, to=0.75), grow(first, to=0.5, by=By.GRADIENT)])
+    assert not internals(sparse).editor.counts.can_be_bounded(
+        [prune(first, to=0.75), grow(first, to=0.5, by=By.GRADIENT)]
+    )
 
 
 def test_compact_storage_keeps_of_a_layer_s_gradient_what_granet_may_drop_there() -> None:
@@ -373,8 +377,8 @@ def test_compact_storage_keeps_of_a_layer_s_gradient_what_granet_may_drop_there(
     part = Partition.contiguous(model, 1).whole
     swap = prune(part, share=0.1), grow(part, to=0.75, by=By.GRADIENT, spread=Spread.LOST)
     edits = prune(part, to=0.75), *swap
-    assert sparse.editor.counts.can_be_bounded(edits)
-    assert list(sparse.editor.counts.num_grown(edits).values()) == [28, 115, 6]
+    assert internals(sparse).editor.counts.can_be_bounded(edits)
+    assert list(internals(sparse).editor.counts.num_grown(edits).values()) == [28, 115, 6]
 
 
 def test_granet_under_one_ranking_leaves_every_layer_its_number_once_the_sparsity_has_risen() -> None:

@@ -7,51 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+from few_weights import Eight, alive, pass_one, splitmix, still
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import Optimize, adamw, all_of, check_same_bits, sgd, small_net, train_step
-from test_scores import splitmix
-from torch import Tensor, nn
+from torch import nn
 
 from growprune.errors import GrowpruneError
+from growprune.masks.allocation import num_kept
 from growprune.masks.partition import Partition
-from growprune.masks.scores import salt_of
-from growprune.masks.selection import num_kept
+from growprune.masks.ranking import salt_of
 from growprune.methods import acdc, admm, gmp, rigl, set_, static_random
 from growprune.methods.admm import Admm
 from growprune.plan import Action, By, Part, Phase, grow, prune
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 S = Partition((Part("S0", ("weight",)),))
 ALL = S.whole
-
-
-class Eight(nn.Module):
-    """Eight weights, whose loss can be given any gradient."""
-
-    def __init__(self, *values: float) -> None:
-        super().__init__()
-        self.in_features = len(values)  # so that its weight is one of a layer
-        self.weight = nn.Parameter(torch.tensor([values]))
-
-    def forward(self, gradient: list[float]) -> Tensor:
-        return (self.weight * torch.tensor([gradient])).sum()
-
-
-def alive(sparse: SparseModel) -> list[int]:
-    return sparse.mask("weight").int().flatten().tolist()
-
-
-def still(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer that steps and changes nothing."""
-    return torch.optim.SGD(model.parameters(), lr=0.0)
-
-
-def pass_one(model: nn.Module, optimizer: torch.optim.Optimizer, gradient: list[float]) -> None:
-    optimizer.zero_grad()
-    model(gradient).backward()
-    optimizer.step()
 
 
 # Gradual magnitude pruning
@@ -128,7 +102,7 @@ def layers(*shapes: tuple[int, int]) -> nn.ModuleList:
 
 
 def counts(sparse: SparseModel) -> list[int]:
-    return [sparse.alive_in(weight) for weight in sparse.weights]
+    return list(internals(sparse).alive_by_weight().values())
 
 
 def test_where_erk_rounds_a_layer_up_as_sparsity_rises_another_layer_gives_one() -> None:
@@ -137,9 +111,10 @@ def test_where_erk_rounds_a_layer_up_as_sparsity_rises_another_layer_gives_one()
     sparse.prune(to=0.25)
     assert counts(sparse) == [14, 14, 13, 10]  # 51 of 68
     whole = Partition.contiguous(model, 1).whole
-    assert [pool.kept for pool in sparse.editor.counts.pools(prune(whole, to=0.2647))] == [13, 13, 13, 11]  # 50
-    assert sparse.can_be_pruned
-    with sparse.pruned():
+    pools = internals(sparse).editor.counts.pools(prune(whole, to=0.2647))
+    assert [pool.kept for pool in pools] == [13, 13, 13, 11]  # 50
+    assert internals(sparse).can_be_pruned
+    with internals(sparse).pruned():
         assert counts(sparse) == [14, 13, 13, 10]
     sparse.prune()
     assert counts(sparse) == [14, 13, 13, 10]
@@ -242,7 +217,7 @@ def test_set_grows_every_position_as_often() -> None:
     for seed in range(300):
         sparse = SparseModel(nn.Linear(6, 1), sparsity=0.5, seed=seed)
         sparse.prune(by=By.RANDOM)
-        counts += sparse.mask("weight")[0]
+        counts += sparse.masks["weight"][0]
     assert counts.sum() == 900
     assert float(((counts - 150) ** 2 / 75).sum()) < 25  # chi-square, 5 degrees: once in 10,000
 

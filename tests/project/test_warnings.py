@@ -12,6 +12,7 @@ from torch import nn
 import growprune as gp
 from growprune.errors import warn
 from growprune.methods import one_shot
+from growprune.sparse.cursor import Cursor
 
 
 def line() -> int:
@@ -40,7 +41,7 @@ def test_a_warning_of_an_edit_names_the_line_that_called_it() -> None:
 def test_a_warning_of_a_plan_names_the_line_that_follows_it() -> None:
     sparse = gp.SparseModel(tiny(), sparsity=0.99)
     plan = one_shot(gp.Partition.contiguous(sparse.model, 1), sparsity=0.99, epochs=1, finetune=1)
-    phases = sparse.follow(plan)
+    phases = iter(Cursor(sparse, plan))
     next(phases)
     with pytest.warns(UserWarning, match="no weight lives in 1") as seen:
         here = line() + 1

@@ -37,6 +37,7 @@ import growprune as gp
 from growprune import By, Partition, methods
 from growprune.sharding import units_of
 from growprune.sharding.ranks import Ranks
+from growprune.sparse.internals import internals
 from growprune.storage import block_products
 from growprune.storage.compact_modules import layouts_of
 from growprune.storage.layout import Layout
@@ -404,7 +405,7 @@ def edited(mesh: DeviceMesh) -> list[int]:
     sparse.grow(part)
     sparse.prune(part)
     Ranks.join = join  # type: ignore[method-assign]
-    return [max(sizes), max(p.shape.numel() for p in sparse.stored.values()), sparse.num_prunable]
+    return [max(sizes), max(p.shape.numel() for p in internals(sparse).stored.values()), sparse.num_prunable]
 
 
 def test_an_edit_puts_together_one_layer_at_a_time(on_two: Run) -> None:
@@ -421,7 +422,7 @@ def carried_over(mesh: DeviceMesh) -> None:
     loss_of(alone.model, batches(1)[0]).backward()
     one.step()
     sharded.shard(mesh)
-    sharded.restore(alone.snapshot())
+    internals(sharded).restore(internals(alone).snapshot())
     two = sharded.attach(torch.optim.AdamW(sharded.model.parameters(), lr=0.01))
     sharded.load_optimizer_state(two, alone.optimizer_state(one))
     found = sharded.optimizer_state(two)["state"]
@@ -440,7 +441,7 @@ def evaluated(mesh: DeviceMesh) -> None:
     before = weights_of(sparse)
     with torch.no_grad():
         sparse.model(batches(1)[0])  # after which the outermost weights stay gathered
-    with sparse.pruned():
+    with internals(sparse).pruned():
         assert sparse.num_alive < 0.25 * sparse.num_prunable
         sparse.model(batches(1)[0])
     assert_same(weights_of(sparse), before, tolerance=0)

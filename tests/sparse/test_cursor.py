@@ -18,6 +18,7 @@ from growprune.masks.partition import Partition
 from growprune.methods import cyclic_gap, gmp, parallel_gap, rigl, static_random
 from growprune.plan import Branch, By, Fork, Phase, Plan, Stage, grow, prune
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 EPOCH = 3
@@ -60,7 +61,7 @@ def test_advance_may_jump_over_several_phases_at_once() -> None:
     cursor = Cursor(sparse, stages)
     assert cursor.advance(4) == stages[4]
     assert (cursor.start, cursor.length, cursor.left, cursor.position) == (3, 3, 2, 4)
-    assert sparse.editor.num_edits == 5
+    assert internals(sparse).editor.num_edits == 5
     assert cursor.advance(1000) is None
     assert cursor.is_over
 
@@ -147,10 +148,10 @@ def by_following(sparse: SparseModel, plan: Plan | Sequence[Stage]) -> dict[str,
     """One's own loop over phases, with a fresh optimizer for each that restarts."""
     optimizer = sparse.attach(sgd(sparse.model.parameters()))
     iteration = 0
-    for phase in sparse.follow(plan):
-        assert sparse.cursor is not None
-        assert sparse.cursor.current is not None
-        if phase.restart or sparse.cursor.current.branch is not None:
+    cursor = Cursor(sparse, plan)
+    for phase in cursor:
+        assert cursor.current is not None
+        if phase.restart or cursor.current.branch is not None:
             optimizer = sparse.attach(sgd(sparse.model.parameters()))
         for _ in range(phase.num_iterations(EPOCH)):
             train_step(sparse.model, optimizer, iteration)

@@ -28,6 +28,7 @@ from growprune.plan import Branch, By, Fork, Part, Parts, Phase, Rule, Stage, me
 from growprune.plan.folding import fold
 from growprune.recipes.digits import dense
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rules.dpf import DpfRule
 from growprune.sparse.rules.str_ import StrRule
@@ -100,15 +101,15 @@ def test_dpf_by_hand() -> None:
     assert model.weight[0].tolist() == [4, -3, 0, 0]
     # w = 4 -3 2 1, of which the third becomes the largest, though it is not in the mask
     assert step(model, optimizer, 0, 0, -8, 0) == [4, -3, 0, 0]
-    assert sparse.rule.w.values["weight"][0].tolist() == [4, -3, 6, 1]
+    assert internals(sparse).rule.w.values["weight"][0].tolist() == [4, -3, 6, 1]
     assert step(model, optimizer, 8, 0, 0, 0) == [0, -3, 6, 0]
-    assert sparse.rule.w.values["weight"][0].tolist() == [0, -3, 6, 1]
-    assert sparse.mask("weight").all()
+    assert internals(sparse).rule.w.values["weight"][0].tolist() == [0, -3, 6, 1]
+    assert sparse.masks["weight"].all()
     # w = -2 -3 6 1, then -2 -4 6 1, of which the next phase prunes what the model has
     assert step(model, optimizer, 4, 0, 0, 0) == [0, -3, 6, 0]
     assert step(model, optimizer, 0, 2, 0, 0) == [0, -4, 6, 0]
-    assert sparse.rule is None
-    assert sparse.mask("weight").tolist() == [[False, True, True, False]]
+    assert internals(sparse).rule is None
+    assert sparse.masks["weight"].tolist() == [[False, True, True, False]]
     assert step(model, optimizer, 1, 1, 1, 1) == [0, -4.5, 5.5, 0]
 
 
@@ -180,8 +181,10 @@ def test_dpf_equals_a_plain_straight_through_loop_bit_for_bit(optimize: Any, bat
             masks = {name: top(p, rule.target(t)) for name, p in plain.named_parameters() if p.dim() > 1}
         train_step(straight, theirs, t, batches=batches, clip=clip)
         train_step(model, ours, t, batches=batches, clip=clip)
-    assert isinstance(sparse.rule, DpfRule)
-    check_same_bits(sparse.rule.w.values, {name: p.data for name, p in plain.named_parameters() if p.dim() > 1})
+    assert isinstance(internals(sparse).rule, DpfRule)
+    check_same_bits(
+        internals(sparse).rule.w.values, {name: p.data for name, p in plain.named_parameters() if p.dim() > 1}
+    )
     check_same_bits(model[0].bias, plain[0].bias)
     x = torch.randn(2, 4, 3, 3)
     masks = {name: top(p, 0.75) for name, p in plain.named_parameters() if p.dim() > 1}  # 20 is even: a new one
@@ -225,7 +228,7 @@ def soft(w: float, s: float) -> float:
 def test_str_by_hand() -> None:
     """The threshold is 1/2 at first; the learning rate is 1/2, and the weight decay of s is 1/4."""
     model, sparse, optimizer = ruled(Str(ALL, s_init=0.0, s_decay=0.25), 2.0, -1.0, 0.25, -0.5)
-    rule = sparse.rule
+    rule = internals(sparse).rule
     assert model.weight[0].tolist() == [1.5, -0.5, 0, 0]
     assert not model.weight.signbit()[0, 3]
     # the gradient of w counts where the model is not zero: 2 1 0 0; that of s is -(2 - 1) sigmoid' = -1/4
@@ -243,9 +246,9 @@ def test_str_by_hand() -> None:
     assert rule.figures() == {"sparsity": 0.25}  # sigmoid(s) is below 1/2 now
     for _ in range(2):
         before = step(model, optimizer, 0, 0, 0, 0)
-    assert sparse.rule is None
+    assert internals(sparse).rule is None
     assert [w != 0 for w in before] == [True, True, False, False]
-    assert sparse.mask("weight").tolist() == [[True, True, False, False]]
+    assert sparse.masks["weight"].tolist() == [[True, True, False, False]]
 
 
 def test_str_is_ruled_then_pruned() -> None:
@@ -265,7 +268,7 @@ def test_str_ends_where_the_sparsity_says_at_any_learning_rate_unless_the_loss_r
     assert (rule.s_decay, rule.s_shrink) == (0, pytest.approx(1 - 0.5**0.25))
     for gradient, expected in ((0.0, -2.0), (1.0, None)):  # -4 times the cube root of 1/8
         model, sparse, optimizer = ruled(rule, 2.0, -1.0, 0.25, -0.5, lr=lr)
-        running = sparse.rule
+        running = internals(sparse).rule
         for _ in range(4):
             step(model, optimizer, -gradient, gradient, 0, 0)  # which is for larger weights
         if expected is None:
@@ -300,15 +303,17 @@ def test_str_equals_a_plain_loop_that_has_s_as_a_parameter(optimize: Any, batche
         train_step(straight, theirs, t, batches=batches)
         of_s.step()
         train_step(model, ours, t, batches=batches)
-    assert isinstance(sparse.rule, StrRule)
+    assert isinstance(internals(sparse).rule, StrRule)
     for name, value in s.items():
         assert abs(float(value.detach()) + 3) > 0.01  # it moved
-        torch.testing.assert_close(sparse.rule.s[name], value.detach(), rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(sparse.rule.w.values[name], plain.get_parameter(name).data, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(internals(sparse).rule.s[name], value.detach(), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            internals(sparse).rule.w.values[name], plain.get_parameter(name).data, rtol=1e-9, atol=1e-9
+        )
         torch.testing.assert_close(
             model.get_parameter(name).data, shrunk(name, plain.get_parameter(name)).data, rtol=1e-9, atol=1e-9
         )
-    assert 0 < sparse.rule.figures()["sparsity"] < 1
+    assert 0 < internals(sparse).rule.figures()["sparsity"] < 1
 
 
 # DeepR
@@ -321,7 +326,7 @@ def test_deepr_by_hand() -> None:
     assert model.weight[0].tolist() == [4, -3, 0, 0]
     # 4 - (10 + 1/2) / 2 is negative: it dies. -3 + 1/4 lives
     assert step(model, optimizer, 10, 0, 7, 7) == [0, -2.75, 0, 0]
-    mask = sparse.mask("weight")[0]
+    mask = sparse.masks["weight"][0]
     assert int(mask.sum()) == 2
     assert mask[1]
     new = int(mask.to(torch.int8).argmax()) if mask[0] else 2 + int(mask[3])
@@ -329,12 +334,12 @@ def test_deepr_by_hand() -> None:
     after = step(model, optimizer, -4, -4, -4, -4)
     assert after[new] == 2
     assert after[1] == -2.75 + 2 + 0.25
-    assert sparse.mask("weight")[0].tolist() == mask.tolist()
+    assert sparse.masks["weight"][0].tolist() == mask.tolist()
     # 2 - (4.5 + 1/2) / 2 has another sign
     after = step(model, optimizer, 4.5, 4.5, 4.5, 4.5)
     assert after[new] == 0
     assert after[1] == -0.5 - 2.25 + 0.25
-    assert int(sparse.mask("weight").sum()) == 2
+    assert int(sparse.masks["weight"].sum()) == 2
 
 
 def test_deepr_begins_at_random_and_stops_rewiring() -> None:
@@ -351,7 +356,7 @@ def test_what_comes_to_zero_exactly_dies_too() -> None:
     places = set()
     for _ in range(4):
         weight = step(model, optimizer, *([8.0] * 4 if model.weight.any() else [-8.0] * 4))
-        places.add(tuple(sparse.mask("weight")[0].tolist()))
+        places.add(tuple(sparse.masks["weight"][0].tolist()))
         assert sum(map(bool, weight)) <= 1
     assert len(places) > 1
     assert all(sum(place) == 1 for place in places)
@@ -363,7 +368,7 @@ def test_where_all_live_what_dies_lives_again_from_zero() -> None:
     cursor = Cursor(sparse, [Phase(iterations=9, rule=Deepr(ALL, iterations=4, l1=0.0, temperature=0.0))])
     optimizer = cursor.attach(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5))
     assert step(model, optimizer, 8, 0, 0, 0.5) == [0, -3, 2, 0.5]
-    assert sparse.mask("weight").all()
+    assert sparse.masks["weight"].all()
     assert optimizer.state[model.weight]["momentum_buffer"][0].tolist() == [0, 0, 0, 0.5]
 
 
@@ -374,13 +379,13 @@ def test_the_noise_of_deepr_has_its_temperature_and_leaves_the_dead_alone() -> N
     sparse = SparseModel(model, sparsity=0.5)
     cursor = Cursor(sparse, [Phase(prune(rule.part, to=0.5), iterations=9, rule=rule)])
     optimizer = cursor.attach(torch.optim.SGD(model.parameters(), lr=0.2))
-    mask, moved = sparse.mask("weight"), []
+    mask, moved = sparse.masks["weight"], []
     for _ in range(2):
         before = model.weight.detach().clone()
         optimizer.zero_grad()
         (model.weight * 0).sum().backward()
         optimizer.step()
-        assert torch.equal(sparse.mask("weight"), mask)
+        assert torch.equal(sparse.masks["weight"], mask)
         assert not model.weight[~mask].any()
         moved.append((model.weight - before)[mask].detach())
     for t, noise in enumerate(moved):
@@ -396,12 +401,12 @@ def test_the_noise_of_deepr_has_its_temperature_and_leaves_the_dead_alone() -> N
 def test_deepr_keeps_the_count_of_each_layer_and_what_is_new_has_no_past(optimize: Any, allocation: str) -> None:
     model = small_net()
     sparse, (optimizer,) = under("deepr", model, optimize(model.parameters()), allocation=allocation)
-    counts, swapped = [sparse.alive_in(weight) for weight in sparse.weights], 0
+    counts, swapped = list(internals(sparse).alive_by_weight().values()), 0
     assert sum(counts) == 376
     for t in range(20):
         before = sparse.masks
         train_step(model, optimizer, t)
-        assert [sparse.alive_in(weight) for weight in sparse.weights] == counts
+        assert list(internals(sparse).alive_by_weight().values()) == counts
         assert sparse.is_at_target
         for name, mask in sparse.masks.items():
             parameter = model.get_parameter(name)
@@ -457,8 +462,8 @@ def test_two_optimizers_that_share_a_model_do_as_one_does(name: str) -> None:
             loss_of(model, t).backward()
             for optimizer in optimizers:
                 optimizer.step()
-        assert sparse.rule is not None
-        ends.append((dict(model.state_dict()), sparse.masks, sparse.rule.state_dict()))
+        assert internals(sparse).rule is not None
+        ends.append((dict(model.state_dict()), sparse.masks, internals(sparse).rule.state_dict()))
     check_same_bits(ends[0], ends[1])
 
 
@@ -521,9 +526,9 @@ def test_a_rule_is_released_with_its_phase(name: str) -> None:
     model = small_net()
     sparse, (optimizer,) = under(name, model, sgd(model.parameters()), iterations=3)
     for t in range(3):
-        assert sparse.rule is not None
+        assert internals(sparse).rule is not None
         train_step(model, optimizer, t)
-    assert sparse.rule is None
+    assert internals(sparse).rule is None
     plain = small_net()
     plain.load_state_dict(model.state_dict())
     twin = SparseModel(plain, sparsity=0.75)
@@ -541,10 +546,10 @@ def test_a_frozen_layer_stays_as_it_is(name: str) -> None:
     model = small_net()
     trained = [p for layer in (model[0], model[5]) for p in layer.parameters()]
     sparse, (optimizer,) = under(name, model, sgd(trained))
-    assert sparse.rule is not None
+    assert internals(sparse).rule is not None
 
     def frozen() -> Tensor:
-        aside = sparse.rule.state_dict().get("w", {}) if sparse.rule is not None else {}
+        aside = internals(sparse).rule.state_dict().get("w", {}) if internals(sparse).rule is not None else {}
         return aside.get("3.weight", model[3].weight.detach()).clone()  # type: ignore[no-any-return]
 
     before = frozen()

@@ -15,6 +15,7 @@ import growprune as gp
 from growprune.errors import GrowpruneError
 from growprune.plan import By, Part, Phase, grow, prune
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 ALL = Part("all", ("weight",))
@@ -39,7 +40,7 @@ class Few(nn.Module):
 
 
 def alive(sparse: SparseModel) -> list[int]:
-    return sparse.mask("weight").int().flatten().tolist()
+    return sparse.masks["weight"].int().flatten().tolist()
 
 
 def pass_one(model: nn.Module, optimizer: torch.optim.Optimizer, *losses: Callable[[], Tensor]) -> None:
@@ -118,7 +119,7 @@ def test_grasp_keeps_the_largest_products_of_weight_and_hessian_gradient() -> No
     model = Few(*W)
     sparse = SparseModel(model, sparsity=0.5)
     sparse.score(By.GRASP, [model.quadratic(A)])
-    assert sparse.gradients.scores(By.GRASP, "weight").tolist() == [[48, -12, 1, 2.25]]
+    assert internals(sparse).gradients.scores(By.GRASP, "weight").tolist() == [[48, -12, 1, 2.25]]
     sparse.prune(by=By.GRASP)
     assert alive(sparse) == [1, 0, 0, 1]  # by magnitude, -12 would stay
 
@@ -129,17 +130,17 @@ def test_grasp_multiplies_the_hessian_with_the_gradient_of_all_losses() -> None:
     second = [[1.0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0.5, 0], [0, 0, 0, 1]]  # they add up to A
     sparse = SparseModel(model, sparsity=0.5)
     sparse.score(By.GRASP, [model.quadratic(first), model.quadratic(second)])
-    assert sparse.gradients.scores(By.GRASP, "weight").tolist() == [[48, -12, 1, 2.25]]
+    assert internals(sparse).gradients.scores(By.GRASP, "weight").tolist() == [[48, -12, 1, 2.25]]
 
 
 def test_what_replicas_score_is_added_up_so_that_all_choose_by_the_same_bits() -> None:
     model = Few(*W)
     sparse = SparseModel(model, sparsity=0.5)
-    sparse.gradients.add_up = lambda mine: mine + torch.tensor([[0.0, 10, 0, 0]])  # of the other replica
+    internals(sparse).gradients.add_up = lambda mine: mine + torch.tensor([[0.0, 10, 0, 0]])  # of the other replica
     sparse.score(By.GRASP, [model.quadratic(A)])
-    assert sparse.gradients.scores(By.GRASP, "weight").tolist() == [[48, -32, 1, 2.25]]
+    assert internals(sparse).gradients.scores(By.GRASP, "weight").tolist() == [[48, -32, 1, 2.25]]
     sparse.score(By.SNIP, [model.quadratic(A)])
-    assert sparse.gradients.scores(By.SNIP, "weight").tolist() == [[24, -20, 1, 0.75]]
+    assert internals(sparse).gradients.scores(By.SNIP, "weight").tolist() == [[24, -20, 1, 0.75]]
 
 
 def test_grasp_looks_through_attention_whose_fast_kernels_have_no_second_derivative() -> None:
@@ -149,7 +150,7 @@ def test_grasp_looks_through_attention_whose_fast_kernels_have_no_second_derivat
     scores = []
     for need_weights in (False, True):  # only with the weights it is computed step by step
         sparse.score(By.GRASP, [lambda n=need_weights: attention(x, x, x, need_weights=n)[0].square().mean()])
-        scores.append(sparse.gradients.scores(By.GRASP, "in_proj_weight"))
+        scores.append(internals(sparse).gradients.scores(By.GRASP, "in_proj_weight"))
     torch.testing.assert_close(*scores)
 
 
@@ -161,7 +162,7 @@ def test_grasp_of_blocks_adds_signed_scores_up() -> None:
     model = Few(4.0, 0.5, -2.0, 1.5, 1.0, 2.0)
     sparse = SparseModel(model, sparsity=0.34, pattern="1x2")
     sparse.score(By.GRASP, [model.quadratic(coupled)])
-    assert sparse.gradients.scores(By.GRASP, "weight").tolist() == [[48, 0.25, -12, 2.25, 1, 4]]
+    assert internals(sparse).gradients.scores(By.GRASP, "weight").tolist() == [[48, 0.25, -12, 2.25, 1, 4]]
     sparse.prune(by=By.GRASP)
     assert alive(sparse) == [1, 1, 0, 0, 1, 1]  # 48.25, -9.75, 5; of magnitudes, 14.25 would beat 5
 
@@ -171,8 +172,8 @@ def test_grasp_passes_a_frozen_layer_over() -> None:
     model[0].requires_grad_(False)
     sparse = SparseModel(model, sparsity=0.5, allocation="global")
     sparse.score(By.GRASP, [lambda: model(torch.ones(1, 4, 3, 3)).square().sum()])
-    assert int(sparse.gradients.scores(By.GRASP, "0.weight").count_nonzero()) == 0
-    assert int(sparse.gradients.scores(By.GRASP, "5.weight").count_nonzero()) > 0
+    assert int(internals(sparse).gradients.scores(By.GRASP, "0.weight").count_nonzero()) == 0
+    assert int(internals(sparse).gradients.scores(By.GRASP, "5.weight").count_nonzero()) > 0
 
 
 def test_a_hessian_is_no_gradient_and_is_forgotten_where_gradients_come_in() -> None:
@@ -181,14 +182,14 @@ def test_a_hessian_is_no_gradient_and_is_forgotten_where_gradients_come_in() -> 
     cursor = Cursor(sparse, [Phase(iterations=1), Phase(prune(ALL, to=0.5, by=By.GRADIENT), iterations=1)])
     optimizer = cursor.attach(still(model))
     sparse.score(By.GRASP, [model.quadratic(A)])
-    assert not sparse.gradients.are_seen(By.GRADIENT)
+    assert not internals(sparse).gradients.are_seen(By.GRADIENT)
     cursor.advance(0)  # watch again
     pass_one(model, optimizer, model.linear(1, 2, 3, 4))
     assert alive(sparse) == [0, 0, 1, 1]  # H g is 12, 6, 1, 4.5
     sparse.score(By.GRASP, [model.quadratic(A)])
-    sparse.gradients.watch(By.GRADIENT)
+    internals(sparse).gradients.watch(By.GRADIENT)
     pass_one(model, optimizer, model.linear(1, 2, 3, 4))
-    assert not sparse.gradients.are_seen(By.GRASP)
+    assert not internals(sparse).gradients.are_seen(By.GRASP)
 
 
 def test_a_score_goes_with_the_state() -> None:
@@ -218,7 +219,7 @@ def test_momentum_by_hand_over_three_iterations() -> None:
     optimizer = cursor.attach(still(model))
     for i, gradient in enumerate(GRADIENTS):
         if i == 2:
-            seen = sparse.gradients.scores(By.MOMENTUM, "weight").flatten().tolist()
+            seen = internals(sparse).gradients.scores(By.MOMENTUM, "weight").flatten().tolist()
             assert seen == pytest.approx([0.9, 0, 0.5, 0.01])
         pass_one(model, optimizer, model.linear(*gradient))
     assert alive(sparse) == [1, 1, 0, 0]  # by the last gradient it would be 0 1 1 0, by the sum 1 1 0 0
@@ -266,8 +267,8 @@ def test_an_edit_by_gradient_beside_one_by_momentum_sees_the_last_iteration() ->
     optimizer = cursor.attach(still(model))
     for gradient in GRADIENTS:
         pass_one(model, optimizer, model["a"].linear(*gradient), model["b"].linear(*gradient))
-    assert sparse.mask("a.weight").int().tolist() == [[0, 1, 1, 0]]
-    assert sparse.mask("b.weight").int().tolist() == [[1, 1, 0, 0]]
+    assert sparse.masks["a.weight"].int().tolist() == [[0, 1, 1, 0]]
+    assert sparse.masks["b.weight"].int().tolist() == [[1, 1, 0, 0]]
 
 
 # What is seen of an iteration
@@ -327,22 +328,22 @@ def test_of_one_batch_compact_storage_keeps_no_more_than_it_may_choose(storage: 
     cursor = Cursor(sparse, plan, accumulate=1)
     optimizer = cursor.attach(still(model))
     for _ in range(2):
-        assert "weight" not in sparse.gradients.state_dict()["sums"]  # the first iteration is not looked at
+        assert "weight" not in internals(sparse).gradients.state_dict()["sums"]  # the first iteration is not looked at
         optimizer.zero_grad()
         model(torch.randn(8, 40)).square().sum().backward()
         if cursor.left == 1:
-            kept = sparse.gradients.state_dict()["sums"]["weight"].count_nonzero()
+            kept = internals(sparse).gradients.state_dict()["sums"]["weight"].count_nonzero()
             assert int(kept) == (200 + 100 if storage == "compact" else 2000)
         optimizer.step()
     assert sparse.num_alive == 300
-    assert not sparse.gradients.state_dict()["sums"]
+    assert not internals(sparse).gradients.state_dict()["sums"]
 
 
 def test_replicas_add_their_gradients_up_once_an_iteration() -> None:
     model = Few(1.0, 1.0, 1.0, 1.0)
     sparse = SparseModel(model, sparsity=0.5)
     others = torch.tensor([[0.0, 0.0, 9.0, 9.0]])  # of the other replica
-    sparse.gradients.add_up = lambda total: total + others
+    internals(sparse).gradients.add_up = lambda total: total + others
     cursor = Cursor(sparse, [Phase(iterations=1), Phase(prune(ALL, to=0.5, by=By.GRADIENT), iterations=1)])
     pass_one(model, cursor.attach(still(model)), model.linear(1, 2, -9, 0))
     assert alive(sparse) == [0, 1, 0, 1]
@@ -355,7 +356,7 @@ def test_a_layer_that_took_no_part_has_no_gradient(storage: str) -> None:
     sparse.score(By.SNIP, [model["a"].linear(1, 1, 1, 1)])
     with pytest.warns(UserWarning, match=r"no weight lives in b.weight"):
         sparse.prune(by=By.SNIP)
-    assert sparse.mask("a.weight").all()
+    assert sparse.masks["a.weight"].all()
 
 
 @every_storage
@@ -366,7 +367,7 @@ def test_a_clone_sees_gradients_of_its_own(storage: str) -> None:
     plan = [Phase(iterations=1), Phase(grow(ALL, to=0.25, by=By.GRADIENT), iterations=1)]
     cursor = Cursor(sparse, plan)
     optimizer = cursor.attach(still(model))  # from here on, gradients are watched
-    clone = sparse.clone()
+    clone = copy.deepcopy(sparse)
     cursor_of_clone = Cursor(clone, plan)
     of_clone = cursor_of_clone.attach(still(clone.model))
     pass_one(clone.model, of_clone, clone.model.linear(0, 0, 1, 2))
@@ -405,12 +406,12 @@ def test_while_it_is_pruned_a_model_is_what_pruning_would_make_of_it(
     storage: str, allocation: str, pattern: str, tmp_path: Any
 ) -> None:
     sparse, optimizer = trained(storage, allocation=allocation, pattern=pattern)
-    really = sparse.clone()
+    really = copy.deepcopy(sparse)
     really.prune()
     parameters = list(sparse.model.parameters())
     before = copy.deepcopy((sparse.model.state_dict(), sparse.state_dict(), optimizer.state_dict()))
-    assert sparse.can_be_pruned
-    with sparse.pruned():
+    assert internals(sparse).can_be_pruned
+    with internals(sparse).pruned():
         check_same_bits(dict(sparse.model.state_dict()), dict(really.model.state_dict()))
         check_same_bits(sparse.masks, really.masks)
         assert sparse.num_alive == really.num_alive == 376
@@ -431,7 +432,7 @@ def test_a_model_that_was_pruned_for_a_while_trains_on_as_if_nothing_had_been(st
         sparse, optimizer = trained(storage)
         for iteration in range(2, 5):
             if is_looked_at:
-                with sparse.pruned():
+                with internals(sparse).pruned():
                     sparse.model(torch.ones(1, 4, 3, 3))
             train_step(sparse.model, optimizer, iteration)
         ends.append((sparse.model.state_dict(), sparse.masks, optimizer.state_dict()))
@@ -442,7 +443,7 @@ def test_a_model_that_was_pruned_for_a_while_trains_on_as_if_nothing_had_been(st
 def test_an_error_while_it_is_pruned_leaves_the_model_as_it_was(storage: str) -> None:
     sparse, _ = trained(storage)
     before = copy.deepcopy((sparse.model.state_dict(), sparse.state_dict()))
-    with pytest.raises(KeyError), sparse.pruned():
+    with pytest.raises(KeyError), internals(sparse).pruned():
         raise KeyError("no such image")
     check_same_bits((sparse.model.state_dict(), sparse.state_dict()), before)
 
@@ -450,11 +451,11 @@ def test_an_error_while_it_is_pruned_leaves_the_model_as_it_was(storage: str) ->
 @every_storage
 def test_a_model_that_is_sparser_already_cannot_be_pruned(storage: str) -> None:
     sparse, _ = trained(storage)
-    assert sparse.can_be_pruned
+    assert internals(sparse).can_be_pruned
     sparse.prune()
-    assert sparse.can_be_pruned  # to what it is
+    assert internals(sparse).can_be_pruned  # to what it is
     sparse.prune(to=0.8)
-    assert not sparse.can_be_pruned
+    assert not internals(sparse).can_be_pruned
     with pytest.raises(GrowpruneError, match="cannot prune"):
         sparse.prune()
 
@@ -483,7 +484,7 @@ def test_the_gradients_of_a_step_that_was_skipped_are_dropped(storage: str, accu
             if scale == 1.0:
                 optimizer.step()
             optimizer.zero_grad()
-        masks.append(sparse.mask("weight"))
+        masks.append(sparse.masks["weight"])
     assert torch.equal(*masks)
 
 
@@ -491,11 +492,11 @@ def test_a_compact_layer_that_is_used_twice_has_the_sum_of_its_gradients() -> No
     sparse = SparseModel(nn.Linear(4, 4, bias=False), sparsity=0.5, storage="compact")
     sparse.prune()
     sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
-    sparse.watch([grow(Part("all", ("weight",)), to=0.25, by=By.GRADIENT)])
+    internals(sparse).watch([grow(Part("all", ("weight",)), to=0.25, by=By.GRADIENT)])
     model = sparse.model
     (model(torch.ones(1, 4)).sum() + model(torch.ones(1, 4)).sum()).backward()
-    sparse.gradients.end_iteration()
-    assert sparse.gradients.scores(By.GRADIENT, "weight").tolist() == [[2.0] * 4] * 4
+    internals(sparse).gradients.end_iteration()
+    assert internals(sparse).gradients.scores(By.GRADIENT, "weight").tolist() == [[2.0] * 4] * 4
 
 
 # Compiled models
@@ -514,7 +515,7 @@ def test_a_compiled_compact_model_shows_the_gradients_that_edits_look_at() -> No
         seen = []
         for iteration in range(8):
             train_step(run, optimizer, iteration)
-            seen.append(torch.cat([sparse.mask(w.name).flatten() for w in sparse.weights]))
+            seen.append(torch.cat([sparse.masks[w.name].flatten() for w in sparse.weights]))
         return seen
 
     expected, found = masks(False), masks(True)
@@ -565,7 +566,7 @@ def test_with_several_optimizers_each_weight_is_looked_at_by_the_loss_it_is_trai
     optimizers = {name: torch.optim.SGD(getattr(model, name).parameters(), lr=0.0) for name in order}
     for optimizer in optimizers.values():
         sparse.attach(optimizer)
-    sparse.gradients.watch(by)
+    internals(sparse).gradients.watch(by)
     for _ in range(2):
         for name in order:
             model.zero_grad()
@@ -573,4 +574,4 @@ def test_with_several_optimizers_each_weight_is_looked_at_by_the_loss_it_is_trai
             optimizers[name].step()
     weight = 1 - 0.9**2 if by is By.MOMENTUM else 1.0  # of an average over two iterations that are alike
     for name in order:
-        torch.testing.assert_close(sparse.gradients.scores(by, f"{name}.weight"), weight * own[name])
+        torch.testing.assert_close(internals(sparse).gradients.scores(by, f"{name}.weight"), weight * own[name])

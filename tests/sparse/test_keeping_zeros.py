@@ -130,7 +130,7 @@ def clip_to_nothing(sparse: SparseModel, optimizer: torch.optim.Optimizer) -> No
     run(sparse)
     parameter = next(sparse.model.parameters())
     assert parameter.grad is not None
-    parameter.grad[sparse.mask("0.weight")] = float("nan")
+    parameter.grad[sparse.masks["0.weight"]] = float("nan")
     nn.utils.clip_grad_norm_(sparse.model.parameters(), 1.0)  # zero times NaN is NaN
     assert parameter.grad.isnan().all()
 
@@ -274,5 +274,5 @@ def test_what_is_written_through_data_goes_unseen_but_is_not_saved_and_ends_with
         with pytest.raises(GrowpruneError, match=r"weight is not zero everywhere .* call enforce\(\) before saving"):
             save(sparse, tmp_path / "model.safetensors")
         end()
-        assert is_positive_zero(model.weight[~sparse.mask("weight")])
+        assert is_positive_zero(model.weight[~sparse.masks["weight"]])
         save(sparse, tmp_path / "model.safetensors")

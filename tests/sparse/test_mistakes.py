@@ -18,6 +18,8 @@ import growprune as gp
 from growprune.errors import GrowpruneError
 from growprune.methods import cyclic_gap, one_shot
 from growprune.plan import By, Edit
+from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 
 
 def mlp() -> nn.Sequential:
@@ -49,7 +51,7 @@ def test_a_partition_of_another_model_is_refused(wrap: Any) -> None:
     sparse = gp.SparseModel(wrap(model), sparsity=0.9)
     plan = cyclic_gap(gp.Partition.contiguous(model, 3), sparsity=0.9, steps=3, epochs=1, finetune=1)
     with pytest.raises(ValueError, match=r"has '0.weight', but the model has names like '\w+\.0\.weight': make the"):
-        list(sparse.follow(plan))
+        list(Cursor(sparse, plan))
     assert sparse.num_alive == sparse.num_prunable == 1664
 
 
@@ -57,29 +59,32 @@ def test_when_a_plan_is_over_another_begins() -> None:
     model = mlp()
     sparse, S = gp.SparseModel(model, sparsity=0.9), gp.Partition.contiguous(model, 1)
     first, second = (one_shot(S, sparsity=sparsity, epochs=1, finetune=1) for sparsity in (0.5, 0.9))
-    assert len(list(sparse.follow(first))) == 2
-    assert [str(phase) for phase in sparse.follow(second)] == ["train", "prune all to 0.9"]
+    assert len(list(Cursor(sparse, first))) == 2
+    cursor = Cursor(sparse, second)
+    assert [str(phase) for phase in cursor] == ["train", "prune all to 0.9"]
     assert sparse.num_alive == 51 + 102 + 13
     again = gp.SparseModel(mlp(), sparsity=0.9)
     again.load_state_dict(sparse.state_dict())
-    assert list(again.follow(second)) == list(sparse.follow(second)) == []  # a script run twice trains once
-    again.leave_plan()
+    resumed = Cursor(again, second)
+    resumed.load_state_dict(cursor.state_dict())
+    assert list(resumed) == list(cursor) == []  # a script run twice trains once
     again.grow()
-    assert len(list(again.follow(second))) == 2
+    assert len(list(Cursor(again, second))) == 2
 
 
 def test_a_plan_may_be_a_generator() -> None:
     sparse = gp.SparseModel(mlp(), sparsity=0.9)
     S = gp.Partition.contiguous(sparse.model, 2)
     steps = (step for step in one_shot(S, sparsity=0.9, epochs=1, finetune=1))
-    assert len(list(sparse.follow(steps))) == 2  # type: ignore[arg-type]
+    assert len(list(Cursor(sparse, steps))) == 2  # type: ignore[arg-type]
     assert sparse.num_alive == 166
 
 
 def test_an_edit_that_failed_is_done_when_the_plan_is_followed_again() -> None:
     sparse = gp.SparseModel(mlp(), sparsity=0.9)
     plan = one_shot(gp.Partition.contiguous(sparse.model, 1), sparsity=np.float64(0.9), epochs=1, finetune=1)
-    walk = sparse.follow(plan)
+    cursor = Cursor(sparse, plan)
+    walk = iter(cursor)
     next(walk)
     weight = sparse.model.get_parameter("0.weight")
     with torch.no_grad():
@@ -89,31 +94,31 @@ def test_an_edit_that_failed_is_done_when_the_plan_is_followed_again() -> None:
         next(walk)
     with torch.no_grad():
         weight.copy_(before)
-    plan = one_shot(gp.Partition.contiguous(sparse.model, 1), sparsity=0.9, epochs=1, finetune=1)
-    assert len(list(sparse.follow(plan))) == 2  # the phase it was in, and the one that failed
+    assert len(list(cursor)) == 2  # the phase it was in, and the one that failed
     assert sparse.num_alive == 166
 
 
 def test_a_plan_is_not_gone_on_with_by_another() -> None:
     model = mlp()
     sparse, S = gp.SparseModel(model, sparsity=0.9), gp.Partition.contiguous(model, 2)
-    walk = sparse.follow(one_shot(S, sparsity=0.5, epochs=1, finetune=1))
+    cursor = Cursor(sparse, one_shot(S, sparsity=0.5, epochs=1, finetune=1))
+    walk = iter(cursor)
     next(walk), next(walk)
     state = sparse.state_dict()
     for again in (sparse, gp.SparseModel(mlp(), sparsity=0.9)):
         again.load_state_dict(state)
-        with pytest.raises(
-            ValueError,
-            match=r"is of phase 1 of another plan: go on with that plan, or, if it was followed, call leave_plan\(\)",
-        ):
-            next(again.follow(one_shot(S, sparsity=0.9, epochs=1, finetune=1)))
-        assert str(next(again.follow(one_shot(S, sparsity=0.5, epochs=1, finetune=1)))) == "prune all to 0.5"
+        other = Cursor(again, one_shot(S, sparsity=0.9, epochs=1, finetune=1))
+        with pytest.raises(ValueError, match="is of phase 1 of another plan: make the Cursor with that plan, or begin"):
+            other.load_state_dict(cursor.state_dict())
+        same = Cursor(again, one_shot(S, sparsity=0.5, epochs=1, finetune=1))
+        same.load_state_dict(cursor.state_dict())
+        assert str(next(iter(same))) == "prune all to 0.5"
 
 
 def test_what_ranks_is_named_by_its_text_or_refused() -> None:
     random, magnitude = gp.SparseModel(mlp(), sparsity=0.9), pruned()
     random.prune(by="random")  # type: ignore[arg-type]
-    assert not torch.equal(random.mask("0.weight"), magnitude.mask("0.weight"))
+    assert not torch.equal(random.masks["0.weight"], magnitude.masks["0.weight"])
     with pytest.raises(ValueError, match="by is 'banana', but must be one of magnitude, random"):
         random.prune(by="banana")  # type: ignore[arg-type]
     assert isinstance(gp.prune(gp.Partition.contiguous(mlp(), 1).whole, to=0.5, by="random"), Edit)  # type: ignore[arg-type]
@@ -151,7 +156,7 @@ def test_a_sparse_model_that_is_gone_leaves_the_other_in_charge(tmp_path: Path) 
     del again
     step(model, optimizer)
     assert model[0].weight.grad is not None
-    assert int(model[0].weight.grad[~sparse.mask("0.weight")].count_nonzero()) == 0
+    assert int(model[0].weight.grad[~sparse.masks["0.weight"]].count_nonzero()) == 0
 
 
 def test_layers_may_be_wrapped_afterwards() -> None:
@@ -308,7 +313,7 @@ def test_names_may_be_an_iterator(storage: str) -> None:
         Einsum(), sparsity=0.5, keep_dense=iter(["fc"]), include=(name for name in ["matrix"]), storage=storage
     )
     assert [weight.name for weight in sparse.weights] == ["matrix"]
-    assert (sparse.keep_dense, sparse.include) == (("fc",), ("matrix",))
+    assert (internals(sparse).keep_dense, internals(sparse).include) == (("fc",), ("matrix",))
 
 
 @pytest.mark.parametrize("argument", ["keep_dense", "include"])
@@ -321,8 +326,8 @@ def test_names_are_texts(argument: str) -> None:
 def test_numbers_of_numpy_are_saved_as_what_is_meant(tmp_path: Path) -> None:
     for sparsity in (np.float16(0.9), np.float32(0.9), np.float64(0.9)):
         sparse = pruned(sparsity=sparsity, seed=np.int64(3))
-        assert (sparse.sparsity, sparse.seed) == (0.9, 3)
-        assert (type(sparse.sparsity), type(sparse.seed)) == (float, int)
+        assert (sparse.sparsity, internals(sparse).seed) == (0.9, 3)
+        assert (type(sparse.sparsity), type(internals(sparse).seed)) == (float, int)
         gp.save(sparse, tmp_path / "model.safetensors")
         manifest = gp.manifest(tmp_path / "model.safetensors")
         assert (manifest["sparsity"], manifest["seed"]) == (0.9, 3)
@@ -380,7 +385,7 @@ def test_a_score_is_named_by_its_text_too() -> None:
         sparse = gp.SparseModel(model, sparsity=0.5)
         sparse.score(by, [lambda model=model: model(torch.ones(2, 16)).square().sum()])  # type: ignore[arg-type]
         sparse.prune(by=by)  # type: ignore[arg-type]
-        masks.append(sparse.mask("0.weight"))
+        masks.append(sparse.masks["0.weight"])
     assert torch.equal(*masks)
 
 
@@ -470,7 +475,7 @@ def test_what_thaws_has_masked_gradients_from_the_next_step_on() -> None:
     for _ in range(2):
         step(model, optimizer)
     assert model[0].weight.grad is not None
-    assert int(model[0].weight.grad[~sparse.mask("0.weight")].count_nonzero()) == 0
+    assert int(model[0].weight.grad[~sparse.masks["0.weight"]].count_nonzero()) == 0
 
 
 # Compact storage
@@ -484,7 +489,7 @@ def test_a_compact_model_is_not_held_twice(tmp_path: Path) -> None:
     for storage in ("masked", "compact"):
         with pytest.raises(ValueError, match="0 is stored compact by another SparseModel: use a fresh model"):
             gp.SparseModel(sparse.model, sparsity=0.9, storage=storage)
-    assert sparse.clone().num_alive == copy.deepcopy(sparse).num_alive == 166
+    assert copy.deepcopy(sparse).num_alive == 166
     sparse.grow()  # all alive, a model is a plain one again
     assert gp.load(tmp_path / "model.safetensors", sparse.model, storage="compact").num_alive == 166
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.masks import patterns
+from growprune.masks.allocation import num_kept
 from growprune.masks.layers import Weight
 from growprune.masks.partition import Partition
 from growprune.masks.patterns import Block, NofM
-from growprune.masks.selection import num_kept
 from growprune.plan import By, Part, grow, prune
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 SPARSITIES = [0, 0.5, 0.8, 0.9, 0.95, 0.99]
@@ -88,20 +89,20 @@ def live_blocks(matrix: Tensor, height: int, width: int) -> tuple[int, bool]:
 
 def groups_alive(sparse: SparseModel, weight: Weight) -> int:
     """The count the sparsity is about: blocks, or weights."""
-    matrix = folded(sparse.mask(weight.parameter), weight)
-    if isinstance(sparse.pattern, Block):
-        alive, whole = live_blocks(matrix, sparse.pattern.height, sparse.pattern.width)
+    matrix = folded(sparse.masks[weight.parameter], weight)
+    if isinstance(internals(sparse).pattern, Block):
+        alive, whole = live_blocks(matrix, internals(sparse).pattern.height, internals(sparse).pattern.width)
         assert whole, f"{weight.name} has half a block"
         return alive
-    if isinstance(sparse.pattern, NofM) and sparse.sparsity > 0:
-        assert int(matrix.view(-1, sparse.pattern.m).sum(1).max()) <= sparse.pattern.n
+    if isinstance(internals(sparse).pattern, NofM) and sparse.sparsity > 0:
+        assert int(matrix.view(-1, internals(sparse).pattern.m).sum(1).max()) <= internals(sparse).pattern.n
     return int(matrix.sum())
 
 
 def groups_in(sparse: SparseModel, weight: Weight) -> int:
-    if isinstance(sparse.pattern, Block):
-        rows, columns = folded(sparse.mask(weight.parameter), weight).shape
-        return math.ceil(rows / sparse.pattern.height) * math.ceil(columns / sparse.pattern.width)
+    if isinstance(internals(sparse).pattern, Block):
+        rows, columns = folded(sparse.masks[weight.parameter], weight).shape
+        return math.ceil(rows / internals(sparse).pattern.height) * math.ceil(columns / internals(sparse).pattern.width)
     return weight.numel
 
 
@@ -109,9 +110,9 @@ def check_counts_are_exact(sparse: SparseModel, parts: Partition | None) -> None
     """Counts against the sparsity asked for, and weights against masks."""
     alive = {weight.name: groups_alive(sparse, weight) for weight in sparse.weights}
     sizes = {weight.name: groups_in(sparse, weight) for weight in sparse.weights}
-    if sparse.allocation == "uniform":
+    if internals(sparse).allocation == "uniform":
         assert alive == {name: num_kept(sparse.sparsity, size) for name, size in sizes.items()}
-    elif parts is not None and sparse.scope.value == "part" and sparse.allocation == "global":
+    elif parts is not None and internals(sparse).scope.value == "part" and internals(sparse).allocation == "global":
         for part in parts:
             names = [weight.name for weight in sparse.weights if weight.parameter in part.tensors]
             assert sum(alive[n] for n in names) == num_kept(sparse.sparsity, sum(sizes[n] for n in names))
@@ -223,14 +224,14 @@ def test_the_memory_layout_does_not_matter() -> None:
         ours, theirs = make(model, 0.9, pattern=pattern), make(last, 0.9, pattern=pattern)
         ours.prune()
         theirs.prune()
-        assert torch.equal(ours.mask("weight"), theirs.mask("weight"))
+        assert torch.equal(ours.masks["weight"], theirs.masks["weight"])
 
 
 def test_a_layer_too_small_to_keep_anything_is_warned_of_and_is_all_zero() -> None:
     sparse = make(nn.Sequential(nn.Linear(4, 4), nn.Linear(40, 40)), 0.99)
     with pytest.warns(UserWarning, match=r"no weight lives in 0\.weight: too small for this sparsity; see keep_dense"):
         sparse.prune()
-    assert [sparse.alive_in(weight) for weight in sparse.weights] == [0, 16]
+    assert list(internals(sparse).alive_by_weight().values()) == [0, 16]
     assert int(sparse.model.get_parameter("0.weight").count_nonzero()) == 0
 
 
@@ -240,7 +241,7 @@ def test_a_layer_that_one_ranking_leaves_nothing_is_told_from_one_that_is_too_sm
     sparse = make(model, 0.9, allocation="global")
     with pytest.warns(UserWarning, match=r"no weight lives in 0\.weight: one ranking .* allocation 'uniform' or 'erk'"):
         sparse.prune()
-    assert [sparse.alive_in(weight) for weight in sparse.weights] == [0, 320]
+    assert list(internals(sparse).alive_by_weight().values()) == [0, 320]
 
 
 # Prune
@@ -250,7 +251,7 @@ def test_pruning_keeps_the_largest_magnitudes() -> None:
     sparse = one_layer([[1.0, -4.0, 2.0], [0.5, 3.0, -5.0]])
     sparse.prune()
     assert sparse.model.weight.tolist() == [[0, -4, 0], [0, 3, -5]]
-    assert sparse.mask("weight").tolist() == [[False, True, False], [False, True, True]]
+    assert sparse.masks["weight"].tolist() == [[False, True, False], [False, True, True]]
 
 
 def test_pruning_equal_weights_keeps_the_earlier() -> None:
@@ -272,15 +273,15 @@ def test_a_living_weight_that_is_zero_is_alive_and_ranks_before_the_dead() -> No
     with torch.no_grad():
         sparse.model.weight.zero_()
     sparse.prune()
-    assert sparse.mask("weight").tolist() == [[False, False, True, False]]
+    assert sparse.masks["weight"].tolist() == [[False, False, True, False]]
 
 
 def test_pruning_to_what_is_alive_already_changes_nothing() -> None:
     sparse = one_layer([[1.0, 2.0, 3.0, 4.0]])
     sparse.prune(by=By.RANDOM)
-    before = sparse.mask("weight")
+    before = sparse.masks["weight"]
     sparse.prune()
-    assert torch.equal(sparse.mask("weight"), before)
+    assert torch.equal(sparse.masks["weight"], before)
 
 
 def test_pruning_to_more_than_is_alive_is_an_error() -> None:
@@ -312,7 +313,7 @@ def test_pruning_a_part_leaves_other_parts_untouched() -> None:
     before = model[1].weight.clone()
     sparse = make(model, 0.75)
     sparse.prune(Partition.per_layer(model)[0])
-    assert [sparse.alive_in(weight) for weight in sparse.weights] == [4, 16, 16]
+    assert list(internals(sparse).alive_by_weight().values()) == [4, 16, 16]
     assert torch.equal(model[1].weight, before)
 
 
@@ -323,7 +324,7 @@ def test_a_global_prune_of_a_part_ranks_the_whole_model_by_default_and_the_part_
         model[1].weight.data.copy_(torch.tensor([[2.0, 1.0]]))
         sparse = make(model, 0.5, allocation="global", scope=scope)
         prune_quietly(sparse, [Partition.per_layer(model)[0]])
-        assert [sparse.alive_in(weight) for weight in sparse.weights] == expected
+        assert list(internals(sparse).alive_by_weight().values()) == expected
 
 
 def test_query_key_and_value_are_pruned_apart() -> None:
@@ -332,7 +333,7 @@ def test_query_key_and_value_are_pruned_apart() -> None:
         attention.in_proj_weight[:4] *= 100
     sparse = make(attention, 0.5)
     sparse.prune()
-    assert [sparse.alive_in(weight) for weight in sparse.weights] == [8, 8, 8, 8]
+    assert list(internals(sparse).alive_by_weight().values()) == [8, 8, 8, 8]
 
 
 def test_the_query_matrix_can_stay_dense_and_is_not_counted() -> None:
@@ -340,7 +341,7 @@ def test_the_query_matrix_can_stay_dense_and_is_not_counted() -> None:
     sparse.prune()
     assert sparse.num_prunable == 48
     assert sparse.num_alive == 24
-    assert bool(sparse.mask("in_proj_weight")[:4].all())
+    assert bool(sparse.masks["in_proj_weight"][:4].all())
 
 
 # Grow
@@ -358,9 +359,9 @@ def test_growing_to_a_sparsity_keeps_the_living_and_adds_the_exact_count() -> No
     torch.manual_seed(0)
     sparse = make(nn.Linear(20, 10), 0.9)
     sparse.prune()
-    before, weight = sparse.mask("weight"), sparse.model.weight.detach().clone()
+    before, weight = sparse.masks["weight"], sparse.model.weight.detach().clone()
     sparse.grow(to=0.6)
-    after = sparse.mask("weight")
+    after = sparse.masks["weight"]
     assert int(after.sum()) == 80
     assert bool((after | ~before).all())
     assert torch.equal(sparse.model.weight, weight)
@@ -373,9 +374,9 @@ def test_growing_a_part_leaves_other_parts_untouched() -> None:
         sparse.prune()
         before = sparse.masks
         sparse.grow(Partition.per_layer(model)[1], to=0.25)
-        assert sparse.alive_in(sparse.weights[1]) == 48
-        assert torch.equal(sparse.mask("0.weight"), before["0.weight"])
-        assert torch.equal(sparse.mask("2.weight"), before["2.weight"])
+        assert internals(sparse).alive_by_weight()[sparse.weights[1].name] == 48
+        assert torch.equal(sparse.masks["0.weight"], before["0.weight"])
+        assert torch.equal(sparse.masks["2.weight"], before["2.weight"])
 
 
 def test_growing_respects_the_pattern() -> None:
@@ -428,7 +429,7 @@ def test_a_random_mask_is_the_same_for_the_same_seed_and_another_for_another() -
         torch.manual_seed(seed + 17)  # the global generator has no say
         sparse = make(nn.Linear(20, 20), 0.5, seed=seed)
         sparse.prune(by=By.RANDOM)
-        return sparse.mask("weight")
+        return sparse.masks["weight"]
 
     assert torch.equal(mask(3), mask(3))
     assert not torch.equal(mask(3), mask(4))
@@ -442,7 +443,7 @@ def test_random_masks_differ_from_layer_to_layer_and_from_edit_to_edit() -> None
     assert not torch.equal(first["0.weight"], first["1.weight"])
     sparse.grow()
     sparse.prune(by=By.RANDOM)
-    assert not torch.equal(sparse.mask("0.weight"), first["0.weight"])
+    assert not torch.equal(sparse.masks["0.weight"], first["0.weight"])
 
 
 def test_pruning_draws_nothing_from_the_global_generator() -> None:
@@ -479,7 +480,7 @@ def test_a_vector_named_in_also_is_pruned() -> None:
     sparse = make(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), 0.5, include=["1.weight"])
     sparse.model.get_parameter("1.weight").data.copy_(torch.tensor([1.0, -3.0, 0.5, 2.0]))
     sparse.prune()
-    assert sparse.mask("1.weight").tolist() == [False, True, False, True]
+    assert sparse.masks["1.weight"].tolist() == [False, True, False, True]
 
 
 def test_keep_dense_is_never_pruned() -> None:
@@ -509,12 +510,12 @@ def test_bad_options_are_refused(options: dict[str, object], match: str) -> None
 
 def test_the_mask_of_an_unknown_parameter_is_an_error_that_lists_the_known() -> None:
     with pytest.raises(KeyError, match="'bias' is not prunable; prunable are weight"):
-        make(nn.Linear(4, 4), 0.5).mask("bias")
+        make(nn.Linear(4, 4), 0.5).masks["bias"]
 
 
 def test_masks_handed_out_are_copies() -> None:
     sparse = one_layer([[1.0, 2.0, 3.0, 4.0]])
-    sparse.mask("weight").zero_()
+    sparse.masks["weight"].zero_()
     sparse.masks["weight"].zero_()
     assert sparse.num_alive == 4
 
@@ -552,8 +553,8 @@ def test_a_preview_that_is_refused_leaves_the_model_as_it_was(storage: str) -> N
     sparse.prune(Part("last", ("2.weight",)), to=0.9)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(GrowpruneError, match=r"that is 50 alive, but 10 are alive in 2.weight; grow first"):
-        sparse.pruned().__enter__()
-    assert list(sparse.alive_by_weight.values()) == [100, 100, 10]
+        internals(sparse).pruned().__enter__()
+    assert list(internals(sparse).alive_by_weight().values()) == [100, 100, 10]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -566,8 +567,8 @@ def test_a_preview_that_fails_on_the_way_is_undone(storage: str, monkeypatch: py
     def fail(mask: torch.Tensor) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(sparse._parameters["2.weight"], "preview", fail)
+    monkeypatch.setattr(internals(sparse).stored["2.weight"], "preview", fail)
     with pytest.raises(MemoryError):
-        sparse.pruned().__enter__()
-    assert list(sparse.alive_by_weight.values()) == [100, 100, 100]
+        internals(sparse).pruned().__enter__()
+    assert list(internals(sparse).alive_by_weight().values()) == [100, 100, 100]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

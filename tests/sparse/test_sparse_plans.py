@@ -19,6 +19,8 @@ from growprune.masks.partition import Partition
 from growprune.masks.patterns import count_groups
 from growprune.methods import cyclic_gap, one_shot, parallel_gap, random_gap
 from growprune.plan import Branch, By, Fork, Phase, Plan, Stage, grow, prune, walk
+from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 STEPS = 3
@@ -72,20 +74,22 @@ def run(
     sparse: SparseModel, plan: Plan, *, stop: tuple[int, int] | None = None, checkpoint: bytes | None = None
 ) -> bytes | None:
     """A user's own loop, with a fresh optimizer in each phase; it may stop in the middle, and go on from there."""
-    start = 0
+    start, cursor = 0, Cursor(sparse, plan)
     saved: Any = None
     if checkpoint is not None:
-        model_state, saved, sparse_state, start = torch.load(io.BytesIO(checkpoint), weights_only=True)
+        model_state, saved, sparse_state, place, start = torch.load(io.BytesIO(checkpoint), weights_only=True)
         sparse.model.load_state_dict(model_state)
         sparse.load_state_dict(sparse_state)
-    for phase in sparse.follow(plan):
+        cursor.load_state_dict(place)
+    for phase in cursor:
         optimizer = sparse.attach(sgd(sparse.model))
         if saved is not None:
             optimizer.load_state_dict(saved)
         for number in range(start, STEPS * phase.epochs):
-            if (sparse.cursor.position, number) == stop:
-                return save(sparse.model.state_dict(), optimizer.state_dict(), sparse.state_dict(), number)
-            train_step(sparse.model, optimizer, sparse.cursor.position, number)
+            if (cursor.position, number) == stop:
+                states = [thing.state_dict() for thing in (sparse.model, optimizer, sparse, cursor)]
+                return save(*states, number)
+            train_step(sparse.model, optimizer, cursor.position, number)
         start, saved = 0, None
     return None
 
@@ -96,7 +100,7 @@ def check_same(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def alive(sparse: SparseModel) -> list[int]:
-    return [sparse.alive_in(weight) for weight in sparse.weights]
+    return list(internals(sparse).alive_by_weight().values())
 
 
 # Walking
@@ -107,8 +111,9 @@ def test_each_phase_is_handed_out_with_its_edits_done() -> None:
     S = Partition.per_layer(sparse.model)
     seen = []
     plan = cyclic_gap(S, sparsity=0.75, steps=3, epochs=1, finetune=2)
-    for phase in sparse.follow(plan):
-        seen.append((sparse.cursor.position, phase.epochs, alive(sparse)))
+    cursor = Cursor(sparse, plan)
+    for phase in cursor:
+        seen.append((cursor.position, phase.epochs, alive(sparse)))
     assert seen == [
         (0, 0, [18, 36, 9]),
         (1, 1, [72, 36, 9]),
@@ -126,8 +131,8 @@ def test_under_a_global_ranking_the_model_without_the_grown_part_has_the_target_
     for scheduled in phases_of(sparse, plan):
         grown = [edit.part for edit in scheduled.phase.edits if edit.action.value == "grow"]
         for part in grown:
-            (weight,) = sparse.editor.counts.weights_of(part)
-            assert sparse.alive_in(weight) == weight.numel
+            (weight,) = internals(sparse).editor.counts.weights_of(part)
+            assert internals(sparse).alive_by_weight()[weight.name] == weight.numel
         if not grown:
             assert sparse.num_alive == 63
         assert sparse.num_alive != before
@@ -144,7 +149,9 @@ def test_cyclic_and_parallel_gap_end_sparse_with_every_pattern(pattern: str, gro
         sparse = make(pattern=pattern, allocation=allocation, keep_dense=["fc1"])
         S = Partition.per_layer(sparse.model, keep_dense=["fc1"])
         run(sparse, method(S, sparsity=0.75, steps=3, epochs=1, finetune=1))
-        assert sum(count_groups(sparse.pattern, sparse.mask(w.parameter), w) for w in sparse.weights) == groups
+        assert (
+            sum(count_groups(internals(sparse).pattern, sparse.masks[w.parameter], w) for w in sparse.weights) == groups
+        )
         for name, mask in sparse.masks.items():
             assert int(sparse.model.get_parameter(name)[~mask].count_nonzero()) == 0
 
@@ -152,7 +159,7 @@ def test_cyclic_and_parallel_gap_end_sparse_with_every_pattern(pattern: str, gro
 def test_a_list_of_steps_can_be_followed() -> None:
     sparse = make()
     whole = Partition.contiguous(sparse.model, 1).whole
-    assert len(list(sparse.follow([Phase(prune(whole, to=0.5)), Phase(epochs=1)]))) == 2
+    assert len(list(Cursor(sparse, [Phase(prune(whole, to=0.5)), Phase(epochs=1)]))) == 2
     assert sparse.num_alive == 126
 
 
@@ -204,7 +211,7 @@ def test_after_a_fork_every_tensor_of_a_part_comes_from_its_branch() -> None:
 def test_a_merge_brings_the_masks_of_the_grown_parts() -> None:
     sparse = make()
     plan = parallel_gap(two_halves(sparse.model), sparsity=0.75, steps=1, epochs=1, finetune=0)
-    for _ in sparse.follow([*plan][:2]):
+    for _ in Cursor(sparse, [*plan][:2]):
         pass
     assert alive(sparse) == [72, 144, 36]
 
@@ -214,7 +221,7 @@ def test_a_fork_right_after_a_fork_trains_dense_what_it_brought() -> None:
     S = Partition.per_layer(sparse.model)
     fork = Fork(*(Branch(Phase(grow(part), epochs=1), part) for part in S))
     plan: list[Stage] = [Phase(prune(S.whole, to=0.75, by=By.RANDOM)), fork, fork, Phase(prune(S.whole, to=0.75))]
-    alive = [sparse.num_alive for _ in sparse.follow(plan)]
+    alive = [sparse.num_alive for _ in Cursor(sparse, plan)]
     assert alive[4:7] == [sparse.num_prunable] * 3  # all were grown in the first fork, and nothing has pruned them
     assert alive[-1] == alive[0] == 63
 
@@ -224,7 +231,7 @@ def test_what_no_branch_brings_is_as_it_was_before_the_fork() -> None:
     S = Partition.per_layer(sparse.model)
     before = {name: tensor.clone() for name, tensor in sparse.model.state_dict().items()}
     fork = Fork(*(Branch(Phase(epochs=1), part) for part in (S[0], S[1])))
-    for _ in sparse.follow([fork]):
+    for _ in Cursor(sparse, [fork]):
         with torch.no_grad():
             for parameter in sparse.model.parameters():
                 parameter.add_(1.0)
@@ -254,7 +261,7 @@ def test_a_branch_may_end_sparse() -> None:
     sparse = make()
     S = two_halves(sparse.model)
     fork = Fork(*(Branch(Phase(prune(P, to=0.5), epochs=1), returns=P) for P in S))
-    for _ in sparse.follow([fork]):
+    for _ in Cursor(sparse, [fork]):
         pass
     assert alive(sparse) == [36, 72, 18]
 
@@ -302,7 +309,7 @@ def test_a_users_loop_resumes_bit_for_bit_from_any_point(method: Any, allocation
         resumed = make(seed=99, allocation=allocation)
         run(resumed, plan, checkpoint=checkpoint)
         check_same(resumed.model, whole.model)
-        assert all(torch.equal(mask, whole.mask(name)) for name, mask in resumed.masks.items())
+        assert all(torch.equal(mask, whole.masks[name]) for name, mask in resumed.masks.items())
         assert resumed.num_alive == 63
 
 
@@ -310,12 +317,13 @@ def test_a_state_taken_in_a_fork_is_not_changed_by_going_on() -> None:
     sparse = make()
     plan = parallel_gap(Partition.contiguous(sparse.model, 3), sparsity=0.75, steps=1, epochs=1, finetune=1)
     states = []
-    for _ in sparse.follow(plan):
-        state = sparse.state_dict()
+    cursor = Cursor(sparse, plan)
+    for _ in cursor:
+        state = cursor.state_dict()
         states.append((state, save(state)))
         with torch.no_grad():
             sparse.model.fc1.bias.add_(1)
-    assert [len(state["cursor"]["returned"]) for state, _ in states] == [
+    assert [len(state["returned"]) for state, _ in states] == [
         0,
         0,
         7,
@@ -333,7 +341,7 @@ def test_growing_at_random_goes_on_as_if_nothing_had_happened() -> None:
     second.load_state_dict(first.state_dict())
     first.grow(to=0.5)
     second.grow(to=0.5)
-    assert all(torch.equal(mask, second.mask(name)) for name, mask in first.masks.items())
+    assert all(torch.equal(mask, second.masks[name]) for name, mask in first.masks.items())
 
 
 def test_a_state_with_other_weights_is_refused() -> None:
@@ -358,11 +366,11 @@ def test_a_snapshot_restores_tensors_and_masks() -> None:
     sparse = make()
     sparse.prune()
     before, masks = copy.deepcopy(sparse.model), sparse.masks
-    snapshot = sparse.snapshot()
+    snapshot = internals(sparse).snapshot()
     sparse.grow()
     optimizer = sparse.attach(sgd(sparse.model))
     train_step(sparse.model, optimizer, 0, 0)
-    sparse.restore(snapshot)
+    internals(sparse).restore(snapshot)
     check_same(sparse.model, before)
     assert all(torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
 
@@ -370,7 +378,7 @@ def test_a_snapshot_restores_tensors_and_masks() -> None:
 def test_a_snapshot_of_a_part_holds_that_part_alone() -> None:
     sparse = make()
     part = two_halves(sparse.model)[0]
-    assert set(sparse.snapshot(part)) == set(part.tensors)
+    assert set(internals(sparse).snapshot(part)) == set(part.tensors)
 
 
 # Equivalences

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from growprune.masks.partition import Partition
 from growprune.plan import Part, grow, prune
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -187,7 +188,7 @@ def test_the_model_may_be_dropped_with_its_optimizer() -> None:
     sparse = make()
     sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))  # and nobody keeps it
     sparse.prune()
-    assert len(sparse._optimizers.attached) == 0
+    assert len(internals(sparse).optimizers.attached) == 0
 
 
 def total_norm(model: nn.Module) -> Tensor:
@@ -237,7 +238,7 @@ def test_gradients_that_are_nan_off_the_mask_do_no_harm() -> None:
     sparse = make()
     sparse.prune()
     optimizer = sparse.attach(torch.optim.Adam(sparse.model.parameters()))
-    weight, mask = sparse.model.head.weight, sparse.mask("head.weight")
+    weight, mask = sparse.model.head.weight, sparse.masks["head.weight"]
     (weight * torch.where(mask, 1.0, math.nan)).sum().backward()
     optimizer.step()
     assert bool(weight.isfinite().all())

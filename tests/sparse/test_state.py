@@ -38,9 +38,9 @@ def test_a_state_with_a_mask_that_does_not_fit_changes_no_mask(masks: dict[str, 
     state["masks"] = {"0.weight": torch.tensor([1, 0], dtype=torch.uint8), "1.weight": state["masks"]["1.weight"]}
     with pytest.raises(GrowpruneError, match=message):
         sparse.load_state_dict(state | {"masks": state["masks"] | masks})
-    assert sparse.mask("0.weight").flatten().tolist() == [False] * 8 + [True] * 8
+    assert sparse.masks["0.weight"].flatten().tolist() == [False] * 8 + [True] * 8
     sparse.load_state_dict(state)
-    assert sparse.mask("0.weight").flatten().tolist() == [True] + [False] * 15
+    assert sparse.masks["0.weight"].flatten().tolist() == [True] + [False] * 15
 
 
 def made(**settings: Any) -> SparseModel:
@@ -70,18 +70,11 @@ def test_a_state_is_refused_by_a_model_that_was_made_otherwise(settings: dict[st
     assert other.num_alive == 64
 
 
-def test_a_state_of_before_which_does_not_say_how_its_model_was_made_is_taken() -> None:
-    sparse, other = made(), made(seed=2, allocation="global")
-    sparse.prune()
-    other.load_state_dict({name: entry for name, entry in sparse.state_dict().items() if name != "settings"})
-    assert torch.equal(other.mask("weight"), sparse.mask("weight"))
-
-
 def test_a_state_may_go_to_another_sparsity_and_storage() -> None:
     sparse, other = made(), made(sparsity=0.75, storage="compact")
     sparse.prune()
     other.load_state_dict(sparse.state_dict())
-    assert torch.equal(other.mask("weight"), sparse.mask("weight"))
+    assert torch.equal(other.masks["weight"], sparse.masks["weight"])
 
 
 def test_a_checkpoint_of_shards_is_refused_by_a_model_that_was_made_otherwise(tmp_path: Path) -> None:

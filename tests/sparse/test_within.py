@@ -15,6 +15,7 @@ from growprune.engine.override import override
 from growprune.methods import gradual_gap, parallel_gradual_gap
 from growprune.plan import By, Fork, Spread, prune
 from growprune.recipes import RECIPES
+from growprune.sparse.internals import internals
 
 
 def four_layers(*scales: float, **options: object) -> gp.SparseModel:
@@ -31,12 +32,12 @@ def train(sparse: gp.SparseModel, scales: list[float]) -> None:
     """All live weights get new values, those of each layer of its magnitude."""
     for weight, values, scale in zip(sparse.weights, sparse.model.parameters(), scales, strict=True):
         values.uniform_(0.5 * scale, scale)
-        if sparse.storage == "masked":
-            values.mul_(sparse.mask(weight.parameter))
+        if internals(sparse).storage == "masked":
+            values.mul_(sparse.masks[weight.parameter])
 
 
 def alive(sparse: gp.SparseModel) -> list[int]:
-    return [sparse.alive_in(weight) for weight in sparse.weights]
+    return list(internals(sparse).alive_by_weight().values())
 
 
 @pytest.mark.filterwarnings("ignore:no weight lives in")
@@ -78,7 +79,7 @@ def test_what_there_was_no_room_for_is_drawn_anew_at_each_growth() -> None:
     for _ in range(12):
         sparse.apply(prune(parts.whole, to=0.5))
         sparse.apply(gp.grow(first, within=0.6))
-        seen |= sparse.mask("0.weight")
+        seen |= sparse.masks["0.weight"]
     assert bool(seen.all())
 
 

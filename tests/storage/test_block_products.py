@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_decode_kernels import mend_interpreter, on_the_gpu
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
+from triton_interpreter import mend_interpreter, on_the_gpu
 
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
 from growprune.masks.patterns import parse_pattern
 from growprune.plan import By
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage import block_products, blocks, kernels
 from growprune.storage.compact_modules import layouts_of
@@ -333,7 +334,7 @@ def test_dense_gradients_are_recorded_as_ever() -> None:
 
 
 def sparse_parameter(sparse: SparseModel, name: str) -> Any:
-    return sparse._parameters[name]
+    return internals(sparse).stored[name]
 
 
 def test_activation_checkpointing_computes_the_same() -> None:
@@ -505,7 +506,7 @@ def test_after_edits_products_are_of_the_new_blocks(device: str) -> None:
         sparse.prune(by=By.RANDOM)
         plain = nn.Linear(512, 768).to(device)
         plain.load_state_dict(sparse.model.state_dict())
-        mask = sparse.mask("weight") if seed == 0 else layouts_of(sparse.model)["weight"].mask()  # type: ignore[union-attr]
+        mask = sparse.masks["weight"] if seed == 0 else layouts_of(sparse.model)["weight"].mask()  # type: ignore[union-attr]
         found, exact = passed(sparse.model, x), passed(plain, x)
         for one, other in zip(found, (*exact[:2], exact[2][mask], exact[3]), strict=True):
             close_to(one, other)

@@ -24,6 +24,9 @@ from growprune import engine
 from growprune.masks.partition import Partition
 from growprune.methods import cyclic_gap, parallel_gap
 from growprune.plan import By
+from growprune.sparse.cursor import Cursor
+from growprune.sparse.init import reset
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage.compact_modules import layouts_of
 
@@ -78,7 +81,7 @@ def live_gradients(sparse: SparseModel) -> dict[str, Tensor]:
     for name, parameter in sparse.model.named_parameters():
         assert parameter.grad is not None
         dense = name in sparse.masks and parameter.grad.dim() > 1
-        gradients[name] = parameter.grad[sparse.mask(name)] if dense else parameter.grad
+        gradients[name] = parameter.grad[sparse.masks[name]] if dense else parameter.grad
     return gradients
 
 
@@ -119,7 +122,7 @@ def train(storage: str, pattern: str, allocation: str, method: Any, is_restart: 
     sparse = SparseModel(model, sparsity=0.75, allocation=allocation, pattern=pattern, storage=storage)
     plan = method(Partition.contiguous(model, 3), sparsity=0.75, steps=3, epochs=2, finetune=2)
     running = None
-    for phase in sparse.follow(plan):
+    for phase in Cursor(sparse, plan):
         if running is None or is_restart:
             running = sparse.attach(optimizer(model.parameters()))
         for _ in range(phase.epochs):
@@ -192,7 +195,7 @@ def test_optimizer_state_follows_a_weight_through_growing_and_pruning() -> None:
     optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    alive = sparse.mask("weight")
+    alive = sparse.masks["weight"]
     sparse.grow()
     (parameter,) = optimizer.param_groups[0]["params"]
     assert parameter is model.weight
@@ -223,7 +226,7 @@ def test_copies_and_moving_averages_are_compact_and_independent() -> None:
     average.update_parameters(compact.model)
     assert torch.count_nonzero(clone.state_dict()["weight"]) == 32
     assert sum(p.numel() for p in average.parameters()) == 32 + 16
-    other = compact.clone()
+    other = copy.deepcopy(compact)
     other.grow()
     assert compact.num_alive == 32
     assert other.num_alive == 128
@@ -374,18 +377,18 @@ def test_a_model_built_sparse_is_the_model_built_dense_and_pruned_at_random(allo
     expected = SparseModel(Attending(), sparsity=0.75, allocation=allocation, seed=3)
     expected.prune(by=By.RANDOM)
     assert built.num_alive == expected.num_alive
-    assert built.editor.num_edits == expected.editor.num_edits == 1
+    assert internals(built).editor.num_edits == internals(expected).editor.num_edits == 1
     for name, tensor in expected.model.state_dict().items():
         assert torch.equal(built.model.state_dict()[name], tensor), name
     plan = cyclic_gap(Partition.contiguous(built.model, 2), sparsity=0.75, steps=2, epochs=1, finetune=1)
-    assert [phase.epochs for phase in built.follow(plan)] == [0, 1, 1, 1]
+    assert [phase.epochs for phase in Cursor(built, plan)] == [0, 1, 1, 1]
 
 
 def test_building_sparse_never_holds_two_dense_layers() -> None:
     dense: list[int] = []
 
     def count(module: nn.Module) -> None:
-        gp.init.reset(module)
+        reset(module)
         gc.collect()
         tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu"]
         dense.append(sum(tuple(t.shape) == (317, 211) for t in tensors))
@@ -431,7 +434,7 @@ def test_what_compact_storage_cannot_hold_is_named() -> None:
 def recorded(sparse: SparseModel, run: Callable[[nn.Module], Tensor]) -> dict[str, list[Tensor]]:
     """The dense gradients of each weight in one backward pass."""
     found: dict[str, list[Tensor]] = {name: [] for name in sparse.masks}
-    for name, sparse_parameter in sparse._parameters.items():
+    for name, sparse_parameter in internals(sparse).stored.items():
         sparse_parameter.record = lambda gradient, name=name: found[name].append(gradient.clone())  # type: ignore[misc]
     sparse.model.zero_grad()
     run(sparse.model).backward()
@@ -470,14 +473,14 @@ def test_a_weight_that_is_read_as_an_attribute_records_its_dense_gradient() -> N
     assert {name: len(gradients) for name, gradients in found.items()} == dict.fromkeys(masked.masks, 1)
     for name, (gradient,) in found.items():
         assert torch.equal(gradient, other[name][0])
-        assert gradient[~masked.mask(name)].any()
+        assert gradient[~masked.masks[name]].any()
 
 
 def test_a_copy_records_nothing() -> None:
     for sparse in pair(lambda: nn.Linear(8, 16), torch.float32):
         sparse.attach(torch.optim.SGD(sparse.model.parameters(), 0.1))
         recorded(sparse, lambda model: model(torch.ones(2, 8)).sum())
-        copied = sparse.clone()
-        assert copied._parameters["weight"].record is None
-        sparse._parameters["weight"].record = None
+        copied = copy.deepcopy(sparse)
+        assert internals(copied).stored["weight"].record is None
+        internals(sparse).stored["weight"].record = None
         sparse.model(torch.ones(2, 8)).sum().backward()

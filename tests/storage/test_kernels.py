@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from growprune.masks.selection import choose, magnitude_keys
+from growprune.masks.ranking import choose, magnitude_keys
 from growprune.storage import kernels
 from growprune.storage.kernels import block_offsets, compress, expand, pack, unpack
 from growprune.storage.ranking import can_keep_largest, keep_largest
@@ -180,7 +180,8 @@ def test_a_dense_tensor_of_any_shape_and_stride_is_read_row_major(device: str) -
 @every_device
 @pytest.mark.parametrize("group", [1, 4])
 def test_chunks_meet_without_a_seam(device: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "chunk_elements", lambda device: 1024)
+    monkeypatch.setattr(kernels, "CPU_CHUNK", 1024)
+    monkeypatch.setattr(kernels, "CUDA_CHUNK", 1024)
     monkeypatch.setattr(kernels, "_triton_kernels", lambda device: None)
     mask = random_mask(5000, 0.1, group).to(device)
     bits = pack(mask, group=group)

@@ -33,6 +33,7 @@ from growprune.deployment.parts import Part
 from growprune.deployment.skeleton import Skeleton, empty, fill_in, module_of, skeleton_of
 from growprune.errors import GrowpruneError, warn
 from growprune.files import sparse_file as file
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 SECONDS = 10.0
@@ -274,9 +275,9 @@ def _settings_of(model: nn.Module | SparseModel) -> dict[str, Any]:
         return {}
     return {
         "sparsity": model.sparsity,
-        "allocation": model.allocation,
-        "pattern": model.pattern,
-        "keep_dense": model.keep_dense,
-        "include": model.include,
-        "seed": model.seed,
+        "allocation": internals(model).allocation,
+        "pattern": internals(model).pattern,
+        "keep_dense": internals(model).keep_dense,
+        "include": internals(model).include,
+        "seed": internals(model).seed,
     }

@@ -31,6 +31,7 @@ from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files.atomic import replacing
 from growprune.masks.zeros import masks_of_zeros
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 WEIGHTS, ABOUT = "model.safetensors", "deployed.json"
@@ -61,9 +62,10 @@ def save_weights(folder: Path, skeleton: Skeleton, settings: Mapping[str, Any], 
 def _of_zeros(module: nn.Module, settings: Mapping[str, Any]) -> SparseModel:
     """As `SparseModel.from_zeros`, however few: what is dense may outweigh the layers that are not."""
     sparse = SparseModel(module, **{"sparsity": 0.0, "allocation": "global", **settings})
-    for name, mask in masks_of_zeros(module, sparse.weights, sparse.pattern).items():
-        sparse.stored[name].set_mask(mask)
-    sparse.sparsity = settings.get("sparsity", 1 - sparse.num_alive / sparse.num_prunable)
+    own = internals(sparse)
+    for name, mask in masks_of_zeros(module, sparse.weights, own.pattern).items():
+        own.stored[name].set_mask(mask)
+    own.sparsity = settings.get("sparsity", 1 - sparse.num_alive / sparse.num_prunable)
     return sparse
 
 

@@ -32,6 +32,7 @@ from growprune.files.atomic import replacing
 from growprune.masks.bits import Snapshot
 from growprune.plan import ScheduledPhase
 from growprune.sparse.flops import Flops, count_flops
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage import kernels
 
@@ -103,7 +104,7 @@ class Accounting:
 
     def measure(self) -> int:
         """Look at how many weights live now, and return their number."""
-        self._price(self.sparse.alive_by_weight)
+        self._price(internals(self.sparse).alive_by_weight())
         return self.alive
 
     def _price(self, alive: Mapping[str, int]) -> None:
@@ -210,7 +211,7 @@ class Exploration:
 def pack_masks(sparse: SparseModel) -> Tensor:
     """The bits of all masks of a model, one after the other, on the CPU; a GPU is asked once."""
     names = dict.fromkeys(weight.parameter for weight in sparse.weights)
-    packed = [kernels.pack(sparse.mask(name).reshape(-1)) for name in names]
+    packed = [kernels.pack(internals(sparse).stored[name].mask().clone().reshape(-1)) for name in names]
     return torch.cat(packed).cpu() if packed else torch.zeros(0, dtype=torch.uint8)
 
 

@@ -27,6 +27,7 @@ from growprune.engine.batches import split
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.tasks.task import leaves_of, map_tensors
 
@@ -53,7 +54,7 @@ class Backward:
         """The loss times its weight, summed over all replicas; its gradients are added to the parameters' own."""
         # in this thread: in one of autograd's own a compact step took 44 ms instead of 32 (docs/memory.md)
         with torch.autograd.set_multithreading_enabled(self.mesh.data_group is not None):
-            if self._is_recorded and not self.sparse.gradients.is_watching:
+            if self._is_recorded and not internals(self.sparse).gradients.is_watching:
                 return self._recorded_pass(batch, weight)
             return self._eager_pass(batch, weight)
 
@@ -92,7 +93,7 @@ class Backward:
 
     def _forward(self) -> nn.Module:
         """The model, or what keeps the gradients of its replicas the same: wrapped anew if it has other parameters."""
-        if self.mesh.data_group is None or self.sparse.ranks is not None:
+        if self.mesh.data_group is None or internals(self.sparse).ranks is not None:
             return self.sparse.model
         parameters = [id(parameter) for parameter in self.sparse.model.parameters()]
         if self._wrapped is None or parameters != self._parameters:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
-from growprune.masks.scores import salt_of
+from growprune.masks.ranking import salt_of
 from growprune.tasks.task import leaves_of, map_tensors, num_examples
 
 

@@ -36,6 +36,7 @@ from growprune.engine.events import Events, Timer
 from growprune.engine.folder import RunFolder
 from growprune.errors import GrowpruneError
 from growprune.plan import ScheduledPhase
+from growprune.sparse.internals import internals
 
 if TYPE_CHECKING:
     from growprune.engine.run import Run
@@ -218,7 +219,7 @@ def run_state(run: Run) -> State:
 
 def branch_state(run: Run) -> State:
     """All that the branch needs to go on that a run is in."""
-    rule = {} if run.sparse.rule is None else run.sparse.rule.state_dict()
+    rule = {} if run.cursor.rule is None else run.cursor.rule.state_dict()
     return {**_trained_state(run), "branch_rows": run.branch_rows, "rule": rule}
 
 
@@ -226,7 +227,7 @@ def _trained_state(run: Run) -> State:
     device = "cpu" if run.mesh.leads_group else "meta"  # who only takes part keeps nothing of it
     return {
         "tensors": tensors_of(run.sparse),
-        "model": run.sparse.snapshot(device=device),
+        "model": internals(run.sparse).snapshot(device=device),
         "training": run.training.state_dict(device if run.is_sharded else None),
         "accounting": run.accounting.state_dict(),
         "rng": rng_state(),
@@ -238,7 +239,7 @@ def _trained_state(run: Run) -> State:
 def load_run_state(run: Run, state: State) -> None:
     """Take back what `run_state` gave."""
     check_same_tensors(run.sparse, state["tensors"])
-    run.sparse.restore(state["model"])
+    internals(run.sparse).restore(state["model"])
     run.sparse.load_state_dict(state["sparse"])
     run.cursor.load_state_dict(state["cursor"])
     run.training.load_state_dict(state["training"])
@@ -252,10 +253,10 @@ def load_run_state(run: Run, state: State) -> None:
 def load_branch_state(run: Run, state: State) -> None:
     """Take back what `branch_state` gave, in a run that has just entered the branch."""
     check_same_tensors(run.sparse, state["tensors"])
-    run.sparse.restore(state["model"])
+    internals(run.sparse).restore(state["model"])
     run.training.load_state_dict(state["training"])
-    if run.sparse.rule is not None:
-        run.sparse.rule.load_state_dict(state["rule"])
+    if run.cursor.rule is not None:
+        run.cursor.rule.load_state_dict(state["rule"])
     run.accounting.load_state_dict(state["accounting"], is_branch=True)
     run.branch_rows = state["branch_rows"]
     run.cursor.skip_to(state["done"])

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from growprune.engine.recipe import Recipe
-from growprune.plan import Action, Edit, Plan, ScheduledPhase, Spread, walk
-from growprune.sparse.cursor import prunes_after_fork
+from growprune.plan import Action, Edit, Plan, ScheduledPhase, Spread, prunes_after_fork, walk
 from growprune.sparse.flops import count_flops
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 Densities = dict[str, float]
@@ -94,7 +94,7 @@ def estimate(recipe: Recipe) -> Estimate:
         forward = flops.at(now)
         costs.append(Cost(scheduled, alive, forward, epochs, round(3 * forward * epochs)))
         if scheduled.returns is not None:  # what no branch returns is as it was before the fork
-            after_fork |= {w.name: now[w.name] for w in sparse.editor.counts.weights_of(scheduled.returns)}
+            after_fork |= {w.name: now[w.name] for w in internals(sparse).editor.counts.weights_of(scheduled.returns)}
             after_fork |= _pruned_early(sparse, scheduled, schedule, after_fork)
             now = after_fork if scheduled.is_last_branch else now
             merged = max(merged, _alive(sparse, after_fork)) if scheduled.is_last_branch else merged
@@ -123,10 +123,10 @@ def _pruned_early(
     """The densities of what a branch prunes before it returns its part, as a cursor does."""
     assert scheduled.returns is not None
     own = set(scheduled.returns.tensors)
-    sizes = {w.name: sparse.pattern.num_groups(w) for w in sparse.weights}
+    sizes = {w.name: internals(sparse).pattern.num_groups(w) for w in sparse.weights}
     alive = {name: round(density[name] * size) for name, size in sizes.items()}
-    edits = prunes_after_fork(scheduled, schedule)
-    pools = [pool for edit in edits if edit.to for pool in sparse.editor.counts.pools(edit, alive)]
+    edits, counts = prunes_after_fork(scheduled, schedule), internals(sparse).editor.counts
+    pools = [pool for edit in edits if edit.to for pool in counts.pools(edit, alive, is_estimate=True)]
     early = [pool for pool in pools if {weight.parameter for weight in pool.weights} <= own]
     return {w.name: pool.kept / sum(sizes[w.name] for w in pool.weights) for pool in early for w in pool.weights}
 
@@ -137,15 +137,15 @@ def _is_open(edit: Edit) -> bool:
 
 def _edited(sparse: SparseModel, scheduled: ScheduledPhase, density: Densities) -> Densities:
     """The densities after the edits of a phase. Weights ranked together are taken to share alike."""
-    density = dict(density)
-    sizes = {w.name: sparse.pattern.num_groups(w) for w in sparse.weights}
+    density, counts = dict(density), internals(sparse).editor.counts
+    sizes = {w.name: internals(sparse).pattern.num_groups(w) for w in sparse.weights}
     for edit in scheduled.phase.edits:
         if edit.to == 0 and edit.within is None:
-            whole = sparse.editor.counts.weights_of(edit.part) if edit.action is Action.GROW else ()
+            whole = counts.weights_of(edit.part) if edit.action is Action.GROW else ()
             density |= {w.name: 1.0 for w in whole}
             continue
         alive = {name: round(density[name] * size) for name, size in sizes.items()}
-        for pool in sparse.editor.counts.pools(edit, alive):
+        for pool in counts.pools(edit, alive, is_estimate=True):
             total = sum(alive[w.name] for w in pool.weights)
             if edit.spread is Spread.RANKING:
                 density |= {w.name: density[w.name] * pool.kept / max(1, total) for w in pool.weights}

@@ -22,7 +22,7 @@ import torch
 
 import growprune
 from growprune.errors import GrowpruneError
-from growprune.masks.scores import salt_of
+from growprune.masks.ranking import salt_of
 from growprune.tasks.task import map_tensors
 
 

@@ -18,6 +18,7 @@ from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.masks.bits import Snapshot
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.summary import summarise
 
@@ -46,12 +47,12 @@ class Best:
         if self._metric.is_as_good(metrics[name], than=best):
             self.found = {"validation": metrics, **where}
             if self._is_writer:
-                self._model = sparse.snapshot(device="cpu")
+                self._model = internals(sparse).snapshot(device="cpu")
                 file.save(sparse, self._path)
 
     def put_into(self, sparse: SparseModel) -> None:
         """Turn a model into the best one, and write its file, which a kill may have left one ahead."""
-        sparse.restore(self._model)
+        internals(sparse).restore(self._model)
         file.save(sparse, self._path)
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,8 +101,8 @@ class Evaluation:
         where = {name: row[name] for name in ("stage", "epoch")}
         if self._sparse.is_at_target:
             self._best.consider(self._sparse, row["validation"], **where)
-        elif self._recipe.candidates and is_candidate_due and self._sparse.can_be_pruned:
-            with self._sparse.pruned():
+        elif self._recipe.candidates and is_candidate_due and internals(self._sparse).can_be_pruned:
+            with internals(self._sparse).pruned():
                 row["candidate"] = self.evaluate("validation")
                 self._best.consider(self._sparse, row["candidate"], **where)
 

@@ -40,6 +40,7 @@ from growprune.masks.bits import Snapshot
 from growprune.plan import By, ScheduledPhase
 from growprune.plan.settings import check_counts
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 
 
 class Interrupted(Exception):
@@ -93,7 +94,7 @@ class Run:
         heads = range(self.mesh.replicas, self.mesh.world, self.mesh.replicas) if self.mesh.is_first else ()
         self._others = OtherLogs({rank: RunFolder(folder.path, rank).log for rank in heads})
         if self.mesh.data_group is not None and not self.is_sharded:
-            self.sparse.gradients.add_up = self.mesh.sum_over_replicas
+            internals(self.sparse).gradients.add_up = self.mesh.sum_over_replicas
 
     def _make_cursor(self, per_epoch: int, *, is_begun: bool) -> Cursor:
         return Cursor(
@@ -112,7 +113,7 @@ class Run:
     @property
     def is_sharded(self) -> bool:
         """Whether the replicas have a share of the model each, not all of it."""
-        return self.sparse.ranks is not None
+        return internals(self.sparse).ranks is not None
 
     def _takes_part(self, *, is_branch: bool = False) -> bool:
         return self.mesh.takes_part(is_sharded=self.is_sharded, is_branch=is_branch)
@@ -229,10 +230,10 @@ class Run:
         self.training.check_finite(scheduled, self.done)
         row: dict[str, Any] = {"epoch": epoch, "iteration": self._iteration(scheduled) + 1, "stage": scheduled.stage}
         row |= {"branch": scheduled.branch, "edits": str(scheduled.phase), "alive": self.accounting.measure()}
-        if self.sparse.rule is not None and scheduled.branch is None:
+        if self.cursor.rule is not None and scheduled.branch is None:
             self.exploration.look_again()
         row |= {"loss": self.training.end_epoch(), "lr": self.training.lr, **self.exploration.figures}
-        if self.sparse.rule is not None and (figures := self.sparse.rule.figures()):
+        if self.cursor.rule is not None and (figures := self.cursor.rule.figures()):
             row["rule"] = figures
         is_last = scheduled.index == self._last_trained and self.cursor.left == 1
         if epoch % self.recipe.evaluate_every == 0 or is_last:

@@ -7,6 +7,7 @@ use of zeros by itself. A file is there as a whole or not at all.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import logging
 import os
@@ -25,6 +26,7 @@ from growprune.files.atomic import meant, replacing, sync_folder
 from growprune.files.manifest import DTYPES
 from growprune.files.writer import write_safetensors
 from growprune.masks.layers import is_compact, tensors_of
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 MAX_ONNX_BYTES = 1 << 30
@@ -94,8 +96,8 @@ def need(module: str, extra: str, what: str) -> Any:
 def plain(model: SparseModel | nn.Module) -> Iterator[nn.Module]:
     """The model as plain layers in eval mode, while it lasts; a compact one is copied, all else is as it was after."""
     module = model.model if isinstance(model, SparseModel) else model
-    if isinstance(model, SparseModel) and model.storage == "compact":
-        module = model.clone().to_dense_()
+    if isinstance(model, SparseModel) and internals(model).storage == "compact":
+        module = copy.deepcopy(model).to_dense_()
     elif any(map(is_compact, module.modules())):
         raise GrowpruneError("the model is stored compact: give its SparseModel")
     training = [part for part in module.modules() if part.training]

@@ -15,6 +15,7 @@ from growprune.files.pretrained import weights_file
 from growprune.files.reader import SparseFile, is_ours, open_safetensors
 from growprune.masks.bits import pack
 from growprune.masks.layers import dense_shape, tensors_of
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 
@@ -41,7 +42,7 @@ def load_weights(sparse: SparseModel, path: str | os.PathLike[str], *, with_mask
         def mask(name: str) -> Tensor | None:
             return source.mask(names[name]) if with_masks else None
 
-        sparse.restore(Filling(sparse, names, lambda name: source.tensor(names[name]), mask))
+        internals(sparse).restore(Filling(sparse, names, lambda name: source.tensor(names[name]), mask))
 
 
 def _sparse_source(path: Path, handle: Any) -> _Source:

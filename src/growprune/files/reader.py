@@ -113,7 +113,7 @@ class SparseFile:
             self.refuse(f"has a mask of {entry.name} with {error}")
 
     def everything(self, *, copied: bool = False) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Every tensor as `SparseModel.restore` takes it, all of it checked.
+        """Every tensor as `Internals.restore` takes it, all of it checked.
 
         Args:
             copied: of prunable tensors, copies that nobody else has; otherwise views of the file where possible.

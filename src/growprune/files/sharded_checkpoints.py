@@ -25,7 +25,8 @@ from growprune.errors import GrowpruneError
 from growprune.files.atomic import replacing
 from growprune.masks.bits import pack
 from growprune.sharding.parameter import ShardedCompact
-from growprune.sparse.snapshot import named_tensors
+from growprune.sparse.checks import named_tensors
+from growprune.sparse.internals import internals
 
 if TYPE_CHECKING:
     from growprune.sparse.cursor import Cursor
@@ -46,25 +47,25 @@ def save_state(
     """Write a checkpoint to a new folder; all ranks call it.
 
     Args:
-        cursor: the place in a plan, where it is not `sparse.follow` that keeps it.
+        cursor: the place in a plan, if the model is trained by one.
     """
-    folder = Path(folder)
-    sparse.notice_shards()
+    folder, own = Path(folder), internals(sparse)
+    own.notice_shards()
     if (folder / INDEX).exists():
         raise GrowpruneError(f"{folder} has a checkpoint already: give a new folder, such as state-{{iteration}}")
-    place = sparse.place if cursor is None else cursor.state_dict()
+    place = None if cursor is None else cursor.state_dict()
     _check_place(place)
-    averages = {f"averages.{name}": average for name, average in sparse.gradients.averages.items()}
+    averages = {f"averages.{name}": average for name, average in own.gradients.averages.items()}
     tensors = {**_model(sparse), **_masks(sparse), **_optimizer_tensors(sparse, optimizer), **_gradients(sparse)}
     tensors |= averages
     index = {
         "format": "growprune-state",
         "version": VERSION,
-        "num_edits": sparse.editor.num_edits,
-        "settings": sparse.settings,
-        "alive": {name: parameter.parameter.numel() for name, parameter in sparse.stored.items()},
+        "num_edits": own.editor.num_edits,
+        "settings": own.decisive,
+        "alive": {name: parameter.parameter.numel() for name, parameter in own.stored.items()},
         "cursor": place,
-        "gradients": sparse.gradients.flags(),
+        "gradients": own.gradients.flags(),
         "watched": [key for key in tensors if key.startswith("gradients.")],
         "averages": list(averages),
         "optimizer": None if optimizer is None else _optimizer_index(sparse, optimizer),
@@ -91,26 +92,25 @@ def load_state(
     The model is built, sharded and given its optimizer as before; weights, masks and state are then those of the
     checkpoint. The optimizer must be attached.
     """
-    folder = Path(folder)
-    sparse.notice_shards()
+    folder, own = Path(folder), internals(sparse)
+    own.notice_shards()
     index = read_index(folder)
     _check_fits(folder, index, sparse)
     masks = {
-        f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in sparse.stored.items()
+        f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in own.stored.items()
     }
     averages = _empty_averages(sparse, index["averages"])
     _read(folder, {**masks, **averages})
     seen = {"sums": {}, "averages": _named(averages, "averages."), **index["gradients"]}
-    place = {"num_edits": index["num_edits"], "cursor": None if cursor else index["cursor"]}
-    settings = {"settings": index["settings"]}
-    sparse.load_state_dict({"masks": _named(masks, "masks."), "gradients": seen, **place, **settings})
+    made = {"num_edits": index["num_edits"], "settings": index["settings"]}
+    sparse.load_state_dict({"masks": _named(masks, "masks."), "gradients": seen, **made})
     tensors = _model(sparse)
     if optimizer is not None and index["optimizer"] is not None:
         prepare_optimizer(folder, sparse, optimizer, index["optimizer"])
         tensors |= _optimizer_tensors(sparse, optimizer)
     watched = _empty_gradients(sparse, index["watched"])
     _read(folder, {**tensors, **watched})
-    sparse.gradients.take_shares({name: _local(part) for name, part in _named(watched, "gradients.").items()})
+    own.gradients.take_shares({name: _local(part) for name, part in _named(watched, "gradients.").items()})
     if cursor is not None:
         cursor.load_state_dict(index["cursor"])
 
@@ -140,7 +140,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def _check_fits(folder: Path, index: Mapping[str, Any], sparse: SparseModel) -> None:
-    if differing := sorted(set(index["alive"]) ^ set(sparse.stored)):
+    if differing := sorted(set(index["alive"]) ^ set(internals(sparse).stored)):
         raise GrowpruneError(f"{folder} is of another model: it and this one differ in {differing[0]}")
 
 
@@ -174,7 +174,7 @@ def _model(sparse: SparseModel) -> dict[str, Any]:
 
 
 def _masks(sparse: SparseModel) -> dict[str, Any]:
-    return {f"masks.{name}": pack(parameter.mask()).cpu() for name, parameter in sparse.stored.items()}
+    return {f"masks.{name}": pack(parameter.mask()).cpu() for name, parameter in internals(sparse).stored.items()}
 
 
 def _names(sparse: SparseModel) -> dict[int, str]:
@@ -254,7 +254,7 @@ def _like(now: Any, saved: Any) -> Any:
 
 def _gradients(sparse: SparseModel) -> dict[str, Any]:
     """What an edit to come looks at: of a sharded model, the part of each rank."""
-    parts = sparse.gradients.all_shares()
+    parts = internals(sparse).gradients.all_shares()
     return {f"gradients.{name}": _as_sharded(sparse, name, part) for name, part in parts.items()}
 
 
@@ -265,7 +265,7 @@ def _named(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _empty_averages(sparse: SparseModel, keys: list[str]) -> dict[str, Any]:
     """Room for moving averages of gradients, which are dense: compact storage has none."""
-    stored = {key: sparse.stored[key.removeprefix("averages.")] for key in keys}
+    stored = {key: internals(sparse).stored[key.removeprefix("averages.")] for key in keys}
     return {key: _zero(parameter).expand(parameter.shape).clone() for key, parameter in stored.items()}
 
 
@@ -279,16 +279,16 @@ def _empty_gradients(sparse: SparseModel, keys: list[str]) -> dict[str, Any]:
     found = {}
     for key in keys:
         name = key.removeprefix("gradients.")
-        parameter = sparse.stored[name]
+        parameter, ranks = internals(sparse).stored[name], internals(sparse).ranks
         flat = _zero(parameter).expand(parameter.shape.numel())
-        part = flat if sparse.ranks is None else sparse.ranks.cut(flat)
+        part = flat if ranks is None else ranks.cut(flat)
         found[key] = _as_sharded(sparse, name, part.clone())
     return found
 
 
 def _as_sharded(sparse: SparseModel, name: str, part: Tensor) -> Any:
     """A rank's part of a flat tensor as DCP knows it."""
-    parameter = sparse.stored[name]
+    parameter = internals(sparse).stored[name]
     if not isinstance(parameter, ShardedCompact):
         return part
     return parameter.handle.as_sharded(part, parameter.shape.numel())

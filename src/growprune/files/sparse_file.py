@@ -82,8 +82,9 @@ from growprune.files.reader import SparseFile, match_model, open_sparse
 from growprune.files.writer import warn_of_unfinished, warn_of_unsaved, write, write_sharded
 from growprune.masks.encoding import MAX_EXPANSION, num_mask_bytes
 from growprune.sparse import sharded
+from growprune.sparse.checks import named_tensors
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel, check_sparse_model
-from growprune.sparse.snapshot import named_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -98,12 +99,13 @@ def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     check_sparse_model(sparse, "save")
     path = Path(path)
     warn_of_unsaved(sparse.model)
-    sparse.notice_shards()
+    own = internals(sparse)
+    own.notice_shards()
     warn_of_unfinished(sparse)
-    if sparse.ranks is None:
+    if own.ranks is None:
         write(sparse, path)
     else:
-        write_sharded(sparse, path, sparse.ranks)
+        write_sharded(sparse, path, own.ranks)
 
 
 def load(
@@ -138,10 +140,10 @@ def load(
         sparse = file.make_sparse(model, storage)
         _give_memory(model, but={entry.name for entry in file.prunable})
         if mesh is None:
-            sparse.restore(tensors, keep=is_compact)
+            internals(sparse).restore(tensors, keep=is_compact)
         else:
             _restore_sharded(sparse, tensors, mesh, sharding or {})
-        sparse.editor.num_edits = file.num_edits
+        internals(sparse).editor.num_edits = file.num_edits
     return sparse
 
 
@@ -152,13 +154,14 @@ def _restore_sharded(
     sharding: Mapping[str, Any],
 ) -> None:
     """Fill a model from views of a file, and shard each unit as soon as it is filled."""
-    shards = sharded.sharding().UnitByUnit(sparse, mesh, **sharding)
+    building = internals(sparse)
+    shards = sharded.sharding().UnitByUnit(building, mesh, **sharding)
     names = {id(tensor): name for name, tensor in named_tensors(sparse.model).items()}
     for module in reversed(list(sparse.model.modules())):  # inner ones first
         own = [names.pop(id(t), "") for t in (*module._parameters.values(), *module._buffers.values())]
-        sparse.restore_some({name: tensors[name] for name in own if name in tensors})
+        building.restore_some({name: tensors[name] for name in own if name in tensors})
         shards.done(module)
-    sparse.notice_shards()
+    building.notice_shards()
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -18,6 +18,8 @@ from growprune.files.reader import open_sparse
 from growprune.masks.bits import whole
 from growprune.masks.encoding import encode_mask
 from growprune.masks.layers import prunable_weights, tensors_of
+from growprune.sparse.cursor import cursor_of
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.summary import targets
 
@@ -88,8 +90,8 @@ def _check_written(file: BinaryIO, entries: list[Entry]) -> None:
 
 def _each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
     """One tensor of the model after the other: its entry, and what of it the file holds. All ranks go together."""
-    sparse.check()
-    check_blocks(sparse.pattern)
+    internals(sparse).check()
+    check_blocks(internals(sparse).pattern)
     _check_nothing_was_added(sparse)
     aims = targets(sparse)
     for name, tensor in tensors_of(sparse.model)[0].items():
@@ -106,9 +108,9 @@ def _stored_parameter(
     sparse: SparseModel, name: str, parameter: Tensor, aims: Mapping[str, float | None]
 ) -> tuple[Entry, dict[str, Tensor]]:
     weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
-    mask = sparse.mask(name)
+    mask = internals(sparse).stored[name].mask()
     values = _live_values(sparse, name, parameter)
-    bits, gaps = encode_mask(mask, weights, sparse.pattern, parameter.itemsize, name)
+    bits, gaps = encode_mask(mask, weights, internals(sparse).pattern, parameter.itemsize, name)
     aim = [aims[weight.name] for weight in weights]
     target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
     in_file = bits if gaps is None else gaps
@@ -130,7 +132,8 @@ def _stored_parameter(
 
 def _check_nothing_was_added(sparse: SparseModel) -> None:
     """Refuse a model that its own file would not fit."""
-    now = prunable_weights(sparse.model, keep_dense=sparse.keep_dense, include=sparse.include)
+    own = internals(sparse)
+    now = prunable_weights(sparse.model, keep_dense=own.keep_dense, include=own.include)
     known = {weight.name for weight in sparse.weights}
     if added := [weight.name for weight in now if weight.name not in known]:
         raise GrowpruneError(f"{added[0]} was added after the SparseModel was made: make a new one before saving")
@@ -138,15 +141,16 @@ def _check_nothing_was_added(sparse: SparseModel) -> None:
 
 def _describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
     """The manifest."""
+    own = internals(sparse)
     return {
         "sparsity": sparse.sparsity,
-        "allocation": sparse.allocation,
-        "pattern": sparse.pattern.name,
-        "scope": sparse.scope.value,
-        "keep_dense": list(sparse.keep_dense),
-        "include": list(sparse.include),
-        "seed": sparse.seed,
-        "num_edits": sparse.editor.num_edits,
+        "allocation": own.allocation,
+        "pattern": own.pattern.name,
+        "scope": own.scope.value,
+        "keep_dense": list(own.keep_dense),
+        "include": list(own.include),
+        "seed": own.seed,
+        "num_edits": own.editor.num_edits,
         "aliases": tensors_of(sparse.model)[1],
         "tensors": {entry.name: entry.to_dict() for entry in entries},
     }
@@ -165,8 +169,8 @@ def warn_of_unfinished(sparse: SparseModel) -> None:
     Or if that plan was made for another sparsity than the model. Always in the same words: Python then tells it once
     for each line that saves.
     """
-    cursor = None if sparse.advancing is None else sparse.advancing()
-    if cursor is None or cursor.sparse is not sparse or sparse.is_at_target:
+    cursor = cursor_of(sparse)
+    if cursor is None or sparse.is_at_target:
         return
     if cursor.is_over:
         reached = 1 - sparse.num_alive / max(1, sparse.num_prunable)
@@ -182,9 +186,9 @@ def warn_of_unfinished(sparse: SparseModel) -> None:
 
 def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:
     """The live values, in row-major order, whatever the storage; its parameter must hold nothing else."""
-    stored = sparse.stored[name]
+    stored = internals(sparse).stored[name]
     values = stored.to_live(stored.parameter.detach())
-    if sparse.ranks is not None:
+    if internals(sparse).ranks is not None:
         return values  # compact, and so nothing else is there
     if torch.count_nonzero(values) != torch.count_nonzero(parameter):
         raise GrowpruneError(f"{name} is not zero everywhere its mask says it is pruned: call enforce() before saving")

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from growprune.errors import GrowpruneError
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 
@@ -37,7 +38,7 @@ class Copies:
 
     def check(self, sparse: SparseModel, owners: Iterable[object]) -> None:
         """Raise if there are copies that cannot follow edits."""
-        if sparse.storage == "compact" and self._all(sparse, owners):
+        if internals(sparse).storage == "compact" and self._all(sparse, owners):
             raise GrowpruneError(
                 "a callback averages the weights, but compact ones change in number with each edit: use "
                 "storage='masked'"
@@ -49,12 +50,12 @@ class Copies:
         Args:
             owners: what may have copies as attributes.
         """
-        if sparse.num_mask_changes == self._num_changes:
+        if internals(sparse).num_mask_changes == self._num_changes:
             return
         self.check(sparse, owners)
         for copy in self._all(sparse, owners):
             sparse.mask_copy(copy)
-        self._num_changes = sparse.num_mask_changes
+        self._num_changes = internals(sparse).num_mask_changes
 
     def _all(self, sparse: SparseModel, owners: Iterable[object]) -> list[nn.Module]:
         values = [value for owner in owners for value in vars(owner).values() if isinstance(value, nn.Module)]

@@ -19,6 +19,7 @@ from growprune.masks.partition_kinds import PartitionConfig
 from growprune.plan import By, Plan
 from growprune.plan.settings import check_state
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 
@@ -141,12 +142,15 @@ class Figures:
 
     def __init__(self, cursor: Cursor, *, by_weight: bool = False) -> None:
         self._cursor, self._by_weight = cursor, by_weight
-        self._num_changes, self._masks = cursor.sparse.num_mask_changes, cursor.sparse.packed_masks()
+        self._num_changes, self._masks = (
+            internals(cursor.sparse).num_mask_changes,
+            internals(cursor.sparse).packed_masks(),
+        )
 
     def read(self) -> dict[str, float]:
         """Sparsity, live weights, phase, and churn: the share of live weights that were dead at the last reading."""
         sparse = self._cursor.sparse
-        alive = sparse.alive_by_weight
+        alive = internals(sparse).alive_by_weight()
         total = sum(alive.values())
         figures: dict[str, float] = {
             "sparsity": 1 - total / sparse.num_prunable,
@@ -156,15 +160,16 @@ class Figures:
         }
         if self._by_weight:
             figures |= {f"density/{weight.name}": alive[weight.name] / weight.numel for weight in sparse.weights}
-        return figures if sparse.rule is None else figures | sparse.rule.figures()
+        rule = self._cursor.rule
+        return figures if rule is None else figures | rule.figures()
 
     def _born(self) -> int:
         """The number of live weights that were dead at the last reading."""
         sparse = self._cursor.sparse
-        if sparse.num_mask_changes == self._num_changes:
+        if internals(sparse).num_mask_changes == self._num_changes:
             return 0
-        before, self._masks = self._masks, sparse.packed_masks()
-        self._num_changes = sparse.num_mask_changes
+        before, self._masks = self._masks, internals(sparse).packed_masks()
+        self._num_changes = internals(sparse).num_mask_changes
         return sum(_ones(mask & ~before[name].to(mask.device)) for name, mask in self._masks.items())
 
 

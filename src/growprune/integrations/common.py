@@ -26,6 +26,7 @@ from growprune.plan import By, Plan, walk
 from growprune.plan.lengths import PARTS, fill_lengths, plan_length
 from growprune.plan.settings import check_counts, check_sparsity
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage import parse_storage
 
@@ -199,8 +200,8 @@ def _options_of(method: Callable[..., Plan]) -> list[str]:
 
 def share_gradients(sparse: SparseModel) -> None:
     """Let edits by gradient see the gradients of all processes, so that all choose the same weights."""
-    if num_processes() > 1 and sparse.ranks is None:  # those of a sharded model are summed already
-        sparse.gradients.add_up = _summed
+    if num_processes() > 1 and internals(sparse).ranks is None:  # those of a sharded model are summed already
+        internals(sparse).gradients.add_up = _summed
 
 
 def num_processes() -> int:

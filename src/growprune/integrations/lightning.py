@@ -18,6 +18,7 @@ from growprune.errors import GrowpruneError, warn
 from growprune.integrations.callback import Figures, SparseCallback, looking
 from growprune.plan import By
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 try:
@@ -125,7 +126,7 @@ class GrowPrune(SparseCallback, Callback):
         if self._cursor is not None and not self._is_elsewhere:
             self._check_settings(state_dict)
             self._check_place(state_dict)
-            if self.sparse.ranks is None:  # else it has done so before the weights were loaded
+            if internals(self.sparse).ranks is None:  # else it has done so before the weights were loaded
                 self.sparse.load_state_dict(state_dict["sparse"])
             self.cursor.load_state_dict(state_dict["cursor"])
             self._num_edits_validated = state_dict["num_edits_validated"]
@@ -250,12 +251,13 @@ class GrowPrune(SparseCallback, Callback):
     def _follow_edits(self, trainer: Trainer) -> None:
         """Whatever knows of the model's weights follows edits of them."""
         assert self._figures is not None
-        is_edited, self._num_edits = self.sparse.editor.num_edits != self._num_edits, self.sparse.editor.num_edits
+        num_edits = internals(self.sparse).editor.num_edits
+        is_edited, self._num_edits = num_edits != self._num_edits, num_edits
         self._copies.follow(self.sparse, of_trainer.callbacks_of(trainer))
         if is_edited and self.settings.storage == "compact":
             of_trainer.wrap_again(trainer)
         every = vars(trainer)["log_every_n_steps"]
-        is_ruled = self.sparse.rule is not None and trainer.global_step % every == 0  # and may have changed masks
+        is_ruled = self.cursor.rule is not None and trainer.global_step % every == 0  # and may have changed masks
         if is_edited or is_ruled:  # on all processes alike, whatever masks they have
             of_trainer.check_ranks(self.sparse, trainer)
         if is_edited or is_ruled or not self._logged:
@@ -265,11 +267,11 @@ class GrowPrune(SparseCallback, Callback):
         """Note which masks are validated."""
         del pl_module
         if not trainer.sanity_checking and self._cursor is not None and not self._is_elsewhere:
-            self._num_edits_validated = self.sparse.editor.num_edits
+            self._num_edits_validated = internals(self.sparse).editor.num_edits
 
     def _is_best(self, checkpoint: ModelCheckpoint, trainer: Trainer, current: Tensor | None = None) -> bool:
         """What ModelCheckpoint asks of itself before it keeps a model, with one more condition: the target sparsity."""
-        is_stale = trainer.enable_validation and self._num_edits_validated != self.sparse.editor.num_edits
+        is_stale = trainer.enable_validation and self._num_edits_validated != internals(self.sparse).editor.num_edits
         if is_stale or not self.sparse.is_at_target:
             return False
         return bool(type(checkpoint).check_monitor_top_k(checkpoint, trainer, current))

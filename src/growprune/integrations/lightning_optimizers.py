@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from growprune.errors import GrowpruneError
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 
 
 class Clock:
@@ -39,7 +40,7 @@ class Clock:
         self._name = f"{optimizers.index(clocks[-1]) + 1} of {len(optimizers)} ({type(clocks[-1]).__name__})"
         self._parameters: dict[str, nn.Parameter] = {}
         self._hook: Any = None
-        if sparse.storage == "compact" and not sparse.model.automatic_optimization:
+        if internals(sparse).storage == "compact" and not sparse.model.automatic_optimization:
             self._parameters = self._stored_parameters()
             self._hook = clocks[-1].register_step_post_hook(self._follow_edit)  # after the cursor's, which edits
 
@@ -57,7 +58,7 @@ class Clock:
         )
 
     def _stored_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: stored.parameter for name, stored in self._sparse.stored.items()}
+        return {name: stored.parameter for name, stored in internals(self._sparse).stored.items()}
 
     def _follow_edit(self, *_: Any) -> None:
         before, self._parameters = self._parameters, self._stored_parameters()

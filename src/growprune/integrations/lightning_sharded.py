@@ -18,7 +18,7 @@ from torch import distributed
 
 from growprune.engine.device import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
-from growprune.sparse.wrapped import is_fsdp2
+from growprune.sparse.checks import is_fsdp2
 
 METADATA = "meta.pt"
 """What a checkpoint that is a folder has all in but tensors of the model and the optimizers."""

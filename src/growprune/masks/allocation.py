@@ -15,7 +15,6 @@ from fractions import Fraction
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern
-from growprune.masks.selection import num_kept
 
 
 class Scope(Enum):
@@ -32,6 +31,15 @@ def parse_scope(name: str | Scope) -> Scope:
     if not isinstance(name, Scope) and name not in known:
         raise GrowpruneError(f"scope is {name!r}, but must be one of {', '.join(known)}")
     return Scope(name)
+
+
+def num_kept(sparsity: float, total: int) -> int:
+    """How many of `total` live at a sparsity: (1 - sparsity) * total, rounded half to even, in exact arithmetic.
+
+    >>> num_kept(0.8, 1000), num_kept(0.95, 10), num_kept(0.85, 10)
+    (200, 0, 2)
+    """
+    return round((1 - Fraction(str(sparsity))) * total)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight
-from growprune.masks.selection import chunk_elements
+
+CPU_CHUNK, CUDA_CHUNK = 1 << 17, 2_500_000
+"""The number of positions to look at in one go: small beside a model, large enough to keep the device busy."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,11 @@ def matrix_shape(weight: Weight) -> tuple[int, int]:
     """Rows (outputs) and columns (kernel positions x inputs) of a weight seen as a matrix."""
     rows = weight.shape[1] if weight.transposed else weight.shape[0]
     return rows, weight.numel // rows if rows else 0
+
+
+def chunk_elements(device: torch.device) -> int:
+    """The number of positions to look at in one go."""
+    return CUDA_CHUNK if device.type == "cuda" else CPU_CHUNK
 
 
 def row_chunks(pattern: Pattern, tensor: Tensor, weight: Weight) -> Iterator[Tensor]:

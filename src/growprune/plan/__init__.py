@@ -32,6 +32,8 @@ from growprune.plan.phases import (
     ScheduledPhase,
     Stage,
     method,
+    next_edits,
+    prunes_after_fork,
     walk,
 )
 
@@ -53,8 +55,10 @@ __all__ = [
     "first_by",
     "grow",
     "method",
+    "next_edits",
     "parse_by",
     "parse_spread",
     "prune",
+    "prunes_after_fork",
     "walk",
 ]

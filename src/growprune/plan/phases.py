@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeAlias, overload
 
 from growprune.errors import GrowpruneError, shorten
-from growprune.plan.edits import Action, Edit, Part, Parts, Spread
+from growprune.plan.edits import Action, By, Edit, Part, Parts, Spread
 from growprune.plan.settings import check_counts, plain
 
 MAX_STAGES = 100_000
@@ -224,3 +224,26 @@ def walk(plan: Plan | Sequence[Stage]) -> Iterator[ScheduledPhase]:
             last = b == len(stage.branches) - 1
             yield ScheduledPhase(index, number, b, branch.phase, branch.returns, last)
             index += 1
+
+
+def next_edits(schedule: Sequence[ScheduledPhase], current: ScheduledPhase) -> list[Edit]:
+    """The edits that follow when a phase is over, up to the next iteration."""
+    edits: list[Edit] = []
+    for index in range(current.index + 1, len(schedule)):
+        edits += schedule[index].phase.edits
+        if schedule[index].phase.is_trained or schedule[index].branch is not None:
+            break
+    return edits
+
+
+def prunes_after_fork(scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase]) -> tuple[Edit, ...]:
+    """What is pruned right after the fork that a branch belongs to, if that is all that is done.
+
+    A part can be pruned so where it was trained, as long as no other part is ranked with it: the result is the same.
+    One ranking of the whole model looks at the other parts, so there all parts live until they are together.
+    """
+    later = (schedule[index] for index in range(scheduled.index + 1, len(schedule)))
+    after = next((phase for phase in later if phase.stage > scheduled.stage), None)
+    edits = () if after is None or after.branch is not None else after.phase.edits
+    is_plain = all(e.action is Action.PRUNE and e.by is By.MAGNITUDE and e.to is not None for e in edits)
+    return edits if is_plain else ()

@@ -1,6 +1,6 @@
 """Choosing which weights live where each rank has a shard of the values only.
 
-It is `masks.selection`, spread over the ranks: each counts the digits of its own keys, the counts are added up, and
+It is `masks.ranking`, spread over the ranks: each counts the digits of its own keys, the counts are added up, and
 all know the threshold. Ties go to the earlier positions: each rank is told how many lie before its own. Only what was
 chosen, a byte for each candidate, is sent to all, one weight at a time. So masks are the same, bit for bit, on any
 number of ranks.
@@ -8,7 +8,7 @@ number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,15 +17,17 @@ from torch import Tensor
 from growprune.errors import GrowpruneError
 from growprune.masks.allocation import Pool
 from growprune.masks.layers import Weight
-from growprune.masks.patterns import Pattern, row_chunks
-from growprune.masks.scores import key_bits_of
-from growprune.masks.selection import KeyChunks, Ties, chunk_elements, kth_largest, magnitude_keys
+from growprune.masks.patterns import Pattern, chunk_elements, row_chunks
+from growprune.masks.ranking import KeyChunks, Ties, key_bits_of, kth_largest, magnitude_keys
 from growprune.plan import Action, By, Edit
 from growprune.sharding.parameter import ShardedCompact
 from growprune.sharding.ranks import Ranks
-from growprune.sparse.choosing import Chosen, Values
+from growprune.sparse.editor import Chosen
 from growprune.sparse.gradients import Gradients
 from growprune.storage import SparseParameter
+
+Masks = Callable[[Weight], Tensor]
+"""Gives the mask of a weight."""
 
 
 class Candidates(NamedTuple):
@@ -59,7 +61,7 @@ class Choosing:
         stored = [self._parameters[weight.parameter] for weight in weights]
         return is_known and self._pattern.is_single and all(isinstance(s, ShardedCompact) for s in stored)
 
-    def chosen(self, pool: Pool, edit: Edit, mask: Values) -> Chosen:
+    def chosen(self, pool: Pool, edit: Edit, mask: Masks) -> Chosen:
         """Which groups of a pool live: the same on all ranks."""
         dtypes = {self._parameters[w.parameter].parameter.dtype for w in pool.weights}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -68,13 +70,13 @@ class Choosing:
         sources = [self._keys(weight, edit, mask, dtype, bits) for weight in pool.weights]
         key, left = None, [0] * len(sources)
         if pool.kept:
-            key, kept, _ = kth_largest(sources, pool.kept, bits=bits, add_up=self._ranks.add_up)
+            key, kept, _ = kth_largest(sources, pool.kept, bits=bits, digit_bits=11, add_up=self._ranks.add_up)
             left = self._ties_left(sources, key, kept)
         for weight, source, own in zip(pool.weights, sources, left, strict=True):
             yield weight, self._walk(weight, edit, mask, source, key, own)
 
     def _walk(
-        self, weight: Weight, edit: Edit, mask: Values, source: KeyChunks, key: int | None, left: int
+        self, weight: Weight, edit: Edit, mask: Masks, source: KeyChunks, key: int | None, left: int
     ) -> Iterator[Tensor]:
         """Which of a weight's elements live, a few rows at a time, from what each rank has chosen."""
         ties = Ties(left)
@@ -90,7 +92,7 @@ class Choosing:
             yield chosen[start : start + rows.numel()]
             start += rows.numel()
 
-    def _candidates(self, weight: Weight, edit: Edit, mask: Values) -> Candidates:
+    def _candidates(self, weight: Weight, edit: Edit, mask: Masks) -> Candidates:
         """What this rank has of them: of live values its shard, of gradients its part."""
         parameter = self._parameters[weight.parameter]
         assert isinstance(parameter, ShardedCompact)
@@ -119,7 +121,7 @@ class Choosing:
             return position
         return int(torch.count_nonzero(parameter.mask().reshape(-1)[:position]))
 
-    def _keys(self, weight: Weight, edit: Edit, mask: Values, dtype: torch.dtype, bits: int) -> KeyChunks:
+    def _keys(self, weight: Weight, edit: Edit, mask: Masks, dtype: torch.dtype, bits: int) -> KeyChunks:
         always = (1 << bits) - 1  # live weights stay
 
         def chunks() -> Iterator[Tensor]:
@@ -143,7 +145,7 @@ class Choosing:
             left.append(max(0, min(own, kept - before)))
         return left
 
-    def _check_finite(self, weights: Sequence[Weight], edit: Edit, mask: Values) -> None:
+    def _check_finite(self, weights: Sequence[Weight], edit: Edit, mask: Masks) -> None:
         """Raise on all ranks if one has a NaN or infinity."""
         flags = []
         for weight in weights:

@@ -22,13 +22,13 @@ from growprune.sharding.ranks import Ranks
 from growprune.storage import Compact
 
 if TYPE_CHECKING:
-    from growprune.sparse.model import SparseModel
+    from growprune.sparse.internals import Internals
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Modules whose children are what a model is made of, block by block."""
 
 
-def shard(sparse: SparseModel, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any) -> None:
+def shard(sparse: Internals, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any) -> None:
     """Apply `fully_shard` to the units of a model, inner ones first, then to the model."""
     sharding = UnitByUnit(sparse, mesh, units=units, **settings)
     check_masks(sparse, sharding.ranks)
@@ -47,7 +47,7 @@ class UnitByUnit:
 
     def __init__(
         self,
-        sparse: SparseModel,
+        sparse: Internals,
         mesh: DeviceMesh,
         *,
         units: Sequence[str] | None = None,
@@ -116,8 +116,8 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def adopt(sparse: SparseModel) -> None:
-    """See to it that a SparseModel knows what FSDP2 has sharded, by `shard` or by calls of one's own."""
+def adopt(sparse: Internals) -> None:
+    """See to it that a sparse model knows what FSDP2 has sharded, by `shard` or by calls of one's own."""
     if sparse.ranks is not None:
         for group in groups_of(sparse.model):
             reshard(group)
@@ -176,7 +176,7 @@ def check_shardable(storage: str) -> None:
         )
 
 
-def check_masks(sparse: SparseModel, ranks: Ranks) -> None:
+def check_masks(sparse: Internals, ranks: Ranks) -> None:
     """Raise on all ranks if one of them has other masks: their shards would be of different weights."""
     mine = torch.tensor([_digest(pack(p.mask()).cpu().numpy().tobytes()) for p in sparse.stored.values()])
     if differing := _first_to_differ(mine, ranks):

@@ -1,10 +1,11 @@
-"""How many weights live, and how many of which an edit leaves alive; edits.py carries it out."""
+"""How many weights live, and how many an edit leaves alive in which layers; editor.py carries it out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import groupby
 
 import torch
 
@@ -12,9 +13,8 @@ from growprune.errors import GrowpruneError
 from growprune.masks.allocation import Pool, Scope, erk, global_, parse_allocation, shared_out, uniform
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern, count_groups, in_one_go
-from growprune.masks.scores import check_finite
+from growprune.masks.ranking import check_finite
 from growprune.plan import Action, By, Edit, Part, Spread
-from growprune.sparse.choosing import OneByOne
 from growprune.sparse.gradients import Gradients
 from growprune.storage import SparseParameter
 
@@ -24,21 +24,21 @@ class Counts:
 
     Args:
         weights: all that may be pruned.
-        parameters: how their parameters are stored, by name.
+        stored: how their parameters are stored, by name.
         gradients: what edits that look at gradients go by.
     """
 
     def __init__(
         self,
         weights: Sequence[Weight],
-        parameters: Mapping[str, SparseParameter],
+        stored: Mapping[str, SparseParameter],
         gradients: Gradients,
         *,
         pattern: Pattern,
         allocation: str,
         scope: Scope,
     ) -> None:
-        self.weights, self._parameters, self._gradients = tuple(weights), parameters, gradients
+        self.weights, self._stored, self._gradients = tuple(weights), stored, gradients
         self._pattern, self._allocate, self._scope = pattern, parse_allocation(allocation), scope
         self.lost: dict[str, int] = {}
         """By the name of a weight, how many groups the edit before took of it."""
@@ -47,28 +47,40 @@ class Counts:
         names = set(part.tensors)
         return tuple(w for w in self.weights if w.parameter in names)
 
-    def num_alive(self, weights: Sequence[Weight]) -> dict[str, int]:
-        """How many groups of each weight live, by its name; the device is waited for once."""
-        mask = OneByOne(lambda name: self._parameters[name].mask())
-        full = {w.name: self._pattern.num_groups(w) for w in weights if self._parameters[w.parameter].is_known_full}
-        others = [weight for weight in weights if weight.name not in full]
-        counts = [count_groups(self._pattern, mask(weight), weight) for weight in others]
-        counted = dict(zip((w.name for w in others), in_one_go(counts), strict=True))
-        return {weight.name: full.get(weight.name, counted.get(weight.name, 0)) for weight in weights}
+    def concerned(self, edit: Edit) -> tuple[Weight, ...]:
+        """The weights that an edit may have to count: its part, or the whole model."""
+        is_ranked = self._allocate is global_ and self._scope is Scope.MODEL and edit.action is Action.PRUNE
+        return self.weights if is_ranked or edit.within is not None else self.weights_of(edit.part)
 
-    def pools(self, edit: Edit, alive: Mapping[str, int] | None = None) -> list[Pool]:
+    def num_alive(self, weights: Sequence[Weight]) -> dict[str, int]:
+        """The number of live groups of each weight, by its name; waits for the device once."""
+        alive, counted, name, mask = {}, [], "", None
+        for weight in weights:
+            stored = self._stored[weight.parameter]
+            if stored.is_known_full:
+                alive[weight.name] = self._pattern.num_groups(weight)
+                continue
+            if weight.parameter != name:
+                mask = None  # before the next is made
+                name, mask = weight.parameter, stored.mask()
+            alive[weight.name] = 0
+            counted.append((weight.name, count_groups(self._pattern, weight.of(mask), weight)))
+        numbers = in_one_go([count for _, count in counted])
+        return alive | {name: number for (name, _), number in zip(counted, numbers, strict=True)}
+
+    def pools(self, edit: Edit, alive: Mapping[str, int] | None = None, *, is_estimate: bool = False) -> list[Pool]:
         """How many groups an edit leaves alive, of which weights ranked together.
 
         Args:
-            alive: how many groups of each weight live before it, by name; counted if not given. If it is given, no
-                gradient is looked at: what is spread by momentum, or by what was lost, is taken to go with the live
-                weights.
+            alive: the number of live groups of each weight before the edit, by name; counted where needed if not given.
+            is_estimate: whether growth that is spread by momentum, or by what layers lost, is taken to be spread by
+                live groups instead. No gradient is needed then.
         """
         part, spread = self.weights_of(edit.part), self._spread_of(edit)
         if edit.within is not None and part:
             return [self._fitting(edit.within, part, alive)]
         if spread in (Spread.LIVE, Spread.MOMENTUM, Spread.LOST) and part:
-            return self._spread_out(edit, part, alive)
+            return self._spread_out(edit, part, alive, is_estimate=is_estimate)
         if edit.to is None:
             alive = self.num_alive(part) if alive is None else alive
             if spread is Spread.RANKING:
@@ -103,9 +115,11 @@ class Counts:
         whole = sum(map(self._pattern.num_groups, part))
         return Pool(part, whole if now + room >= whole else max(now, min(now + room, most)))
 
-    def _spread_out(self, edit: Edit, part: tuple[Weight, ...], alive: Mapping[str, int] | None) -> list[Pool]:
+    def _spread_out(
+        self, edit: Edit, part: tuple[Weight, ...], alive: Mapping[str, int] | None, *, is_estimate: bool
+    ) -> list[Pool]:
         """Pools of one weight each, which share the growth of all."""
-        among = None if alive is not None else self._among(edit, part)
+        among = None if is_estimate else self._among(edit, part)
         alive = self.num_alive(part) if alive is None else alive
         now = [alive[weight.name] for weight in part]
         total = sum(pool.kept for pool in self.pools(replace(edit, spread=None), alive))
@@ -123,14 +137,13 @@ class Counts:
 
     def _momenta(self, part: Sequence[Weight]) -> list[float]:
         """The mean magnitude that the momentum of each weight's live elements has."""
-        momentum = OneByOne(lambda name: self._gradients.scores(By.MOMENTUM, name))
-        mask = OneByOne(lambda name: self._parameters[name].mask())
         means = []
-        for weight in part:
-            check_finite(momentum(weight), weight)
-            means.append(
-                momentum(weight)[mask(weight)].abs().sum(dtype=torch.float64) / mask(weight).sum().clamp(min=1)
-            )
+        for name, weights in groupby(part, key=lambda weight: weight.parameter):
+            momentum, mask = self._gradients.scores(By.MOMENTUM, name), self._stored[name].mask()
+            for weight in weights:
+                own, alive = weight.of(momentum), weight.of(mask)
+                check_finite(own, weight)
+                means.append(own[alive].abs().sum(dtype=torch.float64) / alive.sum().clamp(min=1))
         return [float(mean) for mean in torch.stack(means).tolist()]
 
     def num_grown(self, edits: Sequence[Edit]) -> dict[str, int]:
@@ -139,7 +152,7 @@ class Counts:
         most, grown = dict(alive), dict.fromkeys(alive, 0)
         for before_it, edit in zip((None, *edits), edits, strict=False):
             lost = before_it if self._spread_of(edit) is Spread.LOST else None
-            for pool in within_one(self.pools(edit, alive), alive, edit.action):
+            for pool in within_one(self.pools(edit, alive, is_estimate=True), alive, edit.action):
                 before, several = total_of(pool, alive), len(pool.weights) > 1
                 # of several ranked together the total is known, but what each has is a guess, and may be rounded
                 more = max(0, pool.kept - before) + (len(pool.weights) * len(edits) if several else 0)
@@ -154,7 +167,7 @@ class Counts:
     def can_be_bounded(self, edits: Sequence[Edit]) -> bool:
         """Whether `num_grown` knows the growth of edits: not if they rank weights together, but not always the same."""
         alive = self.num_alive(self.weights)
-        pools = [self.pools(edit, alive) for edit in edits]
+        pools = [self.pools(edit, alive, is_estimate=True) for edit in edits]
         is_ranked = any(len(pool.weights) > 1 for several in pools for pool in several)
         changed = {frozenset(weight for pool in several for weight in pool.weights) for several in pools}
         is_known = all(self._spread_of(edit) in (None, Spread.LOST) for edit in edits)

@@ -1,6 +1,6 @@
 """Where a model stands in a plan: one cursor for every loop, whoever owns it.
 
-    for phase in cursor: ...                 # one's own loop over phases (SparseModel.follow is a short form)
+    for phase in cursor: ...                 # your own loop over phases
     cursor.advance(iteration)                # a trainer's loop: does every edit that is due
     optimizer = cursor.attach(optimizer)     # a plain loop over epochs: each step advances by itself
 
@@ -20,11 +20,13 @@ import torch
 
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import Snapshot
-from growprune.plan import Action, By, Edit, Part, Phase, Plan, ScheduledPhase, Stage, walk
+from growprune.plan import By, Part, Phase, Plan, ScheduledPhase, Stage, next_edits, prunes_after_fork, walk
 from growprune.plan.settings import check_counts, check_state, plain
+from growprune.sparse.internals import Internals, internals
 from growprune.sparse.model import SparseModel, check_sparse_model
 from growprune.sparse.optimizers import is_skipped, unwrapped
 from growprune.sparse.rules import running
+from growprune.sparse.rules.base import RunningRule
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -33,6 +35,15 @@ Combine = Callable[[Snapshot, list[tuple[str, ...]], Snapshot], Snapshot]
 gives the parts of all branches."""
 
 OnPhase = Callable[[ScheduledPhase], None]
+
+_ADVANCING: weakref.WeakKeyDictionary[SparseModel, weakref.ref[Cursor]] = weakref.WeakKeyDictionary()
+"""By model: the cursor that the steps of attached optimizers advance."""
+
+
+def cursor_of(sparse: SparseModel) -> Cursor | None:
+    """The cursor that the steps of a model's optimizers advance; None if there is none."""
+    reference = _ADVANCING.get(sparse)
+    return None if reference is None else reference()
 
 
 class Cursor:
@@ -77,8 +88,9 @@ class Cursor:
         check_counts(1, **{name: count for name, count in given.items() if count is not None})
         check_sparse_model(sparse, "Cursor")
         self.sparse = sparse
+        self._own = internals(sparse)
         self.schedule = tuple(walk(plan))
-        _check(sparse, self.schedule)
+        _check(self._own, self.schedule)
         self._per_epoch, self._accumulate = plain(iterations_per_epoch), plain(accumulate)
         self._is_begun, self._is_local, self._combine = is_begun, is_local, combine
         self._score, self._on_enter, self._on_leave = score, on_enter, on_leave
@@ -121,6 +133,9 @@ class Cursor:
                 f"advance({iteration}) goes backwards: {self.iteration} iterations of the plan are done; "
                 f"to go back, load the state of the model and of the cursor from then"
             )
+        return self._advance(iteration)
+
+    def _advance(self, iteration: int) -> Phase | None:
         self._begin_counting()
         self.iteration, self._is_fresh = iteration, False
         began = self._enter_next(start=0) if self.position < 0 else None
@@ -142,7 +157,7 @@ class Cursor:
         if inner not in self._attached:
             self._attached.add(inner)
             inner.register_step_post_hook(self._stepped)  # which keeps the cursor as long as there is the optimizer
-        self._clock, self.sparse.advancing = weakref.ref(inner), weakref.ref(self)
+        self._clock, _ADVANCING[self.sparse] = weakref.ref(inner), weakref.ref(self)
         if self.position < 0:
             self._advance_all(0)
         return optimizer
@@ -150,15 +165,14 @@ class Cursor:
     def _stepped(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         del args, kwargs
         is_clock = self._clock is not None and self._clock() is optimizer
-        is_last = self.sparse.advancing is not None and self.sparse.advancing() is self
-        if is_clock and is_last and not self.is_over and not is_skipped(optimizer):
+        if is_clock and cursor_of(self.sparse) is self and not self.is_over and not is_skipped(optimizer):
             self._advance_all(self.iteration + 1)
 
     def _advance_all(self, iteration: int) -> None:
         """Advance, and see to the attached optimizers."""
-        self.advance(iteration)
+        self._advance(iteration)
         if self._is_fresh:
-            self.sparse.reset_optimizers()
+            self._own.optimizers.reset()
 
     def _begin_counting(self) -> None:
         """From now on somebody says when phases are over: raise, before anything is done, if one cannot be told."""
@@ -177,6 +191,11 @@ class Cursor:
     @property
     def _is_in_branch(self) -> bool:
         return self.position >= 0 and self.schedule[self.position].branch is not None
+
+    @property
+    def rule(self) -> RunningRule | None:
+        """What happens around each step in the current phase, if it has a rule."""
+        return self._own.rule
 
     @property
     def length(self) -> int:
@@ -217,8 +236,9 @@ class Cursor:
             if start is not None:
                 self.iteration += self.length_of(scheduled.phase)
                 start += self.length_of(scheduled.phase)
-        self.is_over, self.sparse.rule = True, None
-        self.sparse.watch(())
+        self.is_over = True
+        self._own.set_rule(None)
+        self._own.watch(())
         return None
 
     def _is_mine(self, scheduled: ScheduledPhase) -> bool:
@@ -230,44 +250,47 @@ class Cursor:
         try:
             if not (self._is_begun and scheduled.index == 0):
                 self._look(scheduled.phase)
-                self.sparse.apply(*scheduled.phase.edits)
+                self._own.apply(scheduled.phase.edits)
         except GrowpruneError as error:
             raise GrowpruneError(f"{scheduled}, at iteration {self.start}: {error}") from error
         self._is_fresh |= scheduled.phase.restart or scheduled.branch is not None or self._is_in_branch
         self._place_at(scheduled)
-        self.sparse.rule = running(scheduled.phase.rule, self.sparse)
-        if self.sparse.rule is not None:
-            self.sparse.rule.enter()
+        self._begin_rule(scheduled.phase)
+        if self.rule is not None:
+            self.rule.enter()
         self._on_enter(scheduled)
         if not self._is_counting:
             self._watch()
 
+    def _begin_rule(self, phase: Phase | None) -> None:
+        self._own.set_rule(None if phase is None or phase.rule is None else running(phase.rule, self._own))
+
     def _look(self, phase: Phase) -> None:
         for by in {edit.by for edit in phase.edits if edit.by.needs_gradients}:
-            if self._score is not None and not self.sparse.gradients.are_seen(by):
+            if self._score is not None and not self._own.gradients.are_seen(by):
                 self._score(by)
 
     def _leave(self, scheduled: ScheduledPhase) -> None:
         self._on_leave(scheduled)
         if scheduled.returns is not None:
-            _prune_early(self.sparse, scheduled, self.schedule)
-            self._returned |= self.sparse.snapshot(scheduled.returns)
+            # no more than one part is ever dense then, and only live weights have to be sent
+            self._own.prune_early(prunes_after_fork(scheduled, self.schedule), scheduled.returns)
+            self._returned |= self._own.snapshot(scheduled.returns)
             self._end_fork_after(scheduled)
 
     def _pass(self, scheduled: ScheduledPhase) -> None:
         """Go past a branch that is trained elsewhere."""
         if self._base is None:
-            self._base, self._returned = self.sparse.snapshot(), {}
-        for _ in scheduled.phase.edits:  # so that later edits draw the same random numbers wherever it was trained
-            self.sparse.editor.num_edits += 1
+            self._base, self._returned = self._own.snapshot(), {}
+        self._own.skip(scheduled.phase.edits)
         self._place_at(scheduled)
         self._end_fork_after(scheduled)
 
     def _begin_branch(self, scheduled: ScheduledPhase) -> None:
         if self._base is None:
-            self._base, self._returned = self.sparse.snapshot(), {}
+            self._base, self._returned = self._own.snapshot(), {}
         elif scheduled.branch:
-            self.sparse.restore(self._base)
+            self._own.restore(self._base)
 
     def _end_fork_after(self, scheduled: ScheduledPhase) -> None:
         if not scheduled.is_last_branch:
@@ -276,7 +299,7 @@ class Cursor:
         same = self.schedule[scheduled.index - (scheduled.branch or 0) : scheduled.index + 1]
         parts = [s.returns.tensors for s in same if s.returns is not None]
         # every tensor comes from the branch that returns it, and what none returns is as it was
-        self.sparse.restore(self._base | self._combine(self._returned, parts, self._base))
+        self._own.restore(self._base | self._combine(self._returned, parts, self._base))
         self._base, self._returned = None, {}
 
     def _place_at(self, scheduled: ScheduledPhase) -> None:
@@ -284,11 +307,12 @@ class Cursor:
 
     def _watch(self) -> None:
         """See to it that gradients are there when the edits to come look at them."""
-        edits = [] if self.current is None else _next_edits(self.schedule, self.current)
+        edits = [] if self.current is None else next_edits(self.schedule, self.current)
         is_last = not self._is_counting or (self.current is not None and self.left == 1)
         by = {edit.by for edit in edits if edit.by.needs_gradients}
         is_due = bool(by) and (is_last or By.MOMENTUM in by)
-        self.sparse.watch(edits if is_due else (), is_one_backward=self._accumulate == 1)
+        if is_due or self._own.gradients.is_watching:
+            self._own.watch(edits if is_due else (), is_one_backward=self._accumulate == 1)
 
     # State
 
@@ -296,7 +320,7 @@ class Cursor:
         """Beside the state of the model, of its SparseModel and of the optimizer, what an exact resume needs."""
         place = {"position": self.position, "trail": self._trail, "is_over": self.is_over}
         count = {"iteration": self.iteration, "start": self.start, "is_counting": self._is_counting}
-        rule = {} if self.sparse.rule is None else self.sparse.rule.state_dict()
+        rule = {} if self.rule is None else self.rule.state_dict()
         return {**place, **count, "rule": rule, "base": self._base, "returned": dict(self._returned)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -304,15 +328,15 @@ class Cursor:
         check_state(state, "position", "trail", "is_over", "iteration", "start", "is_counting", "base", "returned")
         if not self.is_place(state):
             raise GrowpruneError(
-                f"the state is of phase {state['position']} of another plan: go on with that plan, or, if it was "
-                f"followed, call leave_plan() and begin anew"
+                f"the state is of phase {state['position']} of another plan: make the Cursor with that plan, or begin "
+                f"this one without loading the state"
             )
         self.position, self._trail, self.is_over = state["position"], state["trail"], state["is_over"]
         self.iteration, self.start, self._is_counting = state["iteration"], state["start"], state["is_counting"]
         self._base, self._returned = state["base"], dict(state["returned"])
-        self.sparse.rule = None if self.current is None else running(self.current.phase.rule, self.sparse)
-        if self.sparse.rule is not None:
-            self.sparse.rule.load_state_dict(state["rule"])
+        self._begin_rule(None if self.current is None else self.current.phase)
+        if self.rule is not None:
+            self.rule.load_state_dict(state["rule"])
         self._watch()
 
     def is_place(self, state: Mapping[str, Any]) -> bool:
@@ -335,63 +359,23 @@ def _whole(iteration: int) -> int:
     return whole
 
 
-def _check(sparse: SparseModel, schedule: Sequence[ScheduledPhase]) -> None:
+def _check(own: Internals, schedule: Sequence[ScheduledPhase]) -> None:
     """Raise, before anything is done, if the plan is one of another model, or does not go with how it is stored."""
-    sparse.check(*{id(part): part for scheduled in schedule for part in scheduled.parts}.values())
+    own.check(*{id(part): part for scheduled in schedule for part in scheduled.parts}.values())
     for by in {edit.by for scheduled in schedule for edit in scheduled.phase.edits}:
-        sparse.check_by(by)
+        own.check_by(by)
     for rule in {scheduled.phase.rule for scheduled in schedule}:
-        running(rule, sparse)
-
-
-def _next_edits(schedule: Sequence[ScheduledPhase], current: ScheduledPhase) -> list[Edit]:
-    """The edits that follow when a phase is over, up to the next iteration."""
-    edits: list[Edit] = []
-    for index in range(current.index + 1, len(schedule)):
-        edits += schedule[index].phase.edits
-        if schedule[index].phase.is_trained or schedule[index].branch is not None:
-            break
-    return edits
+        running(rule, own)
 
 
 def _onward(trail: str, scheduled: ScheduledPhase) -> str:
     phase, returns = scheduled.phase, scheduled.returns
-    edits = [(e.action.value, _digest(e.part), e.by.value, e.to, e.share, *_later(e)) for e in phase.edits]
+    edits = [(e.action.value, _digest(e.part), e.by.value, e.to, e.share, e.spread, e.within) for e in phase.edits]
     place = (scheduled.stage, scheduled.branch, None if returns is None else _digest(returns))
     how = (phase.epochs, phase.iterations, phase.restart, repr(phase.rule))
     return hashlib.sha256(f"{trail}{edits}{place}{how}".encode()).hexdigest()
 
 
-def _later(edit: Edit) -> tuple[str | float, ...]:
-    """What edits have had only later; nothing where it is not used, so that states of before load."""
-    spread = () if edit.spread is None else (edit.spread.value,)
-    return spread if edit.within is None else (*spread, edit.within)
-
-
 @functools.lru_cache(maxsize=4096)
 def _digest(part: Part) -> str:
     return hashlib.sha256(repr(part).encode()).hexdigest()
-
-
-def _prune_early(sparse: SparseModel, scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase]) -> None:
-    """Prune a part where it was trained, as the plan does right after the fork, if that does not look at the others.
-
-    The result is the same, but no more than one part is ever dense, and only live weights have to be sent. One ranking
-    of the whole model does look at the others: there all parts live until they are together.
-    """
-    assert scheduled.returns is not None
-    own, edits = set(scheduled.returns.tensors), prunes_after_fork(scheduled, schedule)
-    for edit in edits:
-        pools = sparse.editor.counts.pools(edit) if edit.to else []
-        sparse.editor.select([pool for pool in pools if {weight.parameter for weight in pool.weights} <= own], edit)
-    if edits:
-        sparse.enforce()
-
-
-def prunes_after_fork(scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase]) -> tuple[Edit, ...]:
-    """What is pruned right after the fork that a branch belongs to, if that is all that is done."""
-    later = (schedule[index] for index in range(scheduled.index + 1, len(schedule)))
-    after = next((phase for phase in later if phase.stage > scheduled.stage), None)
-    edits = () if after is None or after.branch is not None else after.phase.edits
-    is_plain = all(e.action is Action.PRUNE and e.by is By.MAGNITUDE and e.to is not None for e in edits)
-    return edits if is_plain else ()

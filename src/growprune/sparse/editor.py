@@ -1,9 +1,14 @@
-"""Carrying out an edit: counts.py says how many of which weights live after it, and choosing.py which they are."""
+"""Carry out an edit of the masks: counts.py says how many groups of which weights live after it, this file which.
+
+A pool of weights is ranked together, and its best groups live. Where each process has a share of the values only,
+sharding/choosing.py chooses. Never are the dense tensors of more than one parameter held at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,31 +16,40 @@ from torch import Tensor
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.allocation import Pool, Scope
 from growprune.masks.layers import Weight
-from growprune.masks.patterns import Pattern, write_groups
-from growprune.masks.scores import check_finite
+from growprune.masks.patterns import Pattern, count_groups, in_one_go, write_groups
+from growprune.masks.ranking import check_finite, choose, edit_keys, key_bits_of, salt_of
 from growprune.plan import Action, By, Edit
-from growprune.sparse.choosing import Choosing, Chosen, SetMask, Together, Values, Written
 from growprune.sparse.counts import Counts, total_of, within_one
 from growprune.sparse.gradients import Gradients, Keep
 from growprune.sparse.optimizers import Optimizers
 from growprune.storage import SparseParameter
+from growprune.storage.ranking import can_keep_largest, count_alive, keep_largest
+
+Read = Callable[[Weight], tuple[Tensor, Tensor]]
+"""Gives what a weight is ranked by, and its mask."""
+
+SetMask = Callable[[str, Tensor], None]
+"""Takes the name of a parameter, and its new mask."""
+
+Chosen = Iterator[tuple[Weight, Iterator[Tensor]]]
+"""For each weight of a pool, in order, a walk over which of its groups live."""
 
 
 class Editor:
-    """Changes masks, and takes the state of optimizers along.
+    """Changes masks; the state of optimizers follows.
 
     Args:
         weights: all that may be pruned.
-        parameters: how their parameters are stored, by name.
+        stored: how their parameters are stored, by name.
         optimizers: those that train them.
-        gradients: what edits that look at gradients go by.
+        gradients: what edits that look at gradients rank by.
         seed: decides every random choice, with the number of the edit.
     """
 
     def __init__(
         self,
         weights: Sequence[Weight],
-        parameters: Mapping[str, SparseParameter],
+        stored: Mapping[str, SparseParameter],
         optimizers: Optimizers,
         gradients: Gradients,
         *,
@@ -44,19 +58,27 @@ class Editor:
         scope: Scope,
         seed: int,
     ) -> None:
-        self.counts = Counts(weights, parameters, gradients, pattern=pattern, allocation=allocation, scope=scope)
-        self._choosing = Choosing(parameters, gradients, pattern, seed)
-        self._parameters, self._optimizers, self._pattern = parameters, optimizers, pattern
+        self.counts = Counts(weights, stored, gradients, pattern=pattern, allocation=allocation, scope=scope)
+        self._stored, self._optimizers, self._gradients = stored, optimizers, gradients
+        self._pattern, self._seed = pattern, seed
         self.num_edits = 0
-        """How many edits there were, which makes each random one draw its own numbers."""
-        self.together: Together | None = None
-        """If the weights are sharded: what chooses without gathering them."""
+        """The number of edits so far, which makes each random one draw its own numbers."""
+        self.together: Any = None
+        """If the weights are sharded: a sharding.choosing.Choosing, which chooses without gathering them."""
 
     def apply(self, edit: Edit) -> None:
-        if edit.by is not By.AS_IS and not (edit.to == 0 and self._is_whole(edit)):
-            return self.select(self.counts.pools(edit), edit)
-        self.counts.lost = {}
-        return self._check_as_is(edit) if edit.by is By.AS_IS else self._grow_all(edit)
+        if edit.by is By.AS_IS or (edit.to == 0 and self._is_whole(edit)):
+            self.counts.lost = {}
+            self._check_as_is(edit) if edit.by is By.AS_IS else self._grow_all(edit)
+        else:
+            alive = self.counts.num_alive(self.counts.concerned(edit))
+            self.select(self.counts.pools(edit, alive), edit, alive)
+        self.num_edits += 1
+
+    def apply_within(self, edit: Edit, names: set[str]) -> None:
+        """Do what an edit does to those of its pools that lie in the parameters of these names."""
+        pools = self.counts.pools(edit) if edit.to else []
+        self.select([pool for pool in pools if {weight.parameter for weight in pool.weights} <= names], edit)
 
     def _is_whole(self, edit: Edit) -> bool:
         """Whether an edit to dense is not held back."""
@@ -68,14 +90,14 @@ class Editor:
         if edit.action is Action.GROW and not weights:
             what = "no weight of it may be pruned; give Partition keep_dense too"
             warn(f"{edit.part.name} has nothing to grow: {what}")
-        for name in dict.fromkeys(w.parameter for w in weights):
-            self.set_mask(name, torch.ones_like(self._parameters[name].mask()))
+        for name in dict.fromkeys([weight.parameter for weight in weights]):
+            stored = self._stored[name]
+            self.set_mask(name, torch.ones(stored.shape, dtype=torch.bool, device=stored.parameter.device))
 
     def is_possible(self, edit: Edit) -> bool:
         """Whether an edit can reach its count."""
         alive = self.counts.num_alive(self.counts.weights)
-        pools = self.counts.pools(edit, alive)
-        pools = within_one(pools, alive, edit.action)
+        pools = within_one(self.counts.pools(edit, alive), alive, edit.action)
         return not any(_is_wrong_way(edit, pool, total_of(pool, alive)) for pool in pools)
 
     def is_done(self, edit: Edit) -> bool:
@@ -84,68 +106,106 @@ class Editor:
         pools = self.counts.pools(edit, alive)
         return sum(pool.kept for pool in pools) == sum(total_of(pool, alive) for pool in pools)
 
-    def select(self, pools: Sequence[Pool], edit: Edit) -> None:
-        """Do what an edit does to some of its pools; if one of them cannot be, nothing changes."""
-        alive = self.counts.num_alive([weight for pool in pools for weight in pool.weights])
-        pools = within_one(pools, alive, edit.action)
-        for pool in pools:
-            self._check(pool, edit, total_of(pool, alive))
-        pools = [pool for pool in pools if pool.kept != total_of(pool, alive)]
+    def select(self, pools: Sequence[Pool], edit: Edit, alive: Mapping[str, int] | None = None) -> None:
+        """Do what an edit does to some of its pools; if one of them cannot be, nothing changes.
+
+        Args:
+            alive: the number of live groups of each weight, by name; counted if not given.
+        """
+        alive = self.counts.num_alive([w for pool in pools for w in pool.weights]) if alive is None else alive
+        pools = self._changed(pools, edit, alive)
         weights = [weight for pool in pools for weight in pool.weights]
+        reader = Reader(self._stored, self._gradients, edit)
         if self.together is not None and self.together.can_choose(weights, edit):
-            self._choose(pools, edit, alive, self.together.chosen, self.set_mask)
-            left = self.counts.num_alive(weights)
-        elif self._choosing.can_choose_at_once(weights, edit):
-            left = self._choosing.choose_at_once(pools, self.set_mask)
+            together = self.together
+            left = self._choose(pools, lambda pool: together.chosen(pool, edit, reader.mask), reader, self.set_mask)
+        elif self._can_choose_at_once(weights, edit):
+            left = self._choose_at_once(pools)
         else:
-            values = self._choosing.values(edit)
             for weight in weights if edit.by is not By.RANDOM else ():
-                check_finite(values(weight), weight)
-            self._choose(pools, edit, alive, self._by_values(values), self.set_mask)
-            left = self.counts.num_alive(weights)
+                check_finite(reader.values(weight), weight)
+            left = self._choose(pools, lambda pool: self._chosen(pool, edit, reader.read), reader, self.set_mask)
         self.counts.lost = {weight.name: alive[weight.name] - left[weight.name] for weight in weights}
         if dead := [weight for weight in weights if not left[weight.name]]:
             warn(f"no weight lives in {_names(dead)}: {_why(dead, pools)}; see keep_dense")
 
+    def _changed(self, pools: Sequence[Pool], edit: Edit, alive: Mapping[str, int]) -> list[Pool]:
+        """The pools that an edit changes. Raise if it cannot."""
+        totals = [(pool, total_of(pool, alive)) for pool in within_one(pools, alive, edit.action)]
+        for pool, total in totals:
+            self._check(pool, edit, total)
+        return [pool for pool, total in totals if pool.kept != total]
+
     def _choose(
-        self,
-        pools: Sequence[Pool],
-        edit: Edit,
-        alive: Mapping[str, int],
-        choose_of: Callable[[Pool, Edit, Values], Chosen],
-        set_mask: SetMask,
-    ) -> None:
-        """Set the masks with which the best groups of each pool live; that of one parameter once."""
-        written = Written(self._pattern, lambda name: self._parameters[name].mask().clone(), set_mask)
-        mask = self._choosing.masks()
+        self, pools: Sequence[Pool], chosen_of: Callable[[Pool], Chosen], reader: Reader, set_mask: SetMask
+    ) -> dict[str, int]:
+        """Set the masks with which the best groups of each pool live, each once; gives the live groups by weight."""
+        name, mask, left, counted = "", None, {}, {}
         for pool in pools:
-            if pool.kept != total_of(pool, alive):
-                for weight, chosen in choose_of(pool, edit, mask):
-                    written.write(weight, chosen)
-        written.close()
+            for weight, chosen in chosen_of(pool):
+                if mask is None or weight.parameter != name:
+                    if mask is not None:
+                        set_mask(name, mask)
+                    mask = None  # before the next is made
+                    name, mask = weight.parameter, reader.whole_mask(weight).clone()
+                write_groups(self._pattern, weight.of(mask), weight, chosen)
+                left[weight.name] = pool.kept
+                if len(pool.weights) > 1:
+                    counted[weight.name] = count_groups(self._pattern, weight.of(mask), weight)
+        if mask is not None:
+            set_mask(name, mask)
+        return left | dict(zip(counted, in_one_go(list(counted.values())), strict=True))
 
-    def _by_values(self, values: Values) -> Callable[[Pool, Edit, Values], Chosen]:
-        return lambda pool, edit, mask: self._chosen(pool, edit, values, mask)
+    def _chosen(self, pool: Pool, edit: Edit, read: Read) -> Chosen:
+        """The best `pool.kept` groups of a pool: for each weight, in order, a walk over which of its groups live."""
+        parameters = [self._stored[weight.parameter].parameter for weight in pool.weights]
+        is_wide = torch.float64 in [parameter.dtype for parameter in parameters]
+        dtype = torch.float64 if is_wide else torch.float32
+        salts = [salt_of(self._seed, self.num_edits, weight.name) for weight in pool.weights]
+        sources = [
+            edit_keys(edit, weight, self._pattern, read=read, salt=salt, dtype=dtype)
+            for weight, salt in zip(pool.weights, salts, strict=True)
+        ]
+        walks = choose(sources, pool.kept, bits=key_bits_of(edit, dtype), device=parameters[0].device)
+        return zip(pool.weights, walks, strict=True)
 
-    def _chosen(self, pool: Pool, edit: Edit, values: Values, mask: Values) -> Chosen:
-        return self._choosing.chosen(pool, edit, values, mask, number=self.num_edits)
+    def _can_choose_at_once(self, weights: Sequence[Weight], edit: Edit) -> bool:
+        """Whether all can be ranked in one go: magnitudes of single weights, stored dense on a GPU."""
+        if edit.action is not Action.PRUNE or edit.by is not By.MAGNITUDE or not self._pattern.is_single:
+            return False
+        stored = [self._stored[weight.parameter] for weight in weights]
+        parameters = [some.parameter for some in stored]
+        if not parameters or not parameters[0].is_cuda:
+            return False
+        is_dense = all(parameter.shape == some.shape for parameter, some in zip(parameters, stored, strict=True))
+        return is_dense and can_keep_largest(parameters)
 
-    def preview(self, edit: Edit) -> list[Callable[[], None]]:
-        """Prune, but leave optimizers alone; returns what undoes it, to be called in reverse.
+    def _choose_at_once(self, pools: Sequence[Pool]) -> dict[str, int]:
+        """Set the masks; gives the live weights of each."""
+        weights = [(weight, number) for number, pool in enumerate(pools) for weight in pool.weights]
+        masks = {weight.parameter: self._stored[weight.parameter].mask() for weight, _ in weights}
+        values = [weight.of(self._stored[weight.parameter].weight()) for weight, _ in weights]
+        own = [weight.of(masks[weight.parameter]) for weight, _ in weights]
+        chosen = keep_largest(values, own, [number for _, number in weights], [pool.kept for pool in pools])
+        for (weight, _), value in zip(weights, values, strict=True) if chosen is None else ():
+            check_finite(value, weight)
+        for mask, new in zip(own, chosen or (), strict=True):
+            mask.copy_(new)
+        for name, mask in masks.items():
+            self.set_mask(name, mask)
+        return dict(zip((weight.name for weight, _ in weights), count_alive(own), strict=True))
 
-        If it cannot be done, or fails on the way, all is as it was.
-        """
-        alive, values = self.counts.num_alive(self.counts.weights), self._choosing.values(edit)
-        pools = within_one(self.counts.pools(edit, alive), alive, edit.action)
-        for pool in pools:
-            self._check(pool, edit, total_of(pool, alive))
+    def preview(self, edit: Edit) -> Callable[[], None]:
+        """Prune, but leave optimizers alone; gives what undoes it. If it fails, all is as it was."""
+        alive, reader = self.counts.num_alive(self.counts.weights), Reader(self._stored, self._gradients, edit)
+        pools = self._changed(self.counts.pools(edit, alive), edit, alive)
         with ExitStack() as undo:
 
             def set_mask(name: str, mask: Tensor) -> None:
-                undo.callback(self._parameters[name].preview(mask))
+                undo.callback(self._stored[name].preview(mask))
 
-            self._choose(pools, edit, alive, self._by_values(values), set_mask)
-            return [undo.pop_all().close]
+            self._choose(pools, lambda pool: self._chosen(pool, edit, reader.read), reader, set_mask)
+            return undo.pop_all().close
 
     def projected(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """By parameter: these values, but zero where pruning them would prune. No mask changes."""
@@ -155,15 +215,16 @@ class Editor:
     def kept(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """By parameter: which of these values would live if all lived now and an edit pruned them. No mask changes."""
         pools = self.counts.pools(edit)
-        ranked = {w.parameter: self._parameters[w.parameter].weight() for pool in pools for w in pool.weights}
+        ranked = {w.parameter: self._stored[w.parameter].weight() for pool in pools for w in pool.weights}
         ranked |= values  # a ranking of the whole model has other weights too
         masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in ranked.items()}
 
-        def own(weight: Weight) -> Tensor:
-            return weight.of(ranked[weight.parameter])  # type: ignore[no-any-return]
+        def read(weight: Weight) -> tuple[Tensor, Tensor]:
+            own = weight.of(ranked[weight.parameter])
+            return own, torch.ones_like(own, dtype=torch.bool)
 
         for pool in pools:
-            for weight, chosen in self._chosen(pool, edit, own, lambda w: torch.ones_like(own(w), dtype=torch.bool)):
+            for weight, chosen in self._chosen(pool, edit, read):
                 write_groups(self._pattern, weight.of(masks[weight.parameter]), weight, chosen)
         return {name: masks[name] for name in values}
 
@@ -179,12 +240,12 @@ class Editor:
         grown = self.counts.num_grown(edits)
 
         def useful(name: str, gradient: Tensor) -> Tensor:
-            mask = self._parameters[name].mask().clone()
             own = [weight for weight in self.counts.weights if weight.parameter == name]
-            before = self._choosing.masks()
+            before = self._stored[name].mask()
+            mask = before.clone()
             for weight, alive in zip(own, self.counts.num_alive(own).values(), strict=True):
                 pool = Pool((weight,), min(self._pattern.most_alive(weight), alive + grown[weight.name]))
-                for _, chosen in self._chosen(pool, by_gradient[0], lambda w: w.of(gradient), before):
+                for _, chosen in self._chosen(pool, by_gradient[0], lambda w: (w.of(gradient), w.of(before))):
                     write_groups(self._pattern, weight.of(mask), weight, chosen)
             return mask
 
@@ -222,10 +283,46 @@ class Editor:
                 )
 
     def set_mask(self, name: str, mask: Tensor) -> None:
-        """Let exactly these weights of a parameter live; what is new is zero, and so is its state in optimizers."""
-        parameter = self._parameters[name]
-        with self._optimizers.following(parameter):
-            parameter.set_mask(mask)
+        """Let exactly these weights of a parameter live; new ones are zero, and so is their state in optimizers."""
+        with self._optimizers.following(name) as stored:
+            stored.set_mask(mask)
+
+
+class Reader:
+    """The dense masks of parameters, and the values that an edit ranks them by, one parameter at a time."""
+
+    def __init__(self, stored: Mapping[str, SparseParameter], gradients: Gradients, edit: Edit) -> None:
+        self._stored, self._gradients, self._by = stored, gradients, edit.by
+        self._name = ""
+        self._mask: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def _open(self, name: str) -> None:
+        if name != self._name:
+            self._name, self._mask, self._values = name, None, None  # before the next are made
+
+    def whole_mask(self, weight: Weight) -> Tensor:
+        """The mask of the parameter that a weight belongs to."""
+        self._open(weight.parameter)
+        if self._mask is None:
+            self._mask = self._stored[weight.parameter].mask()
+        return self._mask
+
+    def mask(self, weight: Weight) -> Tensor:
+        return weight.of(self.whole_mask(weight))  # type: ignore[no-any-return]
+
+    def values(self, weight: Weight) -> Tensor:
+        self._open(weight.parameter)
+        if self._values is None and self._by is By.MAGNITUDE:
+            self._values = self._stored[weight.parameter].weight()
+        elif self._values is None:
+            self._values = self._gradients.scores(self._by, weight.parameter)
+        return weight.of(self._values)  # type: ignore[no-any-return]
+
+    def read(self, weight: Weight) -> tuple[Tensor, Tensor]:
+        """The values and the mask of a weight; a random edit needs no values."""
+        mask = self.mask(weight)
+        return (mask if self._by is By.RANDOM else self.values(weight)), mask
 
 
 def _is_wrong_way(edit: Edit, pool: Pool, alive: int) -> bool:

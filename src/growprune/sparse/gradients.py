@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,6 @@ DECAY = 0.9
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """Gives the number of the backward pass that is going on."""
-
-
-class Shares(Protocol):
-    """The processes among which a sharded model is shared out: each keeps a part of what is watched."""
-
-    def cut(self, flat: Tensor) -> Tensor: ...
-    def join(self, part: Tensor, *, total: int) -> Tensor: ...
 
 
 Keep = Callable[[str, Tensor], Tensor]
@@ -57,14 +50,15 @@ class Gradients:
         self._is_hessian = False
         """Whether what edits look at is the Hessian times the gradient."""
         self._watched: By | None = None
+        self.is_watching = False
         self._keep: Keep | None = None
         self.add_up: Callable[[Tensor], Tensor] | None = None
         """Adds up a tensor over the replicas of the model, if there are several."""
-        self.shares: Shares | None = None
-        """If the model is sharded. Gradients are the same on all of them then, and each keeps its part, flat."""
+        self.shares: Any = None
+        """If the model is sharded: its sharding.ranks.Ranks. Each keeps its part of the gradients, flat."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watched": None, "_keep": None}  # a copy watches nothing
+        return {**self.__dict__, "_watched": None, "is_watching": False, "_keep": None}  # a copy watches nothing
 
     def watch(self, by: By | None, *, keep: Keep | None = None) -> None:
         """Watch the iterations to come for an edit that looks at gradients, or stop watching.
@@ -74,13 +68,9 @@ class Gradients:
         """
         self._keep = keep
         if by is not self._watched:
-            self._watched = by
+            self._watched, self.is_watching = by, by is not None
             for name, parameter in self._parameters.items():
                 parameter.record = None if by is None else partial(self._add, name)
-
-    @property
-    def is_watching(self) -> bool:
-        return self._watched is not None
 
     def _add(self, name: str, gradient: Tensor) -> None:
         """Take a gradient in: the first of an iteration, or one more of it."""
@@ -169,7 +159,8 @@ class Gradients:
         if name not in self._ended:
             self.scores(By.GRADIENT, name)  # which says so if none were seen
             nothing = torch.zeros(1, device=parameter.parameter.device)
-            return self.shares.cut(nothing.expand(parameter.shape.numel()))
+            part: Tensor = self.shares.cut(nothing.expand(parameter.shape.numel()))
+            return part
         return self._ended[name].to_dense() if self._ended[name].is_sparse else self._ended[name]
 
     def _whole(self, name: str, total: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from torch import nn
 from growprune.errors import GrowpruneError
 from growprune.masks.allocation import Pool
 from growprune.masks.layers import Weight
-from growprune.masks.scores import edit_keys, salt_of
-from growprune.masks.selection import KeyChunks, choose
-from growprune.plan import By, Edit, Part, prune
+from growprune.masks.ranking import KeyChunks, choose, edit_keys, salt_of
+from growprune.plan import By, Edit, prune
 from growprune.sparse import sharded
+from growprune.sparse.internals import Internals, internals
 from growprune.sparse.model import SparseModel
 
 if TYPE_CHECKING:
@@ -68,32 +68,33 @@ def sparse_init(
     with torch.device("meta"):
         model = build()
     sparse = SparseModel(model, sparsity=sparsity, storage="compact", **settings)
-    shards = _shards(sparse, mesh, sharding)
+    own = internals(sparse)
+    shards = _shards(own, mesh, sharding)
     device = torch.device(device) if shards is None else shards.device
-    edit = prune(Part("all", tuple(w.parameter for w in sparse.weights)), to=sparse.sparsity, by=By.RANDOM)
+    edit = prune(own.whole, to=own.sparsity, by=By.RANDOM)
     pools: dict[str, list[Pool]] = {}
-    for shared in sparse.editor.counts.pools(edit) if sparse.sparsity > 0 else ():
-        for pool in _one_each(shared, sparse, edit, device):
+    for shared in own.editor.counts.pools(edit) if own.sparsity > 0 else ():
+        for pool in _one_each(shared, own, edit, device):
             pools.setdefault(pool.weights[0].parameter.rpartition(".")[0], []).append(pool)
     made = _Tied(model)
     for path, module in _children_first(model):
         if new := _materialise(module, device, made):
             initialise(module)
             _check_filled(module, path, new)
-        sparse.editor.select(pools.get(path, []), edit)
+        own.editor.select(pools.get(path, []), edit)
         if shards is not None:
             shards.done(module)
-    sparse.editor.num_edits += 1
-    sparse.notice_shards()
+    own.skip([edit])  # it is done, pool by pool
+    own.notice_shards()
     return sparse
 
 
-def _shards(sparse: SparseModel, mesh: DeviceMesh | None, sharding: Mapping[str, Any] | None) -> Any:
+def _shards(own: Internals, mesh: DeviceMesh | None, sharding: Mapping[str, Any] | None) -> Any:
     if mesh is None and sharding:
         raise GrowpruneError(f"sharding is {dict(sharding)}, but there is no mesh to shard over: give mesh too")
     if mesh is None:
         return None
-    shards = sharded.sharding().UnitByUnit(sparse, mesh, **(sharding or {}))
+    shards = sharded.sharding().UnitByUnit(own, mesh, **(sharding or {}))
     shards.check_random_state()
     return shards
 
@@ -177,27 +178,21 @@ def _check_filled(module: nn.Module, path: str, names: list[str]) -> None:
             )
 
 
-def _one_each(pool: Pool, sparse: SparseModel, edit: Edit, device: torch.device) -> list[Pool]:
+def _one_each(pool: Pool, own: Internals, edit: Edit, device: torch.device) -> list[Pool]:
     """A pool of many weights as one of each, with the counts that a ranking of all together gives them.
 
     Random keys depend on positions only, so that they can be ranked before there are weights, a few at a time.
     """
     if len(pool.weights) == 1:
         return [pool]
-    walks = choose([_random_keys(weight, sparse, edit, device) for weight in pool.weights], pool.kept)
+    walks = choose([_random_keys(weight, own, edit, device) for weight in pool.weights], pool.kept, device=device)
     counts = [sum(int(torch.count_nonzero(chosen)) for chosen in walk) for walk in walks]
     return [Pool((weight,), count) for weight, count in zip(pool.weights, counts, strict=True)]
 
 
-def _random_keys(weight: Weight, sparse: SparseModel, edit: Edit, device: torch.device) -> KeyChunks:
+def _random_keys(weight: Weight, own: Internals, edit: Edit, device: torch.device) -> KeyChunks:
     """The keys of a weight's groups, all of them alive, for a random edit."""
     everything = torch.ones((), dtype=torch.bool, device=device).expand(weight.shape)  # takes no memory
-    return edit_keys(
-        edit,
-        weight,
-        sparse.pattern,
-        values=lambda: everything,
-        mask=lambda: everything,
-        salt=salt_of(sparse.seed, sparse.editor.num_edits, weight.name),
-        dtype=torch.float32,
-    )
+    salt = salt_of(own.seed, own.editor.num_edits, weight.name)
+    read = (everything, everything)
+    return edit_keys(edit, weight, own.pattern, read=lambda weight: read, salt=salt, dtype=torch.float32)

@@ -1,18 +1,13 @@
-"""SparseModel: the one mutable place where sparsity lives.
+"""SparseModel: the public face of a model whose weights can be pruned and grown.
 
-It applies edits to a model's weights, sees to it that what is pruned stays exactly zero while an optimizer trains, and
-counts the live weights. Where it stands in a plan is a Cursor's to know (cursor.py). How its parameters are stored is
-in storing.py, what it refuses in checks.py, what is copied of it and put back in state.py.
+Edits change its masks, pruned weights stay exactly zero while attached optimizers train, and live weights are counted.
+A Cursor (cursor.py) knows where a model stands in a plan. What other packages need beyond this is in internals.py.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,40 +15,31 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.allocation import Scope, parse_scope
-from growprune.masks.bits import Snapshot
 from growprune.masks.layers import Weight, prunable_weights
-from growprune.masks.patterns import Pattern, in_one_go, parse_pattern
+from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import check_sparse, masks_of_zeros
-from growprune.plan import Action, By, Edit, Part, Phase, Plan, Stage, parse_by, prune
+from growprune.plan import Action, By, Edit, Part, parse_by
 from growprune.plan.settings import as_float, as_names, as_seed, check_sparsity, check_state
-from growprune.sparse.checks import (
-    check_model,
-    check_module,
-    check_not_taken,
-    check_parts,
-    check_same_layers,
-    check_settings,
-    sharded_in,
-)
+from growprune.sparse.checks import check_model, check_module, check_optimizer, check_settings, sharded_in, unpruned
 from growprune.sparse.copies import mask_copy
-from growprune.sparse.editor import Editor
-from growprune.sparse.gradients import Gradients
-from growprune.sparse.optimizers import Optimizers, unwrapped
+from growprune.sparse.internals import Internals
+from growprune.sparse.optimizers import unwrapped
 from growprune.sparse.sharded import sharding
-from growprune.sparse.snapshot import packed_masks, put_back, set_packed_masks, take_snapshot
-from growprune.sparse.step_hooks import RunningRule, hook_steps
 from growprune.sparse.summary import Summary, summarise
-from growprune.sparse.unpruned import unpruned
-from growprune.sparse.wrapped import check_optimizer, is_fsdp2
-from growprune.storage import SparseParameter
-from growprune.storage.wrapping import make_plain, store
+from growprune.storage import make_plain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from growprune.sparse.cursor import Cursor
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+
+class Masks(dict[str, Tensor]):
+    """Masks by the names of parameters; a name that is not prunable is an error that lists those that are."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise KeyError(f"{name!r} is not prunable; prunable are {', '.join(self)}")
 
 
 class SparseModel:
@@ -62,7 +48,7 @@ class SparseModel:
     Args:
         model: any module. It is not rewritten: names, forward pass and `state_dict` stay as they are. With compact
             storage, it may be sharded by FSDP2 already.
-        sparsity: the fraction of zeros aimed at, which `prune` goes to by default and `summary` compares with.
+        sparsity: the target fraction of zeros, which `prune` goes to by default and `summary` compares with.
         allocation: how sparsity is shared among layers: "uniform", "global" or "erk".
         pattern: which positions may live: "unstructured", a block such as "1x8", or N:M such as "2:4".
         scope: what a global ranking covers when one part is pruned: the whole "model", or the "part".
@@ -72,7 +58,8 @@ class SparseModel:
         seed: decides every random mask.
         storage: how sparse weights are stored: "masked" (dense, with a mask) or "compact" (live values only).
 
-    Everything is alive at first; the edits of a plan, or `prune`, make it sparse.
+    Everything is alive at first; the edits of a plan, or `prune`, make it sparse. `copy.deepcopy` gives an independent
+    copy of the model and its masks, attached to no optimizer.
 
     Examples:
         >>> sparse = SparseModel(nn.Linear(10, 100), sparsity=0.9)
@@ -80,18 +67,6 @@ class SparseModel:
         >>> sparse.num_alive
         100
     """
-
-    ranks: Any = None
-    """The processes that share the weights, if the model is sharded."""
-    shards_masks: bool = False
-    """Whether they share the masks too."""
-    rule: RunningRule | None = None
-    """What happens around each step of an attached optimizer."""
-    advancing: weakref.ref[Cursor] | None = None
-    """The cursor that the steps of attached optimizers advance."""
-    _cursor: Cursor | None = None
-    _place: Mapping[str, Any] | None = None
-    _is_released = False
 
     def __init__(
         self,
@@ -109,26 +84,18 @@ class SparseModel:
         check_sparsity(sparsity)
         check_module(model)
         check_model(model, sharded=sharded_in(model, storage))
-        self.model = model
-        self.sparsity = sparsity = as_float(sparsity)
-        self.allocation = allocation
-        self.pattern = parse_pattern(pattern)
-        self.scope = parse_scope(scope)
-        self.seed = as_seed(seed)
-        self.storage = storage
-        self.keep_dense, self.include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
-        self.weights = prunable_weights(model, keep_dense=self.keep_dense, include=self.include)
-        for weight in self.weights:
-            self.pattern.check(weight, sparsity)
-        names = dict.fromkeys(weight.parameter for weight in self.weights)
-        self._parameters = store(model, names, storage, self.pattern)
-        self._optimizers = Optimizers(self._parameters, storage)
-        self.gradients = Gradients(self._parameters)
-        self.editor = self._make_editor()
-        """What carries out edits: which weights a part has, how many of them an edit leaves alive, and which."""
-        if is_fsdp2(model.modules()):
-            self.notice_shards()
-        for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
+        self._internals = Internals(
+            model,
+            sparsity=as_float(sparsity),
+            allocation=allocation,
+            pattern=parse_pattern(pattern),
+            scope=parse_scope(scope),
+            keep_dense=as_names(keep_dense, "keep_dense"),
+            include=as_names(include, "include"),
+            seed=as_seed(seed),
+            storage=storage,
+        )
+        for message in unpruned(model, self.weights, self._internals.keep_dense) if sparsity > 0 else ():
             warn(message)
 
     @classmethod
@@ -143,13 +110,13 @@ class SparseModel:
         include: Iterable[str] = (),
         **settings: Any,
     ) -> SparseModel:
-        """A model that is sparse already, such as a checkpoint that was pruned: its zeros are dead, and all else lives.
+        """Make a SparseModel of a model that is sparse already, such as a pruned checkpoint: its zeros are dead.
 
         Args:
-            sparsity: the fraction of zeros aimed at; what the model has, if not given.
+            sparsity: the target fraction of zeros; the fraction that the model has if not given.
             settings: further arguments of `SparseModel`; those named here are the same as there.
 
-        A dense model is refused. Of a live weight that happens to be zero nothing can be known: it is dead.
+        A dense model is refused. Live weights that happen to be zero are taken for dead.
 
         Examples:
             >>> layer = nn.Linear(4, 2)
@@ -173,20 +140,23 @@ class SparseModel:
             **settings,
         )
         for name, mask in masks.items():
-            sparse._parameters[name].set_mask(mask)
+            sparse._internals.stored[name].set_mask(mask)
         return sparse
 
-    def _make_editor(self) -> Editor:
-        return Editor(
-            self.weights,
-            self._parameters,
-            self._optimizers,
-            self.gradients,
-            pattern=self.pattern,
-            allocation=self.allocation,
-            scope=self.scope,
-            seed=self.seed,
-        )
+    @property
+    def model(self) -> nn.Module:
+        """The module that is sparse."""
+        return self._internals.model
+
+    @property
+    def sparsity(self) -> float:
+        """The target fraction of zeros."""
+        return self._internals.sparsity
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The weights that may be pruned."""
+        return self._internals.weights
 
     # Edits
 
@@ -195,93 +165,41 @@ class SparseModel:
     ) -> None:
         """Keep the best weights of a part (the whole model by default) and make the others exactly zero."""
         to = self.sparsity if to is None and share is None else to
-        self.apply(Edit(Action.PRUNE, part or self._all(), by, to, share))
+        self.apply(Edit(Action.PRUNE, part or self._internals.whole, by, to, share))
 
     def grow(
         self, part: Part | None = None, *, to: float | None = None, share: float | None = None, by: By = By.RANDOM
     ) -> None:
         """Let more weights of a part (the whole model by default) live, all by default, each from exactly zero."""
-        self.apply(Edit(Action.GROW, part or self._all(), by, 0.0 if to is None and share is None else to, share))
+        to = 0.0 if to is None and share is None else to
+        self.apply(Edit(Action.GROW, part or self._internals.whole, by, to, share))
 
     def apply(self, *edits: Edit) -> None:
-        """Apply edits in order; optimizer state of attached optimizers follows."""
-        self.notice_shards()
-        self.check(*(edit.part for edit in edits))
-        self.enforce()  # someone may have written into dead weights, and what grows must start from zero
-        for edit in edits:
-            self.editor.apply(edit)
-            self.editor.num_edits += 1
-        if any(edit.by.needs_gradients for edit in edits):
-            self.gradients.clear()
+        """Apply edits in order; the state of attached optimizers follows."""
+        self._internals.apply(edits)
 
     def score(self, by: By, losses: Sequence[Callable[[], Tensor]]) -> None:
-        """Look at gradients before there was any training, so that the next edit can choose by them.
+        """Look at gradients before any training, so that the next edit can choose by them.
 
         Args:
             losses: functions that compute a loss each; GraSP calls them twice.
         """
-        by = by if isinstance(by, By) else parse_by(by)
-        self.check_by(by)
+        own, by = self._internals, by if isinstance(by, By) else parse_by(by)
+        own.check_by(by)
         if callable(losses) or not losses:
             given = repr(losses) if callable(losses) else "empty"
             raise GrowpruneError(f"losses is {given}, but must be a list of functions that compute a loss each")
-        self.notice_shards()
-        for parameter in self._parameters.values():  # there may be no optimizer yet
-            parameter.hook_gradients()
-        self.gradients.observe(by, self.model, losses)
-
-    def check_by(self, by: By) -> None:
-        """Raise if this storage has not what an edit would look at."""
-        if by in (By.MOMENTUM, By.GRASP) and self.storage == "compact":
-            raise GrowpruneError(f"by is {by.value}, which needs dense tensors of all weights: use storage='masked'")
-
-    @contextmanager
-    def pruned(self) -> Iterator[None]:
-        """While it lasts, the model is what it would be if it were pruned now. Optimizers must not step meanwhile."""
-        self.notice_shards()
-        undo = self.editor.preview(prune(self._all(), to=self.sparsity))
-        try:
-            yield
-        finally:
-            for step in reversed(undo):
-                step()
-
-    @property
-    def can_be_pruned(self) -> bool:
-        """Whether `prune()` can reach its count: not if the model is sparser already."""
-        return self.editor.is_possible(prune(self._all(), to=self.sparsity))
-
-    @property
-    def is_at_target(self) -> bool:
-        """Whether just so many weights live as `prune()` leaves."""
-        return self.editor.is_done(prune(self._all(), to=self.sparsity))
-
-    def check(self, *parts: Part) -> None:
-        """Raise if parts name what the model has not, or if it has other layers than when it was made sparse."""
-        if parts:
-            self._check_not_released()
-        check_same_layers(self.model, self._parameters)
-        check_parts(self.model, parts)
-
-    def watch(self, edits: Sequence[Edit], *, is_one_backward: bool = False) -> None:
-        """Watch the gradients of the iterations to come for edits that look at them; with no edits, stop.
-
-        Args:
-            is_one_backward: whether an iteration has a single backward pass.
-        """
-        looked_at = [edit.by for edit in edits if edit.by.needs_gradients]
-        by = By.MOMENTUM if By.MOMENTUM in looked_at else next(iter(looked_at), None)  # an average takes all iterations
-        if by is not None:
-            self.check_by(by)
-        keep = self.editor.candidates(edits) if by and is_one_backward and self.storage == "compact" else None
-        self.gradients.watch(by, keep=keep)
+        own.notice_shards()
+        for stored in own.stored.values():  # there may be no optimizer yet
+            stored.hook_gradients()
+        own.gradients.observe(by, self.model, losses)
 
     # Training
 
     def shard(
         self, mesh: DeviceMesh, *, units: Sequence[str] | None = None, masks: bool = False, **settings: Any
     ) -> nn.Module:
-        """Shard the model over the ranks of a mesh with torch's FSDP2; with compact storage. Make optimizers after it.
+        """Shard the model over the ranks of a mesh with torch's FSDP2; needs compact storage. Make optimizers after it.
 
         Every rank then holds a share of the live values, and sends live values only. `fully_shard` calls of your own,
         inner modules first, do the same. Returns the model.
@@ -289,19 +207,13 @@ class SparseModel:
         Args:
             units: names or globs of the modules that are gathered one at a time; if not given, the blocks in the
                 model's lists (ModuleList, Sequential). What is in none of them is gathered with the model.
-            masks: whether masks are sharded too, and those of a layer gathered whenever it computes. Whatever looks at
-                a mask (`summary`, `num_alive`) is then for all ranks to call.
+            masks: whether masks are sharded too, and those of a layer gathered whenever it computes. All ranks must
+                then call whatever looks at a mask (`summary`, `num_alive`).
             settings: further arguments of `torch.distributed.fsdp.fully_shard`, such as mp_policy.
         """
-        self._check_not_released()
-        sharding().shard(self, mesh, units=units, masks=masks, **settings)
+        self._internals.check_not_released()
+        sharding().shard(self._internals, mesh, units=units, masks=masks, **settings)
         return self.model
-
-    def notice_shards(self) -> None:
-        """Find what was sharded since; all ranks come here together. Nothing can be before FSDP2 is loaded."""
-        check_not_taken(self._parameters)
-        if "torch.distributed.fsdp" in sys.modules:
-            sharding().adopt(self)
 
     def attach(self, optimizer: Optimizer) -> Optimizer:
         """Keep what is pruned exactly zero under this optimizer: gradients, weights, and its state.
@@ -309,25 +221,18 @@ class SparseModel:
         Works with any optimizer: state shaped like its parameter is masked, other state is left alone.
         Returns the optimizer, so that it can be made and attached in one line.
         """
-        self._check_not_released()
-        self.notice_shards()
+        own = self._internals
+        own.check_not_released()
+        own.notice_shards()
         inner = unwrapped(optimizer)
         check_optimizer(inner)
-        is_new = inner not in self._optimizers.attached
-        self._optimizers.attach(inner, own={id(parameter) for parameter in self.model.parameters()})
-        if is_new:
-            hook_steps(inner, self, self._optimizers)
+        own.optimizers.attach(inner, own={id(parameter) for parameter in self.model.parameters()})
         self.enforce()
         return optimizer
 
-    def reset_optimizers(self) -> None:
-        """Empty the state of attached optimizers, as if they were new."""
-        for optimizer in self._optimizers.attached:
-            optimizer.state.clear()
-
     def enforce(self) -> None:
         """Make weights, and the state of attached optimizers, exactly zero off the masks."""
-        self._optimizers.enforce()
+        self._internals.optimizers.enforce()
 
     def mask_copy(self, copy: nn.Module) -> None:
         """Make another copy of the model (a moving average, a deepcopy) exactly as sparse as this one.
@@ -336,102 +241,32 @@ class SparseModel:
         copy may be wrapped, as by AveragedModel. A compact copy is as sparse as the model was when it was made; after
         an edit, make it anew.
         """
-        mask_copy(copy, self._parameters)
+        mask_copy(copy, self._internals.stored)
 
     def to_dense_(self) -> nn.Module:
         """Make the model a plain one that happens to hold zeros, and let it go, for pickles, traces and exports.
 
-        What lives can still be asked and saved. But edits are refused from now on, and so are steps of optimizers that
-        were attached; a new SparseModel can be made of the model. Returns the model.
+        Masks can still be read and saved. But edits are refused from now on, and so are steps of optimizers that were
+        attached; a new SparseModel can be made of the model. Returns the model.
         """
-        self._check_not_released()
-        if self.ranks is not None:
+        own = self._internals
+        own.check_not_released()
+        if own.ranks is not None:
             raise GrowpruneError(
                 "the model is sharded, and no rank may have all of it dense: save it, and load it into a fresh model"
             )
-        make_plain(self.model, self._parameters, self.pattern)
-        self._optimizers.release()
-        self.storage, self._is_released = "masked", True
+        make_plain(self.model, own.stored, own.pattern)
+        own.optimizers.release()
+        own.storage, own.is_released = "masked", True
         return self.model
-
-    def _check_not_released(self) -> None:
-        if self._is_released:
-            raise GrowpruneError("the model was made dense by to_dense_(): make a new SparseModel of it")
-
-    # Plans
-
-    def follow(self, plan: Plan | Sequence[Stage]) -> Iterator[Phase]:
-        """Go through a plan: do the edits of each phase, and hand the phase out to be trained.
-
-        A fork's branches are handed out one after the other, each from the same model, and combined after the last.
-        After `load_state_dict`, it goes on with the phase that was being trained, whose edits are done. A plan that is
-        over has no more phases, and another can begin. A short form of `Cursor`, whose state goes with the model's.
-        """
-        from growprune.sparse.cursor import Cursor  # it changes a SparseModel, so it lies above this file
-
-        place = self.place
-        cursor = Cursor(self, plan)
-        if place is not None and not (place["is_over"] and not cursor.is_place(place)):
-            cursor.load_state_dict(place)
-        self._cursor, self._place = cursor, None
-        yield from cursor
-
-    @property
-    def cursor(self) -> Cursor | None:
-        """Where the model stands in the plan that is being followed; None if none is."""
-        return self._cursor
-
-    @property
-    def place(self) -> Mapping[str, Any] | None:
-        """The state of the cursor of the plan that is being followed, or is to be gone on with."""
-        return self._place if self._cursor is None else self._cursor.state_dict()
-
-    def leave_plan(self) -> None:
-        """Forget the plan that is being followed, wherever it stands, so that another can begin."""
-        self._cursor = self._place = None
-
-    # Copies
-
-    def snapshot(self, part: Part | None = None, *, device: torch.device | str | None = None) -> Snapshot:
-        """A copy of the tensors and masks of a part, or of the whole model; of sparse weights, the live values.
-
-        Args:
-            device: where the copy goes; each tensor's own device if not given.
-        """
-        self.notice_shards()
-        return take_snapshot(self.model, self._parameters, None if part is None else set(part.tensors), device)
-
-    def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
-        """Put copied tensors and masks back, whatever storage they were copied from.
-
-        Args:
-            keep: whether compact storage may keep those of sparse weights, instead of copying them once more.
-        """
-        self._check_not_released()
-        self.notice_shards()
-        self.restore_some(snapshot, keep=keep)
-        if self._optimizers.attached or self._parameters.keys() - snapshot.keys():
-            self.enforce()  # what was loaded is zero off its mask, and the state of optimizers may not be
-
-    def restore_some(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
-        """`restore`, for a model that is being built."""
-        put_back(snapshot, self.model, self._parameters, self._optimizers, keep=keep)
-
-    def clone(self) -> SparseModel:
-        """An independent copy of the model and its masks, attached to no optimizer, in no plan."""
-        alone: dict[int, Any] = {id(self._optimizers.attached): weakref.WeakSet()}
-        for passing in (self._cursor, self._place, self.rule, self.gradients.add_up):
-            if passing is not None:
-                alone[id(passing)] = None
-        return copy.deepcopy(self, alone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
         memo[id(self)] = clone = object.__new__(type(self))
-        vars(clone).update(copy.deepcopy(vars(self), memo))
+        clone._internals = copy.deepcopy(self._internals, memo)
         return clone
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Whatever pickles would lose the optimizers that are attached, and in silence."""
+        """Refuse to pickle, which would lose the attached optimizers silently."""
         raise GrowpruneError(
             "a SparseModel cannot be pickled: keep its state_dict() and its model's, or write a file with "
             "growprune.save(sparse, path)"
@@ -440,34 +275,32 @@ class SparseModel:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks and place in the plan: beside the model's and the optimizer's state, all that an exact resume needs."""
+        """The masks, and the gradients that the next edit looks at.
+
+        With the state of the model, of the optimizer and of the Cursor, this is all that an exact resume needs.
+        """
+        own = self._internals
         return {
-            "masks": self.packed_masks(),
-            "num_edits": self.editor.num_edits,
-            "gradients": self.gradients.state_dict(),
-            "cursor": self.place,
-            "settings": self.settings,
+            "masks": own.packed_masks(),
+            "num_edits": own.editor.num_edits,
+            "gradients": own.gradients.state_dict(),
+            "settings": own.decisive,
         }
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What a state is gone on with, or not at all: it decides which weights the edits to come choose."""
-        return {"seed": self.seed, "allocation": self.allocation, "pattern": self.pattern.name}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state back. Load the model's own state after it: compact weights are as long as masks say.
+        """Load a state. Load the model's own state after it: masks decide the length of compact weights.
 
-        With masked storage the order does not matter. The state of a model that was made with another seed, allocation
-        or pattern is refused.
+        With masked storage the order does not matter. The state of a SparseModel that was made with another seed,
+        allocation or pattern is refused.
         """
-        self._check_not_released()
-        self.notice_shards()
-        check_state(state, "masks", "num_edits", "gradients", "cursor")
-        check_settings(state.get("settings", {}), self.settings)
-        set_packed_masks(state["masks"], self._parameters, self._optimizers)
-        self.editor.num_edits = state["num_edits"]
-        self.gradients.load_state_dict(state["gradients"])
-        self._cursor, self._place = None, state["cursor"]
+        own = self._internals
+        own.check_not_released()
+        own.notice_shards()
+        check_state(state, "masks", "num_edits", "gradients", "settings")
+        check_settings(state["settings"], own.decisive)
+        own.set_packed_masks(state["masks"])
+        own.editor.num_edits = state["num_edits"]
+        own.gradients.load_state_dict(state["gradients"])
         self.enforce()
 
     def optimizer_state(
@@ -478,69 +311,38 @@ class SparseModel:
         Args:
             device: where the state goes; each tensor's own device if not given.
         """
-        return self._optimizers.live_state(optimizer, device)
+        return self._internals.optimizers.live_state(optimizer, device)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Take back what `optimizer_state` gave, whatever storage it was taken from."""
-        self._optimizers.load_live_state(optimizer, state)
+        """Load what `optimizer_state` gave, whatever storage it was taken from."""
+        self._internals.optimizers.load_live_state(optimizer, state)
 
     # Live weights
 
     @property
-    def stored(self) -> dict[str, SparseParameter]:
-        """How the prunable parameters are stored, by name."""
-        return self._parameters
-
-    def mask(self, name: str) -> Tensor:
-        """Which weights of a parameter live, as a bool tensor that is yours."""
-        if name not in self._parameters:
-            raise KeyError(f"{name!r} is not prunable; prunable are {', '.join(self._parameters)}")
-        return self._parameters[name].mask().clone()
-
-    @property
     def masks(self) -> dict[str, Tensor]:
-        """The masks of all prunable parameters, by name."""
-        return {name: self.mask(name) for name in self._parameters}
-
-    @property
-    def num_mask_changes(self) -> int:
-        """Another number whenever masks may have changed: by edits, by a rule, or with a state that was loaded."""
-        return self._optimizers.num_mask_changes
-
-    def packed_masks(self) -> dict[str, Tensor]:
-        """The masks of all prunable parameters, by name, eight weights to a byte."""
-        return packed_masks(self._parameters)
+        """Copies of the masks of all prunable parameters, by name: bool tensors, True where a weight lives."""
+        return Masks({name: stored.mask().clone() for name, stored in self._internals.stored.items()})
 
     @property
     def num_alive(self) -> int:
-        """How many prunable weights live."""
-        return sum(self.alive_by_weight.values())
-
-    @property
-    def alive_by_weight(self) -> dict[str, int]:
-        """How many live of each weight, counted with one wait for the device."""
-        counts = []
-        for name, weights in groupby(self.weights, key=lambda weight: weight.parameter):
-            mask = self._parameters[name].mask()
-            counts += [torch.count_nonzero(weight.of(mask)) for weight in weights]
-        return dict(zip((weight.name for weight in self.weights), in_one_go(counts), strict=True))
+        """The number of prunable weights that live."""
+        return sum(self._internals.alive_by_weight().values())
 
     @property
     def num_prunable(self) -> int:
-        """How many weights may be pruned, dead or alive."""
+        """The number of weights that may be pruned, dead or alive."""
         return sum(weight.numel for weight in self.weights)
 
+    @property
+    def is_at_target(self) -> bool:
+        """True if the model is at its target sparsity: as many weights live as `prune()` leaves."""
+        return self._internals.is_at_target
+
     def summary(self, example: Any = None) -> Summary:
-        """How many weights live, per layer and in all; with an example input, FLOPs too. Print it for a table."""
-        self.check()
+        """Count the live weights, per layer and in all; with an example input, FLOPs too. Print it for a table."""
+        self._internals.check()
         return summarise(self, example)
-
-    def alive_in(self, weight: Weight) -> int:
-        """How many of a weight's elements live."""
-        return int(torch.count_nonzero(weight.of(self._parameters[weight.parameter].mask())))
-
-    def _all(self) -> Part:
-        return Part("all", tuple(self._parameters))
 
 
 def check_sparse_model(given: object, who: str) -> None:

@@ -13,18 +13,24 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.bits import like, whole
-from growprune.storage import SparseParameter, parse_storage
-from growprune.storage.compact_modules import is_sharded
+from growprune.sparse.gradients import Gradients
+from growprune.storage import Masked, SparseParameter
+
+if TYPE_CHECKING:
+    from growprune.sparse.rules.base import RunningRule
+
+Trained = Mapping[str, tuple[SparseParameter, nn.Parameter]]
+"""By name: how a parameter is stored, and the parameter."""
 
 REPLACED: Any = WeakTensorKeyDictionary()
 """Parameters in whose place there is another since an edit, and how they were stored: training them changes nothing."""
@@ -66,27 +72,29 @@ def _keeps_zeros(group: dict[str, Any]) -> bool:
 
 
 class Optimizers:
-    """Those attached to a model, as long as someone else holds them.
+    """The optimizers that are attached to a model, held weakly.
 
     Args:
-        sparse_parameter: how the model's prunable parameters are stored, by name.
+        stored: how the model's prunable parameters are stored, by name.
         storage: the name of that storage.
+        gradients: what edits look at; a step ends an iteration of it.
     """
 
-    def __init__(self, sparse_parameter: Mapping[str, SparseParameter], storage: str) -> None:
-        self._sparse_parameters, self._storage = sparse_parameter, storage
+    def __init__(self, stored: Mapping[str, SparseParameter], storage: str, gradients: Gradients) -> None:
+        self._stored, self._storage, self._gradients = stored, storage, gradients
         self.attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.rule: RunningRule | None = None
+        """What happens around each step."""
+        self.num_mask_changes = 0
+        """The number of masks that were set by edits, by rules, or from a state."""
         self._versions: dict[str, tuple[int, int]] = {}
         self._written: set[str] = set()
         self._has_warned = False
         self._is_released = False
         self._replaced: list[weakref.ref[Tensor]] = []
-        self.num_mask_changes = 0
-        """How many masks were set that optimizers had to follow, by edits, by rules, or from a state."""
 
     def attach(self, optimizer: Optimizer, *, own: Set[int]) -> None:
         """Follow an optimizer, which must train some of the model's own parameters, given by their ids."""
-        optimizer = unwrapped(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(id(parameter) in own for parameter in parameters):
             raise GrowpruneError("the optimizer has no parameter of the model: make it of model.parameters()")
@@ -97,132 +105,162 @@ class Optimizers:
                     f"edit, or attach it before"
                 )
         self._refuse(optimizer, parameters)
-        for sparse_parameter in self._sparse_parameters.values():
-            sparse_parameter.hook_gradients()
+        for stored in self._stored.values():
+            stored.hook_gradients()
         if optimizer not in self.attached:
-            optimizer.register_step_pre_hook(self._before_step)
-            if self._storage == "masked":
-                optimizer.register_step_post_hook(self._after_step)
-                optimizer.register_load_state_dict_post_hook(lambda loaded: self._versions.clear())
-            else:
-                optimizer.register_load_state_dict_post_hook(lambda loaded: setattr(loaded, CAME_FIRST, False))
+            self._hook(optimizer)
             self.attached.add(optimizer)
 
+    def _hook(self, optimizer: Optimizer) -> None:
+        """Masking comes first, so that a rule sees masked gradients and, after the step, masked weights."""
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_pre_hook(self._let_rule_begin)
+        if self._storage == "masked":
+            optimizer.register_step_post_hook(self._after_step)
+            optimizer.register_load_state_dict_post_hook(lambda loaded: self._versions.clear())
+        else:
+            optimizer.register_load_state_dict_post_hook(lambda loaded: setattr(loaded, CAME_FIRST, False))
+        optimizer.register_step_post_hook(self._end_iteration)
+
     def release(self) -> None:
-        """The model is no longer sparse: what was attached must not go on as if it were."""
+        """The model is no longer sparse: refuse further steps of attached optimizers."""
         self._is_released, self._storage = True, "masked"
+
+    def reset(self) -> None:
+        """Empty the state of attached optimizers, as if they were new."""
+        for optimizer in self.attached:
+            optimizer.state.clear()
 
     def _refuse(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise GrowpruneError(
                 "LBFGS cannot train a sparse model: its state is not shaped like the weights; use SGD or Adam"
             )
-        ours = {id(sparse_parameter.parameter) for sparse_parameter in self._sparse_parameters.values()}
+        ours = {id(stored.parameter) for stored in self._stored.values()}
         if isinstance(optimizer, torch.optim.Muon) and self._storage == "compact" and ours & set(map(id, parameters)):
             raise GrowpruneError(
                 "Muon cannot train weights in compact storage, which are not 2-D: use storage='masked'"
             )
 
+    # Hooks of each step
+
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Mask what gradients are not known to be masked; those that a closure makes, when it has made them."""
+        """Mask gradients that are not known to be masked; those that a closure makes, once it has made them."""
         if self._is_released:
             raise GrowpruneError("the model was made dense by to_dense_(): make the optimizer anew")
         self._check_wrapped_again()
         if self._storage == "compact":
             _check_order(optimizer)
-            return None  # dead weights are not there
-        self._written = {name for name, s in self.trained_by(optimizer) if self._versions.get(name) != _version(s)}
-        return when_gradients_are_there(args, kwargs, lambda: self._mask_gradients(optimizer))
+            return None  # dead weights are not stored
+        trained = self._trained_by(optimizer)
+        self._written = {name for name, (_, p) in trained.items() if self._versions.get(name) != (id(p), p._version)}
 
-    def _mask_gradients(self, optimizer: Optimizer) -> None:
-        # what is done to gradients on their way between processes, no version tells
-        is_shared = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-        for _, sparse_parameter in self.trained_by(optimizer):
-            sparse_parameter.mask_gradient(again=is_shared)
+        def mask_gradients() -> None:
+            # versions do not show what is done to gradients on their way between processes
+            is_shared = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+            for stored, _ in trained.values():
+                stored.mask_gradient(again=is_shared)
+
+        return _when_gradients_are_there(args, kwargs, mask_gradients)
+
+    def _let_rule_begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.rule is None or is_skipped(optimizer):
+            return None
+        _unscale(optimizer)
+        return _when_gradients_are_there(args, kwargs, partial(self.rule.before_step, self._learning_rates(optimizer)))
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Mask weights and state too: all if the optimizer may not keep zeros, else what someone wrote to before."""
+        """Mask weights and state too: all if the optimizer may not keep zeros, else those written to before it."""
         del args, kwargs
         is_kept = keeps_zeros(optimizer)
-        trained = self.trained_by(optimizer)
-        self._enforce((optimizer,), [(name, s) for name, s in trained if not is_kept or name in self._written])
-        self._versions.update((name, _version(s)) for name, s in trained)
+        trained = self._trained_by(optimizer)
+        off = {name: found for name, found in trained.items() if not is_kept or name in self._written}
+        if off:
+            self._enforce((optimizer,), off)
+        self._versions.update({name: (id(p), p._version) for name, (_, p) in trained.items()})
+
+    def _end_iteration(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """End the iteration of the gradients that edits look at, and let the rule act."""
+        del args, kwargs
+        if (self.rule is None and not self._gradients.is_watching) or is_skipped(optimizer):
+            return
+        if self._gradients.is_watching:
+            others = [self._trained_by(other) for other in self.attached if other is not optimizer]
+            of_others = {name for trained in others for name in trained} - self._trained_by(optimizer).keys()
+            self._gradients.end_iteration(of_others=of_others, scale=vars(optimizer).get("grad_scale"))
+        if self.rule is not None:
+            self.rule.after_step(self._learning_rates(optimizer))
+
+    def _trained_by(self, optimizer: Optimizer) -> Trained:
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = [(name, stored, stored.parameter) for name, stored in self._stored.items()]
+        return {name: (stored, parameter) for name, stored, parameter in found if id(parameter) in ids}
+
+    def _learning_rates(self, optimizer: Optimizer) -> dict[str, float]:
+        """Those of the parameters that an optimizer trains, by name; NaN if it sets them by itself."""
+        rates = {id(p): group.get("lr") for group in optimizer.param_groups for p in group["params"]}
+        trained = {name: rates[id(p)] for name, (_, p) in self._trained_by(optimizer).items()}
+        return {name: math.nan if rate is None else float(rate) for name, rate in trained.items()}
 
     def note_other_masks(self) -> None:
-        """Other masks were loaded: compact state that was loaded before is now taken for that of other weights."""
+        """Other masks were loaded: compact state that was loaded before now belongs to other weights."""
         for optimizer in self.attached:
             if self._storage == "compact" and CAME_FIRST in vars(optimizer):
                 setattr(optimizer, CAME_FIRST, True)
 
-    def trained_by(self, optimizer: Optimizer) -> list[tuple[str, SparseParameter]]:
-        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [(name, s) for name, s in self._sparse_parameters.items() if id(s.parameter) in ids]
-
-    def trained_by_others(self, optimizer: Optimizer) -> set[str]:
-        """The names of parameters that other attached optimizers train, and this one does not."""
-        others = [other for other in tuple(self.attached) if other is not optimizer]
-        own = {name for name, _ in self.trained_by(optimizer)}
-        return {name for other in others for name, _ in self.trained_by(other)} - own
-
-    def learning_rates(self, optimizer: Optimizer) -> dict[str, float]:
-        """Those of the parameters that an optimizer trains, by name; not a number, if it sets them by itself."""
-        rates = {id(p): group.get("lr") for group in optimizer.param_groups for p in group["params"]}
-        trained = {name: rates[id(s.parameter)] for name, s in self.trained_by(optimizer)}
-        return {name: math.nan if rate is None else float(rate) for name, rate in trained.items()}
+    # Masks
 
     def enforce(self) -> None:
         """Make weights, and state that is shaped like its parameter, exactly zero off the masks."""
         if self._storage == "masked":
-            self._enforce(tuple(self.attached), list(self._sparse_parameters.items()))
+            found = [(name, stored, stored.parameter) for name, stored in self._stored.items()]
+            self._enforce(self.attached, {name: (stored, parameter) for name, stored, parameter in found})
 
-    def _enforce(self, optimizers: Iterable[Optimizer], which: Sequence[tuple[str, SparseParameter]]) -> None:
-        listed = []
-        for _, sparse_parameter in which:
-            parameter = sparse_parameter.parameter
-            states = [o.state[parameter] for o in optimizers if parameter in o.state]
-            tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
-            listed.append((sparse_parameter, [parameter, *(t for t in tensors if t.shape == parameter.shape)]))
-        parse_storage(self._storage).enforce(listed)
-        self._versions.update((name, _version(s)) for name, s in which)
+    def _enforce(self, optimizers: Iterable[Optimizer], which: Trained, *, only_state: bool = False) -> None:
+        optimizers, listed = tuple(optimizers), []
+        for stored, parameter in which.values():
+            states = [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]
+            tensors = [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
+            weight = [] if only_state else [parameter]
+            listed.append((stored, [*weight, *[t for t in tensors if t.shape == parameter.shape]]))
+        Masked.enforce(listed)
+        self._versions.update({name: (id(p), p._version) for name, (_, p) in which.items()})
 
     @contextmanager
-    def following(self, sparse_parameter: SparseParameter) -> Iterator[None]:
-        """While a mask changes: optimizers go on with the live weights, or with the new parameter that has them."""
+    def following(self, name: str) -> Iterator[SparseParameter]:
+        """While the mask of a parameter changes: optimizers keep the state of its live weights."""
         self.num_mask_changes += 1
-        old = sparse_parameter.parameter
-        dense = {
-            o: _reshaped(o.state[old], old.shape, sparse_parameter.to_dense) for o in self.attached if old in o.state
-        }
-        yield
-        new = sparse_parameter.parameter
-        if new is old:
-            if self._storage == "masked" and self.attached:  # the weight itself is zero where it is pruned
-                self._enforce(tuple(self.attached), [(self._name_of(sparse_parameter), sparse_parameter)])
-            return
-        REPLACED[old] = self._storage
-        if not is_sharded(new):  # FSDP2 is told of it; DistributedDataParallel would hold the old one
+        stored = self._stored[name]
+        old = stored.parameter
+        dense = {}
+        if self._storage == "compact":
+            holding = [optimizer for optimizer in self.attached if old in optimizer.state]
+            dense = {o: _reshaped(o.state[old], old.shape, stored.to_dense) for o in holding}
+        yield stored
+        new = stored.parameter
+        if new is not old:
+            self._replace(name, old, new, dense)
+        elif self._storage == "masked":  # the weight itself is zero where it is pruned
+            self._enforce(self.attached, {name: (stored, old)}, only_state=True)
+
+    def _replace(self, name: str, old: nn.Parameter, new: nn.Parameter, dense: Mapping[Optimizer, Any]) -> None:
+        """Let optimizers train a new parameter in place of an old one, with its state."""
+        stored, REPLACED[old] = self._stored[name], self._storage
+        if not hasattr(new, "device_mesh"):  # FSDP2 knows the new one; DistributedDataParallel would hold the old one
             self._replaced.append(weakref.ref(old))
         for optimizer in self.attached:
             for group in optimizer.param_groups:
                 group["params"] = [new if p is old else p for p in group["params"]]
-            if optimizer in dense:
-                entries = optimizer.state.pop(old)
-                if _follows(optimizer, entries, old):
-                    convert = sparse_parameter.from_dense
-                    optimizer.state[new] = _reshaped(dense[optimizer], sparse_parameter.shape, convert)
-                else:
-                    self._warn_of_lost_state(optimizer, sparse_parameter)
-
-    def _warn_of_lost_state(self, optimizer: Optimizer, sparse_parameter: SparseParameter) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warn(
-                f"{type(optimizer).__name__}'s state of {self._name_of(sparse_parameter)} does not fit the weight "
-                f"after an edit, and starts anew; so does that of others it edits: storage='masked' keeps it"
-            )
-
-    def _name_of(self, sparse_parameter: SparseParameter) -> str:
-        return next(name for name, other in self._sparse_parameters.items() if other is sparse_parameter)
+            if optimizer not in dense:
+                continue
+            if _follows(optimizer, optimizer.state.pop(old), old):
+                optimizer.state[new] = _reshaped(dense[optimizer], stored.shape, stored.from_dense)
+            elif not self._has_warned:
+                self._has_warned = True
+                warn(
+                    f"{type(optimizer).__name__}'s state of {name} does not fit the weight after an edit, and starts "
+                    f"anew; so does that of others it edits: storage='masked' keeps it"
+                )
 
     def _check_wrapped_again(self) -> None:
         """Raise if gradients are shared by a DistributedDataParallel made before an edit: new weights are not in it."""
@@ -232,9 +270,11 @@ class Optimizers:
         gc.collect()
         old = {id(parameter) for reference in replaced if (parameter := reference()) is not None}
         wrapped = [id(p) for w in _data_parallel() for p in w._module_parameters] if old else []
-        new = {id(sparse_parameter.parameter) for sparse_parameter in self._sparse_parameters.values()}
+        new = {id(stored.parameter) for stored in self._stored.values()}
         if old & set(wrapped) and not new <= set(wrapped):
             raise GrowpruneError("edits changed weights that DistributedDataParallel holds: wrap the model in it again")
+
+    # State of live weights
 
     def live_state(self, optimizer: Optimizer, device: torch.device | str | None) -> dict[str, Any]:
         """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only that of live weights.
@@ -259,10 +299,7 @@ class Optimizers:
             self._converted(
                 optimizer,
                 state,
-                lambda sparse_parameter: (
-                    (int(torch.count_nonzero(sparse_parameter.mask())),),
-                    sparse_parameter.from_live,
-                ),
+                lambda stored: ((int(torch.count_nonzero(stored.mask())),), stored.from_live),
                 like,
             )
         )
@@ -275,21 +312,18 @@ class Optimizers:
         other: Callable[[Tensor, Tensor], Tensor],
     ) -> dict[str, Any]:
         """State whose tensors of a certain shape are converted, parameter by parameter."""
-        stored_of = {
-            id(sparse_parameter.parameter): sparse_parameter for sparse_parameter in self._sparse_parameters.values()
-        }
+        of_id = {id(stored.parameter): stored for stored in self._stored.values()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         converted = {}
         for index, entries in state["state"].items():
-            sparse_parameter = stored_of.get(id(parameters[index]))
-            if sparse_parameter is not None:
-                converted[index] = _reshaped(entries, *how(sparse_parameter))
-            else:
-                converted[index] = _reshaped(entries, parameters[index].shape, partial(other, parameters[index]))
+            parameter = parameters[index]
+            stored = of_id.get(id(parameter))
+            shape, convert = (parameter.shape, partial(other, parameter)) if stored is None else how(stored)
+            converted[index] = _reshaped(entries, shape, convert)
         return {**state, "state": converted}
 
 
-def when_gradients_are_there(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]) -> Any:
+def _when_gradients_are_there(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]) -> Any:
     """In a hook before a step: act at once, or, if the step has a closure that makes gradients, when it has made them.
 
     Gives what such a hook returns: nothing, or other arguments of the step.
@@ -316,7 +350,7 @@ def is_skipped(optimizer: Optimizer) -> bool:
     return bool(vars(optimizer).get("found_inf", False))
 
 
-def unscale(optimizer: Optimizer) -> None:
+def _unscale(optimizer: Optimizer) -> None:
     """In a hook before a step: make gradients those of the loss, if a GradScaler has left that to the optimizer."""
     scale: Tensor | None = vars(optimizer).get("grad_scale")
     if scale is None:
@@ -343,11 +377,6 @@ def _check_order(optimizer: Optimizer) -> None:
             "optimizer's once more, and next time after it"
         )
     vars(optimizer).pop(CAME_FIRST, None)
-
-
-def _version(sparse_parameter: SparseParameter) -> tuple[int, int]:
-    parameter = sparse_parameter.parameter
-    return id(parameter), parameter._version
 
 
 def _follows(optimizer: Optimizer, entries: dict[str, Any], old: Tensor) -> bool:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from growprune.masks.allocation import num_kept
 from growprune.masks.encoding import encode_mask, num_mask_bytes, num_outside
 from growprune.masks.layers import Weight, tensors_of
 from growprune.masks.patterns import Pattern
-from growprune.masks.selection import num_kept
 from growprune.plan import Part, prune
 from growprune.sparse.flops import count_flops
+from growprune.sparse.internals import internals
 
 if TYPE_CHECKING:
     from growprune.sparse.model import SparseModel
@@ -140,8 +141,9 @@ def summarise(sparse: SparseModel, example: Any = None) -> Summary:
     aims = targets(sparse)
     flops = None if example is None else count_flops(sparse.model, example)
     rows, densities = [], {}
+    counts = internals(sparse).alive_by_weight()
     for weight in sparse.weights:
-        alive = sparse.alive_in(weight)
+        alive = counts[weight.name]
         densities[weight.name] = alive / weight.numel if weight.numel else 1.0
         dense_cost = None if flops is None else flops.by_weight[weight.name]
         sparse_cost = None if flops is None else flops.of(weight.name, densities[weight.name])
@@ -164,9 +166,9 @@ def targets(sparse: SparseModel) -> dict[str, float | None]:
     """The sparsity that each weight aims at; None where weights are ranked together and only their total has one."""
     found: dict[str, float | None] = dict.fromkeys((weight.name for weight in sparse.weights), None)
     whole = Part("all", tuple(weight.parameter for weight in sparse.weights))
-    for pool in sparse.editor.counts.pools(prune(whole, to=sparse.sparsity)):
+    for pool in internals(sparse).editor.counts.pools(prune(whole, to=sparse.sparsity)):
         if len(pool.weights) == 1:
-            groups = sparse.pattern.num_groups(pool.weights[0])
+            groups = internals(sparse).pattern.num_groups(pool.weights[0])
             is_as_asked = pool.kept == num_kept(sparse.sparsity, groups)
             found[pool.weights[0].name] = sparse.sparsity if is_as_asked else 1 - pool.kept / groups
     return found
@@ -181,10 +183,10 @@ def num_bytes(sparse: SparseModel) -> tuple[int, int]:
             dense += tensor.nbytes
             in_file += tensor.nbytes
             continue
-        mask = sparse.mask(name)
+        mask = internals(sparse).stored[name].mask().clone()
         dense += mask.numel() * tensor.itemsize
         in_file += int(torch.count_nonzero(mask)) * tensor.itemsize
-        in_file += _num_mask_bytes(mask, weights, sparse.pattern, tensor.itemsize)
+        in_file += _num_mask_bytes(mask, weights, internals(sparse).pattern, tensor.itemsize)
     return dense, in_file
 
 

@@ -23,10 +23,10 @@ from growprune.masks.bits import unpack
 from growprune.masks.patterns import Pattern
 from growprune.storage import block_products, kernels
 from growprune.storage.blocks import block_of, live_blocks
-from growprune.storage.compact_layers import RECORDERS, hand_over, watch
-from growprune.storage.compact_modules import layouts_of, let_compile_again, make_plain, set_layout
+from growprune.storage.compact_layers import LAYOUTS, RECORDERS, hand_over, watch
+from growprune.storage.compact_modules import let_compile_again, make_plain, set_layout
 from growprune.storage.layout import Layout
-from growprune.storage.masked import hookable, own_parameter
+from growprune.storage.masked import hookable, no_parameter
 
 
 class Compact:
@@ -53,7 +53,10 @@ class Compact:
 
     @property
     def parameter(self) -> nn.Parameter:
-        return own_parameter(self.module, self._local)
+        parameter = self.module._parameters.get(self._local)
+        if parameter is None:
+            raise no_parameter(self.module, self._local)
+        return parameter
 
     @property
     def shape(self) -> torch.Size:
@@ -62,7 +65,8 @@ class Compact:
     @property
     def _layout(self) -> Layout | None:
         """None while everything lives. It belongs to the module, so that a copy of the model takes it along."""
-        return layouts_of(self.module)[self._local]
+        layout: Layout | None = vars(self.module)[LAYOUTS][self._local]
+        return layout
 
     @property
     def is_known_full(self) -> bool:

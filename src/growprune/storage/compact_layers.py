@@ -20,6 +20,9 @@ RECORDERS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDic
 """By layout: the sparse parameter that may want to record dense gradients."""
 
 
+LAYOUTS = "_compact_layouts"
+"""The attribute of a module that holds the layouts of its compact parameters, by their local names."""
+
 WATCHED = "_compact_is_watched"
 """The attribute of a layer whose dense gradients somebody records. torch.compile looks at it, too."""
 
@@ -74,7 +77,7 @@ _keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_gra
 def _operands(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, Any, torch.dtype, Packed]:
     """Live values, bias, layout, the dtype to compute in as autocast would, and what is put away for later."""
     parameters = module._parameters
-    values, layout = parameters["weight"], module.__dict__["_compact_layouts"]["weight"]
+    values, layout = parameters["weight"], module.__dict__[LAYOUTS]["weight"]
     assert values is not None
     kind = "cuda" if values.is_cuda else values.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype

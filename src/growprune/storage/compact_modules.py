@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import DENSE_SHAPES
-from growprune.storage.compact_layers import FORWARDS, WATCHED, check_first_derivative, record
+from growprune.storage.compact_layers import FORWARDS, LAYOUTS, WATCHED, check_first_derivative, record
 from growprune.storage.layout import Layout
 
 MOST_GRAPHS = 64
@@ -35,7 +35,7 @@ def let_compile_again() -> None:
 
 def layouts_of(module: nn.Module) -> dict[str, Layout | None]:
     """The layouts of a module's compact parameters, by their local names; None for one that is all alive."""
-    found = module.__dict__.get("_compact_layouts", {})
+    found = module.__dict__.get(LAYOUTS, {})
     assert isinstance(found, dict)
     return found
 
@@ -43,7 +43,7 @@ def layouts_of(module: nn.Module) -> dict[str, Layout | None]:
 def set_layout(module: nn.Module, local: str, layout: Layout | None) -> None:
     """Say how a parameter of a module is stored; the module's class, and what its state_dict does, follow."""
     layouts = {**layouts_of(module), local: layout}
-    module.__dict__["_compact_layouts"] = layouts
+    module.__dict__[LAYOUTS] = layouts
     module.__dict__.setdefault(WATCHED, False)
     module.__dict__[DENSE_SHAPES] = {
         name: tuple(sparse_parameter.shape)
@@ -68,7 +68,7 @@ def make_plain(module: nn.Module) -> None:
     module.__class__ = getattr(type(module), "_plain_class", type(module))
     for handle in vars(module).pop("_compact_hooks", ()):
         handle.remove()
-    for attribute in ("_compact_layouts", DENSE_SHAPES, WATCHED):
+    for attribute in (LAYOUTS, DENSE_SHAPES, WATCHED):
         vars(module).pop(attribute, None)
 
 

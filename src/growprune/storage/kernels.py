@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError
-from growprune.masks.selection import chunk_elements
+from growprune.masks.patterns import CPU_CHUNK, CUDA_CHUNK
 
 BLOCK = 1024
 """How many bits share an offset. The last block is filled up with zeros, so loads never end inside one."""
@@ -345,7 +345,8 @@ def _to_bits(bools: Tensor) -> Tensor:
 
 
 def _chunks(total: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    step = -(-chunk_elements(device) // BLOCK) * BLOCK  # bits are packed in whole blocks
+    chunk = CUDA_CHUNK if device.type == "cuda" else CPU_CHUNK
+    step = -(-chunk // BLOCK) * BLOCK  # bits are packed in whole blocks
     for start in range(0, total, step):
         yield start, min(start + step, total)
 

@@ -17,8 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import unpack
-from growprune.masks.patterns import Pattern
-from growprune.masks.selection import chunk_elements
+from growprune.masks.patterns import CPU_CHUNK, Pattern
 from growprune.storage import kernels
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,6 +41,8 @@ class Masked:
         self._hooked: weakref.ref[nn.Parameter] | None = None
         self.record: Callable[[Tensor], None] | None = None
         self._num_masks = 0
+        self._device: torch.device | None = None
+        self._takes_bits = False
         self._is_full: Tensor | bool = True
         self._bits: dict[tuple[int, ...], Tensor] = {}
         self._mask = torch.ones(self._shape, dtype=torch.bool, device=self.parameter.device)
@@ -57,7 +58,10 @@ class Masked:
 
     @property
     def parameter(self) -> nn.Parameter:
-        return own_parameter(self.module, self._local)
+        parameter = self.module._parameters.get(self._local)
+        if parameter is None:
+            raise no_parameter(self.module, self._local)
+        return parameter
 
     @property
     def shape(self) -> torch.Size:
@@ -86,10 +90,11 @@ class Masked:
     def _hold(self, mask: Tensor, *, is_full: bool | None = None) -> None:
         """Keep a mask, in place where there was one, so that nothing compiled or captured around it is made again."""
         self._num_masks += 1
-        self._device = mask.device
+        if mask.device != self._device:
+            self._device, self._takes_bits = mask.device, kernels.can_zero_off(mask.device)
         # asked when it matters: an answer waits for the device
         self._is_full = mask.all() if is_full is None else is_full
-        if kernels.can_zero_off(mask.device):
+        if self._takes_bits:
             for order in self._bits or [self._row_major]:
                 bits = kernels.pack(mask.permute(order).reshape(-1))
                 self._bits[order] = self._bits[order].copy_(bits) if order in self._bits else bits
@@ -219,15 +224,12 @@ class Masked:
             HOLDERS[parameter] = [*_holders(parameter), weakref.ref(self)]
 
 
-def own_parameter(module: nn.Module, local: str) -> nn.Parameter:
-    """A parameter that a module had when it was stored; raises if it has become something that is computed."""
-    parameter = module._parameters.get(local)
-    if parameter is None:
-        raise GrowpruneError(
-            f"a {type(module).__name__} of the sparse model has no parameter {local} any more, as after weight_norm or "
-            f"another parametrization of it: make the SparseModel after those, or remove them"
-        )
-    return parameter
+def no_parameter(module: nn.Module, local: str) -> GrowpruneError:
+    """The error for a parameter that has become something that is computed."""
+    return GrowpruneError(
+        f"a {type(module).__name__} of the sparse model has no parameter {local} any more, as after weight_norm or "
+        f"another parametrization of it: make the SparseModel after those, or remove them"
+    )
 
 
 def _has_gradients(parameter: Tensor) -> bool:
@@ -246,7 +248,7 @@ def hookable(parameter: nn.Parameter) -> Iterator[None]:
 
 def _ask_at_once(sparse_parameters: Sequence[Masked]) -> None:
     """Find out which masks are full, where that is not known: each single answer would wait for the device."""
-    asked: dict[torch.device, list[Masked]] = {}
+    asked: dict[torch.device | None, list[Masked]] = {}
     for sparse_parameter in sparse_parameters:
         sparse_parameter._follow()
         if isinstance(sparse_parameter._is_full, Tensor):
@@ -289,7 +291,7 @@ def zero_off(mask: Tensor, tensor: Tensor) -> None:
     if tensor.is_cuda:
         bits.mul_(mask)
         return
-    rows = max(1, chunk_elements(tensor.device) * len(bits) // max(1, bits.numel()))
+    rows = max(1, CPU_CHUNK * len(bits) // max(1, bits.numel()))
     pairs = zip(bits.split(rows), mask.split(rows), strict=True)  # type: ignore[no-untyped-call]
     for some_bits, some_mask in pairs:
         some_bits.mul_(some_mask)

@@ -1,6 +1,6 @@
 """Which weights are the largest, of many tensors at once on a GPU: no copy, no chunk, one wait for the device at most.
 
-What `masks.selection` chooses of magnitude keys, this chooses too, bit for bit, by the same radix select; but the
+What `masks.ranking` chooses of magnitude keys, this chooses too, bit for bit, by the same radix select; but the
 digits are counted in Triton, and prefix and place stay on the device.
 """
 

@@ -26,6 +26,7 @@ from growprune.deployment.example import Example, of_the_example, restored
 from growprune.deployment.layer_table import GpuRow, Row
 from growprune.deployment.skeleton import does_more, module_of
 from growprune.errors import warn
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage.compact_modules import layouts_of, make_plain
 
@@ -51,7 +52,11 @@ def sparse_layers(model: nn.Module | SparseModel) -> dict[str, SparseSource]:
     for path, part in module.named_modules():
         if path and is_linear(part) and part._parameters["weight"] is not None:
             name, is_compact = f"{path}.weight", layouts_of(part).get("weight") is not None
-            mask = sparse.mask(name) if sparse is not None and name in masked and not is_compact else None
+            mask = (
+                internals(sparse).stored[name].mask().clone()
+                if sparse is not None and name in masked and not is_compact
+                else None
+            )
             source = source_of(part, mask)
             if source is not None and source.entries.sparsity >= LEAST_SPARSITY:
                 found[path] = source

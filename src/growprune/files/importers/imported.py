@@ -16,6 +16,7 @@ from growprune.files.importers.contents import Contents
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import LEAST, masks_of_zeros
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 MAX_DEPTH = 64
@@ -71,7 +72,7 @@ class Imported:
         settings.setdefault("sparsity", _share_of_dead(weights, masks))
         settings.setdefault("allocation", "global")
         sparse = SparseModel(model, pattern=pattern, **settings)
-        sparse.restore(Filling(sparse, names, lambda name: self.tensors[names[name]], masks.get))
+        internals(sparse).restore(Filling(sparse, names, lambda name: self.tensors[names[name]], masks.get))
         return sparse
 
     def _warn_of_dense(self, names: Mapping[str, str], prunable: set[str]) -> None:

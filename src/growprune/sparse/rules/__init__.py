@@ -13,14 +13,14 @@ from growprune.methods.deepr import Deepr
 from growprune.methods.dpf import Dpf
 from growprune.methods.str_ import Str
 from growprune.plan import Rule
-from growprune.sparse.model import SparseModel
+from growprune.sparse.internals import Internals
 from growprune.sparse.rules.admm import AdmmRule
+from growprune.sparse.rules.base import RunningRule
 from growprune.sparse.rules.deepr import DeeprRule
 from growprune.sparse.rules.dpf import DpfRule
 from growprune.sparse.rules.str_ import StrRule
-from growprune.sparse.step_hooks import RunningRule
 
-RULES: dict[type[Rule], Callable[[Any, SparseModel], RunningRule]] = {
+RULES: dict[type[Rule], Callable[[Any, Internals], RunningRule]] = {
     Admm: AdmmRule,
     Dpf: DpfRule,
     Str: StrRule,
@@ -29,6 +29,6 @@ RULES: dict[type[Rule], Callable[[Any, SparseModel], RunningRule]] = {
 """By the kind of rule: what sets it to work on a model. It raises if it cannot work there, and changes nothing."""
 
 
-def running(rule: Rule | None, sparse: SparseModel) -> RunningRule | None:
+def running(rule: Rule | None, own: Internals) -> RunningRule | None:
     """The rule at work on a model; none if there is no rule."""
-    return None if rule is None else RULES[type(rule)](rule, sparse)
+    return None if rule is None else RULES[type(rule)](rule, own)

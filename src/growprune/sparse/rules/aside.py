@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from growprune.errors import GrowpruneError
 from growprune.plan import Part
-from growprune.sparse.model import SparseModel
+from growprune.sparse.internals import Internals
+from growprune.sparse.rules.base import check_masked
 
 
 class Aside:
@@ -23,20 +23,17 @@ class Aside:
         who: the method's name, for an error.
     """
 
-    def __init__(self, sparse: SparseModel, part: Part, who: str) -> None:
-        if sparse.storage != "masked":
-            raise GrowpruneError(
-                f"{who} needs all weights dense, but storage is {sparse.storage!r}: use storage='masked'"
-            )
-        self._sparse = sparse
-        self.weights = sparse.editor.counts.weights_of(part)
+    def __init__(self, own: Internals, part: Part, who: str) -> None:
+        check_masked(own, f"{who} needs all weights dense")
+        self._model = own.model
+        self.weights = own.editor.counts.weights_of(part)
         self.names = tuple(dict.fromkeys(weight.parameter for weight in self.weights))
         self.values: dict[str, Tensor] = {}
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """What the model has, by name."""
-        return {name: self._sparse.model.get_parameter(name).detach() for name in self.names}
+        return {name: self._model.get_parameter(name).detach() for name in self.names}
 
     def begin(self) -> None:
         self.values = {name: tensor.clone() for name, tensor in self.parameters.items()}
@@ -55,7 +52,7 @@ class Aside:
 
     def gradient(self, name: str) -> Tensor | None:
         """The gradient that the optimizer will see."""
-        return self._sparse.model.get_parameter(name).grad
+        return self._model.get_parameter(name).grad
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self.values)
@@ -63,21 +60,3 @@ class Aside:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         device = {name: tensor.device for name, tensor in self.parameters.items()}
         self.values = {name: torch.clone(tensor).to(device[name]) for name, tensor in state.items()}
-
-
-class Iterations:
-    """Counts iterations by the parameters that are stepped: of several optimizers, one may step after the other."""
-
-    def __init__(self) -> None:
-        self.begun = 0
-        self._stepped: set[str] = set()
-
-    def step(self, names: Iterable[str]) -> None:
-        """These are stepped: in a new iteration, if one of them was already in this one."""
-        names = set(names)
-        if not self._stepped or not self._stepped.isdisjoint(names):
-            self.begun, self._stepped = self.begun + 1, set()
-        self._stepped |= names
-
-    def resume(self, begun: int) -> None:
-        self.begun, self._stepped = begun, set()

@@ -12,28 +12,24 @@ from torch import Tensor
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import in_one_go
-from growprune.masks.scores import random_keys, salt_of
-from growprune.masks.selection import choose
+from growprune.masks.ranking import choose, random_keys, salt_of
 from growprune.methods.deepr import Deepr
-from growprune.sparse.model import SparseModel
-from growprune.sparse.step_hooks import check_rates
+from growprune.sparse.internals import Internals
+from growprune.sparse.rules.base import RunningRule, check_masked, check_rates
 
 
-class DeeprRule:
+class DeeprRule(RunningRule):
     """Pulls before each step; shakes and rewires after it."""
 
-    def __init__(self, rule: Deepr, sparse: SparseModel) -> None:
-        if sparse.storage != "masked":
+    def __init__(self, rule: Deepr, own: Internals) -> None:
+        check_masked(own, "DeepR edits masks in every iteration")
+        if not own.pattern.is_single:
             raise GrowpruneError(
-                f"DeepR edits masks in every iteration, but storage is {sparse.storage!r}: use storage='masked'"
-            )
-        if not sparse.pattern.is_single:
-            raise GrowpruneError(
-                f"DeepR goes by the signs of single weights, but the pattern is {sparse.pattern.name!r}: use "
+                f"DeepR goes by the signs of single weights, but the pattern is {own.pattern.name!r}: use "
                 f"pattern='unstructured'"
             )
-        self.rule, self._sparse = rule, sparse
-        self._weights = sparse.editor.counts.weights_of(rule.part)
+        self.rule, self._own = rule, own
+        self._weights = own.editor.counts.weights_of(rule.part)
         self._iteration: dict[str, int] = {}
         """How many steps each parameter has had."""
         self._sign: dict[str, Tensor] = {}
@@ -44,16 +40,16 @@ class DeeprRule:
 
     @torch.no_grad()
     def before_step(self, trained: Mapping[str, float]) -> None:
-        check_rates("DeepR", {name: trained[name] for name in self._own(trained)})
-        for name in self._own(trained):
-            parameter = self._sparse.model.get_parameter(name)
+        check_rates("DeepR", {name: trained[name] for name in self._ours(trained)})
+        for name in self._ours(trained):
+            parameter = self._own.model.get_parameter(name)
             self._sign[name] = parameter.sign()
             if parameter.grad is not None:
                 parameter.grad.add_(self._sign[name], alpha=self.rule.l1)  # zero where nothing lives
 
     @torch.no_grad()
     def after_step(self, trained: Mapping[str, float]) -> None:
-        masks = {name: self._sparse.mask(name) for name in self._own(trained)}
+        masks = {name: self._own.stored[name].mask().clone() for name in self._ours(trained)}
         for name, mask in masks.items():
             self._shake(name, mask, trained[name])
         before = {name: self._sign.pop(name) for name in masks}  # what was zero is new, and gets its sign now
@@ -62,11 +58,11 @@ class DeeprRule:
         for name in masks:
             self._iteration[name] += 1
 
-    def _own(self, trained: Mapping[str, float]) -> list[str]:
+    def _ours(self, trained: Mapping[str, float]) -> list[str]:
         return [name for name in self._iteration if name in trained]
 
     def _parameter(self, name: str) -> Tensor:
-        return self._sparse.model.get_parameter(name).detach()
+        return self._own.model.get_parameter(name).detach()
 
     def _shake(self, name: str, mask: Tensor, lr: float) -> None:
         parameter, temperature = self._parameter(name), self.rule.temperature_at(self._iteration[name])
@@ -80,26 +76,24 @@ class DeeprRule:
         changed = dict.fromkeys(weight.parameter for weight, count in zip(weights, counts, strict=True) if count)
         for name in changed:  # first, so that one that lives again begins anew
             masks[name].logical_and_(~died[name])
-            self._sparse.editor.set_mask(name, masks[name])
+            self._own.editor.set_mask(name, masks[name])
         for weight, count in zip(weights, counts, strict=True):
             if count:
                 self._revive(weight, weight.of(masks[weight.parameter]), count)
         for name in changed:
-            self._sparse.editor.set_mask(name, masks[name])
+            self._own.editor.set_mask(name, masks[name])
 
     def _revive(self, weight: Weight, mask: Tensor, count: int) -> None:
         """Let so many random ones of those that are dead live, in a mask."""
         keys = random_keys(0, mask.numel(), self._salt(weight.parameter, weight.name), mask.device)
         keys.mul_(~mask.reshape(-1))
-        (chosen,) = (torch.cat(list(chunks)) for chunks in choose([lambda: iter([keys.clone()])], count))
+        walks = choose([lambda: iter([keys.clone()])], count, device=keys.device)
+        (chosen,) = (torch.cat(list(chunks)) for chunks in walks)
         mask.logical_or_(chosen.view(mask.shape))
 
     def _salt(self, parameter: str, what: str) -> int:
         """What makes the random numbers of a parameter's iteration its own, and the same wherever it is trained."""
-        return salt_of(self._sparse.seed, self._sparse.editor.num_edits, self._iteration[parameter], parameter, what)
-
-    def figures(self) -> dict[str, float]:
-        return {}
+        return salt_of(self._own.seed, self._own.editor.num_edits, self._iteration[parameter], parameter, what)
 
     def state_dict(self) -> dict[str, Any]:
         return {"iteration": dict(self._iteration)}

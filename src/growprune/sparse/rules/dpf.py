@@ -10,19 +10,20 @@ from torch import Tensor
 
 from growprune.methods.dpf import Dpf
 from growprune.plan import prune
-from growprune.sparse.model import SparseModel
-from growprune.sparse.rules.aside import Aside, Iterations
+from growprune.sparse.internals import Internals
+from growprune.sparse.rules.aside import Aside
+from growprune.sparse.rules.base import Iterations, RunningRule
 from growprune.storage.masked import zero_off
 
 
-class DpfRule:
+class DpfRule(RunningRule):
     """Takes the gradient at m * w for that of w, and makes m anew every so often."""
 
-    def __init__(self, rule: Dpf, sparse: SparseModel) -> None:
-        self.rule, self._sparse = rule, sparse
-        self.w = Aside(sparse, rule.part, "DPF")
+    def __init__(self, rule: Dpf, own: Internals) -> None:
+        self.rule, self._editor = rule, own.editor
+        self.w = Aside(own, rule.part, "DPF")
         for weight in self.w.weights:  # the first that is pruned is the least sparse, and a pattern may forbid it
-            sparse.pattern.check(weight, rule.target(0) or rule.target(rule.every))
+            own.pattern.check(weight, rule.target(0) or rule.target(rule.every))
         self._iterations = Iterations()
         self._target = 0.0
         self.m: dict[str, Tensor] = {}
@@ -53,7 +54,7 @@ class DpfRule:
     def _prune(self) -> None:
         self._target = self.rule.target(self._iterations.begun)
         if self._target > 0:
-            self.m = self._sparse.editor.kept(prune(self.rule.part, to=self._target), self.w.values)
+            self.m = self._editor.kept(prune(self.rule.part, to=self._target), self.w.values)
             self.w.put_in(self.m)
             self._mask(list(self.m))
 

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from growprune.methods.str_ import Str
-from growprune.sparse.model import SparseModel
+from growprune.sparse.internals import Internals
 from growprune.sparse.rules.aside import Aside
-from growprune.sparse.step_hooks import check_rates
+from growprune.sparse.rules.base import RunningRule, check_rates
 
 
-class StrRule:
+class StrRule(RunningRule):
     """Turns the gradient of what the model has into those of w and s, and trains s.
 
     Clipping sees the gradients of what the model has, since it comes before.
     """
 
-    def __init__(self, rule: Str, sparse: SparseModel) -> None:
+    def __init__(self, rule: Str, own: Internals) -> None:
         self.rule = rule
-        self.w = Aside(sparse, rule.part, "STR")
+        self.w = Aside(own, rule.part, "STR")
         self.s: dict[str, Tensor] = {}
         """By the name of a weight; a number each."""
 

@@ -7,33 +7,32 @@ import math
 
 import pytest
 import torch
+from few_weights import splitmix
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import parse_pattern
-from growprune.masks.scores import check_finite, edit_keys, key_bits_of, random_keys, salt_of, signed_keys
-from growprune.masks.selection import magnitude_keys
+from growprune.masks.ranking import (
+    check_finite,
+    edit_keys,
+    key_bits_of,
+    magnitude_keys,
+    random_keys,
+    salt_of,
+    signed_keys,
+)
 from growprune.plan import By, Edit, Part, grow, prune
 
 CPU = torch.device("cpu")
 PART = Part("S0", ("w",))
 
 
-def splitmix(position: int, salt: int) -> int:
-    """The reference, in plain Python: the upper 30 bits of splitmix64, plus one."""
-    full = (1 << 64) - 1
-    z = (position * 0x9E3779B97F4A7C15 + salt) & full
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & full
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & full
-    return ((z ^ (z >> 31)) >> 34) + 1
-
-
 def keys_of(edit: Edit, values: Tensor, mask: Tensor, pattern: str = "unstructured") -> list[int]:
     weight = Weight("w", "w", tuple(values.shape))
     chunks = edit_keys(
-        edit, weight, parse_pattern(pattern), values=lambda: values, mask=lambda: mask, salt=7, dtype=values.dtype
+        edit, weight, parse_pattern(pattern), read=lambda weight: (values, mask), salt=7, dtype=values.dtype
     )
     return torch.cat(list(chunks())).tolist()
 

@@ -11,15 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from growprune.masks.selection import (
-    KeyChunks,
-    choose,
-    chunk_elements,
-    key_bits,
-    kth_largest,
-    magnitude_keys,
-    num_kept,
-)
+from growprune.masks.allocation import num_kept
+from growprune.masks.patterns import chunk_elements
+from growprune.masks.ranking import KeyChunks, choose, key_bits, kth_largest, magnitude_keys
 
 
 def source(keys: Sequence[int], chunk: int = 3, dtype: torch.dtype = torch.int32) -> KeyChunks:

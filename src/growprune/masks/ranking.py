@@ -1,0 +1,250 @@
+"""Rank weights for an edit: integer keys for their groups, and an exact top-k over the keys of many weights.
+
+A key is at least 1, and a larger key is better; key 0 marks a position that may not be chosen. The bits of a
+non-negative float, read as an integer, sort like the float, so magnitudes make exact keys. Random keys are a hash of
+(salt, position), not a stream: any chunk can be made on its own, on any device, and is the same everywhere, so machines
+agree on a random mask without sending it.
+
+The k-th largest key is found by radix select: count the leading digits of all keys, keep the digit the k-th falls into,
+go on with the next digit. Keys are walked in chunks and never concatenated; only counts are kept, and the answer is the
+same on every device. Ties are broken by flat index: of equal keys, the earlier positions are chosen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from growprune.errors import GrowpruneError
+from growprune.masks.layers import Weight
+from growprune.masks.patterns import Pattern, row_chunks
+from growprune.plan import Action, By, Edit
+
+KeyChunks = Callable[[], Iterator[Tensor]]
+"""Walks the keys of one tensor in flat order, a chunk at a time; called once per pass. Who walks may overwrite them."""
+
+
+def check_finite(values: Tensor, weight: Weight) -> None:
+    """A NaN or infinity is an error that names the weight."""
+    if values.numel() and not all(map(math.isfinite, torch.stack(values.aminmax()).tolist())):
+        raise GrowpruneError(f"{weight.name} holds NaN or infinity, so its weights cannot be ranked: training diverged")
+
+
+# Keys
+
+
+def magnitude_keys(values: Tensor) -> Tensor:
+    """Integer keys that sort like |values|: their float bits, plus one so that zero has key 1.
+
+    float64 gives 63-bit keys, everything shorter is widened (exactly) to float32 and gives 31-bit keys.
+
+    >>> magnitude_keys(torch.tensor([0.0, -2.0, 1.0])).argsort().tolist()
+    [0, 2, 1]
+    """
+    if values.dtype == torch.float64:
+        return values.abs().view(torch.int64).add_(1)
+    return values.abs().float().view(torch.int32).add_(1)
+
+
+def key_bits(dtype: torch.dtype) -> int:
+    """How many bits the magnitude keys of a dtype have."""
+    return 63 if dtype == torch.float64 else 31
+
+
+def signed_keys(scores: Tensor) -> Tensor:
+    """63-bit keys that sort like float64 scores, the negative ones too; two that differ in the last bit may tie.
+
+    >>> signed_keys(torch.tensor([0.5, -2.0, -1.0, 0.0])).argsort().tolist()
+    [1, 2, 3, 0]
+    """
+    bits = scores.double().view(torch.int64) >> 1  # the sign stays in front
+    return torch.where(bits < 0, -(bits & ((1 << 62) - 1)), bits) + (1 << 62)
+
+
+def random_keys(start: int, count: int, salt: int, device: torch.device) -> Tensor:
+    """30-bit random numbers for positions start .. start+count-1 (splitmix64), plus one."""
+    z = torch.arange(start, start + count, device=device, dtype=torch.int64)
+    z = z * _signed(0x9E3779B97F4A7C15) + _signed(salt)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ _shift_right(z, shift)) * _signed(factor)
+    return (_shift_right(z ^ _shift_right(z, 31), 34) + 1).to(torch.int32)
+
+
+def _shift_right(z: Tensor, by: int) -> Tensor:
+    return (z >> by) & ((1 << (64 - by)) - 1)  # >> copies the sign bit; a hash wants zeros
+
+
+def _signed(unsigned: int) -> int:
+    return unsigned - (1 << 64) if unsigned >> 63 else unsigned
+
+
+def salt_of(*what: object) -> int:
+    """64 bits that depend on everything named."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little")
+
+
+def key_bits_of(edit: Edit, dtype: torch.dtype) -> int:
+    """How many bits the keys of an edit have, for weights whose widest float is `dtype`."""
+    if edit.by is By.RANDOM:
+        return 31
+    return key_bits(torch.float64 if edit.by is By.GRASP else dtype)
+
+
+def edit_keys(
+    edit: Edit,
+    weight: Weight,
+    pattern: Pattern,
+    *,
+    read: Callable[[Weight], tuple[Tensor, Tensor]],
+    salt: int,
+    dtype: torch.dtype,
+) -> KeyChunks:
+    """The keys of a weight's groups for an edit; 0 for those it may not choose.
+
+    Args:
+        read: gives a weight's values and mask; called once per pass.
+        salt: makes this edit's random numbers its own.
+        dtype: the widest float among the weights ranked together, whose keys must be comparable.
+    """
+    wide = dtype == torch.float64
+    always = (1 << key_bits_of(edit, dtype)) - 1  # above the key of every finite float: live weights stay
+
+    def chunks() -> Iterator[Tensor]:
+        start = 0
+        values, mask = read(weight)
+        rows_of_both = zip(row_chunks(pattern, values, weight), row_chunks(pattern, mask, weight), strict=True)
+        for rows, mask_rows in rows_of_both:
+            alive = pattern.alive(pattern.fold(mask_rows))
+            if edit.by is By.RANDOM:
+                keys = random_keys(start, alive.numel(), salt, alive.device)
+            elif edit.by is By.GRASP:
+                matrix = pattern.fold(rows)  # a pattern adds up magnitudes, so those of both signs apart
+                keys = signed_keys(pattern.score(matrix.clamp(min=0)) - pattern.score((-matrix).clamp(min=0)))
+            else:
+                scores = pattern.score(pattern.fold(rows))
+                keys = magnitude_keys(scores.double() if wide else scores)
+            start += alive.numel()
+            keys = keys.mul_(alive) if edit.action is Action.PRUNE else torch.where(alive, always, keys)
+            yield pattern.restrict(keys)
+            del alive, keys  # before the next are made
+
+    return chunks
+
+
+# Selection
+
+
+class Threshold(NamedTuple):
+    """Where the k largest keys end."""
+
+    key: int
+    """The k-th largest key."""
+    kept: int
+    """How many keys equal to it are among the k largest."""
+    equal: int
+    """How many keys equal to it there are."""
+
+
+def kth_largest(
+    sources: Sequence[KeyChunks],
+    k: int,
+    *,
+    bits: int = 31,
+    digit_bits: int = 16,
+    add_up: Callable[[Tensor], Tensor] | None = None,
+) -> Threshold:
+    """The k-th largest key over all sources, for k of at least 1.
+
+    Args:
+        bits: the number of bits of a key.
+        digit_bits: the number of bits of a digit, of which all values are counted in one pass.
+        add_up: adds counts up over the processes that have other keys of these sources each.
+    """
+    prefix, remaining, equal, shift = 0, k, 0, bits
+    while shift > 0:
+        width = min(shift, digit_bits)
+        shift -= width
+        counts = _count_digits(sources, prefix, shift, width, is_first=shift + width == bits)
+        counts = counts if add_up is None else add_up(counts)
+        from_top = counts.flip(0).cumsum(0)
+        place = int(torch.searchsorted(from_top, remaining))
+        if place == counts.numel():
+            break
+        remaining -= int(from_top[place - 1]) if place else 0
+        digit = counts.numel() - 1 - place
+        prefix, equal = (prefix << width) | digit, int(counts[digit])
+    if prefix == 0:
+        raise GrowpruneError(f"{k} positions are asked for, but fewer may be chosen")
+    return Threshold(prefix, remaining, equal)
+
+
+def choose(
+    sources: Sequence[KeyChunks], k: int, *, bits: int = 31, device: torch.device | None = None
+) -> Iterator[Iterator[Tensor]]:
+    """Which positions hold the k largest keys: for each source, a walk of bool chunks. Take them in order.
+
+    Args:
+        bits: the number of bits of a key.
+        device: where the keys are; a CPU if not given. It decides how fast the answer is found, and nothing else.
+    """
+    if k == 0:
+        yield from ((torch.zeros_like(chunk, dtype=torch.bool) for chunk in source()) for source in sources)
+        return
+    # 2^16 counters need the fewest passes; on a GPU, no more than 2^11 fit into the memory that counts fastest
+    digit_bits = 11 if device is not None and device.type == "cuda" else 16
+    key, kept, equal = kth_largest(sources, k, bits=bits, digit_bits=digit_bits)
+    ties = Ties(kept)
+    for source in sources:
+        yield _take(source, (lambda keys: keys >= key) if kept == equal else (lambda keys: ties.take(keys, key)))
+
+
+def _take(source: KeyChunks, which: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    for keys in source():
+        yield which(keys)
+        del keys  # before the source makes the next
+
+
+class Ties:
+    """Hands out the places left for keys that equal the threshold, first come first served."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def take(self, keys: Tensor, threshold: int) -> Tensor:
+        if self.left == 0:
+            return keys > threshold
+        chosen = keys >= threshold
+        tied = (keys == threshold).nonzero(as_tuple=True)[0]
+        chosen[tied[self.left :]] = False
+        self.left -= min(len(tied), self.left)
+        return chosen
+
+
+def _count_digits(sources: Sequence[KeyChunks], prefix: int, shift: int, width: int, *, is_first: bool) -> Tensor:
+    """How many keys that begin with `prefix` have each value of the next `width` bits."""
+    counts = torch.zeros(1 << width, dtype=torch.int64)
+    for source in sources:
+        for keys in source():
+            counts = counts.to(keys.device)
+            digits = keys.bitwise_right_shift_(shift)
+            if not is_first:  # the next digit where the key begins with the prefix, and an impossible one elsewhere
+                digits -= prefix << width
+            counts += _histogram(digits, 1 << width, are_all_digits=is_first)
+            del keys, digits  # before the source makes the next
+    return counts.cpu()
+
+
+def _histogram(digits: Tensor, size: int, *, are_all_digits: bool) -> Tensor:
+    """How many digits have each value from 0 to size - 1; others are not counted."""
+    # histc does not wait for the device, as bincount does; but torch refuses it where only deterministic code may run.
+    # What lies above goes into a bin of its own.
+    if digits.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        return torch.histc(digits, bins=size + 1, min=0, max=size + 1)[:size]
+    if not are_all_digits:
+        digits = digits[(digits >= 0).logical_and_(digits < size)]
+    return torch.bincount(digits, minlength=size)

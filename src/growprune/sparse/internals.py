@@ -1,0 +1,284 @@
+"""What the packages of growprune need of a SparseModel beyond what users call.
+
+`SparseModel` (model.py) is the public face. `Internals` holds the state behind it: how parameters are stored, which
+optimizers train them, which gradients edits look at, and the editor of the masks. The cursor, the rules, sharding,
+files, the engine and the integrations get it with `internals(sparse)`.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from growprune.errors import GrowpruneError
+from growprune.masks.allocation import Scope
+from growprune.masks.bits import Snapshot, check_packed, like, pack, unpack, whole
+from growprune.masks.layers import prunable_weights
+from growprune.masks.patterns import Pattern, in_one_go
+from growprune.plan import By, Edit, Part, prune
+from growprune.sparse.checks import check_not_taken, check_parts, check_same_layers, is_fsdp2, named_tensors
+from growprune.sparse.editor import Editor
+from growprune.sparse.gradients import Gradients
+from growprune.sparse.optimizers import Optimizers
+from growprune.sparse.sharded import sharding
+from growprune.storage import SparseParameter, store
+
+if TYPE_CHECKING:
+    from growprune.sparse.model import SparseModel
+    from growprune.sparse.rules.base import RunningRule
+
+
+class Internals:
+    """The state of a SparseModel. Its settings are those that the SparseModel was made with, checked."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sparsity: float,
+        allocation: str,
+        pattern: Pattern,
+        scope: Scope,
+        keep_dense: Sequence[str],
+        include: Sequence[str],
+        seed: int,
+        storage: str,
+    ) -> None:
+        self.model, self.sparsity, self.allocation, self.pattern = model, sparsity, allocation, pattern
+        self.scope, self.keep_dense, self.include, self.seed, self.storage = scope, keep_dense, include, seed, storage
+        self.weights = prunable_weights(model, keep_dense=keep_dense, include=include)
+        for weight in self.weights:
+            pattern.check(weight, sparsity)
+        self.stored = store(model, dict.fromkeys(weight.parameter for weight in self.weights), storage, pattern)
+        """How the prunable parameters are stored, by name."""
+        self.gradients = Gradients(self.stored)
+        self.optimizers = Optimizers(self.stored, storage, self.gradients)
+        self.editor = Editor(
+            self.weights,
+            self.stored,
+            self.optimizers,
+            self.gradients,
+            pattern=pattern,
+            allocation=allocation,
+            scope=scope,
+            seed=seed,
+        )
+        self.whole = Part("all", tuple(self.stored))
+        self.ranks: Any = None
+        """The processes that share the weights, if the model is sharded."""
+        self.shards_masks = False
+        """Whether they share the masks too."""
+        self.is_released = False
+        """Whether the model was made dense by `to_dense_`."""
+        if is_fsdp2(model.modules()):
+            self.notice_shards()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Internals:
+        """An independent copy, attached to no optimizer, without a rule, and summing over no replicas."""
+        memo[id(self)] = clone = object.__new__(type(self))
+        memo[id(self.optimizers.attached)] = weakref.WeakSet()
+        for passing in (self.rule, self.gradients.add_up):
+            if passing is not None:
+                memo[id(passing)] = None
+        vars(clone).update(copy.deepcopy(vars(self), memo))
+        return clone
+
+    # Checks
+
+    def notice_shards(self) -> None:
+        """Find out what FSDP2 has sharded since the last call. All ranks of a sharded model must call this together."""
+        check_not_taken(self.stored)
+        if self.ranks is not None or is_fsdp2(self.model.modules()):
+            sharding().adopt(self)
+
+    def check(self, *parts: Part) -> None:
+        """Raise if the model has other layers than when it was made sparse, or lacks tensors that a part names."""
+        if parts:
+            self.check_not_released()
+        check_same_layers(self.model, self.stored)
+        check_parts(self.model, parts)
+
+    def check_by(self, by: By) -> None:
+        """Raise if this storage lacks what an edit would look at."""
+        if by in (By.MOMENTUM, By.GRASP) and self.storage == "compact":
+            raise GrowpruneError(f"by is {by.value}, which needs dense tensors of all weights: use storage='masked'")
+
+    def check_not_released(self) -> None:
+        if self.is_released:
+            raise GrowpruneError("the model was made dense by to_dense_(): make a new SparseModel of it")
+
+    # Edits
+
+    def apply(self, edits: Sequence[Edit]) -> None:
+        """Apply edits in order; the state of attached optimizers follows."""
+        self.notice_shards()
+        self.check(*[edit.part for edit in edits])
+        self.optimizers.enforce()  # someone may have written to dead weights, and what grows must start from zero
+        for edit in edits:
+            self.editor.apply(edit)
+        if any([edit.by.needs_gradients for edit in edits]):
+            self.gradients.clear()
+
+    def prune_early(self, edits: Sequence[Edit], part: Part) -> None:
+        """Do what edits will do later, in those of their rankings that lie within a part."""
+        for edit in edits:
+            self.editor.apply_within(edit, set(part.tensors))
+        if edits:
+            self.optimizers.enforce()
+
+    def skip(self, edits: Sequence[Edit]) -> None:
+        """Note that edits are done elsewhere, so that later ones draw the same random numbers everywhere."""
+        self.editor.num_edits += len(edits)
+
+    @contextmanager
+    def pruned(self) -> Iterator[None]:
+        """Within this context, the model is pruned to its target. Optimizers must not step meanwhile."""
+        self.notice_shards()
+        undo = self.editor.preview(self._to_target())
+        try:
+            yield
+        finally:
+            undo()
+
+    @property
+    def can_be_pruned(self) -> bool:
+        """Whether the model can be pruned to its target: False if it is sparser already."""
+        return self.editor.is_possible(self._to_target())
+
+    @property
+    def is_at_target(self) -> bool:
+        return self.editor.is_done(self._to_target())
+
+    def _to_target(self) -> Edit:
+        return prune(self.whole, to=self.sparsity)
+
+    # Training
+
+    @property
+    def rule(self) -> RunningRule | None:
+        """What happens around each step of an attached optimizer."""
+        return self.optimizers.rule
+
+    def set_rule(self, rule: RunningRule | None) -> None:
+        self.optimizers.rule = rule
+
+    def watch(self, edits: Sequence[Edit], *, is_one_backward: bool = False) -> None:
+        """Watch the gradients of the coming iterations for edits that look at them; without edits, stop watching.
+
+        Args:
+            is_one_backward: whether an iteration has a single backward pass.
+        """
+        looked_at = [edit.by for edit in edits if edit.by.needs_gradients]
+        by = By.MOMENTUM if By.MOMENTUM in looked_at else next(iter(looked_at), None)  # an average takes all iterations
+        if by is not None:
+            self.check_by(by)
+        keep = self.editor.candidates(edits) if by and is_one_backward and self.storage == "compact" else None
+        self.gradients.watch(by, keep=keep)
+
+    def begin_anew(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
+        """Undo all training since a snapshot that was taken before the first edit."""
+        self.watch(())
+        self.gradients.clear()
+        self.restore(snapshot)
+        self.set_rule(None)
+        self.editor.num_edits = 0
+        self.optimizers.reset()
+
+    # Copies
+
+    def snapshot(self, part: Part | None = None, *, device: torch.device | str | None = None) -> Snapshot:
+        """Copy the tensors and masks of a part, or of the whole model; of sparse weights, the live values.
+
+        Args:
+            device: where the copy goes; each tensor's own device if not given.
+        """
+        self.notice_shards()
+        tensors = named_tensors(self.model)
+        names = tensors if part is None else set(part.tensors)
+        return {
+            name: _copied(tensor, self.stored.get(name), tensor.device if device is None else device)
+            for name, tensor in tensors.items()
+            if name in names
+        }
+
+    def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
+        """Put copied tensors and masks back, whatever storage they were copied from.
+
+        Args:
+            keep: whether compact storage may keep the given tensors of sparse weights instead of copying them.
+        """
+        self.check_not_released()
+        self.notice_shards()
+        self.restore_some(snapshot, keep=keep)
+        if self.optimizers.attached or self.stored.keys() - snapshot.keys():
+            self.optimizers.enforce()  # what was loaded is zero off its mask, but the state of optimizers may not be
+
+    def restore_some(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
+        """`restore`, for a model that is being built."""
+        tensors = named_tensors(self.model)
+        for name, (values, mask) in snapshot.items():
+            if mask is None:
+                with torch.no_grad():
+                    tensors[name].copy_(like(tensors[name], values))
+            else:
+                check_packed(mask, self.stored[name].shape)
+                with self.optimizers.following(name) as stored:
+                    stored.load(values, mask, keep=keep)
+
+    def packed_masks(self) -> dict[str, Tensor]:
+        """The masks of all prunable parameters, by name, eight weights to a byte."""
+        return {name: pack(stored.mask()) for name, stored in self.stored.items()}
+
+    def set_packed_masks(self, masks: Mapping[str, Tensor]) -> None:
+        """Load what `packed_masks` gave."""
+        if unknown := set(masks) ^ set(self.stored):
+            raise GrowpruneError(
+                f"the state's masks and the model's prunable weights differ in {sorted(unknown)}: make the model "
+                f"sparse with the keep_dense and include of then"
+            )
+        for name, stored in self.stored.items():  # all, before any is changed
+            check_packed(masks[name], stored.shape)
+        for name, stored in self.stored.items():
+            mask = unpack(masks[name], stored.shape, stored.parameter.device)
+            if not torch.equal(mask, stored.mask()):
+                self.optimizers.note_other_masks()
+            with self.optimizers.following(name):
+                stored.set_mask(mask)
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """The settings that decide which weights later edits choose; a state is loaded only where they are equal."""
+        return {"seed": self.seed, "allocation": self.allocation, "pattern": self.pattern.name}
+
+    # Live weights
+
+    @property
+    def num_mask_changes(self) -> int:
+        """Changes whenever masks may have changed: by edits, by a rule, or with a state that was loaded."""
+        return self.optimizers.num_mask_changes
+
+    def alive_by_weight(self) -> dict[str, int]:
+        """The number of live elements of each weight; waits for the device once."""
+        counts = []
+        for name, weights in groupby(self.weights, key=lambda weight: weight.parameter):
+            mask = self.stored[name].mask()
+            counts += [torch.count_nonzero(weight.of(mask)) for weight in weights]
+        return dict(zip((weight.name for weight in self.weights), in_one_go(counts), strict=True))
+
+
+def internals(sparse: SparseModel) -> Internals:
+    """The state behind a SparseModel; for the packages of growprune only."""
+    return sparse._internals
+
+
+def _copied(tensor: Tensor, stored: SparseParameter | None, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
+    if stored is None:
+        return whole(tensor.detach()).to(device, copy=True), None
+    return stored.to_live(tensor.detach()).to(device, copy=True), pack(stored.mask()).to(device)
