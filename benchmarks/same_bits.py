@@ -5,7 +5,7 @@
     diff before.txt after.txt
 
 Runs are those of `growprune compare` on digits, in a temporary folder; blocks of 4x1 come last, for some methods. The
-digests are of each run's model.safetensors. It takes about two minutes.
+digests are of each run's model.safetensors. It takes a few minutes.
 """
 
 from __future__ import annotations

@@ -323,14 +323,8 @@ def test_a_state_taken_in_a_fork_is_not_changed_by_going_on() -> None:
         states.append((state, save(state)))
         with torch.no_grad():
             sparse.model.fc1.bias.add_(1)
-    assert [len(state["returned"]) for state, _ in states] == [
-        0,
-        0,
-        7,
-        14,
-        0,
-        0,
-    ]  # a linear layer and its norm
+    returned = [len(state["returned"]) for state, _ in states]
+    assert returned == [0, 0, 7, 14, 0, 0]  # a linear layer and its norm
     assert all(save(state) == as_it_was for state, as_it_was in states)
 
 

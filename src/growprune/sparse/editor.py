@@ -67,12 +67,14 @@ class Editor:
         """If the weights are sharded: a sharding.choosing.Choosing, which chooses without gathering them."""
 
     def apply(self, edit: Edit) -> None:
-        if edit.by is By.AS_IS or (edit.to == 0 and self._is_whole(edit)):
-            self.counts.lost = {}
-            self._check_as_is(edit) if edit.by is By.AS_IS else self._grow_all(edit)
+        if edit.by is By.AS_IS:
+            self._check_as_is(edit)
+        elif edit.to == 0 and edit.within is None:
+            self._grow_all(edit)
         else:
             alive = self.counts.num_alive(self.counts.concerned(edit))
-            self.select(self.counts.pools(edit, alive), edit, alive)
+            pools = self.counts.pools(edit, alive)
+            self._grow_all(edit) if edit.to == 0 and self._is_whole(pools) else self.select(pools, edit, alive)
         self.num_edits += 1
 
     def apply_within(self, edit: Edit, names: set[str]) -> None:
@@ -80,12 +82,12 @@ class Editor:
         pools = self.counts.pools(edit) if edit.to else []
         self.select([pool for pool in pools if {weight.parameter for weight in pool.weights} <= names], edit)
 
-    def _is_whole(self, edit: Edit) -> bool:
-        """Whether an edit to dense is not held back."""
-        pools = self.counts.pools(edit) if edit.within is not None else []
+    def _is_whole(self, pools: Sequence[Pool]) -> bool:
+        """Whether growth to dense is not held back."""
         return all(pool.kept == sum(map(self._pattern.num_groups, pool.weights)) for pool in pools)
 
     def _grow_all(self, edit: Edit) -> None:
+        self.counts.lost = {}
         weights = self.counts.weights_of(edit.part) if edit.action is Action.GROW else ()
         if edit.action is Action.GROW and not weights:
             what = "no weight of it may be pruned; give Partition keep_dense too"
@@ -269,6 +271,7 @@ class Editor:
 
         Each pool by itself, and not only in all: the edits that follow ask for the same of it.
         """
+        self.counts.lost = {}
         alive = self.counts.num_alive(self.counts.weights_of(edit.part))
         pools = self.counts.pools(edit, alive)
         counts = [total_of(pool, alive) for pool in pools]
