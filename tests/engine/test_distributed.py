@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import pytest
 import torch
 from paths import TOY
 from several import run_on, start_on
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from toy import Toy, continuing, parallel, plain
 
 import growprune as gp
@@ -195,10 +197,16 @@ def test_replicas_may_compute_in_bfloat16(tmp_path: Path) -> None:
 
 
 def waiting_little(recipe: Recipe, folder: Path) -> None:
-    """Train; once all have started, which may take long, wait for others for 3 seconds only."""
-    join = engine.start.join
-    engine.start.join = lambda device, _: join(device, forked.HANG_SECONDS)  # type: ignore[attr-defined]
-    engine.train(replace(recipe, timeout_seconds=3.0), folder)
+    """Train; wait for others for 10 seconds only, once all have started, which may take long."""
+    join, patience = engine.start.join, timedelta(seconds=10)  # type: ignore[attr-defined]
+
+    def join_patiently(device: torch.device, timeout_seconds: float) -> int:
+        rank: int = join(device, forked.HANG_SECONDS)
+        _set_pg_timeout(patience)
+        return rank
+
+    engine.start.join = join_patiently  # type: ignore[attr-defined]
+    engine.train(replace(recipe, timeout_seconds=patience.total_seconds()), folder)
 
 
 @pytest.mark.slow
