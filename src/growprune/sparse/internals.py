@@ -50,6 +50,7 @@ class Internals:
         include: Sequence[str],
         seed: int,
         storage: str,
+        lr_scaling: float,
     ) -> None:
         self.model, self.sparsity, self.allocation, self.pattern = model, sparsity, allocation, pattern
         self.scope, self.keep_dense, self.include, self.seed, self.storage = scope, keep_dense, include, seed, storage
@@ -59,7 +60,7 @@ class Internals:
         self.stored = store(model, dict.fromkeys(weight.parameter for weight in self.weights), storage, pattern)
         """How the prunable parameters are stored, by name."""
         self.gradients = Gradients(self.stored)
-        self.optimizers = Optimizers(self.stored, storage, self.gradients)
+        self.optimizers = Optimizers(self.stored, storage, self.gradients, lr_scaling)
         self.editor = Editor(
             self.weights,
             self.stored,

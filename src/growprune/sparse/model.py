@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from growprune.plan.settings import as_float, as_names, as_seed, check_sparsity,
 from growprune.sparse.checks import check_model, check_module, check_optimizer, check_settings, sharded_in, unpruned
 from growprune.sparse.copies import mask_copy
 from growprune.sparse.internals import Internals
+from growprune.sparse.learning_rates import parse_lr_scaling
 from growprune.sparse.optimizers import unwrapped
 from growprune.sparse.sharded import sharding
 from growprune.sparse.summary import Summary, summarise
@@ -57,6 +58,8 @@ class SparseModel:
             as (out, in, ...).
         seed: decides every random mask.
         storage: how sparse weights are stored: "masked" (dense, with a mask) or "compact" (live values only).
+        lr_scaling: let learning rates follow density. While an attached optimizer steps, a layer of density d trains at
+            lr * d ** -lr_scaling, at most 10 * lr. 0 leaves rates alone, 1 divides them by the density; "auto" is 0.
 
     Everything is alive at first; the edits of a plan, or `prune`, make it sparse. `copy.deepcopy` gives an independent
     copy of the model and its masks, attached to no optimizer.
@@ -80,6 +83,7 @@ class SparseModel:
         include: Iterable[str] = (),
         seed: int = 0,
         storage: str = "masked",
+        lr_scaling: float | Literal["auto"] = "auto",
     ) -> None:
         check_sparsity(sparsity)
         check_module(model)
@@ -94,6 +98,7 @@ class SparseModel:
             include=as_names(include, "include"),
             seed=as_seed(seed),
             storage=storage,
+            lr_scaling=parse_lr_scaling(lr_scaling),
         )
         for message in unpruned(model, self.weights, self._internals.keep_dense) if sparsity > 0 else ():
             warn(message)

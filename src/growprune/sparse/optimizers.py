@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.bits import like, whole
 from growprune.sparse.gradients import Gradients
+from growprune.sparse.learning_rates import ScaledRates
 from growprune.storage import Masked, SparseParameter
 
 if TYPE_CHECKING:
@@ -78,10 +79,14 @@ class Optimizers:
         stored: how the model's prunable parameters are stored, by name.
         storage: the name of that storage.
         gradients: what edits look at; a step ends an iteration of it.
+        lr_scaling: the exponent with which learning rates follow density.
     """
 
-    def __init__(self, stored: Mapping[str, SparseParameter], storage: str, gradients: Gradients) -> None:
+    def __init__(
+        self, stored: Mapping[str, SparseParameter], storage: str, gradients: Gradients, lr_scaling: float = 0.0
+    ) -> None:
         self._stored, self._storage, self._gradients = stored, storage, gradients
+        self.rates = ScaledRates(lr_scaling, stored)
         self.attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.rule: RunningRule | None = None
         """What happens around each step."""
@@ -105,6 +110,7 @@ class Optimizers:
                     f"edit, or attach it before"
                 )
         self._refuse(optimizer, parameters)
+        self.rates.check(optimizer)
         for stored in self._stored.values():
             stored.hook_gradients()
         if optimizer not in self.attached:
@@ -113,6 +119,7 @@ class Optimizers:
 
     def _hook(self, optimizer: Optimizer) -> None:
         """Masking comes first, so that a rule sees masked gradients and, after the step, masked weights."""
+        self.rates.hook_before(optimizer, _when_gradients_are_there)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_pre_hook(self._let_rule_begin)
         if self._storage == "masked":
@@ -121,6 +128,7 @@ class Optimizers:
         else:
             optimizer.register_load_state_dict_post_hook(lambda loaded: setattr(loaded, CAME_FIRST, False))
         optimizer.register_step_post_hook(self._end_iteration)
+        self.rates.hook_after(optimizer)
 
     def release(self) -> None:
         """The model is no longer sparse: refuse further steps of attached optimizers."""
@@ -230,6 +238,7 @@ class Optimizers:
     def following(self, name: str) -> Iterator[SparseParameter]:
         """While the mask of a parameter changes: optimizers keep the state of its live weights."""
         self.num_mask_changes += 1
+        self.rates.forget_densities()
         stored = self._stored[name]
         old = stored.parameter
         dense = {}

@@ -53,6 +53,9 @@ class SparseParameter(Protocol):
     def is_known_full(self) -> bool:
         """Whether all weights live, as far as is known without asking the device."""
 
+    def num_alive(self) -> int:
+        """The number of live weights; may wait for the device."""
+
     def mask(self) -> Tensor:
         """Which weights live: bool, shaped like the weight. Edit it only to give it back to `set_mask`."""
 

@@ -72,6 +72,9 @@ class Compact:
     def is_known_full(self) -> bool:
         return self._layout is None
 
+    def num_alive(self) -> int:
+        return self._shape.numel() if self._layout is None else self._layout.num_alive
+
     def mask(self) -> Tensor:
         if self._layout is None:
             return torch.ones(self._shape, dtype=torch.bool, device=self.parameter.device)

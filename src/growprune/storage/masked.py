@@ -71,6 +71,9 @@ class Masked:
     def is_known_full(self) -> bool:
         return self._is_full is True
 
+    def num_alive(self) -> int:
+        return self._shape.numel() if self.is_known_full else int(torch.count_nonzero(self.mask()))
+
     def mask(self) -> Tensor:
         self._follow()
         if not self._bits:

@@ -1,0 +1,226 @@
+"""Learning rates that follow density, while an optimizer steps and at no other time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from plan_cases import check_same_bits, small_net, train_step
+from torch import nn
+
+import growprune as gp
+from growprune import GrowpruneError
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def two_layers(storage: str, lr_scaling: float) -> gp.SparseModel:
+    """A layer of density 0.25 (4 of 16 weights) and a dense one."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    sparse = gp.SparseModel(model, sparsity=0.75, keep_dense=["1"], storage=storage, lr_scaling=lr_scaling)
+    sparse.prune()
+    return sparse
+
+
+def stepped(sparse: gp.SparseModel, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
+    """What a step with gradients of 1 makes of a live weight, its bias, and a dense weight, which all were 1."""
+    for parameter in sparse.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    first, second = sparse.model[0], sparse.model[1]  # type: ignore[index]
+    live = next(iter(sparse.masks.values()))
+    weight = sparse.model.state_dict()["0.weight"][live] if first.weight.shape == live.shape else first.weight
+    assert len({round(value, 5) for value in weight.tolist()}) == 1
+    return tuple(float(tensor.detach().view(-1)[0]) for tensor in (weight, first.bias, second.weight))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize(
+    "lr_scaling, moved", [(0.0, 0.01), (0.5, 0.02), (1.0, 0.04)], ids=["none", "square-root", "whole"]
+)
+def test_a_layer_of_density_a_quarter_takes_longer_steps(storage: str, lr_scaling: float, moved: float) -> None:
+    sparse = two_layers(storage, lr_scaling)
+    optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.01))
+    assert stepped(sparse, optimizer) == pytest.approx((1 - moved, 0.99, 0.99))
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize("lr_scaling, rate", [(0.5, 0.02), (1.0, 0.04)])
+def test_adamw_scales_its_step_and_its_weight_decay(storage: str, lr_scaling: float, rate: float) -> None:
+    sparse = two_layers(storage, lr_scaling)
+    optimizer = sparse.attach(torch.optim.AdamW(sparse.model.parameters(), lr=0.01, weight_decay=0.1))
+    expected = (1 - rate * 0.1 - rate, 1 - 0.01 * 0.1 - 0.01, 1 - 0.01 * 0.1 - 0.01)  # the first step has size lr
+    assert stepped(sparse, optimizer) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_rate_is_at_most_ten_times_as_high() -> None:
+    model = nn.Linear(10, 100)
+    sparse = gp.SparseModel(model, sparsity=0.99, lr_scaling=1.0)
+    sparse.prune()
+    optimizer = sparse.attach(torch.optim.SGD(model.parameters(), lr=0.01))
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    live = sparse.masks["weight"]
+    torch.testing.assert_close((before - model.weight)[live], torch.full((10,), 0.1))
+
+
+def explicit(model: nn.Module, make: Any, factor: float) -> torch.optim.Optimizer:
+    """An optimizer whose user has written the scaled rate into a group of its own."""
+    sparse_ones, others = [model[0].weight], [model[0].bias, *model[1].parameters()]  # type: ignore[index]
+    return make([{"params": sparse_ones, "lr": 0.01 * factor}, {"params": others, "lr": 0.01}])  # type: ignore[no-any-return]
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01),
+    "foreach": lambda groups: torch.optim.Adam(groups, lr=0.01, foreach=True),
+    "fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bits_are_those_of_explicit_groups_under_a_scheduler(name: str) -> None:
+    torch.manual_seed(0)
+    ours, theirs = two_layers("masked", 1.0), two_layers("masked", 0.0)
+    make = OPTIMIZERS[name]
+    optimizers = (
+        ours.attach(make(ours.model.parameters())),
+        theirs.attach(explicit(theirs.model, make, 4.0)),
+    )
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10) for optimizer in optimizers]
+    for number in range(10):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+        for sparse, optimizer, scheduler in zip((ours, theirs), optimizers, schedulers, strict=True):
+            optimizer.zero_grad()
+            sparse.model(x).square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+    check_same_bits(dict(ours.model.state_dict()), dict(theirs.model.state_dict()))
+
+
+def test_schedulers_loggers_and_checkpoints_see_the_users_groups() -> None:
+    sparse = two_layers("masked", 1.0)
+    groups = [{"params": sparse.model[0].parameters()}, {"params": sparse.model[1].parameters(), "lr": 0.5}]  # type: ignore[index]
+    optimizer = sparse.attach(torch.optim.SGD(groups, lr=0.01, momentum=0.9))
+    own = optimizer.param_groups
+    seen: list[list[float]] = []
+    optimizer.register_step_post_hook(lambda o, *_: seen.append([group["lr"] for group in o.param_groups]))
+    stepped(sparse, optimizer)
+    assert optimizer.param_groups == own
+    assert all(mine is theirs for mine, theirs in zip(optimizer.param_groups, own, strict=True))
+    assert seen == [[0.01, 0.5]]
+    assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == [0.01, 0.5]
+
+
+def test_a_closure_sees_the_users_groups_also_if_it_raises() -> None:
+    sparse = two_layers("masked", 1.0)
+    optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.01))
+    seen: list[int] = []
+
+    def closure() -> torch.Tensor:
+        seen.append(len(optimizer.param_groups))
+        optimizer.zero_grad()
+        loss = sparse.model(torch.ones(1, 4)).sum()
+        loss.backward()
+        return loss  # type: ignore[no-any-return]
+
+    def failing() -> torch.Tensor:
+        raise RuntimeError("out of data")
+
+    optimizer.step(closure)
+    with pytest.raises(RuntimeError, match="out of data"):
+        optimizer.step(failing)
+    assert (seen, len(optimizer.param_groups)) == ([1], 1)
+
+
+class OutOfMemory(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("out of memory")
+
+
+def test_after_a_step_that_raised_checkpoints_have_the_users_groups() -> None:
+    sparse = two_layers("masked", 1.0)
+    optimizer = sparse.attach(OutOfMemory(sparse.model.parameters(), lr=0.01))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == [0.01]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01]
+
+
+METHODS = ("gradual_gap", "gmp", "rigl", "cyclic_gap")
+
+
+def trained(
+    method: str, storage: str, *, lr_scaling: float, steps: int = 24, stop: int | None = None
+) -> dict[str, Any]:
+    model = small_net()
+    make = gp.methods.METHODS[method]
+    own = {"iterations": 24, "every": 4} if method != "cyclic_gap" else {"steps": 4, "epochs": 4, "finetune": 8}
+    own = {
+        k: v for k, v in own.items() if k in make.__wrapped__.__kwdefaults__ or k in make.__wrapped__.__annotations__
+    }  # type: ignore[attr-defined]
+    plan = make(gp.Partition.balanced(model, 2), sparsity=0.75, **own)
+
+    def begin() -> tuple[gp.SparseModel, gp.Cursor, torch.optim.Optimizer]:
+        fresh = small_net()
+        sparse = gp.SparseModel(fresh, sparsity=0.75, allocation="global", storage=storage, lr_scaling=lr_scaling)
+        cursor = gp.Cursor(sparse, plan, iterations_per_epoch=1)
+        return sparse, cursor, cursor.attach(torch.optim.AdamW(fresh.parameters(), lr=0.01))
+
+    sparse, cursor, optimizer = begin()
+    for iteration in range(steps):
+        if iteration == stop:
+            states = copy.deepcopy(
+                (sparse.state_dict(), dict(sparse.model.state_dict()), optimizer.state_dict(), cursor.state_dict())
+            )
+            sparse, cursor, optimizer = begin()
+            sparse.load_state_dict(states[0])
+            sparse.model.load_state_dict(states[1])
+            optimizer.load_state_dict(states[2])
+            cursor.load_state_dict(states[3])
+        train_step(sparse.model, optimizer, iteration)
+    return {"weights": dict(gp_dense(sparse)), "masks": dict(sparse.masks)}
+
+
+def gp_dense(sparse: gp.SparseModel) -> dict[str, torch.Tensor]:
+    dense = copy.deepcopy(sparse)
+    return dict(dense.to_dense_().state_dict())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_storages_agree_and_a_resumed_training_has_the_same_bits(method: str) -> None:
+    masked = trained(method, "masked", lr_scaling=1.0)
+    check_same_bits(trained(method, "compact", lr_scaling=1.0), masked)
+    check_same_bits(trained(method, "masked", lr_scaling=1.0, stop=13), masked)
+    check_same_bits(trained(method, "compact", lr_scaling=1.0, stop=13), masked)
+    plain = trained(method, "masked", lr_scaling=0.0)
+    assert not torch.equal(plain["weights"]["0.weight"], masked["weights"]["0.weight"])
+
+
+@pytest.mark.parametrize("given", [-1, 2.5, True, "1", float("nan")])
+def test_other_exponents_are_refused(given: Any) -> None:
+    with pytest.raises(GrowpruneError, match=r"^lr_scaling is .*, but must be 'auto' or an exponent in \[0, 2\]"):
+        gp.SparseModel(nn.Linear(4, 4), sparsity=0.5, lr_scaling=given)
+
+
+def test_an_optimizer_without_a_learning_rate_is_refused() -> None:
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, closure: Any = None) -> None:
+            raise NotImplementedError
+
+    model = nn.Linear(4, 4)
+    sparse = gp.SparseModel(model, sparsity=0.5, lr_scaling=1.0)
+    with pytest.raises(GrowpruneError, match=r"^lr_scaling is 1, but Plain has no learning rate: give lr_scaling=0"):
+        sparse.attach(Plain(model.parameters()))
+    gp.SparseModel(nn.Linear(4, 4), sparsity=0.5, lr_scaling=0)
