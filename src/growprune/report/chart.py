@@ -9,8 +9,8 @@ from typing import Any
 
 from growprune.methods import METHODS
 from growprune.report.groups import Cell
+from growprune.runs.record import Json
 
-Json = dict[str, Any]
 Value = str | float | int | None
 
 COLOURS = (
@@ -109,12 +109,8 @@ def layout(x: Json, y: Json, **more: Any) -> Json:
     }
 
 
-def short(value: Value) -> str:
-    """A value in a table: up to five digits, thousands apart."""
-    if value is None:
-        return "-"
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int) or (abs(value) >= 1e5 and float(value).is_integer()):
-        return f"{value:,}" if isinstance(value, int) else f"{int(value):,}"
+def short(value: float) -> str:
+    """A number in a table: up to five digits, thousands apart."""
+    if isinstance(value, int):
+        return f"{value:,}"
     return f"{value:.5g}" if abs(value) < 1e5 else f"{value:,.0f}"
