@@ -139,7 +139,7 @@ def _show_plan(estimate: Estimate, claim: str = "") -> None:
     if claim:
         out().print(claim, markup=False, highlight=False)
     about = "" if estimate.is_exact else "~"
-    shown = new_table("stage", "branch", "edits", "epochs", "density", "FLOPs", "training")
+    shown = new_table("stage", "branch", "edits", "epochs", "density", "FLOPs", "training", text="edits")
     shown.title = f"{estimate.plan.method.__name__}, {len(estimate.plan.partition)} parts"
     shown.caption = "FLOPs: forward, for one example; training: of all epochs, for one example"
     costs = iter(estimate.costs)

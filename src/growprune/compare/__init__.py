@@ -14,7 +14,7 @@ from typing import TypeVar
 from growprune.compare import table
 from growprune.compare.budget import Budget, num_epochs, num_iterations_per_epoch
 from growprune.compare.jobs import Job, make_jobs
-from growprune.compare.rows import parse_rows
+from growprune.compare.parsing import parse_rows
 from growprune.compare.table import Comparison
 from growprune.engine.metric import in_full
 from growprune.engine.override import override, parse_settings

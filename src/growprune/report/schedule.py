@@ -166,8 +166,8 @@ def _is_known(edits: str) -> bool:
 def _spans(record: Record) -> list[Span]:
     """From the log, which has every phase; without one, from the history, which has what each epoch ended with."""
     if not record.phases:  # its rows have one branch after the other
-        spans = [_span(row["epoch"] - 1, row["epoch"], row) for row in record.history]
-        return sorted(spans, key=lambda span: (span.stage, span.start))
+        of_epochs = [_span(row["epoch"] - 1, row["epoch"], row) for row in record.history]
+        return sorted(of_epochs, key=lambda span: (span.stage, span.start))
     rows = [row for row in record.history if row.get("iteration") and row["epoch"]]
     per_epoch = rows[0]["iteration"] / rows[0]["epoch"] if rows else 1.0
     lengths = [(phase["iterations"], phase["epochs"]) for phase in record.phases]
