@@ -165,17 +165,13 @@ def kernels_work(device: torch.device) -> bool:
 
 def _compiler() -> Iterator[Finding]:
     """torch.compile on a CPU needs one, and Triton a C compiler."""
-    found = next((path for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if (path := _which(name))), None)
-    if found:
+    names = (*os.environ.get("CXX", "").split()[:1], "c++", "g++", "clang++")
+    if found := next(filter(None, map(shutil.which, names)), None):
         yield Finding("C++ compiler", "ok", found)
     else:
         yield Finding(
             "C++ compiler", "absent", "none found: torch.compile on a CPU needs one", "install g++ or clang, or set CXX"
         )
-
-
-def _which(name: str | None) -> str | None:
-    return shutil.which(name.split()[0]) if name and name.split() else None
 
 
 # What is slow

@@ -32,12 +32,13 @@ def given(name: str) -> Callable[[Record], Any]:
 
 def _share_alive(record: Record, name: str, otherwise: Callable[[list[float]], float]) -> float | None:
     """A number of live weights, as a share of the prunable; of results without it, by the rows of their history."""
-    if not record.prunable:
+    prunable = record.total("prunable")
+    if not prunable:
         return None
     if (counted := record.figure(name)) is not None:
-        return float(counted) / record.prunable
+        return float(counted / prunable)
     alive = [float(row["alive"]) for row in record.history]
-    return otherwise(alive) / record.prunable if alive else None
+    return otherwise(alive) / prunable if alive else None
 
 
 def peak_live(record: Record) -> float | None:

@@ -43,7 +43,7 @@ OF_ANY_TASK = (
         "Live weights over time",
         "live weights (share of the prunable)",
         "How much of the model exists at each time: the peak of a line is what the training has to have room for.",
-        lambda record, row: row["alive"] / record.prunable if record.prunable else None,
+        lambda record, row: row["alive"] / size if (size := record.total("prunable")) else None,
         max,
         is_step=True,
         is_share=True,

@@ -40,7 +40,7 @@ class Span:
 
 def schedule_chart(group: Group) -> Chart | None:
     """Of every method of a group, how dense what was when; of runs that differ by their seed, the first."""
-    size = next((r.prunable for cell in group.cells for r in cell.records if r.prunable), None)
+    size = next((found for cell in group.cells for r in cell.records if (found := r.total("prunable"))), None)
     lanes = [lane for cell in group.cells for lane in _lanes(cell, len(group.cells) > 1, size)]
     if not lanes:
         return None
@@ -96,7 +96,7 @@ def _lanes(cell: Cell, is_named: bool, prunable: int | None) -> list[list[Row]]:
     if 0 < len(parts) <= MAX_PARTS and all(_is_known(span.edits) for span in spans):
         before = f"{cell.label}: " if is_named else ""
         return [_lane(f"{before}{part}", states) for part, states in _part_states(record, spans, parts).items()]
-    size = record.prunable or prunable or max(span.alive for span in spans)
+    size = record.total("prunable") or prunable or max(span.alive for span in spans)
     whole = [(_end(same), max(span.alive for span in same) / size) for same in _by_time(spans)]
     return [_lane(cell.label if is_named else "whole model", whole)]
 
@@ -132,8 +132,8 @@ def _part_states(record: Record, spans: Sequence[Span], parts: Sequence[str]) ->
 
 def _left(spans: Sequence[Span], record: Record) -> float:
     """How dense a pruning left the parts: as the live weights say, if nothing was grown since."""
-    if spans[0].branch is None and record.prunable:
-        return spans[0].alive / record.prunable
+    if spans[0].branch is None and (size := record.total("prunable")):
+        return float(spans[0].alive / size)
     return 1 - record.sparsity
 
 
