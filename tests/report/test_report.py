@@ -21,7 +21,7 @@ from growprune.cli import app
 from growprune.engine.metric import Metric
 from growprune.errors import GrowpruneError
 from growprune.report import notes, write_page
-from growprune.report.chart import styles_for
+from growprune.report.chart import Styles
 from growprune.report.frontier import average_live, frontier_charts, peak_live
 from growprune.report.groups import Group, group_runs
 from growprune.report.over_time import charts_over_time
@@ -162,7 +162,7 @@ def test_what_is_not_whole_is_shown_as_such_and_the_page_is_made(tmp_path: Path)
     page = render(records, "")
     assert "failed: the loss became nan" in page and len(all_runs(records)) == 7
     # what the unfinished runs did so far is drawn beside: 60 is of the two that validated, and 51 the whole one's
-    quality = next(c for c in charts_over_time(group_runs(records)[0], styles_for(group_runs(records)[0].cells)))
+    quality = next(c for c in charts_over_time(group_runs(records)[0], Styles(group_runs(records)[0].cells)))
     assert quality.rows[0] == [1, 51.0, 60.0]
 
 
@@ -256,7 +256,7 @@ def test_a_method_has_one_colour_in_all_charts_and_methods_differ_in_more_than_c
         for sparsity in (0.8, 0.9):
             finished(tmp_path / f"{method}{sparsity}", method, sparsity, 0, 88.0)
     group = only_group(tmp_path)
-    styles = styles_for(group.cells)
+    styles = Styles(group.cells)
     colours: dict[str, set[str]] = {}
     symbols: dict[str, set[str]] = {}
     for chart in [*charts_over_time(group, styles), *frontier_charts(group, styles)]:
@@ -275,7 +275,7 @@ def test_no_two_of_all_methods_and_their_variants_look_alike(tmp_path: Path) -> 
     for control in ("start", "peak"):
         finished(tmp_path / control, "gradual_gap", 0.9, 0, 88.0, recipe={"options": {"control": control}})
     cells = only_group(tmp_path).sparse
-    looks = {(style.colour, style.symbol) for style in map(styles_for(cells).of, cells)}
+    looks = {(style.colour, style.symbol) for style in map(Styles(cells).of, cells)}
     assert len(looks) == len(cells) == len(sparse) + 2
 
 
@@ -358,7 +358,7 @@ def test_explored_is_the_mean_over_seeds_and_of_branches_the_most(tmp_path: Path
         rows = [row(1, 1, 100, branch=b, explored=0.2 + 0.2 * b + 0.1 * seed, churn=0.5) for b in (0, 1)]
         finished(tmp_path / str(seed), "parallel_gap", 0.9, seed, 88.0, rows=[*rows, row(2, 2, 100, explored=1.0)])
     group = only_group(tmp_path)
-    charts = {chart.name: chart for chart in charts_over_time(group, styles_for(group.cells))}
+    charts = {chart.name: chart for chart in charts_over_time(group, Styles(group.cells))}
     assert charts["explored"].rows == [[1, pytest.approx(0.45)], [2, 1.0]]
     assert charts["churn"].rows == [[1, 0.5]]
     assert charts["live"].rows == [[1, 0.1], [2, 0.1]]

@@ -106,8 +106,7 @@ COSTS = (
 
 def frontier_charts(group: Group, styles: Styles) -> list[Chart]:
     """One for each cost that the runs have figures of."""
-    charts = [_chart(cost, group, styles) for cost in COSTS]
-    return [chart for chart in charts if chart is not None]
+    return [chart for cost in COSTS if (chart := _chart(cost, group, styles))]
 
 
 def _chart(cost: Cost, group: Group, styles: Styles) -> Chart | None:

@@ -14,7 +14,7 @@ from growprune.errors import GrowpruneError
 from growprune.files.atomic import replacing
 from growprune.report import tables, words
 from growprune.report.by_layer import layer_chart
-from growprune.report.chart import Chart, Styles, Value, short, styles_for
+from growprune.report.chart import Chart, Styles, Value, short
 from growprune.report.frontier import COSTS, frontier_charts, time_chart
 from growprune.report.groups import Group, group_runs, order
 from growprune.report.over_time import charts_over_time, quantities
@@ -50,7 +50,7 @@ def render(records: Sequence[Record], plotly: str) -> str:
     """The whole page as text, with the code of Plotly in it."""
     records = sorted(records, key=order)
     groups = group_runs(records)
-    styles = styles_for(cell for group in groups for cell in group.cells)
+    styles = Styles(cell for group in groups for cell in group.cells)
     charts: list[Chart] = []
     body = [_head(groups, records)]
     body += [_group(number, group, styles, charts) for number, group in enumerate(groups, 1)]
