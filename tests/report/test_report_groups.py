@@ -16,7 +16,7 @@ from growprune.report.chart import Styles
 from growprune.report.groups import Group, group_runs
 from growprune.report.over_time import charts_over_time
 from growprune.report.page import render
-from growprune.report.schedule import parse_edits, schedule_chart
+from growprune.report.schedule import schedule_chart
 from growprune.report.tables import means
 from growprune.runs import find_runs
 
@@ -248,8 +248,3 @@ def test_the_schedule_of_an_unfinished_run_is_as_sparse_as_it_is(tmp_path: Path)
     chart = schedule_chart(groups_of(tmp_path)[0])
     assert chart is not None
     assert [line for line in chart.rows if "rigl" in str(line[0])] == [("rigl 0.9", 0.0, 2.0, 0.1)]
-
-
-def test_an_edit_that_says_how_layers_share_it_names_its_part_alone() -> None:
-    edits = parse_edits("prune 0.1 of all spread by ranking, grow S1 to 0.5 spread by live")
-    assert [part for _, part, _, _ in edits] == ["all", "S1"]

@@ -96,7 +96,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _devices() -> Iterator[Finding]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding("cpu", "ok", f"{num_cores()} cores, {memory / 2**30:.1f} GiB of memory, {platform.machine()}")
     if not torch.cuda.is_available():
         yield from _no_cuda()
@@ -196,7 +196,7 @@ def _threads() -> Iterator[Finding]:
 
 def _load(threads: int, cores: int) -> Iterator[Finding]:
     """Threads that wait for one another wait for the one that another process keeps from its core."""
-    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    busy = os.getloadavg()[0]
     if threads > 1 and busy + threads > cores + 1:
         free = max(1, round(cores - busy))
         text = f"other processes keep {busy:.1f} of {cores} cores busy: torch's threads wait for one another"

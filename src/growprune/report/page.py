@@ -26,7 +26,6 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 
 
 def write_page(records: Sequence[Record], out: Path) -> None:
-    """Write the page about some runs."""
     if not out.parent.is_dir():
         raise GrowpruneError(f"{out} cannot be written: there is no folder {out.parent}; make it, or give another -o")
     if out.is_dir():
