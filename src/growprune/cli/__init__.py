@@ -55,16 +55,9 @@ def growprune_command(
     """Train sparse neural networks by scheduled grow-and-prune."""
 
 
-def _format_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """Without the place in our code, which is of no use to who reads it."""
-    del category, filename, lineno, line
-    return f"growprune: warning: {message}\n"
-
-
 def main() -> None:
-    warnings.formatwarning = _format_warning
+    # without the place in our code, which is of no use to the reader
+    warnings.formatwarning = lambda message, *_: f"growprune: warning: {message}\n"
     # what DDP says of the gradients of 1 x 1 convolutions; users can do nothing about it
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     try:

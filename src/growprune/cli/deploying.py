@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from growprune.deployment.bench import Timing
     from growprune.deployment.deployed import Deployed
-    from growprune.engine import Recipe
 
 ModelSource = Annotated[
     str, typer.Option("--model", metavar="FILE.py:FUNCTION", help="For a file: the function that builds its model.")
@@ -49,6 +48,7 @@ def deploy(
     """Make a trained sparse model run on sparse kernels: each layer sparse or dense, whichever is faster here."""
     from growprune.deployment.api import checked_device
     from growprune.deployment.api import deploy as deploy_model
+    from growprune.files.pretrained import weights_file
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise GrowpruneError(f"{out} exists and is not an empty folder: give another --out")
@@ -56,7 +56,7 @@ def deploy(
     origin = _origin(path, model, example_shape)
     built, example = _built(origin)
     options: Any = {"whole": not by_layer, "device": where}
-    deployed = deploy_model(_weights(path), example, into=built, seconds=seconds, **options)
+    deployed = deploy_model(weights_file(path), example, into=built, seconds=seconds, **options)
     deployed.save(out, origin=origin)
     if as_json:
         print_json(deployed.table.to_dict())
@@ -96,7 +96,8 @@ def open_model(path: str, model: str, example_shape: str) -> tuple[Any, Any, Cal
     """The model in torch, an example, and, of a deployed folder, what loads it. Engines call it in their processes."""
     from growprune.deployment.api import load_deployed
     from growprune.deployment.deployed_folder import ABOUT, read_about
-    from growprune.files import sparse_file as file
+    from growprune.files import sparse_file
+    from growprune.files.pretrained import weights_file
 
     folder = Path(path)
     is_deployed = (folder / ABOUT).is_file()
@@ -107,25 +108,27 @@ def open_model(path: str, model: str, example_shape: str) -> tuple[Any, Any, Cal
         raise GrowpruneError(f"{folder} was deployed from Python: say what builds its model with --model and its shape")
     origin = origin or _origin(folder / "model.safetensors", model, example_shape)
     built, example = _built(origin)
-    sparse = file.load(_weights(folder), built)
+    sparse = sparse_file.load(weights_file(folder), built)
     return sparse.model.eval(), example, (lambda: load_deployed(folder, _built(origin)[0])) if is_deployed else None
-
-
-def _weights(path: Path) -> Path:
-    """The file with the weights: itself, or that of a folder."""
-    from growprune.files.pretrained import weights_file
-
-    return weights_file(path)
 
 
 def _origin(path: Path, model: str, example_shape: str) -> dict[str, Any]:
     """Where the model's code and its example come from, as it is kept with what is deployed."""
+    from growprune.engine import RunFolder
+    from growprune.engine.source import absolute
+
     if path.is_dir():
         if not (path / "recipe.json").is_file():
             raise GrowpruneError(f"{path} is not the folder of a run: give one, or a sparse file")
         if model:
             raise GrowpruneError(f"--model is {model}, but {path} is a run, which knows its model: leave it out")
-        return {"run": _origin_of_run(path), "example_shape": example_shape}
+        origin = RunFolder(path).read_origin()
+        if not origin.get("source"):
+            raise GrowpruneError(
+                f"{path} was started from Python: deploy its model with growprune.deploy(model, example)"
+            )
+        run = {name: origin.get(name) for name in ("source", "settings")}
+        return {"run": run, "example_shape": example_shape}
     if not path.is_file():
         raise GrowpruneError(f"there is no {path}: give the folder of a run, or a sparse file")
     if not model or not example_shape:
@@ -133,31 +136,23 @@ def _origin(path: Path, model: str, example_shape: str) -> dict[str, Any]:
             f"{path} is a file, which has no code: give --model FILE.py:FUNCTION, which builds its model, and "
             f"--example-shape, such as 1,3,224,224"
         )
-    from growprune.engine.source import absolute
-
     return {"model": absolute(model), "example_shape": example_shape}
-
-
-def _origin_of_run(path: Path) -> dict[str, Any]:
-    from growprune.engine import RunFolder
-
-    origin = RunFolder(path).read_origin()
-    if not origin.get("source"):
-        raise GrowpruneError(f"{path} was started from Python: deploy its model with growprune.deploy(model, example)")
-    return {name: origin.get(name) for name in ("source", "settings")}
 
 
 def _built(origin: dict[str, Any]) -> tuple[nn.Module, Any]:
     """A fresh model in eval mode, and an example of its input."""
     import torch
 
+    from growprune.engine.override import override
+    from growprune.engine.source import load
+    from growprune.recipes import find
+
     shape = _shape(origin["example_shape"])
     if "run" in origin:
-        task = _recipe(origin["run"]).task
+        run = origin["run"]
+        task = override(find(run["source"]), run.get("settings") or {}).task
         example = task.example() if shape is None else torch.randn(shape)
         return task.build_model().eval(), example
-    from growprune.engine.source import load
-
     if ":" not in origin["model"]:
         raise GrowpruneError(f"--model is {origin['model']!r}, but must be FILE.py:FUNCTION")
     built = load(origin["model"], "model")()
@@ -165,13 +160,6 @@ def _built(origin: dict[str, Any]) -> tuple[nn.Module, Any]:
         raise GrowpruneError(f"{origin['model']} gave a {type(built).__name__}, but must build a module")
     assert shape is not None
     return built.eval(), torch.randn(shape)
-
-
-def _recipe(origin: dict[str, Any]) -> Recipe:
-    from growprune.engine.override import override
-    from growprune.recipes import find
-
-    return override(find(origin["source"]), origin.get("settings") or {})
 
 
 def _shape(text: str) -> tuple[int, ...] | None:
@@ -202,14 +190,13 @@ def _show_bench(timings: Sequence[Timing]) -> None:
 
 def conclusion(timings: Sequence[Timing]) -> str:
     """Only of what was measured."""
-    ours = next((t for t in timings if t.engine == "deployed" and t.ms is not None), None)
-    others = [t for t in timings if t.engine != "deployed" and t.ms is not None]
+    others = {t.engine: t.ms for t in timings if t.ms is not None}
+    spreads = {t.engine: t.spread or 0 for t in timings}
     missing = [t.engine for t in timings if t.ms is None]
     left_out = f"; {', '.join(missing)} not measured" if missing else ""
-    if ours is None or not others or ours.ms is None:
+    ours = others.pop("deployed", None)
+    if ours is None or not others:
         return f"nothing to compare{left_out}"
-    best = min(others, key=lambda t: t.ms or 0)
-    noise = max(t.spread or 0 for t in (ours, best))
-    assert best.ms is not None
-    ratio = best.ms / ours.ms
-    return f"{ratio:.2f} times as fast as the best of the others, {best.engine} (spread {noise:.0%}){left_out}"
+    best = min(others, key=lambda engine: others[engine])
+    noise = max(spreads["deployed"], spreads[best])
+    return f"{others[best] / ours:.2f} times as fast as the best of the others, {best} (spread {noise:.0%}){left_out}"
