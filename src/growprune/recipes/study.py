@@ -17,7 +17,8 @@ them train for the study's budget, and long forms for so many times that.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +29,17 @@ from growprune.masks.partition_kinds import balanced, contiguous, named, per_lay
 from growprune.plan import Part, Plan, walk
 
 Parts = tuple[tuple[str, ...], ...]
+
+
+def cut_layers(stack: str, lengths: Sequence[int]) -> Parts:
+    """Parts of a stack of so many layers each; its norm goes with the last.
+
+    >>> cut_layers("encoder.", (1, 1))
+    (('encoder.layers.0',), ('encoder.layers.1', 'encoder.norm'))
+    """
+    number = itertools.count()
+    *parts, last = (tuple(f"{stack}layers.{next(number)}" for _ in range(length)) for length in lengths)
+    return *parts, (*last, f"{stack}norm")
 
 
 @dataclass(frozen=True)
@@ -74,8 +86,7 @@ class Study:
     def gradual(self, sparsity: float, **changes: Any) -> Recipe:
         """gradual_gap, for as long as dense training."""
         options = {"epochs": self.dense.options["epochs"]}
-        ours = {"partition": balanced(4), "allocation": "global", **changes}
-        return self._sparse(methods.gradual_gap, sparsity, options, ours)
+        return self._sparse(methods.gradual_gap, sparsity, options, {"partition": balanced(4), **changes})
 
     def one_shot(self, sparsity: float, **changes: Any) -> Recipe:
         options = {"epochs": self.pretrain, "finetune": self.finetune}
@@ -105,13 +116,23 @@ class Study:
         return replace(self.dense, method=method, sparsity=sparsity, options=options, **settings)
 
 
-Row = tuple[str, Callable[[Study], Recipe]]
-"""What the paper says of a row of its tables, and how to make it from a study."""
+Make = Callable[[Study], Recipe]
+Row = str | tuple[str, Make]
+"""What the paper says of a row of its tables, and how to make it from a study, unless its name says that too."""
+
+
+def make_by_name(row: str) -> Make:
+    """`cyclic-80-global` is `Study.cyclic` at 80 % with the allocation "global"."""
+    if row == "dense":
+        return lambda study: study.dense
+    method, percent, allocation = row.rsplit("-", 2)
+    make = getattr(Study, method.replace("-", "_"))
+    return lambda study: make(study, int(percent) / 100, allocation=allocation)
 
 
 OURS: dict[str, Row] = {
-    "gradual-80-global": ("gradual_gap 80 %, which the paper does not have", lambda s: s.gradual(0.8)),
-    "gradual-90-global": ("gradual_gap 90 %, which the paper does not have", lambda s: s.gradual(0.9)),
+    "gradual-80-global": "gradual_gap 80 %, which the paper does not have",
+    "gradual-90-global": "gradual_gap 90 %, which the paper does not have",
 }
 """What every study has beside the rows of its table."""
 
@@ -141,14 +162,16 @@ def recipes(
 ) -> dict[str, Callable[[], Recipe]]:
     """Every row for a study, by its full name."""
 
-    def bound(row: str, claim: str, make: Callable[[Study], Recipe]) -> Callable[[], Recipe]:
+    def bound(row: str, about: Row) -> Callable[[], Recipe]:
+        claim, make = (about, make_by_name(row)) if isinstance(about, str) else about
+
         def build() -> Recipe:
             recipe = make(study)
             return replace(recipe, claim=f"{say(row, claim)}; {total_epochs(recipe)} epochs; {hardware}")
 
         return build
 
-    return {f"{name}/{row}": bound(row, *what) for row, what in (dict(rows) | OURS).items()}
+    return {f"{name}/{row}": bound(row, about) for row, about in (dict(rows) | OURS).items()}
 
 
 def total_epochs(recipe: Recipe) -> int:
