@@ -97,13 +97,12 @@ class Study:
         options = {"epochs": self.budget or self.pretrain * phases}
         return self._sparse(method, sparsity, self._with_every(method, options), {"partition": contiguous(1)})
 
-    def rival(
-        self, method: Any, sparsity: float, *, allocation: str, epochs: int, times: int = 1, **options: Any
-    ) -> Recipe:
+    def rival(self, rival: Rival, sparsity: float) -> Recipe:
         """A rival, for its own epochs in the paper, or the budget, so many times over."""
-        options["epochs"] = epochs if self.budget is None else self.budget * times
-        changes = {**(self.short if times == 1 else self.long), "partition": contiguous(1), "allocation": allocation}
-        return self._sparse(method, sparsity, self._with_every(method, options), changes)
+        options = {**rival.options, "epochs": rival.epochs if self.budget is None else self.budget * rival.times}
+        changes = {**(self.short if rival.times == 1 else self.long), "partition": contiguous(1)}
+        changes["allocation"] = rival.allocation
+        return self._sparse(rival.method, sparsity, self._with_every(rival.method, options), changes)
 
     def _with_every(self, method: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         has_every = self.every is not None and "every" in inspect.signature(method).parameters
@@ -207,9 +206,8 @@ class Rival:
             )
             yield f"{self.name}-{percent}-{self.allocation}{length}", (claim, self._made_at(sparsity))
 
-    def _made_at(self, sparsity: float) -> Any:
-        how = {"allocation": self.allocation, "epochs": self.epochs, "times": self.times}
-        return lambda study: study.rival(self.method, sparsity, **how, **self.options)
+    def _made_at(self, sparsity: float) -> Make:
+        return lambda study: study.rival(self, sparsity)
 
 
 def rows_of(rivals: Iterable[Rival], *, table: str, metric: str) -> dict[str, Row]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, need
 from growprune.tasks.bad_records import BadRecords, check_split, find
 
 LAYOUT = (
@@ -270,11 +270,7 @@ def coco_numbers(
 
 def cocoeval() -> Any:
     """The class that COCO is evaluated with."""
-    try:
-        from pycocotools.cocoeval import COCOeval
-    except ImportError as error:
-        raise GrowpruneError("detections are scored with pycocotools: pip install 'growprune[detection]'") from error
-    return COCOeval
+    return need("pycocotools.cocoeval", "detection", "detections are scored with pycocotools").COCOeval
 
 
 def _truth(scene: Scene) -> list[dict[str, Any]]:
