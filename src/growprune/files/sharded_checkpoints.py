@@ -54,7 +54,9 @@ def save_state(
     if (folder / INDEX).exists():
         raise GrowpruneError(f"{folder} has a checkpoint already: give a new folder, such as state-{{iteration}}")
     place = None if cursor is None else cursor.state_dict()
-    _check_place(place)
+    if place is not None and (place["base"] is not None or place["rule"]):
+        # a fork holds copies of whole parts, which would have to be checkpointed on every rank
+        raise GrowpruneError("a sharded model cannot be checkpointed inside of a fork, or of a phase with a rule")
     averages = {f"averages.{name}": average for name, average in own.gradients.averages.items()}
     tensors = {**_model(sparse), **_masks(sparse), **_optimizer_tensors(sparse, optimizer), **_gradients(sparse)}
     tensors |= averages
@@ -95,7 +97,8 @@ def load_state(
     folder, own = Path(folder), internals(sparse)
     own.notice_shards()
     index = read_index(folder)
-    _check_fits(folder, index, sparse)
+    if differing := sorted(set(index["alive"]) ^ set(own.stored)):
+        raise GrowpruneError(f"{folder} is of another model: it and this one differ in {differing[0]}")
     masks = {
         f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in own.stored.items()
     }
@@ -137,17 +140,6 @@ def read_index(folder: Path) -> dict[str, Any]:
         remedy = "it was never released, so train again" if is_older else "update growprune"
         raise GrowpruneError(f"{path} has version {index.get('version')!r}, this growprune reads {VERSION}: {remedy}")
     return index
-
-
-def _check_fits(folder: Path, index: Mapping[str, Any], sparse: SparseModel) -> None:
-    if differing := sorted(set(index["alive"]) ^ set(internals(sparse).stored)):
-        raise GrowpruneError(f"{folder} is of another model: it and this one differ in {differing[0]}")
-
-
-def _check_place(place: Any) -> None:
-    """A fork holds copies of whole parts, which would have to be checkpointed on every rank."""
-    if place is not None and (place["base"] is not None or place["rule"]):
-        raise GrowpruneError("a sharded model cannot be checkpointed inside of a fork, or of a phase with a rule")
 
 
 def _is_distributed() -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -84,7 +85,6 @@ class Study:
         return self._sparse(methods.random_gap, sparsity, options, {"partition": per_layer(), **changes})
 
     def gradual(self, sparsity: float, **changes: Any) -> Recipe:
-        """gradual_gap, for as long as dense training."""
         options = {"epochs": self.dense.options["epochs"]}
         return self._sparse(methods.gradual_gap, sparsity, options, {"partition": balanced(4), **changes})
 
@@ -92,10 +92,15 @@ class Study:
         options = {"epochs": self.pretrain, "finetune": self.finetune}
         return self._sparse(methods.one_shot, sparsity, options, {"partition": contiguous(1), **changes})
 
-    def stairs(self, method: Any, sparsity: float, phases: int) -> Recipe:
+    def stairs(self, method: Any, sparsity: float, phases: int, **changes: Any) -> Recipe:
         """In the paper, each phase is as long as dense training."""
         options = {"epochs": self.budget or self.pretrain * phases}
-        return self._sparse(method, sparsity, self._with_every(method, options), {"partition": contiguous(1)})
+        changes = {"partition": contiguous(1), **changes}
+        return self._sparse(method, sparsity, self._with_every(method, options), changes)
+
+    def iterative_admm(self, sparsity: float, **changes: Any) -> Recipe:
+        """With the paper's phases: three to 80 %, five to 90 %."""
+        return self.stairs(methods.iterative_admm, sparsity, {0.8: 3, 0.9: 5}[sparsity], **changes)
 
     def rival(self, rival: Rival, sparsity: float) -> Recipe:
         """A rival, for its own epochs in the paper, or the budget, so many times over."""
@@ -120,13 +125,18 @@ Row = str | tuple[str, Make]
 """What the paper says of a row of its tables, and how to make it from a study, unless its name says that too."""
 
 
+VARIANTS: dict[str, Mapping[str, Any]] = {"": {}, "kappa1": {"partition": contiguous(1)}, "1x8": {"pattern": "1x8"}}
+"""What rows of several tables change, by the end of their names."""
+
+
 def make_by_name(row: str) -> Make:
     """`cyclic-80-global` is `Study.cyclic` at 80 % with the allocation "global"."""
     if row == "dense":
         return lambda study: study.dense
-    method, percent, allocation = row.rsplit("-", 2)
+    method, percent, allocation, *variant = re.split(r"-(\d\d)-(\w+)-?", row)
     make = getattr(Study, method.replace("-", "_"))
-    return lambda study: make(study, int(percent) / 100, allocation=allocation)
+    changes = {"allocation": allocation, **VARIANTS["".join(variant)]}
+    return lambda study: make(study, int(percent) / 100, **changes)
 
 
 OURS: dict[str, Row] = {
