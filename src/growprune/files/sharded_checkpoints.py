@@ -113,7 +113,8 @@ def load_state(
         tensors |= _optimizer_tensors(sparse, optimizer)
     watched = _empty_gradients(sparse, index["watched"])
     _read(folder, {**tensors, **watched})
-    own.gradients.take_shares({name: _local(part) for name, part in _named(watched, "gradients.").items()})
+    shares = _named(watched, "gradients.").items()
+    own.gradients.take_shares({name: p.to_local() if isinstance(p, DTensor) else p for name, p in shares})
     if cursor is not None:
         cursor.load_state_dict(index["cursor"])
 
@@ -194,11 +195,10 @@ def _optimizer_tensors(sparse: SparseModel, optimizer: Optimizer | None) -> dict
 
 def _optimizer_index(sparse: SparseModel, optimizer: Optimizer) -> dict[str, Any]:
     """What of an optimizer is no tensor, and which tensors there are."""
-    names = _names(sparse)
-    groups = [
-        {**{k: _plain(v) for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    names, groups = _names(sparse), []
+    for group in optimizer.param_groups:
+        plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        groups.append({**plain, "params": [names[id(p)] for p in group["params"]]})
     states = {}
     for name, parameter, entries in _states(sparse, optimizer):
         tensors = {k: v for k, v in entries.items() if isinstance(v, Tensor)}
@@ -208,10 +208,6 @@ def _optimizer_index(sparse: SparseModel, optimizer: Optimizer) -> dict[str, Any
             "plain": {k: v for k, v in entries.items() if not isinstance(v, Tensor)},
         }
     return {"kind": type(optimizer).__name__, "groups": groups, "states": states}
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def prepare_optimizer(folder: Path, sparse: SparseModel, optimizer: Optimizer, index: Mapping[str, Any]) -> None:
@@ -284,7 +280,3 @@ def _as_sharded(sparse: SparseModel, name: str, part: Tensor) -> Any:
     if not isinstance(parameter, ShardedCompact):
         return part
     return parameter.handle.as_sharded(part, parameter.shape.numel())
-
-
-def _local(part: Any) -> Tensor:
-    return part.to_local() if isinstance(part, DTensor) else part

@@ -55,9 +55,6 @@ class Contents:
     """The file, if it is a single one."""
     notes: tuple[str, ...] = ()
 
-    def aliases_among(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        return {alias: name for alias, name in self.aliases.items() if name in tensors}
-
 
 def open_contents(source: str | os.PathLike[str] | nn.Module | Mapping[str, Any]) -> Contents:
     """What a file, a folder, a module or a state dict holds."""

@@ -109,7 +109,8 @@ def with_masks(contents: Contents, format: str, tensors: dict[str, Tensor], mask
                 alive[name] = mask
     zeros = [name for name in masks_by_zeros(tensors) if name not in masks]
     notes = [f"{name} has zeros and no mask, so all of it is alive" for name in zeros[:3]]
-    return Imported(format, tensors, alive, contents.aliases_among(tensors), (*contents.notes, *notes))
+    aliases = {alias: name for alias, name in contents.aliases.items() if name in tensors}
+    return Imported(format, tensors, alive, aliases, (*contents.notes, *notes))
 
 
 def masks_by_zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

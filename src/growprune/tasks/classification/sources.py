@@ -118,24 +118,13 @@ def splits(data: str, num_classes: int, num_validation: int) -> dict[str, Array]
     }
 
 
-class Skipped:
-    """Images that could not be read, to train on and to test with."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        num_test = int(source.is_test.sum())
-        self._train = BadRecords(source.where_is("train"), len(source.labels) - num_test)
-        self._test = BadRecords(source.where_is("test"), num_test, always=1)
-
-    def add(self, index: int, why: str) -> None:
-        records = self._test if self._source.is_test[index] else self._train
-        records.skip(self._source.name(index), why)
-
-
 @functools.cache
-def skipped(data: str, num_classes: int) -> Skipped:
-    """The one account of a source's bad images."""
-    return Skipped(load(data, num_classes))
+def bad_images(data: str, num_classes: int) -> dict[bool, BadRecords]:
+    """The one account of a source's images that cannot be read: to train on (False), and to test with (True)."""
+    source = load(data, num_classes)
+    num_test = int(source.is_test.sum())
+    train = BadRecords(source.where_is("train"), len(source.labels) - num_test)
+    return {False: train, True: BadRecords(source.where_is("test"), num_test, always=1)}
 
 
 def _read_folder(data: str, num_classes: int) -> Folder:
