@@ -42,7 +42,7 @@ def load_weights(sparse: SparseModel, path: str | os.PathLike[str], *, with_mask
         def mask(name: str) -> Tensor | None:
             return source.mask(names[name]) if with_masks else None
 
-        fill(sparse, names, lambda name: source.tensor(names[name]), mask)
+        fill_model(sparse, names, lambda name: source.tensor(names[name]), mask)
 
 
 def _sparse_source(path: Path, handle: Any) -> _Source:
@@ -94,7 +94,7 @@ def _shape(model: nn.Module, name: str, tensor: Tensor) -> tuple[int, ...]:
     return dense_shape(module, local) if local in module._parameters else tuple(tensor.shape)
 
 
-def fill(
+def fill_model(
     sparse: SparseModel,
     names: Collection[str],
     tensor: Callable[[str], Tensor],

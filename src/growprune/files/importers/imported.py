@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.files.filling import fill, matching_names
+from growprune.files.filling import fill_model, matching_names
 from growprune.files.importers.contents import Contents
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
@@ -67,7 +67,7 @@ class Imported:
         settings.setdefault("sparsity", _share_of_dead(weights, masks))
         settings.setdefault("allocation", "global")
         sparse = SparseModel(model, pattern=pattern, **settings)
-        fill(sparse, names, lambda name: self.tensors[names[name]], masks.get)
+        fill_model(sparse, names, lambda name: self.tensors[names[name]], masks.get)
         return sparse
 
     def _warn_of_dense(self, names: Mapping[str, str], prunable: set[str]) -> None:

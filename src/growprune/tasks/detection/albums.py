@@ -43,12 +43,12 @@ class Album:
     Args:
         workers: processes that read the pictures when they are needed.
         bad: names those that cannot be read.
-        held: all pictures, decoded, instead.
+        decoded: all pictures; then none is read when it is needed.
     """
 
-    def __init__(self, scenes: Sequence[Scene], workers: int, bad: BadRecords, held: Pictures | None = None) -> None:
+    def __init__(self, scenes: Sequence[Scene], workers: int, bad: BadRecords, decoded: Pictures | None = None) -> None:
         self.scenes, self._workers, self._bad = scenes, workers, bad
-        self._held = {} if held is None else {torch.device("cpu"): held}
+        self._decoded = {} if decoded is None else {torch.device("cpu"): decoded}
 
     @functools.cached_property
     def targets(self) -> tuple[Tensor, Tensor]:
@@ -62,13 +62,13 @@ class Album:
         Args:
             replica: its number and how many there are: the pictures that others look at need not be right.
         """
-        return self._look_up(batches, device) if self._held else self._read(batches, device, replica)
+        return self._look_up(batches, device) if self._decoded else self._read(batches, device, replica)
 
     def _look_up(self, batches: Sequence[Indices], device: torch.device) -> Iterator[Pictures]:
-        if device not in self._held:
-            pixels, sizes, good = self._held[torch.device("cpu")]
-            self._held[device] = Pictures(pixels.to(device), sizes.to(device), good)
-        pixels, sizes, good = self._held[device]
+        if device not in self._decoded:
+            pixels, sizes, good = self._decoded[torch.device("cpu")]
+            self._decoded[device] = Pictures(pixels.to(device), sizes.to(device), good)
+        pixels, sizes, good = self._decoded[device]
         for batch in batches:
             here = torch.from_numpy(batch)
             there = here.to(device, non_blocking=True)
@@ -106,7 +106,7 @@ def album(data: str, split: str, *, num_classes: int, num_validation: int, worke
             kept.append(scene)
             decoded.append(picture)
     check_split(len(kept), data, split)
-    return Album(kept, workers, bad, held=_lay_out(decoded))
+    return Album(kept, workers, bad, decoded=_lay_out(decoded))
 
 
 BLANK = torch.zeros(3, 1, 1, dtype=torch.uint8)
