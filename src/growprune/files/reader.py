@@ -163,10 +163,10 @@ class SparseFile:
             self._check_weights(model)
             return SparseModel(model, storage=storage, **settings)
         except (KeyError, TypeError, ValueError) as error:
-            raise GrowpruneError(f"{self.path} does not fit the model: {_one_line(str(error))}") from error
+            raise GrowpruneError(f"{self.path} does not fit the model: {one_line(error)}") from error
 
     def refuse(self, why: str, what_to_do: str = "it is damaged, fetch or save it again") -> NoReturn:
-        raise GrowpruneError(f"{self.path} {_one_line(why)}: {what_to_do}")
+        raise GrowpruneError(f"{self.path} {one_line(why)}: {what_to_do}")
 
     def _check_version(self, metadata: Mapping[str, str]) -> str:
         if metadata.get("format") != FORMAT:
@@ -269,8 +269,9 @@ def open_sparse(path: str | os.PathLike[str], *, thorough: bool = False) -> Iter
         yield SparseFile(path, handle, thorough=thorough)
 
 
-def _one_line(text: str) -> str:
-    """A text that may come from a file, without line breaks and control characters, and not too long."""
+def one_line(content: object) -> str:
+    """A text, or error, that may come from a file, without line breaks and control characters, and not too long."""
+    text = str(content) or type(content).__name__
     shown = text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
     return "".join(character if character.isprintable() else " " for character in shown)
 

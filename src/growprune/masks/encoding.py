@@ -1,6 +1,6 @@
 """Masks as a sparse file stores them: as bits, or as the gaps between set bits.
 
-The format is specified in `growprune.files.sparse_file`.
+The format is specified in docs/file-format.md.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Summary:
     bytes_dense: int
     """What parameters and buffers take as they are."""
     bytes_sparse: int
-    """What they take in a sparse file (see `growprune.files.sparse_file`), its header not counted."""
+    """What they take in a sparse file (see docs/file-format.md), its header not counted."""
     flops_dense: int | None
     flops_sparse: int | None
 

@@ -82,7 +82,7 @@ def test_pieces_are_kept_with_a_run_and_must_be_the_same_when_it_is_resumed(data
 
 def forget() -> None:
     """Read the data again, as another process would."""
-    for function in (corpus.load_pieces, corpus.load_training, corpus.training_lines, corpus.load_split):
+    for function in (corpus.load_pieces, corpus.load_training, corpus.read_training, corpus.load_split):
         function.cache_clear()
 
 
