@@ -23,7 +23,7 @@ from growprune.sparse.counts import Counts, total_of, within_one
 from growprune.sparse.gradients import Gradients, Keep
 from growprune.sparse.optimizers import Optimizers
 from growprune.storage import SparseParameter
-from growprune.storage.ranking import can_keep_largest, count_alive, keep_largest
+from growprune.storage.ranking import can_keep_largest, keep_largest
 
 Read = Callable[[Weight], tuple[Tensor, Tensor]]
 """Gives what a weight is ranked by, and its mask."""
@@ -195,7 +195,8 @@ class Editor:
             mask.copy_(new)
         for name, mask in masks.items():
             self.set_mask(name, mask)
-        return dict(zip((weight.name for weight, _ in weights), count_alive(own), strict=True))
+        counts = in_one_go([torch.count_nonzero(mask) for mask in own])
+        return dict(zip((weight.name for weight, _ in weights), counts, strict=True))
 
     def preview(self, edit: Edit) -> Callable[[], None]:
         """Prune, but leave optimizers alone; gives what undoes it. If it fails, all is as it was."""
