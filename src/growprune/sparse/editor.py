@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.allocation import Pool, Scope
+from growprune.masks.allocation import Pool
 from growprune.masks.layers import Weight
-from growprune.masks.patterns import Pattern, count_groups, in_one_go, write_groups
+from growprune.masks.patterns import count_groups, in_one_go, write_groups
 from growprune.masks.ranking import check_finite, choose, edit_keys, key_bits_of, salt_of
 from growprune.plan import Action, By, Edit
 from growprune.sparse.counts import Counts, total_of, within_one
@@ -39,28 +39,14 @@ class Editor:
     """Changes masks; the state of optimizers follows.
 
     Args:
-        weights: all that may be pruned.
-        stored: how their parameters are stored, by name.
+        counts: how many groups live, and how many an edit leaves alive.
         optimizers: those that train them.
-        gradients: what edits that look at gradients rank by.
         seed: decides every random choice, with the number of the edit.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[Weight],
-        stored: Mapping[str, SparseParameter],
-        optimizers: Optimizers,
-        gradients: Gradients,
-        *,
-        pattern: Pattern,
-        allocation: str,
-        scope: Scope,
-        seed: int,
-    ) -> None:
-        self.counts = Counts(weights, stored, gradients, pattern=pattern, allocation=allocation, scope=scope)
-        self._stored, self._optimizers, self._gradients = stored, optimizers, gradients
-        self._pattern, self._seed = pattern, seed
+    def __init__(self, counts: Counts, optimizers: Optimizers, *, seed: int) -> None:
+        self.counts, self._optimizers, self._seed = counts, optimizers, seed
+        self._stored, self._gradients, self._pattern = counts.stored, counts.gradients, counts.pattern
         self.num_edits = 0
         """The number of edits so far, which makes each random one draw its own numbers."""
         self.together: Any = None

@@ -14,7 +14,7 @@ from growprune.masks.allocation import num_kept
 from growprune.masks.encoding import encode_mask, num_mask_bytes, num_outside
 from growprune.masks.layers import Weight, tensors_of
 from growprune.masks.patterns import Pattern
-from growprune.plan import Part, prune
+from growprune.plan import prune
 from growprune.sparse.flops import count_flops
 from growprune.sparse.internals import internals
 
@@ -165,8 +165,7 @@ def summarise(sparse: SparseModel, example: Any = None) -> Summary:
 def targets(sparse: SparseModel) -> dict[str, float | None]:
     """The sparsity that each weight aims at; None where weights are ranked together and only their total has one."""
     found: dict[str, float | None] = dict.fromkeys((weight.name for weight in sparse.weights), None)
-    whole = Part("all", tuple(weight.parameter for weight in sparse.weights))
-    for pool in internals(sparse).editor.counts.pools(prune(whole, to=sparse.sparsity)):
+    for pool in internals(sparse).editor.counts.pools(prune(internals(sparse).whole, to=sparse.sparsity)):
         if len(pool.weights) == 1:
             groups = internals(sparse).pattern.num_groups(pool.weights[0])
             is_as_asked = pool.kept == num_kept(sparse.sparsity, groups)

@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError
+from growprune.masks.bits import pack as pack_mask
+from growprune.masks.bits import unpack as unpack_mask
 from growprune.masks.patterns import CPU_CHUNK, CUDA_CHUNK
 
 BLOCK = 1024
@@ -47,13 +49,8 @@ def pack(mask: Tensor, *, group: int = 1) -> Tensor:
     """
     lives = mask.reshape(-1, group)[:, 0]
     if triton := _triton_kernels(mask.device.type):
-        return triton.pack(lives, _padded(lives.numel()) // 8)  # type: ignore[no-any-return]
-    bits = torch.empty(_padded(lives.numel()) // 8, dtype=torch.uint8, device=mask.device)
-    for start, stop in _chunks(lives.numel(), mask.device):
-        bools = torch.zeros(_padded(stop - start), dtype=torch.bool, device=mask.device)
-        bools[: stop - start] = lives[start:stop]
-        bits[start // 8 : (start + bools.numel()) // 8] = _to_bits(bools)
-    return bits
+        return triton.pack(lives, -(-lives.numel() // BLOCK) * (BLOCK // 8))  # type: ignore[no-any-return]
+    return padded_copy(pack_mask(lives), to=BLOCK // 8)
 
 
 def unpack(bits: Tensor, n: int, *, group: int = 1) -> Tensor:
@@ -65,13 +62,8 @@ def unpack(bits: Tensor, n: int, *, group: int = 1) -> Tensor:
     num_groups = n // group
     if triton := _triton_kernels(bits.device.type):
         lives: Tensor = triton.unpack(bits, num_groups)
-    elif bits.device.type == "cpu":
-        octets = np.unpackbits(bits.numpy(), count=num_groups, bitorder="little")
-        lives = torch.from_numpy(octets.view(np.bool_))
     else:
-        lives = torch.empty(num_groups, dtype=torch.bool, device=bits.device)
-        for start, stop in _chunks(num_groups, bits.device):
-            lives[start:stop] = _to_bools(bits[start // 8 : -(-stop // 8)])[: stop - start]
+        lives = unpack_mask(bits[: -(-num_groups // 8)], (num_groups,))
     return lives if group == 1 else lives.unsqueeze(1).expand(-1, group).reshape(-1)
 
 
@@ -325,12 +317,6 @@ def _to_bools(bits: Tensor) -> Tensor:
     return octets.view(torch.uint8).bool()
 
 
-def _to_bits(bools: Tensor) -> Tensor:
-    # eight bools are the bytes b0..b7 of an integer; the product brings bi to bit 56 + i, and no two terms meet
-    octets = bools.view(torch.int64) * 0x0102040810204080
-    return (octets >> 56).bitwise_and_(0xFF).to(torch.uint8)
-
-
 def _chunks(total: int, device: torch.device) -> Iterator[tuple[int, int]]:
     chunk = CUDA_CHUNK if device.type == "cuda" else CPU_CHUNK
     step = -(-chunk // BLOCK) * BLOCK  # bits are packed in whole blocks
@@ -340,7 +326,3 @@ def _chunks(total: int, device: torch.device) -> Iterator[tuple[int, int]]:
 
 def _by_group(flat: Tensor, group: int) -> Tensor:
     return flat if group == 1 else flat.view(-1, group)
-
-
-def _padded(num_bits: int) -> int:
-    return -(-num_bits // BLOCK) * BLOCK
