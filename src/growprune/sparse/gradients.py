@@ -165,7 +165,10 @@ class Gradients:
 
     def _whole(self, name: str, total: Tensor) -> Tensor:
         total = total.to_dense() if total.is_sparse else total
-        return total if self.shares is None else self.shares.join(total, total=self._parameters[name].shape.numel())
+        if self.shares is None:
+            return total
+        whole: Tensor = self.shares.join(total, self.shares.spans(self._parameters[name].shape.numel()))
+        return whole
 
     def clear(self) -> None:
         """Forget everything; edits that needed it are done."""

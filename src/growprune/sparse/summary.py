@@ -44,16 +44,8 @@ class Row:
         return 1 - self.alive / self.size if self.size else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "shape": list(self.shape),
-            "size": self.size,
-            "target": self.target,
-            "alive": self.alive,
-            "sparsity": self.sparsity,
-            "flops_dense": self.flops_dense,
-            "flops_sparse": self.flops_sparse,
-        }
+        keys = ("name", "shape", "size", "target", "alive", "sparsity", "flops_dense", "flops_sparse")
+        return {key: getattr(self, key) for key in keys} | {"shape": list(self.shape)}
 
 
 @dataclass(frozen=True)
@@ -89,17 +81,9 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: "rows" and "totals"."""
-        totals = {
-            "target": self.target,
-            "prunable": self.prunable,
-            "alive": self.alive,
-            "sparsity": self.sparsity,
-            "parameters": self.parameters,
-            "bytes_dense": self.bytes_dense,
-            "bytes_sparse": self.bytes_sparse,
-            "flops_dense": self.flops_dense,
-            "flops_sparse": self.flops_sparse,
-        }
+        counts = ("target", "prunable", "alive", "sparsity", "parameters")
+        costs = ("bytes_dense", "bytes_sparse", "flops_dense", "flops_sparse")
+        totals = {key: getattr(self, key) for key in (*counts, *costs)}
         return {"rows": [row.to_dict() for row in self.rows], "totals": totals}
 
     def __str__(self) -> str:

@@ -152,7 +152,13 @@ class Compact(SparseParameter):
     def record(self, record: Callable[[Tensor], None] | None) -> None:
         self._record = record
         watch(self.module, is_watched=record is not None)
-        self._listen()
+        if record is not None:
+            self._listen()
+
+    def see(self, gradient: Tensor) -> None:
+        """Record a dense gradient."""
+        if self._record is not None:
+            self._record(gradient)
 
     def _listen(self) -> None:
         """See the dense gradients from now on: in the layer, or at the parameter itself where all of it lives."""
@@ -170,17 +176,16 @@ class Compact(SparseParameter):
         self._keep(torch.where(mask, dense, 0) if layout is None else layout.compress(dense), layout)
 
     def _keep(self, values: Tensor, layout: Layout | None) -> None:
-        old = self.parameter
-        self._find_blocks(layout)
-        self.module._parameters[self._local] = nn.Parameter(values, requires_grad=old.requires_grad)
-        set_layout(self.module, self._local, layout)
+        if layout is not None and self._block is not None:
+            layout.blocks = live_blocks(layout.mask(), *self._block)
+        self._place(values, layout)
         let_compile_again()
         if self._record is not None:
             self._listen()
 
-    def _find_blocks(self, layout: Layout | None) -> None:
-        if layout is not None and self._block is not None:
-            layout.blocks = live_blocks(layout.mask(), *self._block)
+    def _place(self, values: Tensor, layout: Layout | None) -> None:
+        self.module._parameters[self._local] = nn.Parameter(values, requires_grad=self.parameter.requires_grad)
+        set_layout(self.module, self._local, layout)
 
 
 def _is_grouped(mask: Tensor, group: int) -> bool:
