@@ -50,7 +50,8 @@ def pack(mask: Tensor, *, group: int = 1) -> Tensor:
     lives = mask.reshape(-1, group)[:, 0]
     if triton := _triton_kernels(mask.device.type):
         return triton.pack(lives, -(-lives.numel() // BLOCK) * (BLOCK // 8))  # type: ignore[no-any-return]
-    return padded_copy(pack_mask(lives), to=BLOCK // 8)
+    on_cpu = torch.from_numpy(np.packbits(lives.numpy(), bitorder="little")) if mask.device.type == "cpu" else None
+    return padded_copy(pack_mask(lives) if on_cpu is None else on_cpu, to=BLOCK // 8)
 
 
 def unpack(bits: Tensor, n: int, *, group: int = 1) -> Tensor:
@@ -62,6 +63,9 @@ def unpack(bits: Tensor, n: int, *, group: int = 1) -> Tensor:
     num_groups = n // group
     if triton := _triton_kernels(bits.device.type):
         lives: Tensor = triton.unpack(bits, num_groups)
+    elif bits.device.type == "cpu":
+        octets = np.unpackbits(bits.numpy(), count=num_groups, bitorder="little")
+        lives = torch.from_numpy(octets.view(np.bool_))
     else:
         lives = unpack_mask(bits[: -(-num_groups // 8)], (num_groups,))
     return lives if group == 1 else lives.unsqueeze(1).expand(-1, group).reshape(-1)
