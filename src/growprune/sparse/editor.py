@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -284,30 +285,26 @@ class Reader:
     def __init__(self, stored: Mapping[str, SparseParameter], gradients: Gradients, edit: Edit) -> None:
         self._stored, self._gradients, self._by = stored, gradients, edit.by
         self._name = ""
-        self._mask: Tensor | None = None
-        self._values: Tensor | None = None
+        self._seen: dict[str, Tensor] = {}
 
-    def _open(self, name: str) -> None:
-        if name != self._name:
-            self._name, self._mask, self._values = name, None, None  # before the next are made
+    def _of(self, weight: Weight, what: str, make: Callable[[], Tensor]) -> Tensor:
+        if weight.parameter != self._name:
+            self._name, self._seen = weight.parameter, {}  # before the next are made
+        if what not in self._seen:
+            self._seen[what] = make()
+        return self._seen[what]
 
     def whole_mask(self, weight: Weight) -> Tensor:
         """The mask of the parameter that a weight belongs to."""
-        self._open(weight.parameter)
-        if self._mask is None:
-            self._mask = self._stored[weight.parameter].mask()
-        return self._mask
+        return self._of(weight, "mask", self._stored[weight.parameter].mask)
 
     def mask(self, weight: Weight) -> Tensor:
         return weight.of(self.whole_mask(weight))  # type: ignore[no-any-return]
 
     def values(self, weight: Weight) -> Tensor:
-        self._open(weight.parameter)
-        if self._values is None and self._by is By.MAGNITUDE:
-            self._values = self._stored[weight.parameter].weight()
-        elif self._values is None:
-            self._values = self._gradients.scores(self._by, weight.parameter)
-        return weight.of(self._values)  # type: ignore[no-any-return]
+        scores = partial(self._gradients.scores, self._by, weight.parameter)
+        make = self._stored[weight.parameter].weight if self._by is By.MAGNITUDE else scores
+        return weight.of(self._of(weight, "values", make))  # type: ignore[no-any-return]
 
     def read(self, weight: Weight) -> tuple[Tensor, Tensor]:
         """The values and the mask of a weight; a random edit needs no values."""

@@ -69,8 +69,7 @@ class Internals:
         """Whether they share the masks too."""
         self.is_released = False
         """Whether the model was made dense by `to_dense_`."""
-        if is_fsdp2(model.modules()):
-            self.notice_shards()
+        self.notice_shards()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Internals:
         """An independent copy, attached to no optimizer, without a rule, and summing over no replicas."""

@@ -40,7 +40,7 @@ def make_plain(model: nn.Module, parameters: dict[str, SparseParameter], pattern
     for parameter in parameters.values():  # which lets go of all that its layer holds: of several, none is asked after
         parameter.release()
     for name, mask in masks.items():
-        parameters[name] = plain = parse_storage("masked")(model, name, pattern)
+        parameters[name] = plain = Masked(model, name, pattern)
         plain.set_mask(unpack(mask, plain.shape, plain.parameter.device))
     forget_masks(model)
 
