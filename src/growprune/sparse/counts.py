@@ -20,13 +20,7 @@ from growprune.storage import SparseParameter
 
 
 class Counts:
-    """What an edit comes to, in numbers of groups: weights, or blocks of them.
-
-    Args:
-        weights: all that may be pruned.
-        stored: how their parameters are stored, by name.
-        gradients: what edits that look at gradients go by.
-    """
+    """What an edit comes to, in numbers of groups: weights, or blocks of them."""
 
     def __init__(
         self,

@@ -37,13 +37,7 @@ Chosen = Iterator[tuple[Weight, Iterator[Tensor]]]
 
 
 class Editor:
-    """Changes masks; the state of optimizers follows.
-
-    Args:
-        counts: how many groups live, and how many an edit leaves alive.
-        optimizers: those that train them.
-        seed: decides every random choice, with the number of the edit.
-    """
+    """Changes masks; the state of optimizers follows."""
 
     def __init__(self, counts: Counts, optimizers: Optimizers, *, seed: int) -> None:
         self.counts, self._optimizers, self._seed = counts, optimizers, seed

@@ -32,11 +32,7 @@ Keep = Callable[[str, Tensor], Tensor]
 
 
 class Gradients:
-    """Watches the gradients of sparse parameters.
-
-    Args:
-        parameters: how they are stored, by name.
-    """
+    """Watches the gradients of sparse parameters."""
 
     def __init__(self, parameters: Mapping[str, SparseParameter]) -> None:
         self._parameters = parameters
