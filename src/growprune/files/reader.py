@@ -30,11 +30,11 @@ from growprune.files.manifest import (
     whole,
 )
 from growprune.masks.bits import pack, unpack
-from growprune.masks.encoding import from_gaps, num_bits, num_mask_bytes, row_major, scatter
+from growprune.masks.encoding import from_gaps, num_bits, num_mask_bytes, row_major
 from growprune.masks.layers import is_compact, prunable_weights, tensors_of
 from growprune.masks.patterns import parse_pattern
 from growprune.sparse.model import SparseModel
-from growprune.storage.kernels import count_bits, padded_copy
+from growprune.storage.kernels import count_bits, padded_copy, scatter_live
 
 T = TypeVar("T")
 
@@ -154,8 +154,10 @@ class SparseFile:
     def dense(self, entry: Entry) -> Tensor:
         if not entry.is_sparse:
             return self.values(entry).view(entry.shape).clone()
-        bits = self.bits(entry)
-        return scatter(self.values(entry), bits, entry.numel).view(entry.shape)
+        values = self.values(entry)
+        dense, mask = torch.empty(entry.numel, dtype=values.dtype), torch.empty(entry.numel, dtype=torch.bool)
+        scatter_live(dense, mask, values, self.bits(entry))
+        return dense.view(entry.shape)
 
     def make_sparse(self, model: nn.Module, storage: str) -> SparseModel:
         settings = {name: self.manifest[name] for name in SETTINGS}

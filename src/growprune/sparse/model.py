@@ -20,7 +20,7 @@ from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import check_sparse, masks_of_zeros
 from growprune.plan import Action, By, Edit, Part, parse_by
 from growprune.plan.settings import as_float, as_names, as_seed, check_sparsity, check_state
-from growprune.sparse.checks import check_model, check_module, check_optimizer, check_settings, sharded_in, unpruned
+from growprune.sparse.checks import check_model, check_optimizer, check_settings, unpruned
 from growprune.sparse.copies import mask_copy
 from growprune.sparse.internals import Internals
 from growprune.sparse.optimizers import unwrapped
@@ -82,8 +82,7 @@ class SparseModel:
         storage: str = "masked",
     ) -> None:
         check_sparsity(sparsity)
-        check_module(model)
-        check_model(model, sharded=sharded_in(model, storage))
+        check_model(model, storage=storage)
         self._internals = Internals(
             model,
             sparsity=as_float(sparsity),

@@ -72,13 +72,7 @@ def _keeps_zeros(group: dict[str, Any]) -> bool:
 
 
 class Optimizers:
-    """The optimizers that are attached to a model, held weakly.
-
-    Args:
-        stored: how the model's prunable parameters are stored, by name.
-        storage: the name of that storage.
-        gradients: what edits look at; a step ends an iteration of it.
-    """
+    """The optimizers that are attached to a model, held weakly."""
 
     def __init__(self, stored: Mapping[str, SparseParameter], storage: str, gradients: Gradients) -> None:
         self._stored, self._storage, self._gradients = stored, storage, gradients
