@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, matrix_of_all, matrix_of_zeros
+from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, from_dense, matrix_of_zeros
 from growprune.deployment.cpu.prepared import Activation, LayerSpec
 from growprune.deployment.graph.trace import PERMUTES, RESHAPES, are_float, arguments, aten, constant, is_constant, pair
 from growprune.deployment.skeleton import Skeleton
@@ -89,7 +89,9 @@ class _Weights:
 
     def dense(self, node: Any) -> tuple[str, SparseMatrix] | None:
         weight = constant(node) if is_constant(node) else None
-        return None if weight is None else (self.names.get(node, node.name), matrix_of_all(weight))
+        if weight is None:
+            return None
+        return self.names.get(node, node.name), from_dense(weight, torch.ones(weight.shape, dtype=torch.bool))
 
 
 def _origins(node: fx.Node) -> set[fx.Node]:
