@@ -157,7 +157,7 @@ class LinearPart(_InPlaceOf):
     def _next(self, key: tuple[int, int]) -> tuple[Tensor, Tensor, Callable[[], object]]:
         columns, threads = key
         geometry = Geometry.linear(self._matrix.columns, columns)
-        spec = LayerSpec(self._name, self._matrix, geometry, self._bias, is_sparse=True)
+        spec = LayerSpec(self._name, self._matrix, geometry, self._bias)
         known = self._first if self.row is None else self._measured.get(key)  # what was given is of the first shape
         before = {} if known is None else {self._name: known}
         ((layer, row),) = choose([spec], seconds=self._seconds, threads=threads, known=before)

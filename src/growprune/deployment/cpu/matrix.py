@@ -112,7 +112,8 @@ def block_of(pattern: str | Pattern) -> tuple[int, int]:
 def _reordered(live: np.ndarray, mask: np.ndarray, axis: int, place: int) -> np.ndarray:
     """Live values of a mask in the order of the same mask with an axis moved to another place."""
     ranks = mask.cumsum(dtype=np.int64).reshape(mask.shape)
-    return live[np.moveaxis(ranks, axis, place)[np.moveaxis(mask, axis, place)] - 1]
+    order = np.moveaxis(ranks, axis, place)[np.moveaxis(mask, axis, place)] - 1
+    return np.asarray(live[order])
 
 
 def _folded_values(live: np.ndarray, mask: Tensor) -> np.ndarray:
@@ -123,7 +124,7 @@ def _folded_values(live: np.ndarray, mask: Tensor) -> np.ndarray:
     step = max(1, CHUNK // max(1, mask[:1].numel()))  # ranks of all at once would be larger than the weight
     for start in range(0, mask.shape[0], step):
         some = mask[start : start + step].numpy()
-        end = taken + np.count_nonzero(some)
+        end = taken + int(np.count_nonzero(some))
         found[taken:end] = _reordered(live[taken:end], some, 1, -1)
         taken = end
     return found
@@ -134,7 +135,7 @@ def _from_folded(live: np.ndarray, mask: np.ndarray, height: int, width: int) ->
     rows, columns = mask.shape
     padded = np.pad(mask, ((0, -rows % height), (0, -columns % width))) if rows % height or columns % width else mask
     blocks = padded.reshape(-(-rows // height), height, -(-columns // width), width)
-    alive = padded if height * width == 1 else blocks.any(axis=(1, 3))
+    alive = padded if height * width == 1 else np.logical_or.reduce(blocks, axis=(1, 3))
     values = live
     if height * width > 1:
         whole = np.broadcast_to(alive[:, None, :, None], blocks.shape)

@@ -6,7 +6,7 @@ No single tile is fastest everywhere, so a few are tried for each kind of layer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -77,13 +77,9 @@ def sparse_layer(spec: LayerSpec, tile: Tile | None) -> Layer | None:
     if not spec.is_sparse:
         return None
     if tile is not None:
-        return _made(NativeLayer, spec, tile)
+        return NativeLayer(spec, tile)
     is_csr = spec.geometry.is_plain and spec.weight.sparsity >= CSR_FROM
-    return _made(CsrLayer, spec) if is_csr else None
-
-
-def _made(kind: Callable[..., Layer], spec: LayerSpec, *tile: Tile) -> Layer:
-    return kind(spec.weight, spec.geometry, *tile, bias=spec.bias, activation=spec.activation)
+    return CsrLayer(spec) if is_csr else None
 
 
 def _decide(
@@ -98,7 +94,7 @@ def _decide(
     dense_ms, sparse_ms = (None, None) if times is None else (1e3 * times[0], 1e3 * times[1])
     tile = sparse.tile if isinstance(sparse, NativeLayer) else None
     row = Row(spec.name, shape, weight.sparsity, dense_ms, sparse_ms, "sparse" if is_sparse else "dense", tile)
-    return sparse if sparse is not None and is_sparse else _made(DenseLayer, spec), row
+    return sparse if sparse is not None and is_sparse else DenseLayer(spec), row
 
 
 # Timing
@@ -106,7 +102,7 @@ def _decide(
 
 def dense_and_sparse_seconds(spec: LayerSpec, sparse: Layer, seconds: float) -> tuple[float, float]:
     """How long a call takes dense, and sparse."""
-    first, second = _quickest([_made(DenseLayer, spec), sparse], seconds)
+    first, second = _quickest([DenseLayer(spec), sparse], seconds)
     return first, second
 
 
@@ -120,7 +116,7 @@ def fastest_tile(spec: LayerSpec, threads: int, seconds: float) -> Tile:
         left = end - time.perf_counter()
         if i and left <= 0:
             break
-        (taken[tile],) = _quickest([_made(NativeLayer, spec, tile)], left / (len(tiles) - i))
+        (taken[tile],) = _quickest([NativeLayer(spec, tile)], left / (len(tiles) - i))
     return min(taken, key=lambda tile: taken[tile])
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -190,11 +190,11 @@ def fold_constants(traced: Traced, skeleton: Skeleton, names: Mapping[fx.Node, s
         if node in traced.tensors:
             tensor, name = traced.tensors[node], names.get(node)
             if name is not None and name in skeleton.matrices:
-                node.meta["constant"] = Constant(partial(skeleton.dense_weight, name, tensor.shape), name)
+                node.meta["constant"] = Constant(functools.partial(skeleton.dense_weight, name, tensor.shape), name)
             else:
                 node.meta["constant"] = Constant(tensor.detach)
         elif node.op == "call_function" and all("constant" in n.meta for n in node.all_input_nodes) and _is_pure(node):
-            node.meta["constant"] = Constant(_once(node))
+            node.meta["constant"] = Constant(functools.cache(functools.partial(_computed, node)))
 
 
 def is_constant(node: Any) -> bool:
@@ -236,14 +236,7 @@ def _is_pure(node: fx.Node) -> bool:
     return not is_random and all(isinstance(v, Tensor) and v.numel() <= LARGEST for v in sizes)
 
 
-def _once(node: fx.Node) -> Callable[[], Any]:
-    kept: list[Any] = []
-
-    def make() -> Any:
-        if not kept:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["constant"].make())
-            with torch.no_grad():
-                kept.append(node.target(*args, **kwargs))  # type: ignore[operator]
-        return kept[0]
-
-    return make
+def _computed(node: fx.Node) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["constant"].make())
+    with torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
