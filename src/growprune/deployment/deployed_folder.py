@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from growprune.deployment.cpu.library import Tile, cpu_model
 from growprune.deployment.cuda.products import BitmaskTile, LaneTile
 from growprune.deployment.cuda.tuning import FORMATS
-from growprune.deployment.example import Example
+from growprune.deployment.example import Example, first_line
 from growprune.deployment.layer_table import GpuRow, Row, Table
 from growprune.deployment.skeleton import Skeleton, fill_in
 from growprune.errors import GrowpruneError
@@ -52,7 +52,7 @@ def save_weights(folder: Path, skeleton: Skeleton, settings: Mapping[str, Any], 
     """Begin the folder. Until `save_about` ends it, it is known to be incomplete."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ABOUT).unlink(missing_ok=True)
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in skeleton.module.parameters()}
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in skeleton.module.parameters()}
     bare = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
     fill_in(bare)
     sparse = _of_zeros(bare.module, settings) if is_sparse else SparseModel(bare.module, sparsity=0.0)
@@ -113,27 +113,18 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise GrowpruneError(f"{folder} holds no deployed model: give a folder that Deployed.save or deploy wrote")
     try:
         about = json.loads(path.read_text())
-        known = about["format"]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise GrowpruneError(f"{path} is damaged ({error!r}): deploy the model again") from None
-    if known != FORMAT:
-        raise GrowpruneError(f"{path} has format {known!r}, this growprune reads {FORMAT}: update growprune")
-    try:
-        device = _text(about["device"])
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"its device is {device[:20]!r}")
-        return {**about, "device": device}
+        known, device = about["format"], about.get("device")
     except UNREADABLE as error:
         raise damaged(folder, error) from None
+    if known != FORMAT:
+        raise GrowpruneError(f"{path} has format {known!r}, this growprune reads {FORMAT}: update growprune")
+    if device not in ("cpu", "cuda"):
+        raise damaged(folder, ValueError(f"its device is {str(device)[:20]!r}"))
+    return dict(about)
 
 
 def damaged(folder: Path, error: BaseException) -> GrowpruneError:
-    return GrowpruneError(f"{folder / ABOUT} is damaged ({one_line(error)}): deploy the model again")
-
-
-def one_line(error: BaseException) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return "".join(character if character.isprintable() else " " for character in text[:200])
+    return GrowpruneError(f"{folder / ABOUT} is damaged ({first_line(error)}): deploy the model again")
 
 
 def read_table(about: Mapping[str, Any], *, is_gpu: bool = False) -> Table:

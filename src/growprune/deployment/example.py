@@ -49,9 +49,10 @@ class Example:
 
 
 def first_line(error: BaseException, length: int = 160) -> str:
-    """An error in a few words."""
+    """An error in a few words that a screen can show."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:length]
+    text = f"{type(error).__name__}: {lines[0] if lines else ''}"[:length]
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 @contextlib.contextmanager
@@ -60,9 +61,8 @@ def of_the_example() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever the code of a user does
-        said = " ".join(f"{type(error).__name__}: {error}".split())
         raise GrowpruneError(
-            f"the model failed on the example ({said}): give one in a shape and dtype that it takes"
+            f"the model failed on the example ({first_line(error, 600)}): give one in a shape and dtype that it takes"
         ) from error
 
 

@@ -77,27 +77,18 @@ def skeleton_of(model: nn.Module | SparseModel) -> Skeleton:
 
 def fill_in(skeleton: Skeleton) -> None:
     """Give the module its weights, dense, for those parts of it that stay in torch."""
-    parameters, filled = skeleton.parameters, dict[nn.Parameter, nn.Parameter]()
+    parameters = skeleton.parameters
     for name in skeleton.matrices:
         parameter = parameters.get(name)  # none, if a part is in the place of its module, which then is filled
         if parameter is not None and parameter.stride() == (0,) * parameter.dim():
-            weight = skeleton.dense_weight(name, parameter.shape)
-            filled[parameter] = nn.Parameter(weight, requires_grad=False)
-    _exchange(skeleton.module, filled)
+            parameter.data = skeleton.dense_weight(name, parameter.shape)
 
 
 def empty(skeleton: Skeleton) -> None:
     """Let go of the weights again."""
     parameters = skeleton.parameters
-    _exchange(skeleton.module, {parameters[name]: _empty(skeleton.module, name) for name in skeleton.matrices})
-
-
-def _exchange(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Put parameters in the place of others, wherever those are: tied weights have several modules."""
-    for part in module.modules():
-        for local, parameter in part._parameters.items():
-            if parameter is not None and parameter in new:
-                part._parameters[local] = new[parameter]
+    for name in skeleton.matrices:
+        parameters[name].data = torch.zeros(()).expand(parameters[name].shape)
 
 
 def _empty(module: nn.Module, name: str) -> nn.Parameter:

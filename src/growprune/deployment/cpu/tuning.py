@@ -6,7 +6,7 @@ No single tile is fastest everywhere, so a few are tried for each kind of layer.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -121,18 +121,23 @@ def fastest_tile(spec: LayerSpec, threads: int, seconds: float) -> Tile:
 
 
 def _quickest(layers: Sequence[Layer], seconds: float) -> list[float]:
-    """How long a call of each layer takes at its quickest, in turns, so that other load hits all of them."""
+    """How long a call of each layer takes at its quickest."""
     geometry = layers[0].geometry
     x, out = torch.randn(geometry.channels, geometry.in_columns), torch.empty(layers[0].rows, geometry.columns)
-    calls, best = [layer.bind(x, out) for layer in layers], [float("inf")] * len(layers)
-    end, rounds = time.perf_counter() + seconds, 0
-    while rounds < 3 or time.perf_counter() < end:
-        for i, call in enumerate(calls):
+    return [min(taken) for taken in seconds_in_turns([layer.bind(x, out) for layer in layers], seconds)]
+
+
+@torch.no_grad()
+def seconds_in_turns(calls: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
+    """How long each call takes, several times, in turns, so that other load hits all of them."""
+    taken: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds
+    while len(taken[0]) < 4 or time.perf_counter() < end:
+        for call, times in zip(calls, taken, strict=True):
             start = time.perf_counter()
             call()
-            best[i] = min(best[i], time.perf_counter() - start)
-        rounds += 1
-    return best
+            times.append(time.perf_counter() - start)
+    return taken
 
 
 # Tiles

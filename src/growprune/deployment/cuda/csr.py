@@ -58,17 +58,10 @@ def from_dense(weight: Tensor, mask: Tensor | None = None) -> Entries:
     >>> from_dense(torch.tensor([[0.0, 2.0], [3.0, 0.0]])).places.tolist()
     [1, 0]
     """
-    mask = weight != 0 if mask is None else mask
-    return from_mask(weight.detach()[mask], mask)
-
-
-def from_mask(values: Tensor, mask: Tensor) -> Entries:
-    """The entries of live values in row-major order and a bool mask (out, in), as files have them."""
-    if mask.dim() != 2:
-        raise GrowpruneError(f"the mask has shape {tuple(mask.shape)}, but must be that of a matrix, (out, in)")
-    flat = mask.detach().reshape(-1)
+    mask = (weight != 0 if mask is None else mask).detach()
+    flat = mask.reshape(-1)
     parts = (flat[i : i + CHUNK].nonzero().view(-1) + i for i in range(0, flat.numel(), CHUNK))
-    return _from_positions(values, parts, mask.shape)
+    return _from_positions(weight.detach()[mask], parts, mask.shape)
 
 
 def from_bits(values: Tensor, bits: Tensor, shape: tuple[int, int] | torch.Size, *, group: int = 1) -> Entries:

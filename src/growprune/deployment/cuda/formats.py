@@ -54,7 +54,6 @@ class LaneMatrix:
 
     rows: int
     columns: int
-    num_alive: int
     lanes: int
     most_units: int
     """Of any row."""
@@ -124,7 +123,6 @@ def lane_matrix(entries: Entries, *, lanes: int = 16, has_offsets: bool = True) 
     return LaneMatrix(
         rows=entries.rows,
         columns=entries.columns,
-        num_alive=entries.values.numel(),
         lanes=lanes,
         most_units=int(unit_starts.diff().amax()) if entries.rows else 0,
         index=index.view(torch.int64),
@@ -210,7 +208,6 @@ class BitmaskMatrix:
 
     rows: int
     columns: int
-    num_alive: int
     marks: Tensor
     """int16 (rows, octets): a byte of mask, least significant bit first; above it, how many live before it."""
     starts: Tensor
@@ -229,7 +226,7 @@ class BitmaskMatrix:
         first = self.starts.long().repeat_interleave(OCTETS, 1) + (marks >> 8)
         rank = first[:, :, None] + bits.cumsum(2) - bits
         padded = torch.cat([self.values, self.values.new_zeros(1)])
-        dense = torch.where(bits == 1, padded[rank.clamp(max=self.num_alive)], 0)
+        dense = torch.where(bits == 1, padded[rank.clamp(max=len(self.values))], 0)
         return dense.view(self.rows, marks.shape[1] * 8)[:, : self.columns].contiguous()
 
 
@@ -249,7 +246,6 @@ def bitmask_matrix(entries: Entries) -> BitmaskMatrix:
     return BitmaskMatrix(
         rows=entries.rows,
         columns=entries.columns,
-        num_alive=entries.values.numel(),
         marks=(bits + before.view(-1).to(torch.int32) * 256).to(torch.int16).view(entries.rows, segments * OCTETS),
         starts=(ends - counts.sum(1)).to(torch.int32).view(entries.rows, segments),
         values=entries.values,

@@ -74,7 +74,7 @@ def choose(entries: Entries, *, bias: Tensor | None = None, batch: int = 1, seco
         seconds: how long it may be timed, about; compiling kernels does not count.
     """
     dense = DenseLinear(entries.dense(), bias)
-    taken = {dense.kind: _time(dense, entries, batch)}
+    taken = {dense.kind: time_layer(dense, entries, batch)}
     layers: dict[str, nn.Module] = {dense.kind: dense}
     failed: dict[str, str] = {}
     for kind in (*FORMATS, SemiStructuredLinear.kind):
@@ -123,7 +123,7 @@ def _timed(
     few = min(batch, MOST_SAMPLES)
     tile, us = fastest(matrix, TILES[kind], few, seconds)
     layer = SparseLinear(matrix, bias=bias, tiles={few: tile}, kind=kind)
-    return layer, _time(layer, entries, batch) if batch > MOST_SAMPLES or bias is not None else us
+    return layer, time_layer(layer, entries, batch) if batch > MOST_SAMPLES or bias is not None else us
 
 
 def check(layer: nn.Module, dense: nn.Module, entries: Entries, batch: int) -> None:
@@ -138,9 +138,10 @@ def check(layer: nn.Module, dense: nn.Module, entries: Entries, batch: int) -> N
 
 def fastest(matrix: Matrix, tiles: Sequence[Tile], batch: int, seconds: float = float("inf")) -> tuple[Tile, float]:
     """The fastest of some tiles, and what a product takes with it. One that cannot run is left out, unless none can."""
-    found = {tile: us for tile, us in times_of_tiles(matrix, tiles, batch, seconds) if isinstance(us, float)}
+    tried = dict(times_of_tiles(matrix, tiles, batch, seconds))
+    found = {tile: us for tile, us in tried.items() if isinstance(us, float)}
     if not found:
-        raise RuntimeError("no tile can run: " + str(next(us for _, us in times_of_tiles(matrix, tiles[:1], batch, 0))))
+        raise RuntimeError(f"no tile can run: {tried[tiles[0]]}")
     best = min(found, key=lambda tile: found[tile])
     return best, found[best]
 
@@ -169,7 +170,7 @@ def times_of_tiles(
             return
 
 
-def _time(layer: nn.Module, entries: Entries, batch: int) -> float:
+def time_layer(layer: nn.Module, entries: Entries, batch: int) -> float:
     matrix = layer.matrix if isinstance(layer, SparseLinear) else None
     dense_bytes = entries.rows * entries.columns * entries.values.element_size()
     num_bytes = dense_bytes if matrix is None else matrix.num_bytes
