@@ -27,8 +27,7 @@ from growprune.deployment.deployed_folder import (
 from growprune.deployment.example import Example, first_line, keeps_state, restored
 from growprune.deployment.graph.trace import NotTraceable
 from growprune.deployment.layer_table import Row, Table
-from growprune.deployment.part_by_part import deploy_parts
-from growprune.deployment.parts import Part
+from growprune.deployment.parts import Part, deploy_parts
 from growprune.deployment.skeleton import Skeleton, empty, fill_in, module_of, skeleton_of
 from growprune.errors import GrowpruneError, warn
 from growprune.files import sparse_file as file
@@ -268,11 +267,5 @@ def _settings_of(model: nn.Module | SparseModel) -> dict[str, Any]:
     """What a sparse file says of the model."""
     if not isinstance(model, SparseModel):
         return {}
-    return {
-        "sparsity": model.sparsity,
-        "allocation": internals(model).allocation,
-        "pattern": internals(model).pattern,
-        "keep_dense": internals(model).keep_dense,
-        "include": internals(model).include,
-        "seed": internals(model).seed,
-    }
+    names = ("sparsity", "allocation", "pattern", "keep_dense", "include", "seed")
+    return {name: getattr(internals(model), name) for name in names}

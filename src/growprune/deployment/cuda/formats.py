@@ -32,9 +32,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from growprune.deployment.cuda.csr import Entries
 from growprune.errors import GrowpruneError
 
+CHUNK = 1 << 24
+"""How many weights of a mask are looked at together: positions take 16 times as much memory as the mask."""
 RUNS = 8
 """Runs of a slab, and so weights of a unit."""
 REACH = 256
@@ -46,6 +47,59 @@ four 16-bit first columns at once."""
 SEGMENT = 256
 """Weights of a row that share a start: the numbers of live ones before each byte fit a byte."""
 OCTETS = SEGMENT // 8
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The live weights of a matrix as compressed rows. `rows` are outputs, `columns` inputs."""
+
+    rows: int
+    columns: int
+    starts: Tensor
+    """int64: where each row begins; one more than there are."""
+    places: Tensor
+    """int32: the column of each live weight. They rise within a row."""
+    values: Tensor
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.values.numel() / max(1, self.rows * self.columns)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.starts.diff()
+
+    def dense(self) -> Tensor:
+        """The matrix, (rows, columns)."""
+        flat = torch.zeros(self.rows * self.columns, dtype=self.values.dtype, device=self.values.device)
+        row = torch.repeat_interleave(torch.arange(self.rows, device=flat.device), self.lengths)
+        flat[row * self.columns + self.places] = self.values
+        return flat.view(self.rows, self.columns)
+
+    def to(self, device: torch.device) -> Entries:
+        moved = (tensor.to(device) for tensor in (self.starts, self.places, self.values))
+        return Entries(self.rows, self.columns, *moved)
+
+
+def from_dense(weight: Tensor, mask: Tensor | None = None) -> Entries:
+    """The entries of a matrix (out, in); without a mask, what is not zero lives.
+
+    >>> from_dense(torch.tensor([[0.0, 2.0], [3.0, 0.0]])).places.tolist()
+    [1, 0]
+    """
+    mask = weight != 0 if mask is None else mask
+    return from_live(weight.detach()[mask], mask)
+
+
+def from_live(values: Tensor, mask: Tensor) -> Entries:
+    """The entries of live values in row-major order and a bool mask (out, in), as compact storage has them."""
+    rows, columns = mask.shape
+    step = max(1, CHUNK // max(1, columns))
+    places = [mask[i : i + step].nonzero()[:, 1].to(torch.int32) for i in range(0, max(1, rows), step)]
+    found = torch.cat(places)
+    if len(found) != values.numel():
+        raise GrowpruneError(f"there are {values.numel()} values, but {len(found)} weights live: give one for each")
+    return Entries(rows, columns, _starts(mask.sum(1)), found, values.detach().reshape(-1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from growprune.deployment.cuda.csr import Entries
-from growprune.deployment.cuda.formats import MOST_COLUMNS, bitmask_matrix, lane_matrix
+from growprune.deployment.cuda.formats import MOST_COLUMNS, Entries, bitmask_matrix, lane_matrix
 from growprune.deployment.cuda.graphs import BEYOND_CACHE, microseconds
 from growprune.deployment.cuda.linear import DenseLinear, SemiStructuredLinear, SparseLinear, semi_structured
 from growprune.deployment.cuda.products import MOST_SAMPLES, BitmaskTile, LaneTile, Matrix, Tile, kernel_failures
@@ -150,7 +149,7 @@ def times_of_tiles(
     matrix: Matrix, tiles: Sequence[Tile], batch: int, seconds: float = float("inf")
 ) -> Iterator[tuple[Tile, float | str]]:
     """Microseconds that a product takes with each tile, or why it cannot run; at least one is tried."""
-    layers = copies(SparseLinear(matrix), matrix.num_bytes)
+    layers = copies(SparseLinear(matrix))
     x = _input(matrix.values, matrix.columns, batch)
     for tile in tiles:
         for layer in layers:
@@ -171,15 +170,14 @@ def times_of_tiles(
 
 
 def time_layer(layer: nn.Module, entries: Entries, batch: int) -> float:
-    matrix = layer.matrix if isinstance(layer, SparseLinear) else None
-    dense_bytes = entries.rows * entries.columns * entries.values.element_size()
-    num_bytes = dense_bytes if matrix is None else matrix.num_bytes
-    return time_of(copies(layer, num_bytes), _input(entries.values, entries.columns, batch))
+    return time_of(copies(layer), _input(entries.values, entries.columns, batch))
 
 
-def copies(layer: nn.Module, num_bytes: int) -> list[nn.Module]:
+def copies(layer: nn.Module) -> list[nn.Module]:
     """The layer and as many copies as it takes that no cache holds the weights; alone on the CPU."""
-    is_cuda = any(buffer.is_cuda for buffer in layer.buffers())
+    buffers = list(layer.buffers())
+    num_bytes = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+    is_cuda = any(buffer.is_cuda for buffer in buffers)
     count = min(MOST_COPIES, max(2, -(-BEYOND_CACHE // max(1, num_bytes)))) if is_cuda else 1
     return [layer, *(copy.deepcopy(layer) for _ in range(count - 1))]
 
