@@ -13,7 +13,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -141,13 +141,11 @@ def read_example(content: Any) -> Example:
 
 
 def _gpu_row(row: Mapping[str, Any]) -> GpuRow:
-    kind = "sparse" if row["choice"] == "2:4" else row["choice"]
-    plain = _row({**row, "choice": kind, "tile": None})
     if row["format"] not in (*FORMATS, "2:4", "dense"):
         raise ValueError(f"a format is {str(row['format'])[:20]}")
     tile = BitmaskTile if row["format"] == "bitmask" else LaneTile
     tiles = {_whole(int(batch), 1, MAX_TILE): _gpu_tile(tile, about) for batch, about in row["tiles"].items()}
-    return GpuRow(**{**vars(plain), "choice": row["choice"]}, format=row["format"], tiles=tiles)
+    return GpuRow(**vars(_row(row, (*CHOICES, "2:4"))), format=row["format"], tiles=tiles)
 
 
 def _gpu_tile(kind: type[LaneTile] | type[BitmaskTile], about: Mapping[str, Any]) -> LaneTile | BitmaskTile:
@@ -157,8 +155,8 @@ def _gpu_tile(kind: type[LaneTile] | type[BitmaskTile], about: Mapping[str, Any]
     return kind(**options)
 
 
-def _row(row: Mapping[str, Any]) -> Row:
-    if row["choice"] not in CHOICES:
+def _row(row: Mapping[str, Any], choices: Sequence[str] = CHOICES) -> Row:
+    if row["choice"] not in choices:
         raise ValueError(f"a choice is {row['choice']!r}")
     dense_ms, sparse_ms = _milliseconds(row["dense_ms"]), _milliseconds(row["sparse_ms"])
     tile = None if row["tile"] is None else _tile(row["tile"])

@@ -89,7 +89,7 @@ def _decide(
     is_faster = times[1] <= times[0] if times is not None else known is None or known.choice == "sparse"
     is_sparse = sparse is not None and is_faster
     weight, geometry = spec.weight, spec.geometry
-    kernel = "" if geometry.taps == 1 else f" ({geometry.kernel[0]}x{geometry.kernel[1]})"
+    kernel = "" if geometry.kernel == (1, 1) else f" ({geometry.kernel[0]}x{geometry.kernel[1]})"
     shape = f"{weight.rows}x{weight.columns}{kernel} x {geometry.columns}"
     dense_ms, sparse_ms = (None, None) if times is None else (1e3 * times[0], 1e3 * times[1])
     tile = sparse.tile if isinstance(sparse, NativeLayer) else None

@@ -1,6 +1,6 @@
 """Sparse layers for decoding on a GPU: matrices times 1 to 16 samples, where a dense layer waits for its weights.
 
-    formats.py          live weights by rows; for the lanes of a warp with 16-bit columns or 8-bit offsets; one bit a weight
+    formats.py          live weights by rows, for the lanes of a warp (16-bit columns or 8-bit offsets), or as a bitmask
     product_kernels.py  the kernels, in Triton; products.py starts them
     linear.py           prepared layers: sparse, dense, 2:4
     tuning.py           times them on this GPU, and keeps the fastest

@@ -76,11 +76,11 @@ class _Weights:
         """The name and the matrix of a weight that is sparse enough."""
         if not is_constant(node):
             return None
-        name = node.meta["constant"].weight
+        name, is_sparse = node.meta["constant"].weight, node.meta["constant"].is_sparse
         if name is not None and (name in self.skeleton.transposed) == transposed:
             return name, self.skeleton.matrices[name]
-        if name is None and not any(n.meta["constant"].weight for n in _origins(node)):
-            return None  # a dense parameter, or made of such
+        if not is_sparse:
+            return None
         weight = constant(node)
         if weight is None or weight.dim() < 2:
             return None
@@ -92,16 +92,6 @@ class _Weights:
         if weight is None:
             return None
         return self.names.get(node, node.name), from_dense(weight, torch.ones(weight.shape, dtype=torch.bool))
-
-
-def _origins(node: fx.Node) -> set[fx.Node]:
-    """The parameters that a constant is made of."""
-    found, stack = set(), [node]
-    while stack:
-        at = stack.pop()
-        found |= {at} if at.op == "placeholder" else set()
-        stack += at.all_input_nodes
-    return found
 
 
 Made = tuple[fx.Node, Fused] | None

@@ -209,8 +209,6 @@ class Program:
         self._calls = [step.bind(self._memory) for step in lowered.steps]
         self._inputs, self._out_spec = lowered.inputs, out_spec
         self._outputs = [_output(value, self._memory) for value in lowered.outputs]
-        self.num_bytes = 4 * size
-        """What its buffers take."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         slots = self._memory.slots

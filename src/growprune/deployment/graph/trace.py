@@ -178,6 +178,8 @@ class Constant:
     make: Callable[[], Tensor]
     weight: str | None = None
     """The sparse weight that it is, as it is."""
+    is_sparse: bool = False
+    """Whether it is a sparse weight, or made of some."""
 
 
 def fold_constants(traced: Traced, skeleton: Skeleton, names: Mapping[fx.Node, str]) -> None:
@@ -190,11 +192,15 @@ def fold_constants(traced: Traced, skeleton: Skeleton, names: Mapping[fx.Node, s
         if node in traced.tensors:
             tensor, name = traced.tensors[node], names.get(node)
             if name is not None and name in skeleton.matrices:
-                node.meta["constant"] = Constant(functools.partial(skeleton.dense_weight, name, tensor.shape), name)
+                node.meta["constant"] = Constant(
+                    functools.partial(skeleton.dense_weight, name, tensor.shape), name, True
+                )
             else:
                 node.meta["constant"] = Constant(tensor.detach)
         elif node.op == "call_function" and all("constant" in n.meta for n in node.all_input_nodes) and _is_pure(node):
-            node.meta["constant"] = Constant(functools.cache(functools.partial(_computed, node)))
+            is_sparse = any(n.meta["constant"].is_sparse for n in node.all_input_nodes)
+            made = functools.cache(functools.partial(_computed, node))
+            node.meta["constant"] = Constant(made, is_sparse=is_sparse)
 
 
 def is_constant(node: Any) -> bool:
