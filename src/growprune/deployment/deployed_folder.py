@@ -86,18 +86,14 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def encoded(example: Example) -> Any:
-    """An example as JSON: of tensors, their shapes and types."""
-    return [_encode(example.args), _encode(example.kwargs)]
-
-
-def _encode(value: Any) -> Any:
+def encoded(value: Any) -> Any:
+    """An argument of an example as JSON: of tensors, their shapes and types."""
     if isinstance(value, Tensor):
         return {"tensor": {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}}
     if isinstance(value, (tuple, list)):
-        return {"tuple" if isinstance(value, tuple) else "list": [_encode(item) for item in value]}
+        return {"tuple" if isinstance(value, tuple) else "list": [encoded(item) for item in value]}
     if isinstance(value, dict):
-        return {"dict": {key: _encode(item) for key, item in value.items()}}
+        return {"dict": {key: encoded(item) for key, item in value.items()}}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
     raise GrowpruneError(f"the example has a {type(value).__name__}, which cannot be saved: give tensors")

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune.deployment.cuda.formats import Entries, from_dense, from_live
+from growprune.deployment.cuda.formats import MOST_COLUMNS, Entries, from_dense, from_live
 from growprune.deployment.cuda.linear import DenseLinear, is_two_of_four
 from growprune.deployment.cuda.products import DTYPES
-from growprune.deployment.cuda.tuning import Choice, choose, make, usual_kind
+from growprune.deployment.cuda.tuning import Choice, choose, make
 from growprune.deployment.deployed import Replaced, Swapped
 from growprune.deployment.example import Example, of_the_example, restored
 from growprune.deployment.layer_table import GpuRow, Row
@@ -192,7 +192,7 @@ class _Swap:
         if isinstance(known, GpuRow):
             return make(entries, known.format, bias=bias, tiles=known.tiles), known
         if self._seconds <= 0:
-            kind = usual_kind(entries)
+            kind = "bitmask" if entries.columns > MOST_COLUMNS else "offsets"  # the likeliest
             return make(entries, kind, bias=bias), dataclasses.replace(row, format=kind)
         return self._measure(row, waiting, samples)
 

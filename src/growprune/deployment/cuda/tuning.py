@@ -100,11 +100,6 @@ def make(
     return SparseLinear(FORMATS[kind](entries), bias=bias, tiles=tiles, kind=kind)
 
 
-def usual_kind(entries: Entries) -> str:
-    """The likeliest format, where nothing is measured."""
-    return "bitmask" if entries.columns > MOST_COLUMNS else "offsets"
-
-
 def _timed(
     kind: str, entries: Entries, bias: Tensor | None, batch: int, seconds: float
 ) -> tuple[nn.Module, float] | None:
