@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -227,7 +228,7 @@ def test_conv1d_of_transformers_is_a_linear_layer() -> None:
 def test_rows_come_back_from_json() -> None:
     for kind, tile in (("offsets", LaneTile(8, 16)), ("bitmask", BitmaskTile(16))):
         row = GpuRow("fc", "8x8 x 1", 0.9, 1.0, 0.5, "sparse", None, kind, {1: tile})
-        content = json.loads(json.dumps(row.to_dict()))
+        content = json.loads(json.dumps(dataclasses.asdict(row)))
         table = {"rows": [content], "deployed_ms": None, "torch_ms": None, "in_torch": []}
         assert read_table(table, is_gpu=True).rows == (row,)
 
