@@ -18,8 +18,7 @@ from torch import Tensor
 from growprune.errors import GrowpruneError
 from growprune.files.importers.contents import Contents
 from growprune.files.importers.imported import Imported, Importer
-from growprune.masks.bits import pack, unpack
-from growprune.masks.encoding import scatter
+from growprune.masks.bits import unpack
 
 VALUES, BITS, SHAPE, OFFSETS = ".compressed", ".bitmask", ".shape", ".row_offsets"
 
@@ -60,7 +59,9 @@ def _decompress(contents: Contents, stem: str) -> tuple[Tensor, Tensor]:
     mask = padded[:, :columns].reshape(shape)
     if (alive := int(torch.count_nonzero(mask))) != values.numel():
         _refuse(contents, f"has {stem} with {values.numel()} values, but {alive} bits")
-    return scatter(values, pack(mask), mask.numel()).view(shape), mask
+    dense = torch.zeros(shape, dtype=values.dtype)
+    dense[mask] = values
+    return dense, mask
 
 
 def _refuse(contents: Contents, why: str) -> None:
