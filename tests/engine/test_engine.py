@@ -22,6 +22,7 @@ from growprune.engine.mesh import Mesh
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
 from growprune.engine.trainer import Training
+from growprune.files import checkpoint
 from growprune.masks.partition_kinds import contiguous, per_layer
 from growprune.methods import METHODS
 from growprune.plan import Branch, By, Fork, Parts, Phase, Stage, grow, method, prune, walk
@@ -280,7 +281,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_last_good_checkpo
         engine.TrainingDiverged, match=r"loss became nan in phase 1 \(stage 1: prune S2.*lower optimizer\.lr"
     ):
         engine.train(recipe, tmp_path / "run")
-    found = engine.checkpoint.load_newest(tmp_path / "run" / "checkpoints", lambda message: None)
+    found = checkpoint.load_newest(tmp_path / "run" / "checkpoints", lambda message: None)
     assert found is not None
     assert found[1]["done"] == 2
     assert all(torch.isfinite(values).all() for values, _ in found[1]["model"].values())

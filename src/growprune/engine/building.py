@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import torch
 
-from growprune.engine.device import seed_all
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
@@ -14,6 +13,7 @@ from growprune.files.pretrained import digest_of, weights_file
 from growprune.plan import Action, By, Edit, Phase, Plan, walk
 from growprune.sparse.init import dense_init, sparse_init
 from growprune.sparse.model import SparseModel
+from growprune.sparse.rng import seed_all
 
 
 def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseModel, Plan, bool]:

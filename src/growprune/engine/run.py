@@ -4,13 +4,13 @@
     plan.json             the phases it unrolls to
     log.jsonl             one object per event, appended
     metrics.csv, tensorboard/   if the recipe asks for them; see growprune.logs
-    checkpoints/          see checkpoint.py
+    checkpoints/          see growprune.files.checkpoint
     best.safetensors      the best sparse model by validation data
     model.safetensors     the final sparse model
     result.json           what came out; there once the run is finished
 
 A run can be killed at any moment; it resumes to the bits it would have reached. This file is the order of events; what
-they do is in building.py, trainer.py, evaluation.py, checkpoint.py, accounting.py and events.py.
+they do is in building.py, trainer.py, evaluation.py, run_checkpoints.py, accounting.py and events.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any
 from growprune.engine import json_file
 from growprune.engine.accounting import Accounting, Exploration
 from growprune.engine.building import about_weights, build, shard
-from growprune.engine.checkpoint import Checkpoints, branch_state, load_branch_state, load_run_state, run_state
 from growprune.engine.device import choose_device, move, reset_peak
 from growprune.engine.evaluation import Best, Evaluation, result_of
 from growprune.engine.events import Events, Listener, OtherLogs
@@ -32,6 +31,7 @@ from growprune.engine.folder import RunFolder
 from growprune.engine.mesh import Mesh
 from growprune.engine.metric import Metric
 from growprune.engine.recipe import Recipe
+from growprune.engine.run_checkpoints import Checkpoints, branch_state, load_branch_state, load_run_state, run_state
 from growprune.engine.trainer import Training, TrainingDiverged, last_trained, work_before
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from growprune.engine import checkpoint
 from growprune.engine.batches import digest
 from growprune.engine.compatibility import check_same_plan, check_same_recipe, check_same_result, fields_of
 from growprune.engine.device import choose_device, environment
@@ -24,6 +23,7 @@ from growprune.engine.optim import require
 from growprune.engine.recipe import Recipe
 from growprune.engine.run import Run
 from growprune.errors import GrowpruneError
+from growprune.files import checkpoint
 from growprune.plan import walk
 
 

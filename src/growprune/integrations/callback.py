@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from growprune.engine.device import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
 from growprune.integrations.averages import Copies
 from growprune.integrations.common import Settings, num_processes
@@ -21,6 +20,7 @@ from growprune.plan.settings import check_state
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
+from growprune.sparse.rng import rng_state, set_rng_state
 
 
 class SparseCallback:
