@@ -430,9 +430,9 @@ def test_on_gpus_replicas_ask_each_other_whether_to_stop_once_in_sixteen_iterati
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mesh, asked = Mesh(cyclic().plan(Toy().build_model()), 1), []
-    monkeypatch.setattr(mesh, "_data", "a group")
+    monkeypatch.setattr(mesh, "data_group", "a group")
     device = ["cuda"]
-    monkeypatch.setattr(mesh, "_device", lambda: torch.device(device[0]))
+    monkeypatch.setattr(mesh, "device", lambda: torch.device(device[0]))
     monkeypatch.setattr(mesh, "sum_over_replicas", lambda flag: asked.append(1) or flag)
     assert [mesh.any(True, iteration) for iteration in range(1, 16)] == [False] * 15
     assert asked == []

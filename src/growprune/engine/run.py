@@ -1,13 +1,4 @@
-"""A run: a recipe carried out in a folder. Read this file second, after plan.py.
-
-    recipe.json           where the recipe came from, and all it says
-    plan.json             the phases it unrolls to
-    log.jsonl             one object per event, appended
-    metrics.csv, tensorboard/   if the recipe asks for them; see growprune.logs
-    checkpoints/          see growprune.files.checkpoint
-    best.safetensors      the best sparse model by validation data
-    model.safetensors     the final sparse model
-    result.json           what came out; there once the run is finished
+"""A run: a recipe carried out in a folder, whose files docs/design.md lists.
 
 A run can be killed at any moment; it resumes to the bits it would have reached. This file is the order of events; what
 they do is in building.py, trainer.py, evaluation.py, run_checkpoints.py, accounting.py and events.py.
@@ -116,7 +107,13 @@ class Run:
         return internals(self.sparse).ranks is not None
 
     def _takes_part(self, *, is_branch: bool = False) -> bool:
-        return self.mesh.takes_part(is_sharded=self.is_sharded, is_branch=is_branch)
+        """Whether this process does what it takes to write what all share, or, of a branch, what its group knows.
+
+        One does; of a sharded model all that have a share of it.
+        """
+        if is_branch:
+            return self.is_sharded or self.mesh.leads_group
+        return self.mesh.is_first or (self.is_sharded and self.mesh.group == 0)
 
     def execute(self) -> dict[str, Any]:
         """Carry the plan out, from where the run stands to its end, and return the result."""
