@@ -3,11 +3,10 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from numbers import Real
 
 from growprune.errors import GrowpruneError
 from growprune.plan import InitialMask, Parts, Phase, Rule, first_by, method, prune
-from growprune.plan.settings import check_counts, check_share
+from growprune.plan.settings import check_counts, check_share, is_number
 
 COOLING = 1e-10
 """By how much the temperature falls over a rule."""
@@ -27,7 +26,7 @@ class Deepr(Rule):
     def __post_init__(self) -> None:
         check_counts(0, iterations=self.iterations)
         for name, value in (("l1", self.l1), ("temperature", self.temperature)):
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
+            if not is_number(value) or value < 0:
                 raise GrowpruneError(f"{name} is {value!r}, but must be a number of at least 0")
 
     def temperature_at(self, iteration: int) -> float:

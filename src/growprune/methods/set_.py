@@ -4,7 +4,7 @@ network science", 2018; as the RigL paper compares with it."""
 from collections.abc import Iterator
 
 from growprune.methods.rigl import swapping
-from growprune.plan import By, InitialMask, Parts, Phase, first_by, method, prune
+from growprune.plan import InitialMask, Parts, Phase, first_by, grow, method, prune
 
 
 @method(allocation="erk")
@@ -34,4 +34,4 @@ def set_(
     Example: set_(S, sparsity=0.8, iterations=8, every=2)
     """
     first = prune(S.whole, to=sparsity, by=first_by(initial_mask))
-    yield from swapping(S, first, iterations, every, drop, until, By.RANDOM)
+    yield from swapping(S, first, grow(S.whole, to=sparsity), iterations, every, drop, until)

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from growprune.methods.rigl import falling
+from growprune.methods.rigl import swapping
 from growprune.plan import By, InitialMask, Parts, Phase, Spread, first_by, grow, method, prune
-from growprune.plan.settings import check_counts, check_share
 
 
 @method(allocation="global")
@@ -37,12 +36,6 @@ def snfs(
 
     Example: snfs(S, sparsity=0.8, iterations=8, every=2)
     """
-    check_counts(1, every=every)
-    check_counts(0, iterations=iterations)
-    check_share(drop=drop, until=until)
-    end = until * iterations
+    first = prune(S.whole, to=sparsity, by=first_by(initial_mask))
     regrow = grow(S.whole, to=sparsity, by=By.MOMENTUM, spread=Spread.MOMENTUM)
-    yield Phase(prune(S.whole, to=sparsity, by=first_by(initial_mask)), iterations=min(every, iterations))
-    for t in range(every, iterations, every):
-        swap = (prune(S.whole, share=falling(drop, t, end)), regrow) if t < end else ()
-        yield Phase(*swap, iterations=min(every, iterations - t))
+    yield from swapping(S, first, regrow, iterations, every, drop, until)
