@@ -1,10 +1,4 @@
-"""What the integrations share: all that is asked of the user, and how a cursor is made of it.
-
-Settings(...)            what a user says; checked at once: method by name (near matches), options, storage
-Settings.cursor(model)   the partition, the plan, the SparseModel and the Cursor, as long as the trainer's own training
-Settings.resolved(...)   the method's options, with the lengths filled in that the user did not give
-heads(model)             keep_dense="auto": classifiers and output heads that are not tied to an embedding
-"""
+"""What the integrations share: all that is asked of the user, and how a cursor is made of it."""
 
 from __future__ import annotations
 
