@@ -58,8 +58,7 @@ def deepr(
         until: after which share of the training nothing is swapped any more.
         l1: how strong the pull to zero is.
         temperature: T of the noise at first; it falls to a 10^10th.
-        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
-            "as_is", for a model that has that sparsity already.
+        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
 
     Example: deepr(S, sparsity=0.8, iterations=8)
     """

@@ -29,8 +29,7 @@ def rigl(
         every: dT, the iterations between two swaps.
         drop: alpha, the share of each layer's live weights that is swapped at first; it falls to 0 with a cosine.
         until: T_end, after which nothing is swapped any more, as a share of the training.
-        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
-            "as_is", for a model that has that sparsity already.
+        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
 
     Example: rigl(S, sparsity=0.8, iterations=8, every=2)
     """

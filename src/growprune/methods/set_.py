@@ -28,8 +28,7 @@ def set_(
         every: the iterations between two swaps.
         drop: zeta, the share of each layer's live weights that is swapped at first; it falls to 0 with a cosine.
         until: after which share of the training nothing is swapped any more.
-        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
-            "as_is", for a model that has that sparsity already.
+        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
 
     Example: set_(S, sparsity=0.8, iterations=8, every=2)
     """
