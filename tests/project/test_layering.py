@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "runs": "files methods tasks logs engine",
     "compare": f"{LIBRARY} files tasks engine recipes runs",
     "report": "files methods engine runs",
-    "integrations": f"{LIBRARY} sharding engine",
+    "integrations": f"{LIBRARY} files",
     "cli": f"{LIBRARY} files deployment tasks logs engine recipes runs compare report",
 }
 """What each package may import, lowest first; all may import `errors`. The package itself may import everything."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, need
-from growprune.files.atomic import meant, replacing, sync_folder
+from growprune.files.atomic import meant, replacing, sync
 from growprune.files.manifest import DTYPES
 from growprune.files.writer import write_safetensors
 from growprune.masks.layers import is_compact, tensors_of
@@ -123,7 +123,7 @@ def _to_be_moved(path: Path) -> Iterator[Path]:
         yield folder
         for written in sorted(folder.iterdir(), key=lambda file: file.name == path.name):
             written.replace(path.with_name(written.name))
-        sync_folder(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -18,7 +18,7 @@ from growprune.masks.allocation import Scope, parse_scope
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import check_sparse, masks_of_zeros
-from growprune.plan import Action, By, Edit, Part, parse_by
+from growprune.plan import Action, By, Edit, Part, parse_choice
 from growprune.plan.settings import as_float, as_names, as_seed, check_sparsity, check_state
 from growprune.sparse.checks import check_model, check_optimizer, check_settings, unpruned
 from growprune.sparse.copies import mask_copy
@@ -183,7 +183,7 @@ class SparseModel:
         Args:
             losses: functions that compute a loss each; GraSP calls them twice.
         """
-        own, by = self._internals, by if isinstance(by, By) else parse_by(by)
+        own, by = self._internals, parse_choice(By, by)
         own.check_by(by)
         if callable(losses) or not losses:
             given = repr(losses) if callable(losses) else "empty"

@@ -18,7 +18,8 @@ from torch import Tensor
 from growprune.errors import GrowpruneError
 from growprune.files.importers.contents import Contents
 from growprune.files.importers.imported import Imported, Importer
-from growprune.masks.bits import unpack
+from growprune.masks.bits import pack, unpack
+from growprune.storage.kernels import scatter_live
 
 VALUES, BITS, SHAPE, OFFSETS = ".compressed", ".bitmask", ".shape", ".row_offsets"
 
@@ -59,9 +60,9 @@ def _decompress(contents: Contents, stem: str) -> tuple[Tensor, Tensor]:
     mask = padded[:, :columns].reshape(shape)
     if (alive := int(torch.count_nonzero(mask))) != values.numel():
         _refuse(contents, f"has {stem} with {values.numel()} values, but {alive} bits")
-    dense = torch.zeros(shape, dtype=values.dtype)
-    dense[mask] = values
-    return dense, mask
+    dense = torch.empty(mask.numel(), dtype=values.dtype)
+    scatter_live(dense, torch.empty(mask.numel(), dtype=torch.bool), values, pack(mask))
+    return dense.view(shape), mask
 
 
 def _refuse(contents: Contents, why: str) -> None:
