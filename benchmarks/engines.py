@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 Products = dict[str, Callable[[], object]]
-SOURCE = Path(__file__).parents[1] / "src" / "growprune" / "deployment"
-WORKER = runpy.run_path(str(SOURCE / "bench_worker.py"))
-"""What `growprune bench` runs, by its path, as growprune need not be installed where OpenVINO is."""
+WORKER = runpy.run_path(str(Path(__file__).with_name("bench_worker.py")))
+"""What bench.py runs, by its path, as growprune need not be installed where OpenVINO is."""
 BLOCK_SECONDS = 0.005
 
 
@@ -70,7 +69,7 @@ def onnxruntime(rows: int, columns: int, n: int, variants: list[Any], threads: i
 
 
 def openvino(rows: int, columns: int, n: int, variants: list[Any], threads: int) -> Products:
-    """With the settings of `growprune bench`."""
+    """With the settings of bench.py."""
     import openvino as ov
 
     del variants

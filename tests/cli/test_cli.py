@@ -78,7 +78,6 @@ def test_help_names_the_verbs_and_imports_no_torch() -> None:
         "report",
         "compare",
         "deploy",
-        "bench",
         "doctor",
     ]
 

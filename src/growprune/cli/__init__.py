@@ -15,7 +15,7 @@ import typer
 import growprune
 from growprune.cli.comparing import compare, report
 from growprune.cli.converting import convert
-from growprune.cli.deploying import bench, deploy
+from growprune.cli.deploying import deploy
 from growprune.cli.inspecting import doctor, inspect
 from growprune.cli.looking import list_, plan
 from growprune.cli.training import demo, resume, train
@@ -31,7 +31,6 @@ VERBS: dict[str, Callable[..., None]] = {
     "report": report,
     "compare": compare,
     "deploy": deploy,
-    "bench": bench,
     "doctor": doctor,
 }
 

@@ -8,5 +8,4 @@ parts.py            modules that run as programs, one for each shape; the parts 
 graph/              from a module and an example to a program
 cpu/                the kernels in C++, and layers that run on them
 cuda/               sparse layers for decoding on GPUs, swapped one by one
-bench.py            whole models against other engines, in processes (bench_worker.py)
 """
