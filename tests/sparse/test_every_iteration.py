@@ -30,8 +30,8 @@ from growprune.recipes.digits import dense
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
-from growprune.sparse.rules.dpf import DpfRule
-from growprune.sparse.rules.str_ import StrRule
+from growprune.sparse.rules.dpf_rule import DpfRule
+from growprune.sparse.rules.str_rule import StrRule
 from growprune.tasks.digits import Digits
 
 ALL = Part("all", ("weight",))

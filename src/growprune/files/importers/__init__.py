@@ -16,7 +16,7 @@ from torch import nn
 from growprune.errors import GrowpruneError
 from growprune.files.importers.compressed_tensors import COMPRESSED_TENSORS
 from growprune.files.importers.contents import Contents, open_contents
-from growprune.files.importers.formats import APEX_ASP, DENSE, GROWPRUNE, TORCH_PRUNE
+from growprune.files.importers.foreign_formats import APEX_ASP, DENSE, GROWPRUNE, TORCH_PRUNE
 from growprune.files.importers.imported import Imported, Importer
 from growprune.sparse.model import SparseModel
 
