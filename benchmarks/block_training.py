@@ -90,7 +90,7 @@ class Layer:
     def expanded(self) -> Tensor:
         size = self.blocks.sizes[0] * self.side, self.blocks.sizes[1] * self.side
         n = size[0] * size[1]
-        return kernels.expand_known(self.values, self.bits, self.offsets, n, self.x.dtype, 1).view(size)
+        return kernels.expand(self.values, self.bits, self.offsets, n, self.x.dtype, 1).view(size)
 
     def dense(self, product: str) -> Callable[[], Tensor]:
         """cuBLAS, with a weight that is dense already."""
@@ -130,7 +130,7 @@ def time_product(layer: Layer, product: str, baseline: float) -> dict[str, Any]:
     """The fastest tile, all of them, and the error against cuBLAS; a tile that fails is named."""
     times, failed, exact = {}, {}, layer.dense(product)().float()
     if product == "values":
-        exact = kernels.compress_known(exact.view(-1), layer.bits, layer.offsets, layer.values.numel(), exact.dtype, 1)
+        exact = kernels.compress(exact.view(-1), layer.bits, layer.offsets, layer.values.numel(), exact.dtype, 1)
     error = 0.0
     for tile in tiles(product, layer.side):
         try:

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 Products = dict[str, Callable[[], object]]
-SOURCE = Path(__file__).parents[1] / "src" / "growprune" / "deployment"
-WORKER = runpy.run_path(str(SOURCE / "bench_worker.py"))
-"""What `growprune bench` runs, by its path, as growprune need not be installed where OpenVINO is."""
+WORKER = runpy.run_path(str(Path(__file__).with_name("bench_worker.py")))
+"""What bench.py runs, by its path, as growprune need not be installed where OpenVINO is."""
 BLOCK_SECONDS = 0.005
 
 
@@ -47,11 +46,11 @@ def growprune(rows: int, columns: int, n: int, variants: list[Any], threads: int
         alive = torch.rand(-(-rows // height), -(-columns // width)) >= sparsity
         mask = alive.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
         matrix, geometry = from_dense(weight * mask, mask, pattern=pattern), Geometry.linear(columns, n)
-        tile = fastest_tile(LayerSpec("", matrix, geometry, None, is_sparse=True), threads, 0.5)
-        layer = NativeLayer(matrix, geometry, tile)
+        spec = LayerSpec("", matrix, geometry)
+        made[f"{pattern} {sparsity:g}"] = call = NativeLayer(spec, fastest_tile(spec, threads, 0.5)).bind(x, out)
+        call()
         expected = (weight * mask).double() @ x.double()
-        assert (layer(x, out).double() - expected).abs().max() <= 1e-5 * expected.abs().max()
-        made[f"{pattern} {sparsity:g}"] = layer.bind(x, out)
+        assert (out.double() - expected).abs().max() <= 1e-5 * expected.abs().max()
     return made
 
 
@@ -70,7 +69,7 @@ def onnxruntime(rows: int, columns: int, n: int, variants: list[Any], threads: i
 
 
 def openvino(rows: int, columns: int, n: int, variants: list[Any], threads: int) -> Products:
-    """With the settings of `growprune bench`."""
+    """With the settings of bench.py."""
     import openvino as ov
 
     del variants

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from growprune.deployment.bench import Worker
+from bench import Worker
 
 SHAPES = [
     *((1024, 4096, n) for n in (1, 8, 32, 128, 512)),

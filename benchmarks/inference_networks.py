@@ -7,7 +7,7 @@ Masks are random; with `--run`, which can be given several times, they are those
 the live weights over the layers as training did. A translator is timed end to end: a sentence of 24 tokens in, its
 greedy translation out, 32 tokens at most, one call of the decoder each; its error is 0 if all tokens are the same. The
 column "error" is that of the deployed model, as a share of torch's largest output. Each engine is a process, and they
-take turns, about 60 ms each: see growprune/deployment/bench.py. `--python` is the interpreter for onnxruntime and
+take turns, about 60 ms each: see bench.py. `--python` is the interpreter for onnxruntime and
 OpenVINO, where they live in an environment of their own.
 """
 
@@ -173,7 +173,7 @@ def measure(
     must: float | None,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-    from growprune.deployment.bench import bench
+    from bench import bench
 
     found = bench(
         f"{Path(__file__).resolve()}:{loader}",

@@ -3,7 +3,7 @@
     python read_without_growprune.py model.safetensors              lists the tensors
     python read_without_growprune.py model.safetensors out.npz      writes them, dense, for numpy.load
 
-growprune/files/sparse_file.py specifies the format. numpy has no bfloat16: such tensors become float32.
+docs/file-format.md specifies the format. numpy has no bfloat16: such tensors become float32.
 """
 
 import hashlib

@@ -11,8 +11,6 @@ seconds, to see that it runs. DIR is that of run.py.
 from __future__ import annotations
 
 import argparse
-import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -20,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from page import put
-from run import STOPPED, keep
+from run import STOPPED, keep, train
+from table import spread
 
 from growprune.runs import find_runs
 
@@ -86,23 +85,6 @@ LABELS = {
 }
 
 
-def train(source: str, out: Path, data: Path, settings: dict[str, Any], seconds: float) -> int:
-    """Train, or go on with, one run; returns the exit status."""
-    command = [sys.executable, "-m", "growprune"]
-    if (out / "recipe.json").exists():
-        command += ["resume", str(out)]
-    else:
-        command += ["train", source, "--out", str(out)]
-        command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    process = subprocess.Popen([*command, "--data", str(data)])
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # which saves
-        process.wait()
-    return process.returncode
-
-
 def jobs(name: str, seed: int, runs: Path) -> list[tuple[str, Path, dict[str, Any]]]:
     """Name, run folder and settings of each run, the dense one, from which all others start, first."""
     study, start = STUDIES[name], runs / name / "start" / f"seed{seed}"
@@ -151,9 +133,7 @@ def table(results: Path) -> str:
 
 def _cell(folder: Path, metric: str) -> str:
     found = [run.figure("test")[metric] for run in find_runs([folder])] if folder.is_dir() else []
-    if not found:
-        return ""
-    return f"{statistics.mean(found):.2f}" + (f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else "")
+    return spread(found) if found else ""
 
 
 def main() -> None:

@@ -104,24 +104,30 @@ VARIANTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 def run(study: str, row: str, seed: int, data: Path, runs: Path, seconds: float) -> int:
-    """Train, or go on with, one run, and keep its result; returns the exit status."""
+    """Train one run of a study, and keep its result; returns the exit status."""
     out = runs / study / row / f"seed{seed}"
+    recipe, settings = VARIANTS.get(study, {}).get(row, (row, {}))
+    source = str(HERE / recipe) if ":" in recipe else f"{RECIPES_OF.get(study, study)}/{recipe}"
+    status = train(source, out, data / DATA[study], {"seed": seed, **settings}, seconds)
+    if (out / "result.json").exists():
+        keep(out / "result.json", HERE / study / row / f"seed{seed}" / "result.json")
+    return status
+
+
+def train(source: str, out: Path, data: Path, settings: dict[str, Any], seconds: float) -> int:
+    """Train, or go on with, one run; returns the exit status."""
     command = [sys.executable, "-m", "growprune"]
     if (out / "recipe.json").exists():
         command += ["resume", str(out)]
     else:
-        recipe, settings = VARIANTS.get(study, {}).get(row, (row, {}))
-        source = str(HERE / recipe) if ":" in recipe else f"{RECIPES_OF.get(study, study)}/{recipe}"
         command += ["train", source, "--out", str(out)]
-        command += [word for key, value in {"seed": seed, **settings}.items() for word in ("--set", f"{key}={value}")]
-    process = subprocess.Popen([*command, "--data", str(data / DATA[study])])
+        command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    process = subprocess.Popen([*command, "--data", str(data)])
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.terminate()  # which saves
         process.wait()
-    if (out / "result.json").exists():
-        keep(out / "result.json", HERE / study / row / f"seed{seed}" / "result.json")
     return process.returncode
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 PACKAGE = Path(__file__).parent
 
@@ -27,6 +29,14 @@ def shorten(text: str, limit: int = 1000) -> str:
         return text
     half = (limit - 5) // 2
     return f"{text[:half]} ... {text[-half:]}"
+
+
+def need(module: str, extra: str, why: str) -> Any:
+    """A module that comes with an extra of growprune, or one line about how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise GrowpruneError(f"{why}: pip install 'growprune[{extra}]' ({error})") from error
 
 
 def warn(message: str) -> None:

@@ -24,7 +24,6 @@ from growprune import engine
 from growprune.cli import app
 from growprune.cli.stopping import StopFlag, say_how_to_resume
 from growprune.engine.folder import RunFolder
-from growprune.engine.metric import scaled
 from growprune.recipes import find
 
 TINY = ["--set", "device=cpu", "--set", "task.width=2"]
@@ -79,7 +78,6 @@ def test_help_names_the_verbs_and_imports_no_torch() -> None:
         "report",
         "compare",
         "deploy",
-        "bench",
         "doctor",
     ]
 
@@ -121,24 +119,6 @@ def test_plan_cuts_no_number_off(columns: int | None) -> None:
     assert rows[0][3:] == ["0", "0.1000", "~818 M", "~0"]
     assert rows[2] == ["1", "", "prune S3 to 0.9,", "30", "0.1078", "~2.23 G", "~201 G"]
     assert rows[3] == ["", "", "grow S0 to dense", "", "", "", ""]
-
-
-@pytest.mark.parametrize(
-    ("count", "shown"),
-    {
-        0: "0",
-        999: "999",
-        1_000: "1.00 k",
-        99_949: "99.9 k",
-        999_499: "999 k",
-        999_500: "1.00 M",
-        3_122_563_000: "3.12 G",
-        281 * 10**15: "281 P",
-        5 * 10**22: "5.00e+04 E",
-    }.items(),
-)
-def test_counts_are_shown_in_three_digits(count: int, shown: str) -> None:
-    assert scaled(count) == shown
 
 
 def test_train_resume_extend_and_inspect(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from growprune import engine
 from growprune.cli import app, machine
 from growprune.cli.progress import Drawing
 from growprune.cli.screen import err
+from growprune.engine.metric import scaled
 from growprune.engine.trainer import timeline, work_before
 from growprune.plan import walk
 
@@ -103,6 +104,24 @@ def test_progress_counts_up_to_all_iterations_of_the_run(tmp_path: Path, monkeyp
     assert {event["run_iterations"] for event in events if "run_done" in event} == {36}  # 9 epochs of 4
     assert done == sorted(done)
     assert done[-1] == 35  # after the last iteration there is nothing to show
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    {
+        0: "0",
+        999: "999",
+        1_000: "1.00 k",
+        99_949: "99.9 k",
+        999_499: "999 k",
+        999_500: "1.00 M",
+        3_122_563_000: "3.12 G",
+        281 * 10**15: "281 P",
+        5 * 10**22: "5.00e+04 E",
+    }.items(),
+)
+def test_counts_are_shown_in_three_digits(count: int, shown: str) -> None:
+    assert scaled(count) == shown
 
 
 def test_inspect_shows_a_file_as_a_table_that_fits(model_file: Path) -> None:

@@ -14,8 +14,8 @@ from toy import Toy, cyclic
 
 from growprune import GrowpruneError, methods
 from growprune.compare import Request
-from growprune.compare.budget import Budget, _nearest, cut_as_usual, num_epochs, spend
-from growprune.compare.rows import Row, parse_rows
+from growprune.compare.budget import Budget, cut_as_usual, nearest, num_epochs, spend
+from growprune.compare.parsing import Row, parse_rows
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.masks.partition_kinds import balanced, contiguous, per_layer
@@ -218,7 +218,7 @@ def test_the_nearest_of_rising_prices_is_found_with_few_of_them(leaps: list[int]
         asked.append(epochs)
         return prices[epochs]
 
-    found = _nearest(price, target, 5, max(prices))
+    found = nearest(price, target, 5, max(prices))
     assert abs(prices[found] - target) == min(abs(price - target) for price in prices.values())
     assert len(asked) == len(set(asked)) <= 30  # of 300; two for each halving of them, and those beside
 

@@ -20,13 +20,11 @@ from triton_interpreter import mend_interpreter, on_the_gpu
 
 import growprune as gp
 from growprune.deployment.cuda import graphed
-from growprune.deployment.cuda.csr import Entries, from_bits, from_dense, from_mask
-from growprune.deployment.cuda.formats import LaneMatrix, bitmask_matrix, lane_matrix
+from growprune.deployment.cuda.formats import Entries, LaneMatrix, bitmask_matrix, from_dense, from_live, lane_matrix
 from growprune.deployment.cuda.linear import DenseLinear, SparseLinear, is_two_of_four
 from growprune.deployment.cuda.products import BitmaskTile, LaneTile, Matrix, Tile, product
 from growprune.deployment.cuda.tuning import FORMATS, choose, fastest, times_of_tiles
 from growprune.errors import GrowpruneError
-from growprune.storage import kernels
 from growprune.storage.compact_modules import layouts_of
 
 MAKERS: dict[str, Callable[[Entries], Matrix]] = {
@@ -99,27 +97,19 @@ def test_entries_of_compact_storage_need_no_dense_weight() -> None:
     sparse.prune()
     layout, values = layouts_of(model[0])["weight"], dict(model[0].named_parameters())["weight"].detach()
     assert layout is not None
-    entries = from_bits(values, layout.bits, layout.shape, group=layout.group)
+    entries = from_live(values, layout.mask())
     assert torch.equal(entries.dense(), model.state_dict()["0.weight"])
 
 
-def test_bits_may_stand_for_groups() -> None:
-    mask = torch.tensor([[True] * 4 + [False] * 4, [False] * 4 + [True] * 4])
-    entries = from_bits(torch.arange(8.0), kernels.pack(mask.view(-1), group=4), (2, 8), group=4)
-    assert entries.dense().tolist() == [[0, 1, 2, 3, 0, 0, 0, 0], [0, 0, 0, 0, 4, 5, 6, 7]]
-
-
 def test_many_weights_are_looked_at_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("growprune.deployment.cuda.csr.CHUNK", 1024)
+    monkeypatch.setattr("growprune.deployment.cuda.formats.CHUNK", 1024)
     weight = random_weight(50, 77, 0.7)
-    mask = weight != 0
     assert torch.equal(from_dense(weight).dense(), weight)
-    assert torch.equal(from_bits(weight[mask], kernels.pack(mask.view(-1)), (50, 77)).dense(), weight)
 
 
 def test_values_and_mask_must_agree() -> None:
     with pytest.raises(GrowpruneError, match="3 values, but 1 weights live"):
-        from_mask(torch.ones(3), torch.tensor([[True, False]]))
+        from_live(torch.ones(3), torch.tensor([[True, False]]))
 
 
 def test_a_run_is_consecutive_weights_across_the_lanes() -> None:
@@ -181,7 +171,7 @@ def test_formats_give_the_matrix_back(
     weight = random_weight(rows, columns, sparsity, dtype, seed)
     matrix = MAKERS[kind](from_dense(weight))
     assert torch.equal(matrix.dense(), weight)
-    assert (matrix.rows, matrix.columns, matrix.num_alive) == (rows, columns, int((weight != 0).sum()))
+    assert (matrix.rows, matrix.columns) == (rows, columns)
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -373,7 +363,7 @@ def test_the_fastest_is_kept(slow: dict[str, float], kept: str, monkeypatch: pyt
     monkeypatch.setattr(
         "growprune.deployment.cuda.tuning.fastest", lambda m, tiles, batch, s: (tiles[0], times[next(kinds)])
     )
-    monkeypatch.setattr("growprune.deployment.cuda.tuning._time", lambda layer, entries, batch: times[layer.kind])
+    monkeypatch.setattr("growprune.deployment.cuda.tuning.time_layer", lambda layer, entries, batch: times[layer.kind])
     choice = choose(from_dense(random_weight(8, 16, 0.75, torch.float32)))
     assert choice.layer.kind == kept
     assert isinstance(choice.layer, DenseLinear if kept == "dense" else SparseLinear)

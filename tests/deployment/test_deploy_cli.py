@@ -1,9 +1,8 @@
-"""`growprune deploy` and `growprune bench`: what they write and show, and one line for what is wrong."""
+"""`growprune deploy`: what it writes and shows, and one line for what is wrong."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ from typer.testing import CliRunner
 
 import growprune as gp
 from growprune.cli import app
-from growprune.cli.deploying import conclusion
-from growprune.deployment.bench import Timing, bench
 from growprune.tasks.digits import Digits
 
 MODEL = """
@@ -58,7 +55,7 @@ def refused(*arguments: str) -> str:
 def test_a_run_is_deployed_and_loaded(run: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["deploy", str(run), "--out", str(tmp_path / "out"), "--seconds", "0"])
     assert done.exit_code == 0, done.output
-    assert "stage1.0" in done.stdout and "sparse" in done.stdout and "growprune bench" in done.stdout
+    assert "stage1.0" in done.stdout and "sparse" in done.stdout
     task = Digits(width=4)
     model = gp.load(run / "model.safetensors", task.build_model()).model.eval()
     loaded = gp.load_deployed(tmp_path / "out", task.build_model())
@@ -89,29 +86,6 @@ def test_a_model_can_be_deployed_by_its_layers(file: Path, tmp_path: Path) -> No
     assert json.loads((tmp_path / "out" / "deployed.json").read_text())["is_whole"] is False
 
 
-@pytest.mark.slow
-def test_engines_are_timed_in_processes_and_what_is_missing_is_named(file: Path, tmp_path: Path) -> None:
-    model = ["--model", f"{tmp_path / 'net.py'}:build", "--example-shape", "4,16"]
-    out = ["--out", str(tmp_path / "out"), "--seconds", "0"]
-    assert CliRunner().invoke(app, ["deploy", str(file), *model, *out]).exit_code == 0
-    engines = ["--engines", "deployed,torch,onnxruntime", "--python", str(tmp_path / "python"), "--rounds", "2"]
-    (tmp_path / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # one that has no packages
-    (tmp_path / "python").chmod(0o755)
-    done = CliRunner().invoke(app, ["bench", str(tmp_path / "out"), *engines, "--json"])
-    assert done.exit_code == 0, done.output
-    deployed, plain, other = json.loads(done.stdout)["engines"]
-    assert deployed["engine"] == "deployed" and deployed["ms"] > 0 and deployed["error"] <= 1e-5
-    assert plain["ms"] > 0 and plain["error"] == 0
-    assert other["ms"] is None and "numpy" in other["why"]
-
-
-def test_only_what_was_measured_is_claimed() -> None:
-    ours, torch_, missing = Timing("deployed", 2.0, 0.1, 0.0), Timing("torch", 5.0, 0.2, 0.0), Timing("openvino", None)
-    assert conclusion([ours, torch_]) == "2.50 times as fast as the best of the others, torch (spread 20%)"
-    assert conclusion([ours, torch_, missing]).endswith("(spread 20%); openvino not measured")
-    assert conclusion([ours, missing]) == "nothing to compare; openvino not measured"
-
-
 def test_bad_input_gives_one_line(run: Path, file: Path, tmp_path: Path) -> None:
     out, net = str(tmp_path / "out"), str(tmp_path / "net.py")
     (tmp_path / "empty").mkdir()
@@ -130,12 +104,4 @@ def test_bad_input_gives_one_line(run: Path, file: Path, tmp_path: Path) -> None
     for options in ([], ["--by-layer"]):
         said = refused("deploy", str(file), "--out", out, *wide, *options)
         assert "the model failed on the example (RuntimeError: mat1 and mat2 shapes cannot be multiplied" in said
-    assert "there is no" in refused("bench", str(tmp_path / "none"))
-    assert "there is no engine 'fast'" in refused("bench", str(run), "--engines", "fast")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_model_that_does_not_run_is_said_before_anything_is_timed(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text("def load():\n    raise ValueError('no weights here')\n")
-    with pytest.raises(gp.GrowpruneError, match="cannot be run in torch: ValueError: no weights here"):
-        bench(f"{tmp_path / 'net.py'}:load", {}, engines=["deployed"], threads=1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from paths import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -227,7 +230,7 @@ def test_conv1d_of_transformers_is_a_linear_layer() -> None:
 def test_rows_come_back_from_json() -> None:
     for kind, tile in (("offsets", LaneTile(8, 16)), ("bitmask", BitmaskTile(16))):
         row = GpuRow("fc", "8x8 x 1", 0.9, 1.0, 0.5, "sparse", None, kind, {1: tile})
-        content = json.loads(json.dumps(row.to_dict()))
+        content = json.loads(json.dumps(dataclasses.asdict(row)))
         table = {"rows": [content], "deployed_ms": None, "torch_ms": None, "in_torch": []}
         assert read_table(table, is_gpu=True).rows == (row,)
 
@@ -285,8 +288,9 @@ def test_a_model_whose_layers_are_all_faster_dense_is_still_saved_sparse(
 @pytest.mark.usefixtures("without_a_gpu")
 def test_a_folder_of_a_gpu_is_not_for_bench(tmp_path: Path) -> None:
     gp.deploy(sparse_mlp(), torch.randn(2, 64), device="cuda", seconds=0).save(tmp_path / "fast")
-    done = CliRunner().invoke(app, ["bench", str(tmp_path / "fast")])
-    assert done.exit_code == 2 and "deployed on cuda, but bench compares engines on the CPU" in done.stderr
+    bench = runpy.run_path(str(ROOT / "benchmarks" / "bench.py"))
+    with pytest.raises(gp.GrowpruneError, match="deployed on cuda, but bench compares engines on the CPU"):
+        bench["open_model"](str(tmp_path / "fast"), "", "")
 
 
 # What is refused

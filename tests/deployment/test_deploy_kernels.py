@@ -66,6 +66,12 @@ def spaced(tensor: Tensor, gap: float = float("nan")) -> Tensor:
     return wide[:, : tensor.shape[1]]
 
 
+def run(layer: Layer, x: Tensor) -> Tensor:
+    out = torch.empty(layer.rows, layer.geometry.columns)
+    layer.bind(x, out)()
+    return out
+
+
 def finish(sums: Tensor, activation: Activation) -> Tensor:
     return {Activation.NONE: sums, Activation.RELU: sums.relu(), Activation.GELU: F.gelu(sums)}[activation]
 
@@ -102,11 +108,9 @@ def test_a_product_with_bias_residual_and_activation_is_that_of_torch(
     activation, tile = data.draw(st.sampled_from(Activation)), data.draw(tiles(PATTERNS[pattern][0]))
     matrix = from_dense(weight, mask, pattern=pattern)
     assert torch.equal(matrix.dense(), weight)
-    layer = NativeLayer(
-        matrix, Geometry.linear(columns, n), tile, bias=bias if has_bias else None, activation=activation
-    )
+    spec = LayerSpec("", matrix, Geometry.linear(columns, n), bias if has_bias else None, activation=activation)
     out = spaced(torch.zeros(rows, n), gap=7.0)
-    layer(spaced(x), out, spaced(residual) if has_residual else None)
+    NativeLayer(spec, tile).bind(spaced(x), out, spaced(residual) if has_residual else None)()
     sums = weight.double() @ x.double() + has_bias * bias.double().view(-1, 1) + has_residual * residual.double()
     expect_close(out, finish(sums, activation), weight.abs() @ x.abs() + bias.abs().view(-1, 1) + residual.abs())
     assert (out.as_strided((rows, n + GAP), (n + GAP, 1))[:, n:] == 7.0).all()
@@ -132,10 +136,10 @@ def convolved(x: Tensor, weight: Tensor, g: Geometry) -> Tensor:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_convolution_is_that_of_torch(pattern: str, data: st.DataObject, geometry: Geometry, rows: int) -> None:
     weight, mask = weight_and_mask((rows, geometry.channels, *geometry.kernel), pattern, 0.4)
-    x, out = torch.randn(geometry.channels, geometry.in_columns), torch.empty(rows, geometry.columns)
+    x = torch.randn(geometry.channels, geometry.in_columns)
     matrix, tile = from_dense(weight, mask, pattern=pattern), data.draw(tiles(PATTERNS[pattern][0]))
-    NativeLayer(matrix, geometry, tile)(spaced(x), out)
-    expect_close(out, convolved(x, weight, geometry), convolved(x.abs(), weight.abs(), geometry))
+    found = run(NativeLayer(LayerSpec("", matrix, geometry), tile), spaced(x))
+    expect_close(found, convolved(x, weight, geometry), convolved(x.abs(), weight.abs(), geometry))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -156,9 +160,9 @@ def test_every_candidate_is_right_and_gives_the_same_bits_on_one_thread_and_on_t
     x, matrix = torch.randn(geometry.channels, geometry.in_columns), from_dense(weight, mask, pattern=pattern)
     expected, scale = convolved(x, weight, geometry), convolved(x.abs(), weight.abs(), geometry)
     for tile in tuning.candidates(matrix, geometry, threads=2):
-        two = NativeLayer(matrix, geometry, tile)(x, torch.empty(50, geometry.columns))
+        two = run(NativeLayer(LayerSpec("", matrix, geometry), tile), x)
         alone = replace(tile, threads=1, row_chunks=1)
-        one = NativeLayer(matrix, geometry, alone)(x, torch.empty(50, geometry.columns))
+        one = run(NativeLayer(LayerSpec("", matrix, geometry), alone), x)
         expect_close(one, expected, scale)
         assert torch.equal(one, two), tile
 
@@ -167,23 +171,23 @@ def test_gelu_is_within_a_millionth_everywhere() -> None:
     x = torch.cat([torch.linspace(-8, 8, 100_001), torch.tensor([-1e4, -40.0, 40.0, 1e4, 0.0])]).view(1, -1)
     one = from_dense(torch.ones(1, 1))
     layer = made(NativeLayer, one, Geometry.linear(1, x.shape[1]), activation=Activation.GELU)
-    found, expected = layer(x, torch.empty_like(x)), F.gelu(x.double())
+    found, expected = run(layer, x), F.gelu(x.double())
     assert ((found - expected).abs() <= 1e-6 * expected.abs().clamp_min(1)).all()
 
 
 def test_what_an_earlier_layer_has_left_behind_does_not_matter() -> None:
     before = made(NativeLayer, from_dense(torch.ones(3, 40)), Geometry.linear(40, 20))
-    assert before(torch.full((40, 20), float("nan")), torch.empty(3, 20)).isnan().all()
+    assert run(before, torch.full((40, 20), float("nan"))).isnan().all()
     overhanging = from_dense(torch.ones(2, 9), pattern="1x8")
     after = made(NativeLayer, overhanging, Geometry.linear(9, 19))
-    assert (after(torch.ones(9, 19), torch.empty(2, 19)) == 9).all()
+    assert (run(after, torch.ones(9, 19)) == 9).all()
 
 
 def test_nan_and_infinity_come_through_as_in_torch() -> None:
     x = torch.tensor([[float("nan"), float("inf"), -float("inf"), 1.0]])
     for activation, last in ((Activation.NONE, -float("inf")), (Activation.RELU, 0.0)):
         ours = made(NativeLayer, from_dense(torch.ones(1, 1)), Geometry.linear(1, 4), activation=activation)
-        found = ours(x, torch.empty(1, 4))
+        found = run(ours, x)
         assert found[0, 0].isnan() and found[0, 1:].tolist() == [float("inf"), last, 1.0]
 
 
@@ -205,7 +209,7 @@ def test_nothing_is_read_before_or_behind_the_input(pattern: str, geometry: Geom
     weight, mask = weight_and_mask((20, geometry.channels, *geometry.kernel), pattern, 0.2)
     matrix = from_dense(weight, mask, pattern=pattern)
     for tile in tuning.candidates(matrix, geometry, threads=1):
-        assert NativeLayer(matrix, geometry, tile)(x, torch.empty(20, geometry.columns)).count_nonzero() == 0
+        assert run(NativeLayer(LayerSpec("", matrix, geometry), tile), x).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("march, lanes", [("x86-64", 4), ("x86-64-v3", 8)])
@@ -290,8 +294,8 @@ def test_modules_give_the_very_weights_they_hold(pattern: str, storage: str) -> 
 
 
 def made(kind: type[Any], matrix: SparseMatrix, geometry: Geometry, **ends: Any) -> Layer:
-    tile = tuning.candidates(matrix, geometry, threads=1)[0]
-    layer: Layer = kind(matrix, geometry, tile, **ends) if kind is NativeLayer else kind(matrix, geometry, **ends)
+    tiles = tuning.candidates(matrix, geometry, threads=1)[:1] if kind is NativeLayer else []
+    layer: Layer = kind(LayerSpec("", matrix, geometry, **ends), *tiles)
     return layer
 
 
@@ -308,14 +312,16 @@ def test_all_ways_to_run_a_layer_agree(kind: type[Any], geometry: Geometry) -> N
     )
     layer = made(kind, from_dense(weight, mask, pattern="8x1"), geometry, bias=bias, activation=Activation.RELU)
     expected = (convolved(x, weight, geometry) + bias.double().view(-1, 1) + residual.double()).relu()
-    torch.testing.assert_close(layer(x, torch.empty_like(residual), residual).double(), expected, atol=1e-5, rtol=1e-5)
+    out = torch.empty_like(residual)
+    layer.bind(x, out, residual)()
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     out = residual.clone()
     layer.bind(x, out, out)()  # the residual may be where the result goes
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def spec_of(weight: Tensor, geometry: Geometry) -> LayerSpec:
-    return LayerSpec("layer", from_dense(weight), geometry, None, is_sparse=True)
+    return LayerSpec("layer", from_dense(weight), geometry)
 
 
 def test_without_kernels_csr_stands_in_from_90_percent_on_and_dense_below(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,14 +353,14 @@ def test_tuning_takes_the_likeliest_tile_without_time_and_one_of_the_candidates_
 def test_tensors_that_the_kernels_would_misread_are_refused(x: Tensor, out: Tensor, words: str) -> None:
     layer = made(NativeLayer, from_dense(torch.ones(3, 4)), Geometry.linear(4, 6))
     with pytest.raises(GrowpruneError, match=words):
-        layer(x, out)
+        layer.bind(x, out)
 
 
 def test_tiles_masks_and_biases_that_do_not_fit_are_refused() -> None:
     matrix, geometry = from_dense(torch.ones(3, 4)), Geometry.linear(4, 6)
     for tile in (Tile(16, 9, 8, 1, 1), Tile(4, 1, 70000, 1, 1), Tile(4, 1, 8, 2, 1), Tile(3, 1, 8, 1, 1)):
         with pytest.raises(GrowpruneError, match="does not suit"):
-            NativeLayer(matrix, geometry, tile)
+            NativeLayer(LayerSpec("", matrix, geometry), tile)
     with pytest.raises(GrowpruneError, match="bias has shape"):
         made(NativeLayer, matrix, geometry, bias=torch.ones(4))
     with pytest.raises(GrowpruneError, match="5 values do not fit"):

@@ -1,12 +1,11 @@
-"""Matrices made quickly of whole blocks are those made the long way."""
+"""Matrices of live values: their blocks, in order."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from growprune.deployment.cpu import matrix
-from growprune.deployment.cpu.matrix import SparseMatrix, from_live, whole_blocks
+from growprune.deployment.cpu.matrix import block_of, from_live
 
 SHAPES = [(16, 24), (8, 16, 3, 3), (16, 8, 1, 1), (8, 8, 5), (9, 13), (3, 5, 2, 2)]
 
@@ -20,36 +19,45 @@ def masked(shape: tuple[int, ...], height: int, width: int) -> torch.Tensor:
     return whole.reshape(folded).movedim(-1, 1).contiguous()
 
 
-def assert_equal(a: SparseMatrix, b: SparseMatrix) -> None:
-    assert (a.rows, a.columns, a.height, a.width, a.num_alive) == (b.rows, b.columns, b.height, b.width, b.num_alive)
-    for name in ("starts", "places", "values"):
-        mine, other = getattr(a, name), getattr(b, name)
-        assert mine.dtype == other.dtype
-        assert torch.equal(mine, other), name
+def blocks_of(weight: torch.Tensor, mask: torch.Tensor, height: int, width: int) -> tuple[list[int], ...]:
+    """Starts, places and values of a folded weight, block by block."""
+    starts, places, values = [0], list[int](), list[float]()
+    overhang = (0, -mask.shape[1] % width, 0, -mask.shape[0] % height)
+    weight, mask = (torch.nn.functional.pad(x, overhang) for x in (weight, mask))
+    for row in range(0, mask.shape[0], height):
+        for column in range(0, mask.shape[1], width):
+            cut = slice(row, row + height), slice(column, column + width)
+            if mask[cut].any():
+                places.append(column // width)
+                values += weight[cut].flatten().tolist()
+        starts.append(len(places))
+    return starts, places, values  # type: ignore[return-value]
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
 @pytest.mark.parametrize("pattern", ["unstructured", "1x8", "8x1"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("order", ["rows", "inputs last", "transposed"])
-def test_a_matrix_is_the_same_either_way(
-    shape: tuple[int, ...], pattern: str, order: str, monkeypatch: pytest.MonkeyPatch
+def test_a_matrix_has_the_live_blocks_row_by_row(
+    shape: tuple[int, ...], pattern: str, order: str, is_whole: bool
 ) -> None:
     torch.manual_seed(0)
-    mask = masked(shape, *matrix.block_of(pattern))
-    if order == "transposed":
-        mask = mask.transpose(0, 1).contiguous()
-    live = torch.randn(int(mask.sum()))
-    options = {"pattern": pattern, "inputs_last": order == "inputs last", "transposed": order == "transposed"}
-    quick = from_live(live, mask, **options)  # type: ignore[arg-type]
-    monkeypatch.setattr(matrix, "whole_blocks", lambda *a, **k: None)
-    assert_equal(quick, from_live(live, mask, **options))  # type: ignore[arg-type]
-
-
-def test_blocks_that_are_not_whole_are_left_to_the_long_way() -> None:
-    mask = masked((16, 24), 8, 1)
-    assert whole_blocks(torch.randn(int(mask.sum())), mask, 8, 1, inputs_last=False) is not None
-    mask[3, 5] = not mask[3, 5]
-    assert whole_blocks(torch.randn(int(mask.sum())), mask, 8, 1, inputs_last=False) is None
+    height, width = block_of(pattern)
+    mask = masked(shape, height, width)
+    mask &= is_whole | (torch.rand(shape) < 0.5)
+    weight = torch.where(mask, torch.randn(shape), 0.0)
+    folded, folded_mask = (x.movedim(1, -1).flatten(1) for x in (weight, mask))
+    starts, places, values = blocks_of(folded, folded_mask, height, width)
+    turned = {"rows": (0, 0), "inputs last": (1, -1), "transposed": (0, 1)}[order]
+    live = weight.movedim(*turned)[mask.movedim(*turned)]
+    given = mask.transpose(0, 1).contiguous() if order == "transposed" else mask
+    options = {"inputs_last": order == "inputs last", "transposed": order == "transposed"}
+    found = from_live(live, given, pattern=pattern, **options)
+    assert (found.rows, found.columns, found.height, found.width) == (*folded.shape, height, width)
+    assert found.num_alive == int(mask.sum())
+    assert (found.starts.tolist(), found.places.tolist(), found.values.tolist()) == (starts, places, values)
+    assert (found.starts.dtype, found.places.dtype, found.values.dtype) == (torch.int64, torch.int32, torch.float32)
+    assert torch.equal(found.dense(), folded)
 
 
 def test_a_matrix_has_memory_of_its_own() -> None:

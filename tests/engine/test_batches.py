@@ -18,23 +18,30 @@ PLACES = [(None, 0), (None, 1), (None, 2), (0, 2), (0, 3), (1, 2), (None, 3), (N
 
 
 class Stream:
+    def __init__(self, device: object = None) -> None:
+        pass
+
     def wait_stream(self, other: object) -> None:
         pass
 
 
 class Numbered:
-    """Batches that say which they are."""
+    """Batches that say which they are, and count how many were made."""
+
+    num_made = 0
 
     def num_batches(self) -> int:
         return 8
 
     def batches(self, *, seed: int, start: int, device: torch.device) -> Any:
-        return (torch.tensor([seed % 10**9, number]) for number in range(start, 8))
+        for number in range(start, 8):
+            self.num_made += 1
+            yield torch.tensor([seed % 10**9, number])
 
 
-def batches(accumulate: int = 2) -> Batches:
+def batches(task: Numbered, device: str = "cpu", accumulate: int = 2) -> Batches:
     recipe = replace(find("digits/tiny"), accumulate=accumulate)
-    return Batches(recipe, Numbered(), torch.device("cpu"), 8 // accumulate)
+    return Batches(recipe, task, torch.device(device), 8 // accumulate)
 
 
 def taken(source: Batches, place: tuple[int | None, int]) -> list[list[int]]:
@@ -45,19 +52,22 @@ def taken(source: Batches, place: tuple[int | None, int]) -> list[list[int]]:
 def test_a_batch_made_ahead_is_the_one_that_was_to_come(monkeypatch: pytest.MonkeyPatch, accumulate: int) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    plain, ahead = batches(accumulate), batches(accumulate)
-    ahead._stream = Stream()  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    task = Numbered()
+    plain, ahead = batches(Numbered(), "cpu", accumulate), batches(task, "cuda", accumulate)
     for branch, iteration in PLACES:
         assert taken(ahead, (branch, iteration)) == taken(plain, (branch, iteration))
+        num_made = task.num_made
         ahead.prepare(branch, iteration + 1)
-        assert ahead._prepared is not None
+        assert task.num_made == num_made + 1
 
 
 def test_nothing_is_made_ahead_on_a_cpu() -> None:
-    source = batches()
+    task = Numbered()
+    source = batches(task)
     taken(source, (None, 0))
     source.prepare(None, 1)
-    assert source._prepared is None
+    assert task.num_made == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -22,6 +22,7 @@ from growprune.engine.mesh import Mesh
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
 from growprune.engine.trainer import Training
+from growprune.files import checkpoint
 from growprune.masks.partition_kinds import contiguous, per_layer
 from growprune.methods import METHODS
 from growprune.plan import Branch, By, Fork, Parts, Phase, Stage, grow, method, prune, walk
@@ -280,7 +281,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_last_good_checkpo
         engine.TrainingDiverged, match=r"loss became nan in phase 1 \(stage 1: prune S2.*lower optimizer\.lr"
     ):
         engine.train(recipe, tmp_path / "run")
-    found = engine.checkpoint.load_newest(tmp_path / "run" / "checkpoints", lambda message: None)
+    found = checkpoint.load_newest(tmp_path / "run" / "checkpoints", lambda message: None)
     assert found is not None
     assert found[1]["done"] == 2
     assert all(torch.isfinite(values).all() for values, _ in found[1]["model"].values())
@@ -429,9 +430,9 @@ def test_on_gpus_replicas_ask_each_other_whether_to_stop_once_in_sixteen_iterati
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mesh, asked = Mesh(cyclic().plan(Toy().build_model()), 1), []
-    monkeypatch.setattr(mesh, "_data", "a group")
+    monkeypatch.setattr(mesh, "data_group", "a group")
     device = ["cuda"]
-    monkeypatch.setattr(mesh, "_device", lambda: torch.device(device[0]))
+    monkeypatch.setattr(mesh, "device", lambda: torch.device(device[0]))
     monkeypatch.setattr(mesh, "sum_over_replicas", lambda flag: asked.append(1) or flag)
     assert [mesh.any(True, iteration) for iteration in range(1, 16)] == [False] * 15
     assert asked == []

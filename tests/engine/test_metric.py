@@ -57,9 +57,9 @@ def test_the_best_rival_is_the_one_with_the_best_mean() -> None:
     assert HIGHER.best({"a": math.nan}) is None
 
 
-def test_results_from_before_it_was_said_have_more_of_a_better_one() -> None:
-    assert Metric.of({}, otherwise="top1") == Metric("top1")
-    assert Metric.of({"metric": "bits", "lower_is_better": True}, otherwise="top1") == LOWER
+def test_a_metric_is_read_from_a_result() -> None:
+    assert Metric.of({}) == Metric("")
+    assert Metric.of({"metric": "bits", "lower_is_better": True}) == LOWER
 
 
 def test_small_scores_are_shown_with_one_more_decimal() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from toy import plain
 import growprune as gp
 from growprune import engine, methods
 from growprune.engine.recipe import Recipe
+from growprune.plan import Edit
 from growprune.sparse.internals import Internals
 
 
@@ -26,12 +28,12 @@ def digest(own: Internals) -> str:
 
 def note_masks(recipe: Recipe, folder: Path, stop_after: int) -> None:
     """Train, or resume, and note the masks after each edit."""
-    countdown, apply = iter(range(stop_after)), gp.SparseModel.apply
+    countdown, apply = iter(range(stop_after)), Internals.apply
 
-    def noting(sparse: gp.SparseModel, *edits: gp.Edit) -> None:
-        apply(sparse, *edits)
+    def noting(own: Internals, edits: Sequence[Edit]) -> None:
+        apply(own, edits)
         with (folder.parent / f"{folder.name}-{os.environ['RANK']}").open("a") as notes:
-            notes.write(digest(sparse) + "\n")
+            notes.write(digest(own) + "\n")
 
     Internals.apply = noting  # type: ignore[method-assign]
     start = engine.resume if (folder / "recipe.json").exists() else engine.train

@@ -18,9 +18,9 @@ from toy import continuing, cyclic, parallel
 
 import growprune as gp
 from growprune import engine, methods
-from growprune.engine import checkpoint
 from growprune.engine.optim import OptimizerConfig
 from growprune.engine.recipe import Recipe
+from growprune.files import checkpoint
 
 
 def editing_often(method: Callable[..., gp.Plan]) -> Recipe:

@@ -81,6 +81,12 @@ def write_run(
     return folder
 
 
+def finished(folder: Path, method: str, sparsity: float, seed: int, quality: float, **more: Any) -> Path:
+    """A run of two epochs that is done."""
+    made = recipe(method, sparsity, seed, **more.pop("recipe", {}))
+    return write_run(folder, made, result(made, quality, more.pop("rows", history([1000, 500])), **more))
+
+
 def phase(index: int, stage: int, edits: str, iterations: int, alive: int, branch: int | None = None) -> Any:
     about = {"event": "phase", "index": index, "stage": stage, "branch": branch, "edits": edits, "alive": alive}
     return {**about, "epochs": iterations // 10, "iterations": iterations}

@@ -508,7 +508,7 @@ def test_another_module_is_validated_by_the_same_trainer(storage: str, tmp_path:
     trainer.validate(other, data, verbose=False)
     trainer.validate(Module(), data, ckpt_path=first, verbose=False)  # whose masks are not those of the trained module
     assert callback.state_dict()["num_edits_validated"] == -1 and callback.cursor.is_over
-    assert all(torch.equal(mask, callback.sparse.mask(name)) for name, mask in masks.items())
+    assert all(torch.equal(mask, callback.sparse.masks[name]) for name, mask in masks.items())
     assert all(torch.equal(weights[name], tensor) for name, tensor in module.state_dict().items())
     with pytest.raises(GrowpruneError, match="has trained another module already"):
         trainer.fit(other, data)

@@ -23,7 +23,7 @@ from growprune.plan import (
     ScheduledPhase,
     grow,
     method,
-    parse_by,
+    parse_choice,
     prune,
     walk,
 )
@@ -108,7 +108,7 @@ def test_what_an_edit_goes_by_may_be_named() -> None:
     with pytest.raises(
         GrowpruneError, match=r"^by is 'luck', but must be one of magnitude, random, gradient, momentum"
     ):
-        parse_by("luck")
+        parse_choice(By, "luck")
 
 
 def test_all_but_magnitude_and_random_look_at_gradients() -> None:

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "runs": "files methods tasks logs engine",
     "compare": f"{LIBRARY} files tasks engine recipes runs",
     "report": "files methods engine runs",
-    "integrations": f"{LIBRARY} sharding engine",
+    "integrations": f"{LIBRARY} files",
     "cli": f"{LIBRARY} files deployment tasks logs engine recipes runs compare report",
 }
 """What each package may import, lowest first; all may import `errors`. The package itself may import everything."""
@@ -98,6 +98,24 @@ def test_the_design_page_draws_the_layers_of_the_table() -> None:
     page = (ROOT / "docs" / "design.md").read_text()
     drawn = page.split("## Layers")[1].split("```")[1].split("\n")[1:-1]
     assert [line.split()[0] for line in drawn] == [*reversed(MAY_IMPORT)]
+
+
+SHARED_NAMES = {"layout", "parameter", "ranking", "tuning", "triton_kernels", "digits"}
+"""One is the sharded or the GPU form of the other; the last is a task, and the recipes for it."""
+
+
+def test_a_module_is_found_by_its_name() -> None:
+    names = [Path(file).stem for file in files if not file.endswith("__init__.py")]
+    assert {name for name in names if names.count(name) > 1} <= SHARED_NAMES
+
+
+def test_functions_and_files_are_short() -> None:
+    for file in files:
+        source = (SOURCE / file).read_text(encoding="utf-8")
+        assert source.count("\n") <= 400, file
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None and node.end_lineno - node.lineno < 52, f"{file}: {node.name}"
 
 
 def test_nothing_imports_the_command_line() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from paths import ROOT
-from report_runs import history, phase, recipe, result, row, write_bare, write_run
+from report_runs import finished, history, phase, recipe, result, row, write_bare, write_run
 from toy import cyclic, parallel
 from typer.testing import CliRunner
 
@@ -21,18 +21,16 @@ from growprune.cli import app
 from growprune.engine.metric import Metric
 from growprune.errors import GrowpruneError
 from growprune.report import notes, write_page
-from growprune.report.chart import styles_for
+from growprune.report.chart import Styles
 from growprune.report.frontier import average_live, frontier_charts, peak_live
 from growprune.report.groups import Group, group_runs
 from growprune.report.over_time import charts_over_time
 from growprune.report.page import render
-from growprune.report.schedule import schedule_chart
 from growprune.report.tables import all_runs
 from growprune.report.words import command
 from growprune.runs import Record, find_runs
 
 EXPERIMENTS = ROOT / "experiments"
-CYCLIC = ("prune S1 to 0.8, grow S0 to dense", "prune S0 to 0.8, grow S1 to dense", "prune S1 to 0.8")
 
 
 def page_of(*paths: Path) -> str:
@@ -45,11 +43,6 @@ def table(page: str, heading: str) -> list[list[str]]:
     assert found is not None, heading
     rows = re.findall(r"<tr>(.*?)</tr>", found[1])
     return [[html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", each)] for each in rows]
-
-
-def finished(folder: Path, method: str, sparsity: float, seed: int, quality: float, **more: Any) -> Path:
-    made = recipe(method, sparsity, seed, **more.pop("recipe", {}))
-    return write_run(folder, made, result(made, quality, more.pop("rows", history([1000, 500])), **more))
 
 
 def only_group(*paths: Path) -> Group:
@@ -162,7 +155,7 @@ def test_what_is_not_whole_is_shown_as_such_and_the_page_is_made(tmp_path: Path)
     page = render(records, "")
     assert "failed: the loss became nan" in page and len(all_runs(records)) == 7
     # what the unfinished runs did so far is drawn beside: 60 is of the two that validated, and 51 the whole one's
-    quality = next(c for c in charts_over_time(group_runs(records)[0], styles_for(group_runs(records)[0].cells)))
+    quality = next(c for c in charts_over_time(group_runs(records)[0], Styles(group_runs(records)[0].cells)))
     assert quality.rows[0] == [1, 51.0, 60.0]
 
 
@@ -256,7 +249,7 @@ def test_a_method_has_one_colour_in_all_charts_and_methods_differ_in_more_than_c
         for sparsity in (0.8, 0.9):
             finished(tmp_path / f"{method}{sparsity}", method, sparsity, 0, 88.0)
     group = only_group(tmp_path)
-    styles = styles_for(group.cells)
+    styles = Styles(group.cells)
     colours: dict[str, set[str]] = {}
     symbols: dict[str, set[str]] = {}
     for chart in [*charts_over_time(group, styles), *frontier_charts(group, styles)]:
@@ -275,82 +268,11 @@ def test_no_two_of_all_methods_and_their_variants_look_alike(tmp_path: Path) -> 
     for control in ("start", "peak"):
         finished(tmp_path / control, "gradual_gap", 0.9, 0, 88.0, recipe={"options": {"control": control}})
     cells = only_group(tmp_path).sparse
-    looks = {(style.colour, style.symbol) for style in map(styles_for(cells).of, cells)}
+    looks = {(style.colour, style.symbol) for style in map(Styles(cells).of, cells)}
     assert len(looks) == len(cells) == len(sparse) + 2
 
 
 # Charts
-
-
-def stretches(group: Group) -> dict[str, list[tuple[Any, ...]]]:
-    chart = schedule_chart(group)
-    assert chart is not None
-    found: dict[str, list[tuple[Any, ...]]] = {}
-    for label, start, end, density in chart.rows:
-        found.setdefault(str(label), []).append((start, end, density))
-    return found
-
-
-def test_the_timeline_of_a_log_has_every_edit(tmp_path: Path) -> None:
-    made = recipe("cyclic_gap", 0.8, 0)
-    edits = ("prune all to 0.8 by random", *CYCLIC)
-    events = [phase(n, n, each, 20 if n else 0, 500) for n, each in enumerate(edits)]
-    write_run(tmp_path / "a", made, result(made, 88.0, [row(6, 3, 200)]), events)
-    assert stretches(only_group(tmp_path / "a")) == {
-        "S0": [(0, 2, 1.0), (2, 6, 0.2)],
-        "S1": [(0, 2, 0.2), (2, 4, 1.0), (4, 6, 0.2)],
-    }
-
-
-def test_the_timeline_of_a_bare_result_goes_by_its_epochs(tmp_path: Path) -> None:
-    made = recipe("cyclic_gap", 0.8, 0)
-    rows = [row(n, n, 500, edits) for n, edits in enumerate(CYCLIC, 1)]
-    path = write_bare(tmp_path / "result.json", result(made, 88.0, rows))
-    assert stretches(only_group(path)) == {
-        "S0": [(0, 1, 1.0), (1, 3, 0.2)],
-        "S1": [(0, 1, 0.2), (1, 2, 1.0), (2, 3, 0.2)],
-    }
-
-
-def test_in_a_fork_each_part_is_as_dense_as_where_it_is_trained(tmp_path: Path) -> None:
-    made = recipe("parallel_gap", 0.8, 0)
-    events = [
-        phase(0, 0, "prune all to 0.8 by random", 0, 200),
-        phase(1, 1, "grow S0 to dense", 10, 500, branch=0),
-        phase(2, 1, "grow S1 to 0.5", 10, 700, branch=1),
-        phase(3, 2, "train", 10, 800),
-        phase(4, 3, "prune all to 0.8", 20, 200),
-    ]
-    write_run(tmp_path / "a", made, result(made, 88.0, [row(1, 1, 500, branch=0), row(3, 3, 200)]), events)
-    assert stretches(only_group(tmp_path / "a")) == {
-        "S0": [(0, 2, 1.0), (2, 4, 0.2)],  # combined, both are as their branches left them, until they are pruned
-        "S1": [(0, 2, 0.5), (2, 4, 0.2)],
-    }
-
-
-def test_a_bare_result_with_forks_shows_what_was_pruned_between_them(tmp_path: Path) -> None:
-    """Its epochs have no row of a pruning that is not followed by training; the live weights tell of it."""
-    made = recipe("parallel_gradual_gap", 0.8, 0)
-    rows = [  # 1,000 weights: S0 has 600 of them, S1 400
-        row(1, 1, 760, "grow S0 to dense", branch=0),  # with 0.4 of the rest
-        row(2, 1, 760, "grow S0 to dense", branch=0),
-        row(1, 1, 640, "grow S1 to dense", branch=1),  # a history has one branch after the other
-        row(2, 1, 640, "grow S1 to dense", branch=1),
-        row(3, 3, 700, "grow S0 to dense", branch=0),  # with 0.25
-        row(3, 3, 550, "grow S1 to dense", branch=1),
-        row(4, 5, 200),
-        row(5, 5, 200),
-    ]
-    path = write_bare(tmp_path / "result.json", result(made, 88.0, rows))
-    assert stretches(only_group(path)) == {"S0": [(0, 3, 1.0), (3, 5, 0.2)], "S1": [(0, 3, 1.0), (3, 5, 0.2)]}
-
-
-def test_a_method_that_edits_the_whole_model_has_one_row_by_its_live_weights(tmp_path: Path) -> None:
-    rows = [
-        row(n, n, alive, "prune 0.3 of all, grow all to 0.9 by gradient") for n, alive in ((1, 400), (2, 400), (3, 100))
-    ]
-    path = finished(tmp_path / "a", "rigl", 0.9, 0, 88.0, rows=rows)
-    assert stretches(only_group(path)) == {"whole model": [(0, 2, 0.4), (2, 3, 0.1)]}
 
 
 def test_explored_is_the_mean_over_seeds_and_of_branches_the_most(tmp_path: Path) -> None:
@@ -358,7 +280,7 @@ def test_explored_is_the_mean_over_seeds_and_of_branches_the_most(tmp_path: Path
         rows = [row(1, 1, 100, branch=b, explored=0.2 + 0.2 * b + 0.1 * seed, churn=0.5) for b in (0, 1)]
         finished(tmp_path / str(seed), "parallel_gap", 0.9, seed, 88.0, rows=[*rows, row(2, 2, 100, explored=1.0)])
     group = only_group(tmp_path)
-    charts = {chart.name: chart for chart in charts_over_time(group, styles_for(group.cells))}
+    charts = {chart.name: chart for chart in charts_over_time(group, Styles(group.cells))}
     assert charts["explored"].rows == [[1, pytest.approx(0.45)], [2, 1.0]]
     assert charts["churn"].rows == [[1, 0.5]]
     assert charts["live"].rows == [[1, 0.1], [2, 0.1]]

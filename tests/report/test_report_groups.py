@@ -12,11 +12,11 @@ import pytest
 from report_runs import history, phase, recipe, result, row, write_run
 
 from growprune.report import notes
-from growprune.report.chart import styles_for
+from growprune.report.chart import Styles
 from growprune.report.groups import Group, group_runs
 from growprune.report.over_time import charts_over_time
 from growprune.report.page import render
-from growprune.report.schedule import parse_edits, schedule_chart
+from growprune.report.schedule import schedule_chart
 from growprune.report.tables import means
 from growprune.runs import find_runs
 
@@ -79,7 +79,7 @@ def test_sparsities_that_are_nearly_the_same_are_told_apart_in_every_chart(tmp_p
         write(tmp_path / str(sparsity), "rigl", sparsity)
     (group,) = groups_of(tmp_path)
     assert labels(group) == {"rigl 0.9": 1, "rigl 0.90001": 1}
-    assert all(len(chart.data) == 2 for chart in charts_over_time(group, styles_for(group.cells)))
+    assert all(len(chart.data) == 2 for chart in charts_over_time(group, Styles(group.cells)))
 
 
 def test_who_misses_the_sparsity_is_not_the_best_at_it(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_curves_of_finished_seeds_are_whole_and_those_of_unfinished_ones_stand_b
     write(tmp_path / "whole", "rigl", 0.9, seed=1, epochs=3)
     write_begun(tmp_path / "begun", "rigl", 0)
     (group,) = groups_of(tmp_path)
-    quality = next(iter(charts_over_time(group, styles_for(group.cells))))
+    quality = next(iter(charts_over_time(group, Styles(group.cells))))
     assert quality.columns[1:] == ["rigl 0.9", "rigl, unfinished 0.9"]
     assert quality.rows == [[1, 51.0, 10.0], [2, 52.0, None], [3, 53.0, None]]
 
@@ -248,8 +248,3 @@ def test_the_schedule_of_an_unfinished_run_is_as_sparse_as_it_is(tmp_path: Path)
     chart = schedule_chart(groups_of(tmp_path)[0])
     assert chart is not None
     assert [line for line in chart.rows if "rigl" in str(line[0])] == [("rigl 0.9", 0.0, 2.0, 0.1)]
-
-
-def test_an_edit_that_says_how_layers_share_it_names_its_part_alone() -> None:
-    edits = parse_edits("prune 0.1 of all spread by ranking, grow S1 to 0.5 spread by live")
-    assert [part for _, part, _, _ in edits] == ["all", "S1"]

@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import history, phase, recipe, result, row, write_bare, write_run
+from report_runs import finished, history, phase, recipe, result, row, write_bare, write_run
 from toy import Toy, cyclic
 
 from growprune import engine
 from growprune.runs import find_runs, read_run
 from growprune.runs.record import Json
-
-
-def finished(folder: Path, method: str, sparsity: float, seed: int, quality: float, **more: Any) -> Path:
-    made = recipe(method, sparsity, seed, **more.pop("recipe", {}))
-    return write_run(folder, made, result(made, quality, history([1000, 500]), **more))
 
 
 def test_runs_are_found_in_folders_of_folders_and_each_only_once(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from growprune.recipes.digits import dense
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
-from growprune.sparse.rules.dpf import DpfRule
-from growprune.sparse.rules.str_ import StrRule
+from growprune.sparse.rules.dpf_rule import DpfRule
+from growprune.sparse.rules.str_rule import StrRule
 from growprune.tasks.digits import Digits
 
 ALL = Part("all", ("weight",))
@@ -101,9 +101,9 @@ def test_dpf_by_hand() -> None:
     assert model.weight[0].tolist() == [4, -3, 0, 0]
     # w = 4 -3 2 1, of which the third becomes the largest, though it is not in the mask
     assert step(model, optimizer, 0, 0, -8, 0) == [4, -3, 0, 0]
-    assert internals(sparse).rule.w.values["weight"][0].tolist() == [4, -3, 6, 1]
+    assert internals(sparse).rule.w["weight"][0].tolist() == [4, -3, 6, 1]
     assert step(model, optimizer, 8, 0, 0, 0) == [0, -3, 6, 0]
-    assert internals(sparse).rule.w.values["weight"][0].tolist() == [0, -3, 6, 1]
+    assert internals(sparse).rule.w["weight"][0].tolist() == [0, -3, 6, 1]
     assert sparse.masks["weight"].all()
     # w = -2 -3 6 1, then -2 -4 6 1, of which the next phase prunes what the model has
     assert step(model, optimizer, 4, 0, 0, 0) == [0, -3, 6, 0]
@@ -182,9 +182,7 @@ def test_dpf_equals_a_plain_straight_through_loop_bit_for_bit(optimize: Any, bat
         train_step(straight, theirs, t, batches=batches, clip=clip)
         train_step(model, ours, t, batches=batches, clip=clip)
     assert isinstance(internals(sparse).rule, DpfRule)
-    check_same_bits(
-        internals(sparse).rule.w.values, {name: p.data for name, p in plain.named_parameters() if p.dim() > 1}
-    )
+    check_same_bits(internals(sparse).rule.w, {name: p.data for name, p in plain.named_parameters() if p.dim() > 1})
     check_same_bits(model[0].bias, plain[0].bias)
     x = torch.randn(2, 4, 3, 3)
     masks = {name: top(p, 0.75) for name, p in plain.named_parameters() if p.dim() > 1}  # 20 is even: a new one
@@ -233,14 +231,14 @@ def test_str_by_hand() -> None:
     assert not model.weight.signbit()[0, 3]
     # the gradient of w counts where the model is not zero: 2 1 0 0; that of s is -(2 - 1) sigmoid' = -1/4
     after = step(model, optimizer, 2, 1, 8, 8)
-    assert rule.w.values["weight"][0].tolist() == [1, -1.5, 0.25, -0.5]
+    assert rule.w["weight"][0].tolist() == [1, -1.5, 0.25, -0.5]
     assert float(rule.s["weight"]) == 0.125
     assert after == pytest.approx([soft(w, 0.125) for w in (1, -1.5, 0.25, -0.5)])
     # s falls: its gradient is -(0 - 4) t (1 - t), and it decays
     t = 1 / (1 + math.exp(-0.125))
     after = step(model, optimizer, 0, 4, 0, 0)
     s = 0.125 - 0.5 * (4 * t * (1 - t) + 0.25 * 0.125)
-    assert rule.w.values["weight"][0].tolist() == [1, -3.5, 0.25, -0.5]
+    assert rule.w["weight"][0].tolist() == [1, -3.5, 0.25, -0.5]
     assert float(rule.s["weight"]) == pytest.approx(s)
     assert after == pytest.approx([soft(w, s) for w in (1, -3.5, 0.25, -0.5)])
     assert rule.figures() == {"sparsity": 0.25}  # sigmoid(s) is below 1/2 now
@@ -307,9 +305,7 @@ def test_str_equals_a_plain_loop_that_has_s_as_a_parameter(optimize: Any, batche
     for name, value in s.items():
         assert abs(float(value.detach()) + 3) > 0.01  # it moved
         torch.testing.assert_close(internals(sparse).rule.s[name], value.detach(), rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(
-            internals(sparse).rule.w.values[name], plain.get_parameter(name).data, rtol=1e-9, atol=1e-9
-        )
+        torch.testing.assert_close(internals(sparse).rule.w[name], plain.get_parameter(name).data, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(
             model.get_parameter(name).data, shrunk(name, plain.get_parameter(name)).data, rtol=1e-9, atol=1e-9
         )

@@ -18,7 +18,7 @@ from growprune.plan import Part, Phase, prune
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
-from growprune.sparse.rules.admm import AdmmRule
+from growprune.sparse.rules.admm_rule import AdmmRule
 
 ALL = Part("all", ("weight",))
 

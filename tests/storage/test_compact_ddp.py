@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Any
 
@@ -53,8 +54,16 @@ def replica(rank: int, meeting: str, storage: str, results: Any) -> None:
     moved: list[int] = []
     ddp.register_comm_hook(moved, counting)
     train(sparse, ddp, batch()[rank::2])
-    results.put((rank, sum(moved) / 3, {name: tensor.numpy() for name, tensor in model.state_dict().items()}))
-    dist.destroy_process_group()
+    answer((rank, sum(moved) / 3, {name: tensor.numpy() for name, tensor in model.state_dict().items()}), results)
+
+
+def answer(result: Any, results: Any) -> None:
+    """Hand a result over, and end the process at once: torch's own teardown of replicas sometimes hangs or crashes."""
+    results.put(result)
+    results.close()
+    results.join_thread()
+    dist.barrier()  # the other still sends and receives
+    os._exit(0)
 
 
 def batch() -> torch.Tensor:
@@ -112,8 +121,7 @@ def stale(rank: int, meeting: str, wraps_again: bool, results: Any) -> None:
             optimizer.step()
         except GrowpruneError as error:
             told = str(error)
-    results.put((rank, told))
-    dist.destroy_process_group()
+    answer((rank, told), results)
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")

@@ -15,7 +15,7 @@ import typer
 import growprune
 from growprune.cli.comparing import compare, report
 from growprune.cli.converting import convert
-from growprune.cli.deploying import bench, deploy
+from growprune.cli.deploying import deploy
 from growprune.cli.inspecting import doctor, inspect
 from growprune.cli.looking import list_, plan
 from growprune.cli.training import demo, resume, train
@@ -31,7 +31,6 @@ VERBS: dict[str, Callable[..., None]] = {
     "report": report,
     "compare": compare,
     "deploy": deploy,
-    "bench": bench,
     "doctor": doctor,
 }
 
@@ -55,16 +54,9 @@ def growprune_command(
     """Train sparse neural networks by scheduled grow-and-prune."""
 
 
-def _format_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """Without the place in our code, which is of no use to who reads it."""
-    del category, filename, lineno, line
-    return f"growprune: warning: {message}\n"
-
-
 def main() -> None:
-    warnings.formatwarning = _format_warning
+    # without the place in our code, which is of no use to the reader
+    warnings.formatwarning = lambda message, *_: f"growprune: warning: {message}\n"
     # what DDP says of the gradients of 1 x 1 convolutions; users can do nothing about it
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     try:

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
@@ -27,16 +27,15 @@ Log = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
 Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 
-def one_line_errors(command: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def one_line_errors(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
     """Say what is wrong with the input in one line, and exit with 2. A bug, ours or a user's, shows its traceback."""
 
     @functools.wraps(command)
-    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
         try:
-            return command(*args, **kwargs)
+            command(*args, **kwargs)
         except (GrowpruneError, OSError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not _is_for_users(error):
                 raise

@@ -81,12 +81,12 @@ def compare(
     request = Request(what, methods, sparsities, seeds, epochs, out, settings, data, budget, max_epochs, allow)
     jobs = request.jobs()
     if print_jobs:
-        return _print_jobs(jobs)
+        return print("".join(f"{job.command}\n" for job in jobs if not job.is_finished), end="")
     with stopping() as should_stop:
         is_done = _carry_out(jobs, workers, should_stop, retry=retry)
     comparison = request.table(jobs)
     show(comparison)
-    if not is_done or comparison.num_failed:
+    if not is_done or comparison.errors:
         raise typer.Exit(128 + should_stop.signal if should_stop.signal else 1)
     return None
 
@@ -108,13 +108,6 @@ def _carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool
         err().print(f"[{finished}/{len(jobs)}] {job.name}: {event}{why}", highlight=False, soft_wrap=True)
 
     return working.carry_out(jobs, workers=workers, should_stop=should_stop, tell=tell)
-
-
-def _print_jobs(jobs: Sequence[Job]) -> None:
-    """A line a run that is not finished."""
-    for job in jobs:
-        if not job.is_finished:
-            print(job.command)
 
 
 def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_json: bool = False) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from growprune.cli.app import AsJson, one_line_errors
-from growprune.cli.screen import err, out, print_json, size
+from growprune.cli.screen import err, new_table, out, print_json, size
 from growprune.errors import GrowpruneError
 
 if TYPE_CHECKING:
@@ -105,15 +105,12 @@ def _sizes(done: Converted) -> Table:
 
 def _matrices(done: Converted) -> Table:
     """A row a sparse matrix, up to a screenful, and one for all."""
-    table = Table()
-    table.add_column("sparse matrix", overflow="fold", min_width=12)
-    for name in ("shape", "live", "sparsity"):
-        table.add_column(name, no_wrap=True, justify="right")
+    table = new_table("sparse matrix", "shape", "live", "sparsity", text="sparse matrix")
     for matrix in done.matrices[:MAX_ROWS]:
         share = 1 - matrix.alive / math.prod(matrix.shape)
         table.add_row(matrix.name, "x".join(map(str, matrix.shape)), f"{matrix.alive:,}", f"{share:.4f}")
-    if more := len(done.matrices) - MAX_ROWS if len(done.matrices) > MAX_ROWS else 0:
-        table.add_row(f"{more} more", "", "", "")
+    if (more := len(done.matrices) - MAX_ROWS) > 0:
+        table.add_row(f"{more} more")
     table.add_section()
     alive = sum(matrix.alive for matrix in done.matrices)
     table.add_row("all of them", "", f"{alive:,}", f"{done.sparsity:.4f}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,12 +33,15 @@ def inspect(
 @one_line_errors
 def doctor(as_json: AsJson = False) -> None:
     """Show versions, devices and kernels, and what is slow here and why. Exit code 1 if something is broken."""
-    from growprune.cli.machine import examine, show_findings, to_dict
+    from growprune.cli.machine import examine, show_findings
 
     findings = examine()
-    content = to_dict(findings)
-    print_json(content) if as_json else show_findings(findings)
-    if content["is_broken"]:
+    is_broken = any(finding.state == "broken" for finding in findings)
+    if as_json:
+        print_json({"is_broken": is_broken, "findings": [asdict(finding) for finding in findings]})
+    else:
+        show_findings(findings)
+    if is_broken:
         raise typer.Exit(1)
 
 
@@ -80,7 +84,8 @@ def _history(run: Record) -> Table:
     """How the phases of a run ended; of several metrics, the one that counts."""
     rows = _last_of_each_phase(run.history)
     has_branches = any(row["branch"] is not None for row in rows)
-    shown = new_table("stage", *(["branch"] if has_branches else []), "edits", "epoch", "alive", *SPLITS)
+    columns = ["stage", *(["branch"] if has_branches else []), "edits", "epoch", "alive", *SPLITS]
+    shown = new_table(*columns, text="edits")
     for row in rows:
         branch = ["" if row["branch"] is None else str(row["branch"])] if has_branches else []
         metrics = [(row.get(split) or {}).get(run.metric.name) for split in SPLITS]
@@ -144,10 +149,7 @@ def _show_file(path: Path, about: dict[str, Any], tensors: Sequence[StoredTensor
 
 def _tensor_table(tensors: Sequence[StoredTensor]) -> Table:
     """A row a prunable tensor; the others, which are many and small, in one."""
-    table = Table()
-    table.add_column("layer", overflow="fold", min_width=12)
-    for name in ("shape", "live", "sparsity", "bytes", "digest"):
-        table.add_column(name, no_wrap=True, justify="right")
+    table = new_table("layer", "shape", "live", "sparsity", "bytes", "digest", text="layer")
     layers = [tensor for tensor in tensors if tensor.is_prunable]
     others = [tensor for tensor in tensors if not tensor.is_prunable]
     for layer in layers:

@@ -98,24 +98,21 @@ def plan(
         _show_plan(priced, chosen.claim)
 
 
-def _plan_content(estimate: Estimate, name: str, claim: str = "") -> dict[str, Any]:
+def _plan_content(estimate: Estimate, name: str, claim: str) -> dict[str, Any]:
     """A plan and its costs, for machines: a row for each run of phases that are alike."""
-    costs = iter(estimate.costs)
-    rows = []
-    for row in fold(cost.scheduled for cost in estimate.costs):
-        of_row = [next(costs) for _ in row.phases]
-        rows.append(
-            {
-                "stage": row.first.stage,
-                "branch": row.first.branch,
-                "edits": str(row),
-                "phases": len(of_row),
-                "epochs": sum(cost.epochs for cost in of_row),
-                "density": [of_row[0].density, of_row[-1].density],
-                "forward_flops": [of_row[0].forward_flops, of_row[-1].forward_flops],
-                "training_flops": sum(cost.training_flops for cost in of_row),
-            }
-        )
+    rows = [
+        {
+            "stage": row.first.stage,
+            "branch": row.first.branch,
+            "edits": str(row),
+            "phases": len(costs),
+            "epochs": sum(cost.epochs for cost in costs),
+            "density": [costs[0].density, costs[-1].density],
+            "forward_flops": [costs[0].forward_flops, costs[-1].forward_flops],
+            "training_flops": sum(cost.training_flops for cost in costs),
+        }
+        for row, costs in _rows(estimate)
+    ]
     return {
         "recipe": name,
         "claim": claim,
@@ -135,16 +132,15 @@ def _plan_content(estimate: Estimate, name: str, claim: str = "") -> dict[str, A
     }
 
 
-def _show_plan(estimate: Estimate, claim: str = "") -> None:
+def _show_plan(estimate: Estimate, claim: str) -> None:
     if claim:
         out().print(claim, markup=False, highlight=False)
     about = "" if estimate.is_exact else "~"
-    shown = new_table("stage", "branch", "edits", "epochs", "density", "FLOPs", "training")
+    shown = new_table("stage", "branch", "edits", "epochs", "density", "FLOPs", "training", text="edits")
     shown.title = f"{estimate.plan.method.__name__}, {len(estimate.plan.partition)} parts"
     shown.caption = "FLOPs: forward, for one example; training: of all epochs, for one example"
-    costs = iter(estimate.costs)
-    for row in fold(cost.scheduled for cost in estimate.costs):
-        shown.add_row(*_cells(row, [next(costs) for _ in row.phases], about))
+    for row, costs in _rows(estimate):
+        shown.add_row(*_cells(row, costs, about))
     out().print(shown)
     dense = 3 * estimate.dense_flops * estimate.epochs
     share = f", {estimate.training_flops / dense:.3f} of dense training for as many" if dense else ""
@@ -159,6 +155,13 @@ def _show_plan(estimate: Estimate, claim: str = "") -> None:
         f"optimizer state, masks" + (f"; with shard=fsdp, {each}." if each else "."),
         highlight=False,
     )
+
+
+def _rows(estimate: Estimate) -> Iterator[tuple[Row, list[Cost]]]:
+    """Phases that are alike, with what each of them costs."""
+    costs = iter(estimate.costs)
+    for row in fold(cost.scheduled for cost in estimate.costs):
+        yield row, [next(costs) for _ in row.phases]
 
 
 def _ranks(estimate: Estimate) -> tuple[int, ...]:

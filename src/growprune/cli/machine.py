@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from rich.table import Table
@@ -52,12 +51,6 @@ class Finding:
 def examine() -> list[Finding]:
     """Look at everything. Loads torch, and runs the kernels on tiny tensors."""
     return [*_versions(), *_extras(), *_devices(), *_kernels(), *_compiler(), *_threads(), *_settings()]
-
-
-def to_dict(findings: list[Finding]) -> dict[str, Any]:
-    """For machines."""
-    is_broken = any(finding.state == "broken" for finding in findings)
-    return {"is_broken": is_broken, "findings": [asdict(finding) for finding in findings]}
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
@@ -103,7 +96,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _devices() -> Iterator[Finding]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding("cpu", "ok", f"{num_cores()} cores, {memory / 2**30:.1f} GiB of memory, {platform.machine()}")
     if not torch.cuda.is_available():
         yield from _no_cuda()
@@ -134,11 +127,10 @@ def _no_cuda() -> Iterator[Finding]:
 def _kernels() -> Iterator[Finding]:
     """Whether packing and expanding masks works where models will be: a wrong kernel trains a wrong model."""
     yield _try_kernels(torch.device("cpu"))
-    has_triton = importlib.util.find_spec("triton") is not None
+    version = _version("triton")
     if not torch.cuda.is_available():
-        version = _version("triton")
         yield Finding("triton", "absent", f"{version}, but no GPU to use it" if version else "not installed; no GPU")
-    elif not has_triton:
+    elif version is None:
         text = "not installed: masks on CUDA are read in torch operations, several times as slow"
         yield Finding("triton", "slow", text, "pip install triton")
     else:
@@ -173,17 +165,13 @@ def kernels_work(device: torch.device) -> bool:
 
 def _compiler() -> Iterator[Finding]:
     """torch.compile on a CPU needs one, and Triton a C compiler."""
-    found = next((path for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if (path := _which(name))), None)
-    if found:
+    names = (*os.environ.get("CXX", "").split()[:1], "c++", "g++", "clang++")
+    if found := next(filter(None, map(shutil.which, names)), None):
         yield Finding("C++ compiler", "ok", found)
     else:
         yield Finding(
             "C++ compiler", "absent", "none found: torch.compile on a CPU needs one", "install g++ or clang, or set CXX"
         )
-
-
-def _which(name: str | None) -> str | None:
-    return shutil.which(name.split()[0]) if name and name.split() else None
 
 
 # What is slow
@@ -208,7 +196,7 @@ def _threads() -> Iterator[Finding]:
 
 def _load(threads: int, cores: int) -> Iterator[Finding]:
     """Threads that wait for one another wait for the one that another process keeps from its core."""
-    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    busy = os.getloadavg()[0]
     if threads > 1 and busy + threads > cores + 1:
         free = max(1, round(cores - busy))
         text = f"other processes keep {busy:.1f} of {cores} cores busy: torch's threads wait for one another"
@@ -216,21 +204,7 @@ def _load(threads: int, cores: int) -> Iterator[Finding]:
 
 
 def _settings() -> Iterator[Finding]:
-    if torch.version.debug:
-        yield Finding("torch build", "slow", "a debug build, many times as slow", "install a release build of torch")
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         yield Finding("CUDA_LAUNCH_BLOCKING", "slow", "every kernel is waited for", "unset CUDA_LAUNCH_BLOCKING")
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         yield Finding("TRITON_INTERPRET", "slow", "Triton kernels run in Python", "unset TRITON_INTERPRET")
-    if torch.is_anomaly_enabled():
-        yield Finding("anomaly mode", "slow", "autograd keeps track of every operation", "leave it off")
-    yield _denormals()
-
-
-def _denormals() -> Finding:
-    """Numbers near zero, of which weights that decay towards it have many, take some CPUs a hundred times as long."""
-    tiny = torch.full((64,), torch.finfo(torch.float32).tiny) / 4
-    if not bool(tiny.any()):
-        return Finding("denormals", "ok", "flushed to zero")
-    do = "if a run on a CPU slows down as it goes: torch.set_flush_denormal(True)"
-    return Finding("denormals", "ok", "kept; slow on a CPU where many weights decay to nothing", do)

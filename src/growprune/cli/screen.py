@@ -34,11 +34,11 @@ def print_json(content: Mapping[str, Any]) -> None:
         print(json.dumps(content, indent=2))
 
 
-def new_table(*columns: str) -> Table:
-    """Numbers are shown whole, to the right; where there is no room, texts go on in the next line."""
+def new_table(*columns: str, text: str) -> Table:
+    """Numbers are shown whole, to the right; where there is no room, the column of texts goes on in the next line."""
     table = Table()
     for name in columns:
-        if name == "edits":
+        if name == text:
             table.add_column(name, min_width=12, overflow="fold")
         else:
             table.add_column(name, no_wrap=True, justify="right")

@@ -27,8 +27,7 @@ class StopFlag:
         self.is_seen = self.signal != 0
         return self.is_seen
 
-    def receive(self, number: int, frame: object) -> None:
-        del frame
+    def receive(self, number: int, _frame: object) -> None:
         if self.signal:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -14,7 +14,7 @@ from typing import TypeVar
 from growprune.compare import table
 from growprune.compare.budget import Budget, num_epochs, num_iterations_per_epoch
 from growprune.compare.jobs import Job, make_jobs
-from growprune.compare.rows import parse_rows
+from growprune.compare.parsing import parse_rows
 from growprune.compare.table import Comparison
 from growprune.engine.metric import in_full
 from growprune.engine.override import override, parse_settings
@@ -95,14 +95,10 @@ class Request:
 
     @cached_property
     def budget(self) -> Budget:
-        epochs = self.epochs or self._own_epochs()
-        return Budget(self.budget_kind, epochs, self.max_epochs or 5 * epochs)
-
-    def _own_epochs(self) -> int:
-        epochs = num_epochs(self._base, self._usual_iterations_per_epoch)
+        epochs = self.epochs or num_epochs(self._base, self._usual_iterations_per_epoch)
         if epochs != int(epochs) or epochs < 1:
             raise GrowpruneError(f"{self._source} trains for {epochs:g} epochs: give --epochs")
-        return int(epochs)
+        return Budget(self.budget_kind, int(epochs), self.max_epochs or 5 * int(epochs))
 
     def _iterations_per_epoch(self, recipe: Recipe) -> int:
         """Of a row; the data are looked at again only where a row has a task of its own."""

@@ -51,7 +51,7 @@ class Budget:
         if self.kind == "flops":
             least = _fewest(at, self.epochs, self.max_epochs)
             target = 3 * estimate(at(least)).dense_flops * self.epochs
-            return _nearest(lambda epochs: estimate(at(epochs)).training_flops, target, least, self.max_epochs)
+            return nearest(lambda epochs: estimate(at(epochs)).training_flops, target, least, self.max_epochs)
         return self.epochs
 
 
@@ -69,29 +69,15 @@ def _fewest(at: Callable[[int], Recipe], least: int, most: int) -> int:
     return least + bisect.bisect_left(range(least, most), True, key=is_enough)
 
 
-def _nearest(price: Callable[[int], int], target: int, least: int, most: int) -> int:
+def nearest(price: Callable[[int], int], target: int, least: int, most: int) -> int:
     """The number of epochs whose price is nearest to a target.
 
     The price grows with the epochs, by leaps where a step gets one more; a little back and forth is looked past.
     """
     price = functools.cache(price)
-    below, above = _bracket(price, target, least, most)
-    is_guessed = True
-    while above - below > 1:
-        share = (target - price(below)) / (price(above) - price(below)) if is_guessed else 0.5
-        middle = min(above - 1, max(below + 1, below + round(share * (above - below))))
-        below, above = (middle, above) if price(middle) < target else (below, middle)
-        is_guessed = not is_guessed  # guesses alone could creep along a leap
-    close = range(max(least, below - 2), min(most, above + 2) + 1)
+    above = least + bisect.bisect_left(range(least, most), target, key=price)
+    close = range(max(least, above - 3), min(most, above + 2) + 1)
     return min(close, key=lambda n: (abs(price(n) - target), n))
-
-
-def _bracket(price: Callable[[int], int], target: int, least: int, most: int) -> tuple[int, int]:
-    """Two numbers of epochs, one too cheap and one not; or the same twice, where all are or none is."""
-    below = above = least
-    while price(above) < target and above < most:
-        below, above = above, min(most, max(above + 1, math.ceil(above * target / max(1, price(above)))))
-    return (below, above) if price(above) >= target else (above, above)
 
 
 def spend(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> Recipe:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from growprune.compare.budget import Budget, check_length, cut_as_usual, num_epochs, num_iterations_per_epoch, spend
-from growprune.compare.rows import Row
+from growprune.compare.parsing import Row
 from growprune.engine.compatibility import MAY_CHANGE, check_same_recipe, check_same_work, fields_of, flat
 from growprune.engine.folder import RunFolder
 from growprune.engine.metric import in_full

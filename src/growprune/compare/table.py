@@ -102,10 +102,6 @@ class Comparison:
         return "".join(words)
 
     @property
-    def num_failed(self) -> int:
-        return sum(run["status"] == "failed" for row in self.rows for run in row.runs)
-
-    @property
     def errors(self) -> list[str]:
         """Of each run that failed, in one line."""
         failed = [(row, run) for row in self.rows for run in row.runs if run["status"] == "failed"]
@@ -302,10 +298,9 @@ def _runs(row: TableRow) -> str:
 
 def _flat(row: TableRow) -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    names = {"test": "deviation", "validation": "deviation", "minus_rival": "standard_error"}
-    for name, more in {**names, "minus_dense": "standard_error"}.items():
+    spreads = {"test": "deviation", "validation": "deviation"}
+    spreads |= {"minus_rival": "standard_error", "minus_dense": "standard_error"}
+    for name, more in spreads.items():
         numbers = row.summary[name] or {}
         flat |= {f"{name}_mean": numbers.get("mean"), f"{name}_{more}": numbers.get(more)}
-    gaps = ("minus_rival", "minus_dense")
-    plain = {name: value for name, value in row.summary.items() if not isinstance(value, dict) and name not in gaps}
-    return flat | plain
+    return flat | {name: value for name, value in row.summary.items() if name not in spreads}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from growprune.deployment.cpu.tuning import seconds_in_turns
 from growprune.deployment.cuda.swapping import deploy_linears
 from growprune.deployment.deployed import Deployed, Swapped
 from growprune.deployment.deployed_folder import (
@@ -20,16 +20,14 @@ from growprune.deployment.deployed_folder import (
     WEIGHTS,
     damaged,
     machine,
-    one_line,
     read_about,
     read_example,
     read_table,
 )
-from growprune.deployment.example import Example, keeps_state, restored
+from growprune.deployment.example import Example, first_line, keeps_state, restored
 from growprune.deployment.graph.trace import NotTraceable
 from growprune.deployment.layer_table import Row, Table
-from growprune.deployment.part_by_part import deploy_parts
-from growprune.deployment.parts import Part
+from growprune.deployment.parts import Part, deploy_parts
 from growprune.deployment.skeleton import Skeleton, empty, fill_in, module_of, skeleton_of
 from growprune.errors import GrowpruneError, warn
 from growprune.files import sparse_file as file
@@ -167,8 +165,8 @@ def _blaming(path: Path) -> Iterator[None]:
         yield
     except (*UNREADABLE, RuntimeError) as error:
         raise GrowpruneError(
-            f"the model cannot be run with the example of {path} ({one_line(error)}): give another example, or deploy "
-            f"it again"
+            f"the model cannot be run with the example of {path} ({first_line(error)}): give another example, or "
+            f"deploy it again"
         ) from error
 
 
@@ -176,22 +174,26 @@ def _deploy_on_cpu(
     model: nn.Module | SparseModel, example: Example, *, seconds: float, whole: bool, known: Mapping[str, Row]
 ) -> Deployed:
     """What `deploy` does, with rows that were measured before."""
-    skeleton, settings = skeleton_of(model), _settings_of(model)
+    skeleton = skeleton_of(model)
+    options: Any = {"whole": whole, "settings": _settings_of(model)}
+    in_torch = ""
     if not skeleton.matrices:
         warn(f"the model has no sparse weights{_of_other_dtypes(skeleton.module)}: it stays in torch as it is")
-        table = Table((), in_torch=("the whole model",))
-        return Deployed(None, skeleton, table, example, whole=whole, settings=settings)
-    if keeps_state(module_of(model), example) and whole:
+        in_torch = "the whole model"
+    elif keeps_state(module_of(model), example) and whole:
         warn(STATEFUL)
-        table = Table(tuple(_rows_in_torch(skeleton, ())), in_torch=("the whole model (it keeps a state)",))
-        return Deployed(None, skeleton, table, example, whole=whole, settings=settings)
+        in_torch = "the whole model (it keeps a state)"
+    if in_torch:
+        fill_in(skeleton)
+        table = Table(tuple(_rows_in_torch(skeleton, ())), in_torch=(in_torch,))
+        return Deployed(Swapped(skeleton.module), skeleton, table, example, **options)
     with restored(list(skeleton.module.modules())):
         swapped = _swapped(skeleton, example, seconds=seconds, whole=whole, known=known)
         times = _times(skeleton, swapped, example, seconds / 4) if seconds > 0 else None
     rows = (*swapped.rows, *_rows_in_torch(skeleton, swapped.rows))
     deployed_ms, torch_ms = times or (None, None)
     table = Table(rows, deployed_ms, torch_ms, tuple(dict.fromkeys(swapped.in_torch)))
-    deployed = Deployed(swapped, skeleton, table, example, whole=whole, settings=settings)
+    deployed = Deployed(swapped, skeleton, table, example, **options)
     if whole and times is not None and times[0] > times[1]:
         warn(f"deployed, the model takes {times[0]:.3g} ms, and in torch {times[1]:.3g} ms: it stays in torch")
         deployed.stay_in_torch()
@@ -255,17 +257,9 @@ def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: floa
     return times
 
 
-@torch.no_grad()
 def milliseconds_in_turns(calls: Sequence[Callable[[], object]], seconds: float) -> tuple[float, float]:
-    """Of each call, in turns, the 30th percentile."""
-    taken: list[list[float]] = [[] for _ in calls]
-    end = time.perf_counter() + seconds
-    while len(taken[0]) < 4 or time.perf_counter() < end:
-        for call, times in zip(calls, taken, strict=True):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-    first, second = (1e3 * sorted(times[1:])[int(0.3 * (len(times) - 2))] for times in taken)
+    """Of each of two calls, in turns, the 30th percentile."""
+    first, second = (1e3 * sorted(times)[int(0.3 * (len(times) - 1))] for times in seconds_in_turns(calls, seconds))
     return first, second
 
 
@@ -273,11 +267,5 @@ def _settings_of(model: nn.Module | SparseModel) -> dict[str, Any]:
     """What a sparse file says of the model."""
     if not isinstance(model, SparseModel):
         return {}
-    return {
-        "sparsity": model.sparsity,
-        "allocation": internals(model).allocation,
-        "pattern": internals(model).pattern,
-        "keep_dense": internals(model).keep_dense,
-        "include": internals(model).include,
-        "seed": internals(model).seed,
-    }
+    names = ("sparsity", "allocation", "pattern", "keep_dense", "include", "seed")
+    return {name: getattr(internals(model), name) for name in names}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from growprune.deployment import deployed_folder
-from growprune.deployment.example import Example
+from growprune.deployment.example import Example, first_line
 from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.skeleton import Skeleton, fill_in
 from growprune.errors import GrowpruneError
@@ -71,7 +71,7 @@ def _check_no_change(change: Callable[[Tensor], Tensor], tensor: Tensor) -> None
     try:
         changed = change(tensor)
     except (AssertionError, RuntimeError) as error:  # AssertionError: torch has no CUDA here
-        said = str(error).partition("\n")[0]
+        said = first_line(error)
         raise GrowpruneError(f"a deployed model cannot be changed like this ({said}): {DEPLOY_AGAIN}") from None
     if changed.device != tensor.device:
         raise GrowpruneError(
@@ -98,7 +98,7 @@ class Deployed(nn.Module):
 
     def __init__(
         self,
-        swapped: Swapped | None,
+        swapped: Swapped,
         skeleton: Skeleton,
         table: Table,
         example: Example,
@@ -110,10 +110,7 @@ class Deployed(nn.Module):
         super().__init__()
         self.table, self.device = table, torch.device(device)
         self._skeleton, self._example, self._whole, self._settings = skeleton, example, whole, dict(settings)
-        if swapped is None:
-            fill_in(skeleton)
-        self._swapped = swapped or Swapped(skeleton.module)
-        self.module: nn.Module = self._swapped.module
+        self._swapped, self.module = swapped, swapped.module
         self.eval()
 
     def train(self, mode: bool = True) -> Self:
@@ -171,7 +168,7 @@ class Deployed(nn.Module):
             "machine": deployed_folder.machine(self.device),
             "is_whole": self._whole,
             "runs": "torch" if self.is_in_torch else "deployed",
-            "example": deployed_folder.encoded(self._example),
+            "example": [deployed_folder.encoded(part) for part in (self._example.args, self._example.kwargs)],
             "origin": dict(origin or {}),
             **self.table.to_dict(),
         }

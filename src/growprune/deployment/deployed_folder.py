@@ -13,7 +13,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from growprune.deployment.cpu.library import Tile, cpu_model
 from growprune.deployment.cuda.products import BitmaskTile, LaneTile
 from growprune.deployment.cuda.tuning import FORMATS
-from growprune.deployment.example import Example
+from growprune.deployment.example import Example, first_line
 from growprune.deployment.layer_table import GpuRow, Row, Table
 from growprune.deployment.skeleton import Skeleton, fill_in
 from growprune.errors import GrowpruneError
@@ -52,7 +52,7 @@ def save_weights(folder: Path, skeleton: Skeleton, settings: Mapping[str, Any], 
     """Begin the folder. Until `save_about` ends it, it is known to be incomplete."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ABOUT).unlink(missing_ok=True)
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in skeleton.module.parameters()}
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in skeleton.module.parameters()}
     bare = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
     fill_in(bare)
     sparse = _of_zeros(bare.module, settings) if is_sparse else SparseModel(bare.module, sparsity=0.0)
@@ -86,18 +86,14 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def encoded(example: Example) -> Any:
-    """An example as JSON: of tensors, their shapes and types."""
-    return [_encode(example.args), _encode(example.kwargs)]
-
-
-def _encode(value: Any) -> Any:
+def encoded(value: Any) -> Any:
+    """An argument of an example as JSON: of tensors, their shapes and types."""
     if isinstance(value, Tensor):
         return {"tensor": {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}}
     if isinstance(value, (tuple, list)):
-        return {"tuple" if isinstance(value, tuple) else "list": [_encode(item) for item in value]}
+        return {"tuple" if isinstance(value, tuple) else "list": [encoded(item) for item in value]}
     if isinstance(value, dict):
-        return {"dict": {key: _encode(item) for key, item in value.items()}}
+        return {"dict": {key: encoded(item) for key, item in value.items()}}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
     raise GrowpruneError(f"the example has a {type(value).__name__}, which cannot be saved: give tensors")
@@ -113,27 +109,18 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise GrowpruneError(f"{folder} holds no deployed model: give a folder that Deployed.save or deploy wrote")
     try:
         about = json.loads(path.read_text())
-        known = about["format"]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise GrowpruneError(f"{path} is damaged ({error!r}): deploy the model again") from None
-    if known != FORMAT:
-        raise GrowpruneError(f"{path} has format {known!r}, this growprune reads {FORMAT}: update growprune")
-    try:
-        device = _text(about["device"])
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"its device is {device[:20]!r}")
-        return {**about, "device": device}
+        known, device = about["format"], about.get("device")
     except UNREADABLE as error:
         raise damaged(folder, error) from None
+    if known != FORMAT:
+        raise GrowpruneError(f"{path} has format {known!r}, this growprune reads {FORMAT}: update growprune")
+    if device not in ("cpu", "cuda"):
+        raise damaged(folder, ValueError(f"its device is {str(device)[:20]!r}"))
+    return dict(about)
 
 
 def damaged(folder: Path, error: BaseException) -> GrowpruneError:
-    return GrowpruneError(f"{folder / ABOUT} is damaged ({one_line(error)}): deploy the model again")
-
-
-def one_line(error: BaseException) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return "".join(character if character.isprintable() else " " for character in text[:200])
+    return GrowpruneError(f"{folder / ABOUT} is damaged ({first_line(error)}): deploy the model again")
 
 
 def read_table(about: Mapping[str, Any], *, is_gpu: bool = False) -> Table:
@@ -150,13 +137,11 @@ def read_example(content: Any) -> Example:
 
 
 def _gpu_row(row: Mapping[str, Any]) -> GpuRow:
-    kind = "sparse" if row["choice"] == "2:4" else row["choice"]
-    plain = _row({**row, "choice": kind, "tile": None})
     if row["format"] not in (*FORMATS, "2:4", "dense"):
         raise ValueError(f"a format is {str(row['format'])[:20]}")
     tile = BitmaskTile if row["format"] == "bitmask" else LaneTile
     tiles = {_whole(int(batch), 1, MAX_TILE): _gpu_tile(tile, about) for batch, about in row["tiles"].items()}
-    return GpuRow(**{**vars(plain), "choice": row["choice"]}, format=row["format"], tiles=tiles)
+    return GpuRow(**vars(_row(row, (*CHOICES, "2:4"))), format=row["format"], tiles=tiles)
 
 
 def _gpu_tile(kind: type[LaneTile] | type[BitmaskTile], about: Mapping[str, Any]) -> LaneTile | BitmaskTile:
@@ -166,8 +151,8 @@ def _gpu_tile(kind: type[LaneTile] | type[BitmaskTile], about: Mapping[str, Any]
     return kind(**options)
 
 
-def _row(row: Mapping[str, Any]) -> Row:
-    if row["choice"] not in CHOICES:
+def _row(row: Mapping[str, Any], choices: Sequence[str] = CHOICES) -> Row:
+    if row["choice"] not in choices:
         raise ValueError(f"a choice is {row['choice']!r}")
     dense_ms, sparse_ms = _milliseconds(row["dense_ms"]), _milliseconds(row["sparse_ms"])
     tile = None if row["tile"] is None else _tile(row["tile"])

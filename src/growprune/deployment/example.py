@@ -17,7 +17,7 @@ from growprune.errors import GrowpruneError
 
 TOLERANCE = 1e-5
 """How far two calls of one model may be apart, of the largest number: sums are not always in the same order."""
-PARTS = ("_parameters", "_buffers", "_modules")
+PARTS = {"_parameters", "_buffers", "_modules"}
 """Attributes of a module that are looked at by themselves, or that deploying changes with intent."""
 
 
@@ -49,9 +49,10 @@ class Example:
 
 
 def first_line(error: BaseException, length: int = 160) -> str:
-    """An error in a few words."""
+    """An error in a few words that a screen can show."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:length]
+    text = f"{type(error).__name__}: {lines[0] if lines else ''}"[:length]
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 @contextlib.contextmanager
@@ -60,9 +61,8 @@ def of_the_example() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever the code of a user does
-        said = " ".join(f"{type(error).__name__}: {error}".split())
         raise GrowpruneError(
-            f"the model failed on the example ({said}): give one in a shape and dtype that it takes"
+            f"the model failed on the example ({first_line(error, 600)}): give one in a shape and dtype that it takes"
         ) from error
 
 
@@ -101,33 +101,24 @@ def _is_same(a: Any, b: Any) -> bool:
 @contextlib.contextmanager
 def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore buffers and attributes of the modules afterwards, and what they hold."""
-    kept = [_Kept(module) for module in modules]
+    kept = [
+        (module, {name: value for name, value in vars(module).items() if name not in PARTS}, dict(module._buffers))
+        for module in modules
+    ]
+    values = [value for _, *parts in kept for part in parts for value in part.values()]
+    tensors = [(value, value.detach().clone()) for value in values if isinstance(value, Tensor)]
+    containers = [(value, copy.copy(value)) for value in values if isinstance(value, (list, deque, dict, set))]
     try:
         yield
     finally:
-        for one in kept:
-            one.restore()
-
-
-class _Kept:
-    """What a module has, but for parameters and children."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._buffers = module, dict(module._buffers)
-        self._attributes = {name: value for name, value in vars(module).items() if name not in PARTS}
-        values = (*self._attributes.values(), *self._buffers.values())
-        self._tensors = [(value, value.detach().clone()) for value in values if isinstance(value, Tensor)]
-        self._containers = [(v, copy.copy(v)) for v in values if isinstance(v, (list, deque, dict, set))]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for name in [name for name in vars(self._module) if name not in PARTS and name not in self._attributes]:
-            del vars(self._module)[name]
-        vars(self._module).update(self._attributes)
-        self._module._buffers.clear()
-        self._module._buffers.update(self._buffers)
-        for tensor, values in self._tensors:
-            tensor.data.copy_(values)
-        for container, items in self._containers:
+        for module, attributes, buffers in kept:
+            for name in vars(module).keys() - attributes.keys() - PARTS:
+                del vars(module)[name]
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for tensor, numbers in tensors:
+            tensor.data.copy_(numbers)
+        for container, items in containers:
             container.clear()
             (container.extend if isinstance(container, (list, deque)) else container.update)(items)

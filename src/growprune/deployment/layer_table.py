@@ -26,9 +26,6 @@ class Row:
     tile: Tile | None = None
     """How the product is cut up, where it runs on our kernels."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class GpuRow(Row):
@@ -59,12 +56,7 @@ class Table(Sequence[Row]):
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "rows": [row.to_dict() for row in self.rows],
-            "deployed_ms": self.deployed_ms,
-            "torch_ms": self.torch_ms,
-            "in_torch": list(self.in_torch),
-        }
+        return asdict(self)
 
     def __str__(self) -> str:
         lines = [["layer", "shape", "sparsity", "dense ms", "sparse ms", "choice"]]

@@ -6,9 +6,8 @@ The model itself is left as it is, and not needed afterwards: nothing here share
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,42 +61,35 @@ def skeleton_of(model: nn.Module | SparseModel) -> Skeleton:
     groups = _weights_by_parameter(module, sparse)
     matrices = _matrices(module, sparse, groups)
     parameters = dict(module.named_parameters())
-    memo = _made_dense(module, without=matrices)
     empty = {name: _empty(module, name) for name in matrices}
-    memo |= {id(parameters[name]): parameter for name, parameter in empty.items()}
-    bare: nn.Module = copy.deepcopy(module, memo)
-    for part in bare.modules():
-        _make_plain(part)
+    bare: nn.Module = copy.deepcopy(module, {id(parameters[name]): parameter for name, parameter in empty.items()})
     for name, parameter in empty.items():
         path, _, local = name.rpartition(".")
-        bare.get_submodule(path)._parameters[local] = parameter
+        owner = bare.get_submodule(path)
+        owner._parameters[local] = parameter
+        if layouts := layouts_of(owner):
+            layouts[local] = None  # it holds nothing that could be made dense
+    for part in bare.modules():
+        if layouts_of(part):
+            make_plain(part)
     transposed = frozenset(name for name in matrices if groups[name][0].transposed)
     return Skeleton(bare.eval(), matrices, transposed)
 
 
 def fill_in(skeleton: Skeleton) -> None:
     """Give the module its weights, dense, for those parts of it that stay in torch."""
-    parameters, filled = skeleton.parameters, dict[nn.Parameter, nn.Parameter]()
+    parameters = skeleton.parameters
     for name in skeleton.matrices:
         parameter = parameters.get(name)  # none, if a part is in the place of its module, which then is filled
         if parameter is not None and parameter.stride() == (0,) * parameter.dim():
-            weight = skeleton.dense_weight(name, parameter.shape)
-            filled[parameter] = nn.Parameter(weight, requires_grad=False)
-    _exchange(skeleton.module, filled)
+            parameter.data = skeleton.dense_weight(name, parameter.shape)
 
 
 def empty(skeleton: Skeleton) -> None:
     """Let go of the weights again."""
     parameters = skeleton.parameters
-    _exchange(skeleton.module, {parameters[name]: _empty(skeleton.module, name) for name in skeleton.matrices})
-
-
-def _exchange(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Put parameters in the place of others, wherever those are: tied weights have several modules."""
-    for part in module.modules():
-        for local, parameter in part._parameters.items():
-            if parameter is not None and parameter in new:
-                part._parameters[local] = new[parameter]
+    for name in skeleton.matrices:
+        parameters[name].data = torch.zeros(()).expand(parameters[name].shape)
 
 
 def _empty(module: nn.Module, name: str) -> nn.Parameter:
@@ -105,23 +97,6 @@ def _empty(module: nn.Module, name: str) -> nn.Parameter:
     path, _, local = name.rpartition(".")
     shape = dense_shape(module.get_submodule(path), local)
     return nn.Parameter(torch.zeros(()).expand(shape), requires_grad=False)
-
-
-def _made_dense(module: nn.Module, without: Collection[str]) -> dict[int, Any]:
-    """By the id of a compact parameter, a dense one in its place; not of those that are matrices."""
-    found: dict[int, Any] = {}
-    for path, part in module.named_modules():
-        for local, layout in layouts_of(part).items():
-            values = part._parameters[local]
-            if layout is not None and values is not None and (f"{path}.{local}" if path else local) not in without:
-                found[id(values)] = nn.Parameter(layout.expand(values.detach()), requires_grad=values.requires_grad)
-    return found
-
-
-def _make_plain(module: nn.Module) -> None:
-    if layouts := layouts_of(module):
-        layouts.update(dict.fromkeys(layouts))  # all are dense by now, or hold nothing
-        make_plain(module)
 
 
 def _weights_by_parameter(module: nn.Module, sparse: SparseModel | None) -> dict[str, list[Weight]]:

@@ -4,7 +4,8 @@ recipe       recipe.py, optim.py, partitions.py: all that decides a run; overrid
              cost.py: what one will cost; metric.py: which of two scores is better
 run          start.py: train and resume; run.py: the order of events; building.py, trainer.py, batches.py, backward.py,
              evaluation.py, accounting.py: what happens in them; events.py: who is told; device.py: where it runs
-store        folder.py: the files of a run; json_file.py; checkpoint.py; compatibility.py: what must stay the same
+store        folder.py: the files of a run; json_file.py; run_checkpoints.py; compatibility.py: what must stay the
+             same
 distributed  mesh.py: several processes
 """
 

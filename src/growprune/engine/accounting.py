@@ -1,16 +1,10 @@
 """What a run counts as it trains: its live weights, the FLOPs of training them, and how much of the model it explores.
 
-*Cost* is measured where a phase begins, where an epoch ends, so that a rule that changes masks inside a phase is seen
-once an epoch, and where the branches of a fork are put together. An iteration costs three forward passes (one forward,
-two for the gradients) of each of its examples, by the one FLOPs rule, at the densities the layers have then. All
-branches of a fork count, wherever they are trained: what came of a branch is written to the run folder, and added up
-where the fork ends, by one process as by many.
-
-A weight is *explored* once it has been live in a phase that trains: the share of such weights is what the paper argues
-with, since a mask that never moves can find nothing outside itself. *Churn* is how far a mask is from that of the phase
-before: twice the weights that live in both, over the live ones of the two, taken from 1. Where as many are grown as
-pruned, that is the share of the live weights that were replaced. The branches of a fork start from the same model: the
-figures of each are of what went before the fork and of itself; what follows has explored what any of them has.
+docs/decisions.md, "Runs and comparisons", says what is explored, what churn is, and where live weights are counted. An
+iteration costs three forward passes (one forward, two for the gradients) of each of its examples, at the densities the
+layers have then. All branches of a fork count, wherever they are trained: what came of a branch is written to the run
+folder, and added up where the fork ends, by one process as by many. The figures of a branch are of what went before the
+fork and of itself; what follows has explored what any of them has.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import torch
 
-from growprune.engine.device import seed_all
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
@@ -14,6 +13,7 @@ from growprune.files.pretrained import digest_of, weights_file
 from growprune.plan import Action, By, Edit, Phase, Plan, walk
 from growprune.sparse.init import dense_init, sparse_init
 from growprune.sparse.model import SparseModel
+from growprune.sparse.rng import seed_all
 
 
 def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseModel, Plan, bool]:
@@ -24,37 +24,23 @@ def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseM
     """
     task = recipe.task
     seed_all(recipe.seed, "model")
-    if recipe.weights:
-        return (*_filled(recipe, device, per_epoch), False)
-    if not task.initialises_modules:
-        model = recipe.build_model().to(device)
-        plan = recipe.plan(model, per_epoch)
-        recipe.optimizer.build(model)  # on trial: if it cannot be built, better to hear of it before there is a folder
-        return recipe.sparse_model(model), plan, False
-    shapes = recipe.shapes()
-    plan = recipe.plan(shapes, per_epoch)
-    recipe.optimizer.build(shapes)
-    if recipe.storage == "compact" and _begins_at_random(plan, recipe.sparsity):
-        sparse = sparse_init(task.build_model, initialise=task.initialise, **recipe.sparse_settings())
-        sparse.model.to(device)
-        return sparse, plan, True
-    model = dense_init(task.build_model, initialise=task.initialise).to(device)
-    return recipe.sparse_model(model), plan, False
-
-
-def _filled(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseModel, Plan]:
-    """A model with the weights of a file, made sparse before it goes to its device."""
-    task = recipe.task
-    initialises = task.initialises_modules
-    model = dense_init(task.build_model, initialise=task.initialise) if initialises else task.build_model()
+    model = recipe.shapes()  # if the task does not initialise modules, it has its weights
     plan = recipe.plan(model, per_epoch)
-    recipe.optimizer.build(model)
-    sparse = recipe.sparse_model(model)
+    recipe.optimizer.build(model)  # on trial: if it cannot be built, better to hear of it before there is a folder
+    if task.initialises_modules:
+        if recipe.storage == "compact" and not recipe.weights and _begins_at_random(plan, recipe.sparsity):
+            sparse = sparse_init(task.build_model, initialise=task.initialise, **recipe.sparse_settings())
+            sparse.model.to(device)
+            return sparse, plan, True
+        model = dense_init(task.build_model, initialise=task.initialise)
+    if not recipe.weights:
+        return recipe.sparse_model(model.to(device)), plan, False
+    sparse = recipe.sparse_model(model)  # before it goes to its device
     first = next(walk(plan), None)
     is_as_is = first is not None and any(edit.by is By.AS_IS for edit in first.phase.edits)
     load_weights(sparse, recipe.weights, with_masks=is_as_is)
     sparse.model.to(device)
-    return sparse, plan
+    return sparse, plan, False
 
 
 def _begins_at_random(plan: Plan, sparsity: float) -> bool:

@@ -107,12 +107,7 @@ def _edits(phase: Any) -> Any:
 
 def fields_of(recipe: Recipe) -> dict[str, Any]:
     """Every setting of a recipe as plain JSON values, by dotted names such as `task.width`."""
-    return flat(_plain(recipe))
-
-
-def _plain(value: Any) -> Any:
-    """As it comes back from a JSON file."""
-    return json.loads(json.dumps(describe(value)))
+    return flat(json.loads(json.dumps(describe(recipe))))  # as it comes back from a file
 
 
 def flat(content: Any, prefix: str = "") -> dict[str, Any]:

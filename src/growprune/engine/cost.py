@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from growprune.engine.recipe import Recipe
-from growprune.plan import Action, Edit, Plan, ScheduledPhase, Spread, prunes_after_fork, walk
+from growprune.plan import Action, Plan, ScheduledPhase, Spread, prunes_after_fork, walk
 from growprune.sparse.flops import count_flops
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
@@ -98,9 +98,8 @@ def estimate(recipe: Recipe) -> Estimate:
             after_fork |= _pruned_early(sparse, scheduled, schedule, after_fork)
             now = after_fork if scheduled.is_last_branch else now
             merged = max(merged, _alive(sparse, after_fork)) if scheduled.is_last_branch else merged
-    is_exact = recipe.allocation != "global" and not any(
-        _is_open(edit) for cost in costs for edit in cost.scheduled.phase.edits
-    )
+    spreads = {edit.spread for scheduled in schedule for edit in scheduled.phase.edits}
+    is_exact = recipe.allocation != "global" and not spreads & {Spread.RANKING, Spread.MOMENTUM}
     memory = _memory(recipe, sparse, max(cost.density for cost in costs))
     return Estimate(costs, flops.dense, plan, is_exact, memory, recipe.storage == "compact", merged)
 
@@ -123,28 +122,28 @@ def _pruned_early(
     """The densities of what a branch prunes before it returns its part, as a cursor does."""
     assert scheduled.returns is not None
     own = set(scheduled.returns.tensors)
-    sizes = {w.name: internals(sparse).pattern.num_groups(w) for w in sparse.weights}
-    alive = {name: round(density[name] * size) for name, size in sizes.items()}
+    sizes, alive = _groups(sparse, density)
     edits, counts = prunes_after_fork(scheduled, schedule), internals(sparse).editor.counts
     pools = [pool for edit in edits if edit.to for pool in counts.pools(edit, alive, is_estimate=True)]
     early = [pool for pool in pools if {weight.parameter for weight in pool.weights} <= own]
     return {w.name: pool.kept / sum(sizes[w.name] for w in pool.weights) for pool in early for w in pool.weights}
 
 
-def _is_open(edit: Edit) -> bool:
-    return edit.spread in (Spread.RANKING, Spread.MOMENTUM)
+def _groups(sparse: SparseModel, density: Densities) -> tuple[dict[str, int], dict[str, int]]:
+    """By weight, how many groups of its pattern it has, and how many of them live."""
+    sizes = {w.name: internals(sparse).pattern.num_groups(w) for w in sparse.weights}
+    return sizes, {name: round(density[name] * size) for name, size in sizes.items()}
 
 
 def _edited(sparse: SparseModel, scheduled: ScheduledPhase, density: Densities) -> Densities:
     """The densities after the edits of a phase. Weights ranked together are taken to share alike."""
     density, counts = dict(density), internals(sparse).editor.counts
-    sizes = {w.name: internals(sparse).pattern.num_groups(w) for w in sparse.weights}
     for edit in scheduled.phase.edits:
         if edit.to == 0 and edit.within is None:
             whole = counts.weights_of(edit.part) if edit.action is Action.GROW else ()
             density |= {w.name: 1.0 for w in whole}
             continue
-        alive = {name: round(density[name] * size) for name, size in sizes.items()}
+        sizes, alive = _groups(sparse, density)
         for pool in counts.pools(edit, alive, is_estimate=True):
             total = sum(alive[w.name] for w in pool.weights)
             if edit.spread is Spread.RANKING:

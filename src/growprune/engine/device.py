@@ -1,28 +1,19 @@
-"""The device a run trains on, the random numbers it draws, and what is measured of it.
-
-Every phase of training has its own seed, and a checkpoint holds the state of the generators. Models and tasks may draw
-from the global generators of python, numpy and torch, so all of them are kept.
-"""
-
-# ruff: noqa: NPY002  the legacy generator is the one that others use without being handed one
+"""The device a run trains on, and what is measured of it."""
 
 from __future__ import annotations
 
 import os
 import platform
-import random
 import resource
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 
 import growprune
 from growprune.errors import GrowpruneError
-from growprune.masks.ranking import salt_of
 from growprune.tasks.task import map_tensors
 
 
@@ -97,32 +88,3 @@ def peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def seed_all(*what: object) -> None:
-    """Seed every global generator from everything named, and from nothing else."""
-    seed = salt_of(*what) >> 1
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.manual_seed(seed)
-
-
-def rng_state() -> dict[str, Any]:
-    """The state of every global random number generator a model or task may draw from."""
-    version, internal, gauss = random.getstate()
-    name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
-    return {
-        "python": (version, internal, gauss),
-        "numpy": (name, torch.from_numpy(keys.astype("int64")), tuple(rest)),
-        "torch": torch.get_rng_state(),
-        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    name, keys, rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype("uint32"), *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])

@@ -90,11 +90,9 @@ class Evaluation:
         """
         row["validation"] = self.evaluate("validation")
         if row["branch"] is None and self._recipe.sparsity > 0:
-            self._consider(row, is_candidate_due=is_phase_end or self._is_sparse_by_rule(row))
-
-    def _is_sparse_by_rule(self, row: dict[str, Any]) -> bool:
-        """Whether a rule has made as many zeros as are asked for, of weights that all live."""
-        return bool(row.get("rule", {}).get("sparsity", 0.0) >= self._recipe.sparsity)
+            # of weights that all live, a rule may have made as many zeros as are asked for
+            is_sparse_by_rule = row.get("rule", {}).get("sparsity", 0.0) >= self._recipe.sparsity
+            self._consider(row, is_candidate_due=is_phase_end or is_sparse_by_rule)
 
     def _consider(self, row: dict[str, Any], *, is_candidate_due: bool) -> None:
         """Keep the best model at the target sparsity: this one, or what it would be if it were pruned now."""

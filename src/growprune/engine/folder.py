@@ -11,7 +11,6 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,32 +74,24 @@ class HoldsRun(GrowpruneError):
     """A folder in which a run was to begin has one already, perhaps of a process that came first."""
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    path: Path
-    rank: int = 0
-    """Which of the processes of the run this is; the first keeps the log of the run."""
+    """The files of a run.
 
-    @property
-    def recipe(self) -> Path:
-        return self.path / "recipe.json"
+    Args:
+        rank: which of the processes of the run this is; the first keeps the log of the run.
+    """
 
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def log(self) -> Path:
-        return self.path / (f"log-{self.rank}.jsonl" if self.rank else "log.jsonl")
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def search_end(self) -> Path:
+    def __init__(self, path: Path, rank: int = 0) -> None:
+        self.path, self.rank = path, rank
+        self.recipe = path / "recipe.json"
+        self.plan = path / "plan.json"
+        self.log = path / (f"log-{rank}.jsonl" if rank else "log.jsonl")
+        self.checkpoints = path / "checkpoints"
+        self.search_end = self.checkpoints / "search_end"
         """Holds the number of the checkpoint at the end of the search, from which the search can be extended."""
-        return self.checkpoints / "search_end"
+        self.best = path / "best.safetensors"
+        self.model = path / "model.safetensors"
+        self.result = path / "result.json"
 
     def branch(self, stage: int, branch: int) -> Path:
         """Checkpoints of one branch of a fork, by the processes that train it."""
@@ -115,18 +106,6 @@ class RunFolder:
         for path in (self.checkpoints / "branches").glob("[0-9]*-[0-9]*"):
             if int(path.name.partition("-")[0]) < before:
                 shutil.rmtree(path, ignore_errors=True)
-
-    @property
-    def best(self) -> Path:
-        return self.path / "best.safetensors"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model.safetensors"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
 
     def check_free(self, recipe: Recipe) -> None:
         """Raise unless the folder is new or empty."""
@@ -180,11 +159,6 @@ class RunFolder:
             )
         return content
 
-    @property
-    def job(self) -> str:
-        """The job of torchrun's that started the run, or last went on with it."""
-        return str(self.read_recipe().get("job") or "")
-
     def store_files(self, files: Mapping[str, bytes]) -> None:
         """Keep what a task made of its data, by file name; what is there already must be the same."""
         for name, content in files.items():
@@ -197,9 +171,6 @@ class RunFolder:
             if not path.exists() and self.rank == 0:
                 with atomic.replacing(path) as file:
                     file.write(content)
-
-    def recipe_text(self) -> str:
-        return self.recipe.read_text() if self.recipe.exists() else "nothing"
 
     def read_origin(self) -> dict[str, Any]:
         """How to find the recipe again."""
@@ -230,11 +201,7 @@ class RunFolder:
     def read_rows(self, stage: int, branch: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """What came of a branch of a fork, epoch by epoch, and what it cost."""
         folder = self.branch(stage, branch)
-        names: json_file.Names = {
-            "rows": list,
-            "cost": dict,
-            **{f"rows.*.{name}": kind for name, kind in _ROW.items()},
-        }
+        names = {"rows": list, "cost": dict, **{f"rows.*.{name}": kind for name, kind in _ROW.items()}}
         remedy = f"remove {folder} and resume, which trains that branch again"
         content = json_file.read(folder / "rows.json", names, remedy)
         return content["rows"], content["cost"]
@@ -273,7 +240,7 @@ class RunFolder:
             return [int(self.search_end.read_text())]
         return []
 
-    def set_aside(self) -> Path:
+    def set_aside(self) -> None:
         """Move the outcome of a finished run out of the way of one that goes on."""
         earlier = self.path / "earlier"
         target = earlier / str(1 + sum(1 for _ in earlier.glob("*")))
@@ -281,7 +248,6 @@ class RunFolder:
         for path in (self.result, self.model, self.best):
             if path.exists():
                 path.rename(target / path.name)
-        return target
 
 
 def phases_of(plan: Plan) -> list[dict[str, Any]]:

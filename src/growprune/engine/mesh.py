@@ -107,8 +107,7 @@ def job() -> str:
 
 def is_restart_of(earlier_job: str) -> bool:
     """Whether torchrun has started this process again, after a fault, in a job."""
-    is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    return is_again and may_be_restarted() and job() == earlier_job
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and job() == earlier_job
 
 
 def ask_first(flag: bool) -> bool:
@@ -170,8 +169,10 @@ class Mesh:
         self.bytes_received = 0
         self.phase = "starting"
         """What the run is at, for whoever has to be told that it hangs there."""
-        self._data = self._axis([[g * self.replicas + r for r in range(self.replicas)] for g in range(self.groups)])
-        self._mask = self._axis([[g * self.replicas + r for g in range(self.groups)] for r in range(self.replicas)])
+        ranks = [range(g * self.replicas, (g + 1) * self.replicas) for g in range(self.groups)]
+        self.data_group = self._axis(ranks)
+        """The process group of this branch's replicas; None if there is one only."""
+        self._mask_group = self._axis(list(zip(*ranks, strict=True)))
 
     def _axis(self, lines: Sequence[Sequence[int]]) -> Any:
         """The process group of the line this rank is on; every rank has to make them all."""
@@ -187,20 +188,6 @@ class Mesh:
     def leads_group(self) -> bool:
         """Whether this process writes what its group alone knows."""
         return self.replica == 0
-
-    def takes_part(self, *, is_sharded: bool, is_branch: bool = False) -> bool:
-        """Whether this process does what it takes to write what all share, or, of a branch, what its group knows.
-
-        One does; of a sharded model all that have a share of it.
-        """
-        if is_branch:
-            return is_sharded or self.leads_group
-        return self.is_first or (is_sharded and self.group == 0)
-
-    @property
-    def data_group(self) -> Any:
-        """The process group of this branch's replicas; None if there is one only."""
-        return self._data
 
     def is_local(self, branch: int) -> bool:
         """Whether this process' group trains a branch; with fewer groups than branches, they go in waves."""
@@ -219,7 +206,7 @@ class Mesh:
         """Raise on every process if they differ in any of these texts, naming the process and what differs."""
         if self.world == 1:
             return
-        mine = torch.tensor([_number(text) for text in what.values()], dtype=torch.int64, device=self._device())
+        mine = torch.tensor([_number(text) for text in what.values()], dtype=torch.int64, device=self.device())
         all_of_them = [torch.empty_like(mine) for _ in range(self.world)]
         with self.waiting("comparing with the others"):
             dist.all_gather(all_of_them, mine)
@@ -237,17 +224,17 @@ class Mesh:
 
     def any(self, flag: bool, iteration: int) -> bool:
         """Whether the flag is up on any replica of this group. Asked seldom where the answer makes a GPU wait."""
-        if self._data is None:
+        if self.data_group is None:
             return flag
-        if self._device().type == "cuda" and iteration % ASK_EVERY:
+        if self.device().type == "cuda" and iteration % ASK_EVERY:
             return False
-        return bool(self.sum_over_replicas(torch.tensor(float(flag), device=self._device())))
+        return bool(self.sum_over_replicas(torch.tensor(float(flag), device=self.device())))
 
     def sum_over_replicas(self, value: Tensor) -> Tensor:
-        if self._data is not None:
+        if self.data_group is not None:
             value = value.clone()
             with self.waiting("adding up over replicas"):
-                dist.all_reduce(value, group=self._data)
+                dist.all_reduce(value, group=self.data_group)
         return value
 
     def combine(self, returned: Snapshot, parts: Sequence[Sequence[str]], like: Snapshot) -> Snapshot:
@@ -269,16 +256,16 @@ class Mesh:
 
     def _broadcast(self, have: Snapshot, names: Sequence[str], like: Snapshot, source: int) -> Snapshot:
         is_mine = source == self.rank
-        device = self._device()
+        device = self.device()
         counts = torch.tensor([have[n][0].numel() if is_mine else 0 for n in names], device=device)
-        dist.broadcast(counts, source, group=self._mask)
+        dist.broadcast(counts, source, group=self._mask_group)
         received: Snapshot = {}
         for name, count in zip(names, counts.tolist(), strict=True):
             values, mask = have[name] if is_mine else _empty_like(like[name], count)
             for tensor in (values, mask):
                 if tensor is not None:
                     moved = tensor.to(device)
-                    dist.broadcast(moved, source, group=self._mask)
+                    dist.broadcast(moved, source, group=self._mask_group)
                     tensor.copy_(moved)
                     self.bytes_received += 0 if is_mine else tensor.numel() * tensor.element_size()
             received[name] = values, mask
@@ -295,7 +282,7 @@ class Mesh:
             who = f"rank {self.rank} of {self.world} gave up in {self.phase}"
             raise PeerFailed(f"{who}, while {where}: {reason_of(error)}") from error
 
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 

@@ -20,9 +20,9 @@ class Metric:
     """Of an accuracy a better model has more, of a loss less."""
 
     @classmethod
-    def of(cls, result: Mapping[str, Any], otherwise: str = "") -> Metric:
-        """As a result or an event of a log says it; of results from before it was said, more is better."""
-        return cls(str(result.get("metric") or otherwise), bool(result.get("lower_is_better", False)))
+    def of(cls, result: Mapping[str, Any]) -> Metric:
+        """As a result or an event of a log says it; without a name if it does not."""
+        return cls(str(result.get("metric") or ""), bool(result.get("lower_is_better", False)))
 
     def is_as_good(self, score: float, than: float) -> bool:
         """Whether a score is as good as another, or better; any is better than what is no number, which is never.

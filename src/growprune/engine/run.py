@@ -1,16 +1,7 @@
-"""A run: a recipe carried out in a folder. Read this file second, after plan.py.
-
-    recipe.json           where the recipe came from, and all it says
-    plan.json             the phases it unrolls to
-    log.jsonl             one object per event, appended
-    metrics.csv, tensorboard/   if the recipe asks for them; see growprune.logs
-    checkpoints/          see checkpoint.py
-    best.safetensors      the best sparse model by validation data
-    model.safetensors     the final sparse model
-    result.json           what came out; there once the run is finished
+"""A run: a recipe carried out in a folder, whose files docs/design.md lists.
 
 A run can be killed at any moment; it resumes to the bits it would have reached. This file is the order of events; what
-they do is in building.py, trainer.py, evaluation.py, checkpoint.py, accounting.py and events.py.
+they do is in building.py, trainer.py, evaluation.py, run_checkpoints.py, accounting.py and events.py.
 """
 
 from __future__ import annotations
@@ -24,7 +15,6 @@ from typing import Any
 from growprune.engine import json_file
 from growprune.engine.accounting import Accounting, Exploration
 from growprune.engine.building import about_weights, build, shard
-from growprune.engine.checkpoint import Checkpoints, branch_state, load_branch_state, load_run_state, run_state
 from growprune.engine.device import choose_device, move, reset_peak
 from growprune.engine.evaluation import Best, Evaluation, result_of
 from growprune.engine.events import Events, Listener, OtherLogs
@@ -32,6 +22,7 @@ from growprune.engine.folder import RunFolder
 from growprune.engine.mesh import Mesh
 from growprune.engine.metric import Metric
 from growprune.engine.recipe import Recipe
+from growprune.engine.run_checkpoints import Checkpoints, branch_state, load_branch_state, load_run_state, run_state
 from growprune.engine.trainer import Training, TrainingDiverged, last_trained, work_before
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
@@ -116,7 +107,13 @@ class Run:
         return internals(self.sparse).ranks is not None
 
     def _takes_part(self, *, is_branch: bool = False) -> bool:
-        return self.mesh.takes_part(is_sharded=self.is_sharded, is_branch=is_branch)
+        """Whether this process does what it takes to write what all share, or, of a branch, what its group knows.
+
+        One does; of a sharded model all that have a share of it.
+        """
+        if is_branch:
+            return self.is_sharded or self.mesh.leads_group
+        return self.mesh.is_first or (self.is_sharded and self.mesh.group == 0)
 
     def execute(self) -> dict[str, Any]:
         """Carry the plan out, from where the run stands to its end, and return the result."""

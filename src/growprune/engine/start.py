@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from growprune.engine import checkpoint
 from growprune.engine.batches import digest
 from growprune.engine.compatibility import check_same_plan, check_same_recipe, check_same_result, fields_of
 from growprune.engine.device import choose_device, environment
@@ -24,6 +23,7 @@ from growprune.engine.optim import require
 from growprune.engine.recipe import Recipe
 from growprune.engine.run import Run
 from growprune.errors import GrowpruneError
+from growprune.files import checkpoint
 from growprune.plan import walk
 
 
@@ -68,7 +68,7 @@ def _is_ours(folder: RunFolder) -> bool:
     """
     if not may_be_restarted() or not folder.recipe.exists():
         return False
-    return not folder.result.exists() or is_restart_of(folder.job)
+    return not folder.result.exists() or is_restart_of(folder.read_recipe().get("job") or "")
 
 
 def _say(folder: RunFolder, on_event: Callable[[Event], None], message: str) -> None:
@@ -84,16 +84,19 @@ def _write_what_runs(run: Run, origin: dict[str, Any]) -> None:
 
 def check_processes_agree(run: Run) -> None:
     """Make sure that all processes of a run do the same, before they do it."""
+    if run.mesh.world == 1:
+        return
     run.mesh.barrier("starting")
-    batches = iter(run.task.batches(seed=0, start=0, device=torch.device("cpu")))
-    batch = next(batches, None) if run.mesh.world > 1 else None
+    sees = run.folder.recipe.read_text() if run.folder.recipe.exists() else "nothing"
+    batch = next(iter(run.task.batches(seed=0, start=0, device=torch.device("cpu"))), None)
     recipe = fields_of(run.recipe) | {"task.data": None, "weights": None}  # which may lie elsewhere on each machine
     version = environment(run.device) | {"commit": None}  # which a machine without git does not know
-    texts = {"recipe": json.dumps(recipe), "version": json.dumps(version)}
-    texts |= {
+    texts = {
+        "recipe": json.dumps(recipe),
+        "version": json.dumps(version),
         "data": digest(batch),
         "weights": json.dumps(run.weights),
-        "view of the run folder, which all must share,": run.folder.recipe_text(),
+        "view of the run folder, which all must share,": sees,
     }
     run.mesh.agree(texts, "starting")
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from growprune.engine.backward import Backward
 from growprune.engine.batches import Batches
-from growprune.engine.device import seed_all
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.plan import ScheduledPhase
 from growprune.sparse.model import SparseModel
+from growprune.sparse.rng import seed_all
 from growprune.tasks.task import num_examples
 
 

@@ -36,7 +36,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):  # it is gone if all went well, and was never there on a read-only disk
             temporary.unlink()
-    sync_folder(target.parent)
+    sync(target.parent)
 
 
 def meant(path: Path) -> Path:
@@ -54,10 +54,12 @@ def remove_leftovers(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a renaming in a folder last through a power cut, where the system can open folders."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(*paths: Path) -> None:
+    """Make files, and renamings in folders where the system can open those, last through a power cut."""
+    for path in paths:
+        if path.is_dir() and not hasattr(os, "O_DIRECTORY"):
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

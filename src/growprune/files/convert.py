@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from growprune.files.pretrained import save_pretrained, weights_file
 from growprune.masks.bits import pack
 from growprune.masks.layers import first_names, matches
 from growprune.sparse.model import SparseModel
+
+FORMATS = ("sparse", "dense", "hf", "onnx", "openvino")
+"""What can be written."""
 
 SUFFIXES = {".onnx": "onnx", ".xml": "openvino", "": "hf"}
 
@@ -81,7 +84,7 @@ def convert(
 
     Args:
         source: a file or folder that growprune or another tool wrote; see `growprune.files.importers.read`.
-        to: a name of WRITERS; by the name of `dest` if not given, where a .safetensors is sparse, unless the source is.
+        to: one of FORMATS; by the name of `dest` if not given, where a .safetensors is sparse, unless the source is.
         format: what the source is; found out by its content, if not given.
         model: the model of the weights. ONNX and OpenVINO need it. It also says what is prunable, and how.
         example: an input of it, for ONNX and OpenVINO.
@@ -94,7 +97,7 @@ def convert(
     before, notes, sparsity = num_bytes(source), _notes(found, source, to, model), found.sparsity
     alive = {name: (tuple(mask.shape), int(mask.count_nonzero())) for name, mask in sorted(found.masks.items())}
     dest.parent.mkdir(parents=True, exist_ok=True)
-    WRITERS[to](_Job(found, source, dest, model, example))
+    _write(found, source, dest, to, model, example)
     return Converted(
         source=source,
         dest=dest,
@@ -109,22 +112,6 @@ def convert(
     )
 
 
-@dataclass(frozen=True)
-class _Job:
-    found: Imported
-    source: Path
-    dest: Path
-    model: nn.Module | None
-    example: Any
-
-    def sparse(self) -> SparseModel:
-        """What was read, in the model; without one, in a bare one that has the names."""
-        if self.model is None:
-            return bare_sparse_model(self.found, str(self.source))
-        is_ours = self.found.format == "growprune"
-        return file.load(weights_file(self.source), self.model) if is_ours else self.found.into(self.model)
-
-
 def target_by_name(dest: Path, format: str) -> str:
     """What the name of a file or folder asks for."""
     if dest.is_dir():
@@ -134,7 +121,7 @@ def target_by_name(dest: Path, format: str) -> str:
     if dest.suffix not in SUFFIXES:
         raise GrowpruneError(
             f"{dest} does not say what to write: end it with .safetensors, .onnx or .xml, let it have no ending for a "
-            f"folder, or choose one of {', '.join(WRITERS)}"
+            f"folder, or choose one of {', '.join(FORMATS)}"
         )
     return SUFFIXES[dest.suffix]
 
@@ -148,8 +135,8 @@ def num_bytes(path: Path) -> int:
 
 
 def _check(source: Path, dest: Path, to: str, model: nn.Module | None, example: Any, force: bool) -> None:
-    if to not in WRITERS:
-        raise GrowpruneError(f"to is {to!r}, but known are {', '.join(WRITERS)}")
+    if to not in FORMATS:
+        raise GrowpruneError(f"to is {to!r}, but known are {', '.join(FORMATS)}")
     if to in ("onnx", "openvino") and (model is None or example is None):
         raise GrowpruneError(f"{to} is a graph, which is made of the model's code: give the model and an example input")
     if dest.exists() and dest.resolve() == source.resolve():
@@ -165,46 +152,30 @@ def _check(source: Path, dest: Path, to: str, model: nn.Module | None, example: 
 _MODELS = ("model.safetensors", "config.json", "growprune.json", "model.safetensors.index.json")
 
 
-def _write_sparse(job: _Job) -> None:
-    if job.found.format == "growprune" and job.model is None:
-        raise GrowpruneError(f"{job.source} is a sparse file already: give --model to write it anew, or another --to")
-    file.save(job.sparse(), job.dest)
-
-
-def _write_dense(job: _Job) -> None:
-    if job.model is None:
-        write_dense(job.found.tensors, job.found.aliases, job.dest)
+def _write(found: Imported, source: Path, dest: Path, to: str, model: nn.Module | None, example: Any) -> None:
+    if to == "sparse" and found.format == "growprune" and model is None:
+        raise GrowpruneError(f"{source} is a sparse file already: give --model to write it anew, or another --to")
+    if to == "dense" and model is None:
+        write_dense(found.tensors, found.aliases, dest)
+        return
+    sparse = _sparse_model(found, source, model)
+    if to == "sparse":
+        file.save(sparse, dest)
+    elif to == "dense":
+        to_dense(sparse, dest)
+    elif to == "hf":
+        _write_folder(sparse, source, dest)
+    elif to == "onnx":
+        to_onnx(sparse, dest, example)
     else:
-        to_dense(job.sparse(), job.dest)
+        to_openvino(sparse, dest, example)
 
 
-def _write_hf(job: _Job) -> None:
-    sparse = job.sparse()
-
-    def write(folder: Path) -> None:
-        save_pretrained(sparse, folder)
-        if job.source.is_dir():
-            _copy_others(job.source, folder)
-
-    _replace_folder(job.dest, write)
-
-
-def _write_onnx(job: _Job) -> None:
-    to_onnx(job.sparse(), job.dest, job.example)
-
-
-def _write_openvino(job: _Job) -> None:
-    to_openvino(job.sparse(), job.dest, job.example)
-
-
-WRITERS: dict[str, Callable[[_Job], None]] = {
-    "sparse": _write_sparse,
-    "dense": _write_dense,
-    "hf": _write_hf,
-    "onnx": _write_onnx,
-    "openvino": _write_openvino,
-}
-"""What can be written, by name."""
+def _sparse_model(found: Imported, source: Path, model: nn.Module | None) -> SparseModel:
+    """What was read, in the model; without one, in a bare one that has the names."""
+    if model is None:
+        return bare_sparse_model(found, str(source))
+    return file.load(weights_file(source), model) if found.format == "growprune" else found.into(model)
 
 
 def bare_sparse_model(found: Imported, where: str) -> SparseModel:
@@ -264,12 +235,14 @@ def _notes(found: Imported, source: Path, to: str, model: nn.Module | None) -> t
     return tuple(notes)
 
 
-def _replace_folder(dest: Path, write: Callable[[Path], None]) -> None:
+def _write_folder(sparse: SparseModel, source: Path, dest: Path) -> None:
     """Write a folder that takes its place when it is whole; what was there before goes last. A link stays one."""
     dest, token = dest.resolve(), secrets.token_hex(4)
     new, old = dest.with_name(f".{dest.name}.{token}.tmp"), dest.with_name(f".{dest.name}.{token}.old")
     try:
-        write(new)
+        save_pretrained(sparse, new)
+        if source.is_dir():
+            _copy_others(source, new)
         if dest.exists():
             dest.replace(old)
         new.replace(dest)

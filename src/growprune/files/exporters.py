@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import logging
 import os
 import secrets
@@ -21,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growprune.errors import GrowpruneError
-from growprune.files.atomic import meant, replacing, sync_folder
+from growprune.errors import GrowpruneError, need
+from growprune.files.atomic import meant, replacing, sync
 from growprune.files.manifest import DTYPES
 from growprune.files.writer import write_safetensors
 from growprune.masks.layers import is_compact, tensors_of
@@ -41,8 +40,8 @@ def to_onnx(model: SparseModel | nn.Module, path: str | os.PathLike[str], exampl
         options: further arguments of `torch.onnx.export`, such as dynamic_shapes.
     """
     path = meant(Path(path))
-    onnx = need("onnx", "onnx", "writing ONNX")
-    need("onnxscript", "onnx", "writing ONNX")
+    onnx = need("onnx", "onnx", "growprune needs the package onnx to write ONNX")
+    need("onnxscript", "onnx", "growprune needs the package onnxscript to write ONNX")
     with plain(model) as module, _to_be_moved(path) as folder:
         with _quiet("torch.onnx._internal.exporter._registration"):  # which misses torchvision, whoever needs it
             program: Any = torch.onnx.export(module, _as_tuple(example), dynamo=True, verbose=False, **options)
@@ -60,7 +59,7 @@ def to_openvino(model: SparseModel | nn.Module, path: str | os.PathLike[str], ex
     if Path(path).suffix != ".xml":
         raise GrowpruneError(f"{path} is to be OpenVINO's IR, whose name ends with .xml: give such a name")
     path = meant(Path(path))
-    openvino = need("openvino", "openvino", "writing OpenVINO's IR")
+    openvino = need("openvino", "openvino", "growprune needs the package openvino to write OpenVINO's IR")
     with plain(model) as module, _to_be_moved(path) as folder, _quiet():
         inputs = _as_tuple(example)
         converted = openvino.convert_model(module, example_input=inputs[0] if len(inputs) == 1 else inputs)
@@ -82,14 +81,6 @@ def write_dense(tensors: Mapping[str, Tensor], aliases: Mapping[str, str], path:
             raise GrowpruneError(f"{name} is {tensor.dtype}, which safetensors cannot hold here: convert it first")
     with replacing(path) as file:
         write_safetensors(file, dict(sorted(tensors.items())), {"format": "pt", **aliases})
-
-
-def need(module: str, extra: str, what: str) -> Any:
-    """A module that only some need, or one line about how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise GrowpruneError(f"{what} needs the package {module} ({error}): pip install 'growprune[{extra}]'") from None
 
 
 @contextlib.contextmanager
@@ -132,7 +123,7 @@ def _to_be_moved(path: Path) -> Iterator[Path]:
         yield folder
         for written in sorted(folder.iterdir(), key=lambda file: file.name == path.name):
             written.replace(path.with_name(written.name))
-        sync_folder(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ def load_weights(sparse: SparseModel, path: str | os.PathLike[str], *, with_mask
         def mask(name: str) -> Tensor | None:
             return source.mask(names[name]) if with_masks else None
 
-        internals(sparse).restore(Filling(sparse, names, lambda name: source.tensor(names[name]), mask))
+        fill_model(sparse, names, lambda name: source.tensor(names[name]), mask)
 
 
 def _sparse_source(path: Path, handle: Any) -> _Source:
@@ -94,37 +94,27 @@ def _shape(model: nn.Module, name: str, tensor: Tensor) -> tuple[int, ...]:
     return dense_shape(module, local) if local in module._parameters else tuple(tensor.shape)
 
 
-class Filling(Mapping[str, tuple[Tensor, Tensor | None]]):
-    """What `SparseModel.restore` takes, made one tensor at a time.
+def fill_model(
+    sparse: SparseModel,
+    names: Collection[str],
+    tensor: Callable[[str], Tensor],
+    mask: Callable[[str], Tensor | None],
+) -> None:
+    """Fill a new SparseModel, one tensor at a time.
 
     Args:
         names: of the model's tensors.
         tensor: gives the dense tensor for a name.
         mask: gives the mask of a prunable one; None if all of it lives.
     """
-
-    def __init__(
-        self,
-        sparse: SparseModel,
-        names: Collection[str],
-        tensor: Callable[[str], Tensor],
-        mask: Callable[[str], Tensor | None],
-    ) -> None:
-        self._weights, self._names, self._tensor, self._mask = sparse.weights, names, tensor, mask
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __getitem__(self, name: str) -> tuple[Tensor, Tensor | None]:
-        tensor = self._tensor(name)
-        weights = [weight for weight in self._weights if weight.parameter == name]
+    for name in names:
+        dense = tensor(name)
+        weights = [weight for weight in sparse.weights if weight.parameter == name]
         if not weights:
-            return tensor, None
-        mask = torch.ones(tensor.shape, dtype=torch.bool)
-        if (theirs := self._mask(name)) is not None:
+            internals(sparse).restore_some({name: (dense, None)})
+            continue
+        alive = torch.ones(dense.shape, dtype=torch.bool)
+        if (theirs := mask(name)) is not None:
             for weight in weights:  # what the model keeps dense lives, whatever it does in the source
-                weight.of(mask).copy_(weight.of(theirs))
-        return tensor[mask], pack(mask)
+                weight.of(alive).copy_(weight.of(theirs))
+        internals(sparse).restore_some({name: (dense[alive], pack(alive))})

@@ -1,6 +1,6 @@
 """What the header of a sparse file says: its version, its manifest, and an entry for each tensor.
 
-The format is specified in `growprune.files.sparse_file`.
+The format is specified in docs/file-format.md.
 """
 
 from __future__ import annotations

@@ -123,8 +123,9 @@ def from_pretrained(
     folder = Path(folder)
     _check(folder)
     if not isinstance(model, nn.Module):
+        is_of_transformers = isinstance(model, type) and hasattr(model, "from_pretrained")
         with empty_parameters():
-            model = _build_by_config(model, folder) if _is_of_transformers(model) else model()
+            model = _build_by_config(model, folder) if is_of_transformers else model()
     return file.load(folder / SPARSE, model, storage=storage)
 
 
@@ -175,10 +176,6 @@ def empty_parameters() -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _is_of_transformers(kind: Any) -> bool:
-    return isinstance(kind, type) and hasattr(kind, "from_pretrained")
 
 
 def _build_by_config(kind: Any, folder: Path) -> nn.Module:

@@ -30,11 +30,11 @@ from growprune.files.manifest import (
     whole,
 )
 from growprune.masks.bits import pack, unpack
-from growprune.masks.encoding import from_gaps, num_bits, num_mask_bytes, row_major, scatter
+from growprune.masks.encoding import from_gaps, num_bits, num_mask_bytes, row_major
 from growprune.masks.layers import is_compact, prunable_weights, tensors_of
 from growprune.masks.patterns import parse_pattern
 from growprune.sparse.model import SparseModel
-from growprune.storage.kernels import count_bits, padded_copy
+from growprune.storage.kernels import count_bits, padded_copy, scatter_live
 
 T = TypeVar("T")
 
@@ -154,8 +154,10 @@ class SparseFile:
     def dense(self, entry: Entry) -> Tensor:
         if not entry.is_sparse:
             return self.values(entry).view(entry.shape).clone()
-        bits = self.bits(entry)
-        return scatter(self.values(entry), bits, entry.numel).view(entry.shape)
+        values = self.values(entry)
+        dense, mask = torch.empty(entry.numel, dtype=values.dtype), torch.empty(entry.numel, dtype=torch.bool)
+        scatter_live(dense, mask, values, self.bits(entry))
+        return dense.view(entry.shape)
 
     def make_sparse(self, model: nn.Module, storage: str) -> SparseModel:
         settings = {name: self.manifest[name] for name in SETTINGS}
@@ -163,10 +165,10 @@ class SparseFile:
             self._check_weights(model)
             return SparseModel(model, storage=storage, **settings)
         except (KeyError, TypeError, ValueError) as error:
-            raise GrowpruneError(f"{self.path} does not fit the model: {_one_line(str(error))}") from error
+            raise GrowpruneError(f"{self.path} does not fit the model: {one_line(error)}") from error
 
     def refuse(self, why: str, what_to_do: str = "it is damaged, fetch or save it again") -> NoReturn:
-        raise GrowpruneError(f"{self.path} {_one_line(why)}: {what_to_do}")
+        raise GrowpruneError(f"{self.path} {one_line(why)}: {what_to_do}")
 
     def _check_version(self, metadata: Mapping[str, str]) -> str:
         if metadata.get("format") != FORMAT:
@@ -269,8 +271,9 @@ def open_sparse(path: str | os.PathLike[str], *, thorough: bool = False) -> Iter
         yield SparseFile(path, handle, thorough=thorough)
 
 
-def _one_line(text: str) -> str:
-    """A text that may come from a file, without line breaks and control characters, and not too long."""
+def one_line(content: object) -> str:
+    """A text, or error, that may come from a file, without line breaks and control characters, and not too long."""
+    text = str(content) or type(content).__name__
     shown = text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
     return "".join(character if character.isprintable() else " " for character in shown)
 

@@ -54,7 +54,9 @@ def save_state(
     if (folder / INDEX).exists():
         raise GrowpruneError(f"{folder} has a checkpoint already: give a new folder, such as state-{{iteration}}")
     place = None if cursor is None else cursor.state_dict()
-    _check_place(place)
+    if place is not None and (place["base"] is not None or place["rule"]):
+        # a fork holds copies of whole parts, which would have to be checkpointed on every rank
+        raise GrowpruneError("a sharded model cannot be checkpointed inside of a fork, or of a phase with a rule")
     averages = {f"averages.{name}": average for name, average in own.gradients.averages.items()}
     tensors = {**_model(sparse), **_masks(sparse), **_optimizer_tensors(sparse, optimizer), **_gradients(sparse)}
     tensors |= averages
@@ -95,7 +97,8 @@ def load_state(
     folder, own = Path(folder), internals(sparse)
     own.notice_shards()
     index = read_index(folder)
-    _check_fits(folder, index, sparse)
+    if differing := sorted(set(index["alive"]) ^ set(own.stored)):
+        raise GrowpruneError(f"{folder} is of another model: it and this one differ in {differing[0]}")
     masks = {
         f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in own.stored.items()
     }
@@ -110,7 +113,8 @@ def load_state(
         tensors |= _optimizer_tensors(sparse, optimizer)
     watched = _empty_gradients(sparse, index["watched"])
     _read(folder, {**tensors, **watched})
-    own.gradients.take_shares({name: _local(part) for name, part in _named(watched, "gradients.").items()})
+    shares = _named(watched, "gradients.").items()
+    own.gradients.take_shares({name: p.to_local() if isinstance(p, DTensor) else p for name, p in shares})
     if cursor is not None:
         cursor.load_state_dict(index["cursor"])
 
@@ -137,17 +141,6 @@ def read_index(folder: Path) -> dict[str, Any]:
         remedy = "it was never released, so train again" if is_older else "update growprune"
         raise GrowpruneError(f"{path} has version {index.get('version')!r}, this growprune reads {VERSION}: {remedy}")
     return index
-
-
-def _check_fits(folder: Path, index: Mapping[str, Any], sparse: SparseModel) -> None:
-    if differing := sorted(set(index["alive"]) ^ set(internals(sparse).stored)):
-        raise GrowpruneError(f"{folder} is of another model: it and this one differ in {differing[0]}")
-
-
-def _check_place(place: Any) -> None:
-    """A fork holds copies of whole parts, which would have to be checkpointed on every rank."""
-    if place is not None and (place["base"] is not None or place["rule"]):
-        raise GrowpruneError("a sharded model cannot be checkpointed inside of a fork, or of a phase with a rule")
 
 
 def _is_distributed() -> bool:
@@ -202,11 +195,10 @@ def _optimizer_tensors(sparse: SparseModel, optimizer: Optimizer | None) -> dict
 
 def _optimizer_index(sparse: SparseModel, optimizer: Optimizer) -> dict[str, Any]:
     """What of an optimizer is no tensor, and which tensors there are."""
-    names = _names(sparse)
-    groups = [
-        {**{k: _plain(v) for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    names, groups = _names(sparse), []
+    for group in optimizer.param_groups:
+        plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        groups.append({**plain, "params": [names[id(p)] for p in group["params"]]})
     states = {}
     for name, parameter, entries in _states(sparse, optimizer):
         tensors = {k: v for k, v in entries.items() if isinstance(v, Tensor)}
@@ -216,10 +208,6 @@ def _optimizer_index(sparse: SparseModel, optimizer: Optimizer) -> dict[str, Any
             "plain": {k: v for k, v in entries.items() if not isinstance(v, Tensor)},
         }
     return {"kind": type(optimizer).__name__, "groups": groups, "states": states}
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def prepare_optimizer(folder: Path, sparse: SparseModel, optimizer: Optimizer, index: Mapping[str, Any]) -> None:
@@ -292,7 +280,3 @@ def _as_sharded(sparse: SparseModel, name: str, part: Tensor) -> Any:
     if not isinstance(parameter, ShardedCompact):
         return part
     return parameter.handle.as_sharded(part, parameter.shape.numel())
-
-
-def _local(part: Any) -> Tensor:
-    return part.to_local() if isinstance(part, DTensor) else part

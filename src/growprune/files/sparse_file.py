@@ -1,68 +1,4 @@
-"""The sparse file: a model whose pruned weights take no space. This page is its specification.
-
-A sparse file is a safetensors file: 8 bytes that give the length of the header (little-endian), the header (JSON),
-and the bytes of the tensors, each row-major and little-endian. Reading it runs no code.
-
-**Tensors.** Every parameter and persistent buffer of the model is in the file once, by its first name in the
-model's `state_dict`. A prunable parameter with pruned weights is *sparse*, and is stored as two tensors; every other
-tensor is *dense*, and is stored under its plain name.
-
-    <name>.values   1-D, the parameter's dtype: its live values, in row-major order of the parameter
-    <name>.mask     1-D, uint8: which weights live, one bit each (or one per block, see below). Bit i is bit i % 8 of
-                    byte i // 8, counted from the lowest. Unused bits of the last byte are 0
-    <name>.gaps     instead of the mask, where that takes few bytes: 1-D, uint8 or uint16. The same bits: for each set
-                    bit, in order, the number of unset bits since the previous set bit, or since the start. The largest
-                    number (255, 65535) stands for that many unset bits with no set bit after them: 300 is 255, 45, and
-                    255 is 255, 0. After the last number no bit is set
-
-**Bits.** A prunable parameter is one or more *matrices*, each a range [start, stop) of its dimension 0; attention's
-`in_proj_weight` has three, for q, k and v. If the parameter is `stacked`, as experts are, a matrix is a single index of
-dimension 0, and has one dimension less. The bits of the matrices follow one another directly. Weights in no matrix are
-alive and have no bits. The bits of one matrix depend on the file's pattern:
-
-    unstructured, N:M   one per weight, in row-major order
-    AxB                 one per block. If the parameter is `transposed`, its dimensions 0 and 1 are swapped. Then
-                        dimension 1 goes last, and all but dimension 0 are flattened, so that (out, in, kh, kw) becomes
-                        (out, kh * kw * in); a 1-D parameter becomes a single column. Blocks of A rows x B columns are
-                        laid on from the top left, overhanging at the right and the bottom, and are read row by row of
-                        blocks. A and B are at most 1024
-
-**Gaps or bits.** Blocks have bits. Any other mask has gaps if they take at most half the bytes of its bits, of uint16
-only if that is shorter. A tensor with gaps must not grow to more than 1000 times its bytes in the file when it is made
-dense, so that a small file cannot ask for any amount of memory: a mask that would has bits.
-
-**Metadata.** Four strings in the header's `__metadata__`: `format` is "growprune", `version` is "3" if any tensor has
-gaps, and "2" if none has, `manifest` is a JSON object, and `manifest_sha256` is the SHA-256 of that string's UTF-8
-bytes. The manifest has
-
-    sparsity, allocation, pattern, scope, keep_dense, include, seed   the arguments of the SparseModel; names and globs
-                are of at most 1000 characters
-    num_edits   how many edits it has had, so that random edits to come draw new numbers
-    aliases     {other name: first name} of tensors that the model has under several names
-    tensors     {name: about}. All have
-                    shape        of the dense tensor
-                    dtype        as safetensors writes it: F32, BF16, ...
-                    sha256       of the bytes of <name>, or of <name>.values if it is sparse
-                    crc32        of the same bytes, as zlib has it, a number
-                Those that are prunable have as well
-                    matrices     [[start, stop], ...] in order
-                    transposed   whether the matrices are stored (in, out, ...)
-                    stacked      true if dimension 0 counts the matrices; left out otherwise
-                    target       the sparsity aimed at; null where layers are ranked together
-                    nnz          how many weights live (one that lives may be 0, as grown weights are at first)
-                    mask_sha256  of the bytes of <name>.mask (which a dense one would have), or of <name>.gaps
-                    mask_crc32   of the same bytes
-                    gaps         [dtype, length] of <name>.gaps: "U8" or "U16"; left out if there are none
-
-**Digests.** A SHA-256 is written as 64 lowercase hexadecimal digits. Digests detect damage, not forgery: a reader
-refuses a file whose manifest, values or masks are not those that were saved, or whose tensors were swapped. They do not
-cover the order of the tensors' bytes, nor the spaces in the header. `manifest` checks the manifest only; `load` and
-`read` check everything by CRC-32, which takes half the time. `growprune inspect` and `save`, which reads back what it
-wrote, check both.
-
-**Versions.** Version 2 has no gaps, and is written where there are none: a reader of version 2 alone can read it. A
-reader refuses a version that it does not know.
-"""
+"""Save and load the sparse file: a model whose pruned weights take no space. docs/file-format.md specifies it."""
 
 from __future__ import annotations
 
@@ -175,7 +111,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What is in a sparse file (see this module's docstring), and the totals. Reads and checks the header only."""
+    """What is in a sparse file (see docs/file-format.md), and the totals. Reads and checks the header only."""
     with open_sparse(path) as file:
         totals = {
             "elements": sum(entry.numel for entry in file.entries.values()),

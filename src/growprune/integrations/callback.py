@@ -6,11 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from growprune.engine.device import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
 from growprune.integrations.averages import Copies
 from growprune.integrations.common import Settings, num_processes
@@ -21,6 +19,8 @@ from growprune.plan.settings import check_state
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
+from growprune.sparse.rng import rng_state, set_rng_state
+from growprune.storage.kernels import count_bits
 
 
 class SparseCallback:
@@ -142,10 +142,8 @@ class Figures:
 
     def __init__(self, cursor: Cursor, *, by_weight: bool = False) -> None:
         self._cursor, self._by_weight = cursor, by_weight
-        self._num_changes, self._masks = (
-            internals(cursor.sparse).num_mask_changes,
-            internals(cursor.sparse).packed_masks(),
-        )
+        self._num_changes = internals(cursor.sparse).num_mask_changes
+        self._masks = internals(cursor.sparse).packed_masks()
 
     def read(self) -> dict[str, float]:
         """Sparsity, live weights, phase, and churn: the share of live weights that were dead at the last reading."""
@@ -170,10 +168,5 @@ class Figures:
             return 0
         before, self._masks = self._masks, internals(sparse).packed_masks()
         self._num_changes = internals(sparse).num_mask_changes
-        return sum(_ones(mask & ~before[name].to(mask.device)) for name, mask in self._masks.items())
-
-
-def _ones(packed: Tensor) -> int:
-    """The number of bits that are set in bytes."""
-    counts = torch.bincount(packed.flatten().int(), minlength=256)
-    return sum(int(count) * byte.bit_count() for byte, count in enumerate(counts.tolist()))
+        born = (mask & ~before[name].to(mask.device) for name, mask in self._masks.items())
+        return sum(count_bits(bits.cpu()) for bits in born)

@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from growprune.engine.checkpoint import load, save
 from growprune.errors import GrowpruneError
+from growprune.files.checkpoint import load, save
 from growprune.masks.bits import unpack
 from growprune.masks.layers import first_names
 from growprune.plan import Part
@@ -26,7 +26,7 @@ from growprune.sparse.model import SparseModel
 FOLDER = "growprune"
 """The folder of our state, in the folder of a checkpoint."""
 NAME = "00000000"
-"""The one state in it, as `engine.checkpoint` numbers states."""
+"""The one state in it, as `files.checkpoint` numbers states."""
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:

@@ -1,10 +1,4 @@
-"""What the integrations share: all that is asked of the user, and how a cursor is made of it.
-
-Settings(...)            what a user says; checked at once: method by name (near matches), options, storage
-Settings.cursor(model)   the partition, the plan, the SparseModel and the Cursor, as long as the trainer's own training
-Settings.resolved(...)   the method's options, with the lengths filled in that the user did not give
-heads(model)             keep_dense="auto": classifiers and output heads that are not tied to an embedding
-"""
+"""What the integrations share: all that is asked of the user, and how a cursor is made of it."""
 
 from __future__ import annotations
 
@@ -63,7 +57,7 @@ class Settings:
         counts = {"kappa": self.kappa, "iterations_per_epoch": self.iterations_per_epoch}
         check_counts(1, **{name: count for name, count in counts.items() if count is not None})
         parse_storage(self.storage)
-        taken = _options_of(self.make_plan)
+        taken = [name for name in self._parameters if name not in ("sparsity", "kappa")]
         for name in self.options:
             if name not in taken:
                 close = difflib.get_close_matches(name, [*taken, *Settings.__dataclass_fields__], 1)
@@ -73,6 +67,11 @@ class Settings:
     @property
     def make_plan(self) -> Callable[..., Plan]:
         return self.method if callable(self.method) else find_method(self.method)
+
+    @property
+    def _parameters(self) -> list[str]:
+        """What the method takes beside the partition."""
+        return list(inspect.signature(self.make_plan).parameters)[1:]
 
     @property
     def name(self) -> str:
@@ -155,7 +154,7 @@ class Settings:
         Lengths that the user left out are filled in so that the plan takes the whole training. If the user gave none in
         epochs, a method whose phases have epochs gets epochs of one iteration.
         """
-        taken = inspect.signature(self.make_plan).parameters
+        taken = self._parameters
         shared = {"sparsity": self.sparsity, "kappa": self.kappa or min(PARTS, num_parts), "seed": self.seed}
         options = {name: value for name, value in shared.items() if name in taken} | dict(self.options)
         per_epoch, unit = self.iterations_per_epoch or iterations_per_epoch, 1
@@ -191,11 +190,6 @@ class Settings:
                 f"the plan of {self.name} has {length} optimizer steps ({told}), but the trainer makes {iterations}: "
                 f"set {remedy(length)}, or give {self.name} options that add up to {iterations}"
             )
-
-
-def _options_of(method: Callable[..., Plan]) -> list[str]:
-    """What a method takes beside the partition and what all are told."""
-    return [name for name in list(inspect.signature(method).parameters)[1:] if name not in ("sparsity", "kappa")]
 
 
 def share_gradients(sparse: SparseModel) -> None:

@@ -60,7 +60,7 @@ class GrowPrune(SparseCallback, Callback):
     """Whether the Trainer validates, tests or predicts with another module than the one that was trained."""
     _first_batch: Any = None
     _clock: Clock | None = None
-    _schedules = Schedules()
+    _schedules: Schedules
     _figures: Figures | None = None
     _logged: Mapping[str, float] = {}
     _position, _num_edits, _num_edits_validated = -1, 0, -1
@@ -134,10 +134,9 @@ class GrowPrune(SparseCallback, Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The checkpoint's model and callbacks are loaded, but not its optimizers and loops; if sharded, nothing is."""
-        del pl_module
         if not sharded.is_sharding(trainer):
             self._check_loaded(trainer)
-        self._schedules = Schedules.of(trainer)
+        self._schedules = Schedules(trainer)
         if self._loaded is not None:
             sharded.set_random_numbers(trainer, self._loaded["rng"])
 
@@ -179,7 +178,6 @@ class GrowPrune(SparseCallback, Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a plan whose first edit looks at gradients, now that there is a batch."""
-        del pl_module
         if self._looks_first:
             self._first_batch = (batch, batch_idx)
             self._begin(trainer)
@@ -237,7 +235,6 @@ class GrowPrune(SparseCallback, Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """If the step that was made has moved the plan on: let everything else follow; and log."""
-        del outputs, batch, batch_idx
         if pl_module.automatic_optimization and trainer.global_step >= self._lengths[0] and not self.cursor.is_over:
             self.cursor.advance(self._lengths[0])  # some steps were skipped by a gradient scaler: do the edits left
         entered = self.cursor.schedule[self._position + 1 : self.cursor.position + 1]
@@ -265,7 +262,6 @@ class GrowPrune(SparseCallback, Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note which masks are validated."""
-        del pl_module
         if not trainer.sanity_checking and self._cursor is not None and not self._is_elsewhere:
             self._num_edits_validated = internals(self.sparse).editor.num_edits
 
@@ -284,7 +280,6 @@ class GrowPrune(SparseCallback, Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the random numbers, which Lightning does not keep."""
-        del pl_module
         if self._cursor is not None:
             state = {"rng": sharded.random_numbers(trainer), "is_mid_epoch": not trainer.is_last_batch}
             checkpoint["callbacks"][self.state_key] |= state
@@ -293,7 +288,6 @@ class GrowPrune(SparseCallback, Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so if the plan is not over."""
-        del pl_module
         if not self.cursor.is_over and trainer.is_global_zero:
             warn(
                 f"training ended after {self.cursor.iteration} of the {self._lengths[0]} optimizer steps of the plan, "
@@ -309,7 +303,6 @@ class GrowPrune(SparseCallback, Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go."""
-        del pl_module, stage
         self._stop_waiting()
         if self._clock is not None:
             self._clock.stop()

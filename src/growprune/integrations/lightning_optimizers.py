@@ -88,24 +88,18 @@ def _follow_toggled(module: Any, before: Mapping[str, nn.Parameter], now: Mappin
 class Schedules:
     """The learning-rate schedules and optimizer settings of a trainer as they are made, for phases that restart."""
 
-    def __init__(self, schedulers: Sequence[Any] = (), groups: Sequence[list[dict[str, Any]]] = ()) -> None:
-        self._schedulers, self._groups = schedulers, groups
-        self._states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
-        self.is_plateau = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers)
-
-    @classmethod
-    def of(cls, trainer: Trainer) -> Schedules:
-        """Those that a trainer has now."""
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        groups = [
+    def __init__(self, trainer: Trainer) -> None:
+        self._schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self._states = [copy.deepcopy(scheduler.state_dict()) for scheduler in self._schedulers]
+        self._groups = [
             [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             for optimizer in trainer.optimizers
         ]
-        return cls(schedulers, groups)
 
     def check(self, cursor: Cursor) -> None:
         """Raise if a phase restarts what cannot start anew."""
-        if self.is_plateau and any(scheduled.phase.restart for scheduled in cursor.schedule):
+        is_plateau = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
+        if is_plateau and any(scheduled.phase.restart for scheduled in cursor.schedule):
             raise GrowpruneError(
                 "ReduceLROnPlateau compares with epochs before, so it cannot start anew with each phase: give "
                 "GrowPrune restart=False, or the module another schedule"

@@ -16,9 +16,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import distributed
 
-from growprune.engine.device import rng_state, set_rng_state
 from growprune.errors import GrowpruneError
 from growprune.sparse.checks import is_fsdp2
+from growprune.sparse.rng import rng_state, set_rng_state
 
 METADATA = "meta.pt"
 """What a checkpoint that is a folder has all in but tensors of the model and the optimizers."""

@@ -51,8 +51,6 @@ class Logs:
         self._folder = folder
         self._writers: list[Writer] = [importlib.import_module(LOGS[name]).Writer(folder) for name in names]
         self._rows: StandingRows | None = None
-        self._is_stale = True
-        """Whether rows were taken back since they were written."""
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         if not self._writers:
@@ -60,21 +58,19 @@ class Logs:
         if self._rows is None:
             self._rows = StandingRows(read_events(self._folder))
         row = self._rows.take(event)
-        self._is_stale |= self._rows.forget_gone() > 0
-        if row is not None or (event["event"] in ENDS and self._is_stale):
-            self._write(row)
+        if row is not None or (event["event"] in ENDS and self._rows.is_stale):
+            self._write(self._rows, row)
         if event["event"] in ENDS:
             for writer in self._writers:
                 writer.close()
 
-    def _write(self, row: Row | None) -> None:
-        assert self._rows is not None
+    def _write(self, rows: StandingRows, row: Row | None) -> None:
         for writer in self._writers:
-            if self._is_stale:
-                writer.rewrite(self._rows)
+            if rows.is_stale:
+                writer.rewrite(rows)
             elif row is not None:
                 writer.append(row)
-        self._is_stale = False
+        rows.is_stale = False
 
 
 def check_names(names: Sequence[str]) -> None:

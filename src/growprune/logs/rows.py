@@ -47,7 +47,8 @@ class StandingRows:
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
         self._rows: dict[tuple[int, int | None, int], Row] = {}
-        self._num_gone = 0
+        self.is_stale = True
+        """Whether rows were taken back since they were written; who writes them sets it to False."""
         for event in events:
             self.take(event)
 
@@ -61,7 +62,7 @@ class StandingRows:
         if event["event"] != "epoch" or "iteration" not in event:
             return None
         key = event["stage"], event["branch"], event["iteration"]
-        self._num_gone += self._rows.pop(key, None) is not None
+        self.is_stale |= self._rows.pop(key, None) is not None
         self._rows[key] = Row(*key, event.get("time") or time.time(), dict(_figures(event)))
         return self._rows[key]
 
@@ -71,12 +72,7 @@ class StandingRows:
             is_same_line = key[1] is None if branch is None else key[:2] == (stage, branch)
             if is_same_line and key[2] > iteration:
                 del self._rows[key]
-                self._num_gone += 1
-
-    def forget_gone(self) -> int:
-        """How many rows were taken back since this was last asked."""
-        gone, self._num_gone = self._num_gone, 0
-        return gone
+                self.is_stale = True
 
 
 def _figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:

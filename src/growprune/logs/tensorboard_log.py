@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from growprune.errors import GrowpruneError
+from growprune.errors import need
 from growprune.logs.rows import Row
 
 NOT_DRAWN = ("iteration", "stage", "branch")
@@ -18,7 +18,7 @@ NOT_DRAWN = ("iteration", "stage", "branch")
 class Writer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "tensorboard"
-        self._kind = _summary_writer()
+        self._module = need("torch.utils.tensorboard", "tensorboard", "log tensorboard needs a package")
         self._open: dict[int | None, Any] = {}
 
     def rewrite(self, rows: Iterable[Row]) -> None:
@@ -36,7 +36,7 @@ class Writer:
     def _add(self, row: Row) -> None:
         if row.branch not in self._open:
             below = "" if row.branch is None else f"branch-{row.branch}"
-            self._open[row.branch] = self._kind(str(self._folder / below))
+            self._open[row.branch] = self._module.SummaryWriter(str(self._folder / below))
         for name, value in row.figures.items():
             if value is not None and name not in NOT_DRAWN:
                 self._open[row.branch].add_scalar(name, value, row.iteration, walltime=row.time)
@@ -49,13 +49,3 @@ class Writer:
         for writer in self._open.values():
             writer.close()
         self._open = {}
-
-
-def _summary_writer() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise GrowpruneError(
-            "log tensorboard needs a package that is not installed: pip install 'growprune[tensorboard]'"
-        ) from error
-    return SummaryWriter

@@ -1,6 +1,6 @@
 """Masks as a sparse file stores them: as bits, or as the gaps between set bits.
 
-The format is specified in `growprune.files.sparse_file`.
+The format is specified in docs/file-format.md.
 """
 
 from __future__ import annotations
@@ -173,19 +173,3 @@ def row_major(bits: Tensor, shape: tuple[int, ...], weights: Sequence[Weight], p
         octets = np.unpackbits(bits.numpy(), count=count, bitorder="little") * np.uint8(255)
         return torch.from_numpy(octets if run == 8 else octets.repeat(run // 8))
     return pack(unpack_mask(bits, shape, weights, pattern))
-
-
-def scatter(values: Tensor, bits: Tensor, count: int) -> Tensor:
-    """A flat dense tensor of `count` elements: the next value where a bit is set, 0 elsewhere.
-
-    >>> scatter(torch.tensor([5.0, 6.0]), torch.tensor([10], dtype=torch.uint8), 4).tolist()
-    [0.0, 5.0, 0.0, 6.0]
-    """
-    dense = torch.zeros(count, dtype=values.dtype)
-    to, live = (t.contiguous().view(torch.uint8).numpy().view(f"V{values.itemsize}") for t in (dense, values))
-    taken = 0
-    for start in range(0, count, CHUNK // 4):
-        positions = _set_bits(bits[start // 8 : (start + CHUNK // 4) // 8])
-        to[start + positions] = live[taken : taken + positions.size]
-        taken += positions.size
-    return dense

@@ -32,24 +32,22 @@ class _InParts:
     def num_parts(self) -> int | None:
         return self.kappa
 
+    def cut(self, model: Any, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
+        cut = Partition.contiguous if isinstance(self, Contiguous) else Partition.balanced
+        return cut(model, self.kappa, keep_dense=keep_dense, include=include)
+
 
 class Contiguous(_InParts):
-    """kappa parts of neighbouring layers, as equal as can be, that split no residual or attention block."""
-
-    def cut(self, model: Any, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
-        return Partition.contiguous(model, self.kappa, keep_dense=keep_dense, include=include)
+    """What `contiguous` gives."""
 
 
 class Balanced(_InParts):
-    """kappa parts of layers from all over the model, as equal in weights as single layers allow."""
-
-    def cut(self, model: Any, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
-        return Partition.balanced(model, self.kappa, keep_dense=keep_dense, include=include)
+    """What `balanced` gives."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """Parts written by hand: for each, the names of its modules."""
+    """What `named` gives."""
 
     parts: tuple[tuple[str, ...], ...]
 
@@ -67,15 +65,13 @@ class Named:
 
 @dataclass(frozen=True)
 class PerLayer:
-    """Every layer is a part: for methods that draw their own sets of layers."""
+    """What `per_layer` gives."""
+
+    num_parts = None
+    """As many as the model has layers, which is not known before."""
 
     def __str__(self) -> str:
         return "per_layer()"
-
-    @property
-    def num_parts(self) -> int | None:
-        """As many as the model has layers, which is not known before."""
-        return None
 
     def cut(self, model: Any, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
         return Partition.per_layer(model, keep_dense=keep_dense, include=include)
@@ -85,12 +81,12 @@ PartitionConfig: TypeAlias = Contiguous | Balanced | Named | PerLayer
 
 
 def contiguous(kappa: int) -> Contiguous:
-    """kappa parts of neighbouring layers, as equal as can be."""
+    """kappa parts of neighbouring layers, as equal as can be, that split no residual or attention block."""
     return Contiguous(kappa)
 
 
 def balanced(kappa: int) -> Balanced:
-    """kappa parts of layers from all over the model, as equal in weights as can be."""
+    """kappa parts of layers from all over the model, as equal in weights as single layers allow."""
     return Balanced(kappa)
 
 
@@ -100,15 +96,12 @@ def named(parts: Sequence[Sequence[str]]) -> Named:
 
 
 def per_layer() -> PerLayer:
-    """Every layer is a part."""
+    """Every layer is a part: for methods that draw their own sets of layers."""
     return PerLayer()
 
 
 KINDS: dict[str, Callable[..., PartitionConfig]] = {
-    "contiguous": contiguous,
-    "balanced": balanced,
-    "per_layer": per_layer,
-    "named": named,
+    kind.__name__: kind for kind in (contiguous, balanced, per_layer, named)
 }
 
 

@@ -1,14 +1,12 @@
 """ADMM pruning: Zhang et al., "A Systematic DNN Weight Pruning Framework using Alternating Direction Method of
 Multipliers", ECCV 2018. It is what the GaP paper calls prune-from-dense."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from numbers import Real
 
 from growprune.errors import GrowpruneError
 from growprune.plan import Parts, Phase, Rule, method, prune
-from growprune.plan.settings import check_counts, check_span, check_sparsity
+from growprune.plan.settings import check_counts, check_span, check_sparsity, is_number
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Admm(Rule):
     def __post_init__(self) -> None:
         check_sparsity(self.to)
         check_counts(1, every=self.every)
-        if isinstance(self.rho, bool) or not isinstance(self.rho, Real) or not 0 < self.rho < math.inf:
+        if not is_number(self.rho) or self.rho <= 0:
             raise GrowpruneError(f"rho is {self.rho!r}, but must be a number above 0")
 
 

@@ -26,8 +26,7 @@ def cyclic_gap(
         epochs: T, the epochs trained in each step.
         finetune: T', the epochs trained at the end with all parts sparse.
         restart: whether each step has a fresh optimizer and the whole learning-rate schedule, as in the paper.
-        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
-            "as_is", for a model that has that sparsity already.
+        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
 
     Example: cyclic_gap(S, sparsity=0.8, steps=3, epochs=1, finetune=1)
     """

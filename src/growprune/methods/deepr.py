@@ -3,11 +3,10 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from numbers import Real
 
 from growprune.errors import GrowpruneError
 from growprune.plan import InitialMask, Parts, Phase, Rule, first_by, method, prune
-from growprune.plan.settings import check_counts, check_share
+from growprune.plan.settings import check_counts, check_share, is_number
 
 COOLING = 1e-10
 """By how much the temperature falls over a rule."""
@@ -27,7 +26,7 @@ class Deepr(Rule):
     def __post_init__(self) -> None:
         check_counts(0, iterations=self.iterations)
         for name, value in (("l1", self.l1), ("temperature", self.temperature)):
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
+            if not is_number(value) or value < 0:
                 raise GrowpruneError(f"{name} is {value!r}, but must be a number of at least 0")
 
     def temperature_at(self, iteration: int) -> float:
@@ -59,8 +58,7 @@ def deepr(
         until: after which share of the training nothing is swapped any more.
         l1: how strong the pull to zero is.
         temperature: T of the noise at first; it falls to a 10^10th.
-        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
-            "as_is", for a model that has that sparsity already.
+        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
 
     Example: deepr(S, sparsity=0.8, iterations=8)
     """

@@ -11,5 +11,4 @@ def dense(S: Parts, *, epochs: int) -> Iterator[Phase]:
 
     Example: dense(S, epochs=2)
     """
-    del S
     yield Phase(epochs=epochs)

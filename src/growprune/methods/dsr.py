@@ -32,8 +32,7 @@ def dsr(
         every: the iterations between two edits in the first quarter.
         drop: the share of all live weights that moves each time; the paper moves 0.08 of ResNet-50's at 80 %.
         until: after which share of the training nothing moves any more.
-        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
-            "as_is", for a model that has that sparsity already.
+        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
 
     Example: dsr(S, sparsity=0.8, iterations=16, every=2, drop=0.3)
     """

@@ -38,8 +38,7 @@ def granet(
         start: s_i, the fraction of zeros of the mask at first.
         drop: the share that is swapped at first.
         begin, until: when the sparsity begins and ends to rise, as shares of the training.
-        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
-            "as_is", for a model that has the sparsity to begin with already.
+        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that has the first sparsity.
 
     Example: granet(S, sparsity=0.8, iterations=10, every=2, until=0.6)
     """

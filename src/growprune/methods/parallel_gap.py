@@ -26,8 +26,7 @@ def parallel_gap(
         epochs: T, the epochs each machine trains in each step.
         finetune: T', the epochs trained at the end with all parts sparse.
         restart: whether each step has the whole learning-rate schedule, as in the paper. Its optimizer is always fresh.
-        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
-            "as_is", for a model that has that sparsity already.
+        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
 
     Example: parallel_gap(S, sparsity=0.8, steps=2, epochs=1, finetune=1)
     """

@@ -35,8 +35,7 @@ def parallel_gradual_gap(
         until: when the steps end and fine-tuning begins, as a share of the training.
         power: how the sparsity rises: 1 evenly; 3 fast at first and slowly at the end, as in GMP. An even rise was as
             good or better on our four tasks, 3 far better in short trainings with AdamW (docs/theory.md, 7).
-        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
-            "as_is", for a model that has the sparsity to begin with already.
+        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that has the first sparsity.
 
     Example: parallel_gradual_gap(S, sparsity=0.8, iterations=8, every=3)
     """

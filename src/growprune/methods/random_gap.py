@@ -27,8 +27,7 @@ def random_gap(
         S: a fine partition, usually `Partition.per_layer(model)`; each draw takes len(S) // kappa parts of it.
         kappa: the share of the layers grown in a step is 1 / kappa.
         seed: decides the draws; the same seed draws the same sets.
-        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
-            "as_is", for a model that has that sparsity already.
+        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
 
     Example: random_gap(S, sparsity=0.8, steps=3, epochs=1, finetune=1, kappa=2)
     """

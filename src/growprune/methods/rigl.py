@@ -29,24 +29,26 @@ def rigl(
         every: dT, the iterations between two swaps.
         drop: alpha, the share of each layer's live weights that is swapped at first; it falls to 0 with a cosine.
         until: T_end, after which nothing is swapped any more, as a share of the training.
-        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
-            "as_is", for a model that has that sparsity already.
+        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
 
     Example: rigl(S, sparsity=0.8, iterations=8, every=2)
     """
     first = prune(S.whole, to=sparsity, by=first_by(initial_mask))
-    yield from swapping(S, first, iterations, every, drop, until, By.GRADIENT)
+    regrow = grow(S.whole, to=sparsity, by=By.GRADIENT)
+    yield from swapping(S, first, regrow, iterations, every, drop, until)
 
 
-def swapping(S: Parts, first: Edit, iterations: int, every: int, drop: float, until: float, by: By) -> Iterator[Phase]:
-    """What RigL and SET have in common: after the first edit, swaps that grow to its sparsity again."""
+def swapping(
+    S: Parts, first: Edit, regrow: Edit, iterations: int, every: int, drop: float, until: float
+) -> Iterator[Phase]:
+    """What RigL, SET and SNFS have in common: after the first edit, swaps, which drop a falling share and regrow."""
     check_counts(1, every=every)
     check_counts(0, iterations=iterations)
     check_share(drop=drop, until=until)
     end = until * iterations
     yield Phase(first, iterations=min(every, iterations))
     for t in range(every, iterations, every):
-        swap = (prune(S.whole, share=falling(drop, t, end)), grow(S.whole, to=first.to, by=by)) if t < end else ()
+        swap = (prune(S.whole, share=falling(drop, t, end)), regrow) if t < end else ()
         yield Phase(*swap, iterations=min(every, iterations - t))
 
 

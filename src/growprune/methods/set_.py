@@ -4,7 +4,7 @@ network science", 2018; as the RigL paper compares with it."""
 from collections.abc import Iterator
 
 from growprune.methods.rigl import swapping
-from growprune.plan import By, InitialMask, Parts, Phase, first_by, method, prune
+from growprune.plan import InitialMask, Parts, Phase, first_by, grow, method, prune
 
 
 @method(allocation="erk")
@@ -28,10 +28,9 @@ def set_(
         every: the iterations between two swaps.
         drop: zeta, the share of each layer's live weights that is swapped at first; it falls to 0 with a cosine.
         until: after which share of the training nothing is swapped any more.
-        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
-            "as_is", for a model that has that sparsity already.
+        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
 
     Example: set_(S, sparsity=0.8, iterations=8, every=2)
     """
     first = prune(S.whole, to=sparsity, by=first_by(initial_mask))
-    yield from swapping(S, first, iterations, every, drop, until, By.RANDOM)
+    yield from swapping(S, first, grow(S.whole, to=sparsity), iterations, every, drop, until)

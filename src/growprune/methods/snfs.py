@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from growprune.methods.rigl import falling
+from growprune.methods.rigl import swapping
 from growprune.plan import By, InitialMask, Parts, Phase, Spread, first_by, grow, method, prune
-from growprune.plan.settings import check_counts, check_share
 
 
 @method(allocation="global")
@@ -32,17 +31,10 @@ def snfs(
         every: the iterations between two swaps; in the paper, those of an epoch.
         drop: the share of each layer's live weights that is dropped at first; it falls to 0 with a cosine.
         until: after which share of the training nothing is swapped any more.
-        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
-            "as_is", for a model that has that sparsity already.
+        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
 
     Example: snfs(S, sparsity=0.8, iterations=8, every=2)
     """
-    check_counts(1, every=every)
-    check_counts(0, iterations=iterations)
-    check_share(drop=drop, until=until)
-    end = until * iterations
+    first = prune(S.whole, to=sparsity, by=first_by(initial_mask))
     regrow = grow(S.whole, to=sparsity, by=By.MOMENTUM, spread=Spread.MOMENTUM)
-    yield Phase(prune(S.whole, to=sparsity, by=first_by(initial_mask)), iterations=min(every, iterations))
-    for t in range(every, iterations, every):
-        swap = (prune(S.whole, share=falling(drop, t, end)), regrow) if t < end else ()
-        yield Phase(*swap, iterations=min(every, iterations - t))
+    yield from swapping(S, first, regrow, iterations, every, drop, until)

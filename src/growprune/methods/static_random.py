@@ -13,8 +13,8 @@ def static_random(
     """Train a random mask, the same from beginning to end, for `iterations` iterations.
 
     Args:
-        initial_mask: how the first mask is made: "random"; "magnitude", for weights that are trained already; or
-            "as_is", for a model that has that sparsity already. Then nothing is random: it fine-tunes.
+        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
+            Then nothing is random: it fine-tunes.
 
     Example: static_random(S, sparsity=0.8, iterations=6)
     """

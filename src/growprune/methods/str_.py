@@ -1,13 +1,11 @@
 """STR: Kusupati et al., "Soft Threshold Weight Reparameterization for Learnable Sparsity", ICML 2020."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from numbers import Real
 
 from growprune.errors import GrowpruneError
 from growprune.plan import Parts, Phase, Rule, method, prune
-from growprune.plan.settings import check_counts, check_share, check_sparsity
+from growprune.plan.settings import check_counts, check_share, check_sparsity, is_number
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Str(Rule):
 
     def __post_init__(self) -> None:
         for name, value in (("s_init", self.s_init), ("s_decay", self.s_decay)):
-            if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            if not is_number(value):
                 raise GrowpruneError(f"{name} is {value!r}, but must be a finite number")
         if self.s_decay < 0:
             raise GrowpruneError(f"s_decay is {self.s_decay!r}, but must be 0 or more")

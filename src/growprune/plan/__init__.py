@@ -19,8 +19,7 @@ from growprune.plan.edits import (
     Spread,
     first_by,
     grow,
-    parse_by,
-    parse_spread,
+    parse_choice,
     prune,
 )
 from growprune.plan.phases import (
@@ -56,8 +55,7 @@ __all__ = [
     "grow",
     "method",
     "next_edits",
-    "parse_by",
-    "parse_spread",
+    "parse_choice",
     "prune",
     "prunes_after_fork",
     "walk",

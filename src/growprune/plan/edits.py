@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, Protocol, TypeAlias, get_args
+from typing import Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from growprune.errors import GrowpruneError
 from growprune.plan.settings import as_float, check_share, check_sparsity
@@ -31,13 +31,6 @@ class By(Enum):
     def needs_gradients(self) -> bool:
         """Whether it looks at gradients."""
         return self not in (By.MAGNITUDE, By.RANDOM, By.AS_IS)
-
-
-def parse_by(name: str) -> By:
-    known = [by.value for by in By]
-    if name not in known:
-        raise GrowpruneError(f"by is {name!r}, but must be one of {', '.join(known)}")
-    return By(name)
 
 
 InitialMask: TypeAlias = Literal["random", "magnitude", "as_is"]
@@ -80,11 +73,15 @@ class Spread(Enum):
     (allocation="global"); other allocations say themselves what a layer has."""
 
 
-def parse_spread(name: str) -> Spread:
-    known = [spread.value for spread in Spread]
-    if name not in known:
-        raise GrowpruneError(f"spread is {name!r}, but must be one of {', '.join(known)}")
-    return Spread(name)
+Choice = TypeVar("Choice", By, Spread)
+
+
+def parse_choice(kind: type[Choice], name: Choice | str) -> Choice:
+    """A `By` or a `Spread`, as it is or by its name."""
+    known = [choice.value for choice in kind]
+    if not isinstance(name, kind) and name not in known:
+        raise GrowpruneError(f"{kind.__name__.lower()} is {name!r}, but must be one of {', '.join(known)}")
+    return kind(name)
 
 
 @dataclass(frozen=True)
@@ -133,17 +130,15 @@ class Edit:
         if self.share is not None:
             check_share(share=self.share)
             object.__setattr__(self, "share", as_float(self.share))
-        if not isinstance(self.by, By):
-            object.__setattr__(self, "by", parse_by(self.by))
+        object.__setattr__(self, "by", parse_choice(By, self.by))
         if self.by is By.AS_IS and (self.action is Action.GROW or self.to is None):
             raise GrowpruneError(f"{self.action.value} goes by as_is, which is for prune with to=: give another by")
         if self.spread is not None:
-            self._check_spread()
+            self._check_spread(parse_choice(Spread, self.spread))
         if self.within is not None:
             self._check_within(self.within)
 
-    def _check_spread(self) -> None:
-        spread = self.spread if isinstance(self.spread, Spread) else parse_spread(str(self.spread))
+    def _check_spread(self, spread: Spread) -> None:
         object.__setattr__(self, "spread", spread)
         if spread is Spread.RANKING and self.share is None:
             raise GrowpruneError(f"{self.action.value} has spread=ranking and to={self.to}: give share instead of to")

@@ -6,6 +6,7 @@ Standard library only. What comes out can be used twice, compared, and written a
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Rational, Real
@@ -60,14 +61,20 @@ def as_seed(seed: Any) -> int:
     return int(seed)
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number, and no switch."""
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    return is_real and abs(value) < math.inf
+
+
 def check_sparsity(sparsity: float) -> None:
-    if isinstance(sparsity, bool) or not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
+    if not is_number(sparsity) or not 0 <= sparsity < 1:
         raise GrowpruneError(f"sparsity is {sparsity!r}, but it is the fraction of zeros: give a number in [0, 1)")
 
 
 def check_share(**shares: float) -> None:
     for name, share in shares.items():
-        if isinstance(share, bool) or not isinstance(share, Real) or not 0 <= share <= 1:
+        if not is_number(share) or not 0 <= share <= 1:
             raise GrowpruneError(f"{name} is {share!r}, but it is a share of a whole: give a number in [0, 1]")
 
 

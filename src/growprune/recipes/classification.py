@@ -5,7 +5,6 @@ from dataclasses import replace
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
-from growprune.masks.partition_kinds import contiguous
 from growprune.recipes.study import Rival, Row, Study, measured, recipes, rows_of, to_see_that_it_runs
 from growprune.tasks.classification import Classification
 
@@ -73,49 +72,19 @@ def tiny() -> Study:
 
 
 ROWS: dict[str, Row] = {
-    "dense": ("Table 1, dense: top-1 78.2", lambda s: s.dense),
-    "one-shot-80-uniform": (
-        "Table 1, prune-from-dense 80 %: top-1 77.1, there by ADMM; here pruned once",
-        lambda s: s.one_shot(0.8),
-    ),
-    "one-shot-90-uniform": (
-        "Table 1, prune-from-dense 90 %: top-1 75.8, there by ADMM; here pruned once",
-        lambda s: s.one_shot(0.9),
-    ),
-    "iterative-admm-80-uniform": (
-        "Table 1, prune-from-dense 80 %: top-1 77.1",
-        lambda s: s.stairs(methods.iterative_admm, 0.8, phases=3),
-    ),
-    "iterative-admm-90-uniform": (
-        "Table 1, prune-from-dense 90 %: top-1 75.8",
-        lambda s: s.stairs(methods.iterative_admm, 0.9, phases=5),
-    ),
-    "cyclic-80-uniform": ("Table 1, C-GaP uniform 80 %: top-1 77.9", lambda s: s.cyclic(0.8)),
-    "cyclic-90-uniform": ("Table 1, C-GaP uniform 90 %: top-1 76.3", lambda s: s.cyclic(0.9)),
-    "parallel-80-uniform": (
-        "Table 1, P-GaP uniform 80 %: top-1 77.5",
-        lambda s: s.parallel(0.8),
-    ),
-    "parallel-90-uniform": (
-        "Table 1, P-GaP uniform 90 %: top-1 76.1",
-        lambda s: s.parallel(0.9),
-    ),
-    "cyclic-80-global": (
-        "Table 1, C-GaP non-uniform 80 %: top-1 78.1",
-        lambda s: s.cyclic(0.8, allocation="global"),
-    ),
-    "cyclic-90-global": (
-        "Table 1, C-GaP non-uniform 90 %: top-1 77.9",
-        lambda s: s.cyclic(0.9, allocation="global"),
-    ),
-    "cyclic-90-uniform-kappa1": (
-        "Ablation of the number of parts, kappa = 1: top-1 75.9",
-        lambda s: s.cyclic(0.9, partition=contiguous(1)),
-    ),
-    "random-90-global": (
-        "Ablation of the partition, random: top-1 77.8",
-        lambda s: s.random(0.9, allocation="global"),
-    ),
+    "dense": "Table 1, dense: top-1 78.2",
+    "one-shot-80-uniform": "Table 1, prune-from-dense 80 %: top-1 77.1, there by ADMM; here pruned once",
+    "one-shot-90-uniform": "Table 1, prune-from-dense 90 %: top-1 75.8, there by ADMM; here pruned once",
+    "iterative-admm-80-uniform": "Table 1, prune-from-dense 80 %: top-1 77.1",
+    "iterative-admm-90-uniform": "Table 1, prune-from-dense 90 %: top-1 75.8",
+    "cyclic-80-uniform": "Table 1, C-GaP uniform 80 %: top-1 77.9",
+    "cyclic-90-uniform": "Table 1, C-GaP uniform 90 %: top-1 76.3",
+    "parallel-80-uniform": "Table 1, P-GaP uniform 80 %: top-1 77.5",
+    "parallel-90-uniform": "Table 1, P-GaP uniform 90 %: top-1 76.1",
+    "cyclic-80-global": "Table 1, C-GaP non-uniform 80 %: top-1 78.1",
+    "cyclic-90-global": "Table 1, C-GaP non-uniform 90 %: top-1 77.9",
+    "cyclic-90-uniform-kappa1": "Ablation of the number of parts, kappa = 1: top-1 75.9",
+    "random-90-global": "Ablation of the partition, random: top-1 77.8",
     "cyclic-80-uniform-sparse-fc": (
         "Ablation of the last layer, sparse: top-1 77.8",
         lambda s: s.cyclic(0.8, keep_dense=("conv1",)),

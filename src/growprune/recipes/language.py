@@ -5,7 +5,7 @@ from dataclasses import replace
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
-from growprune.recipes.study import Parts, Rival, Row, Study, recipes, rows_of
+from growprune.recipes.study import Parts, Rival, Row, Study, cut_layers, recipes, rows_of
 from growprune.tasks.language import Language
 
 
@@ -15,11 +15,8 @@ def cut(*lengths: int) -> Parts:
     >>> cut(2, 1)
     (('embedding', 'positions', 'layers.0', 'layers.1'), ('layers.2', 'norm'))
     """
-    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    parts = [[f"layers.{n}" for n in range(end - length, end)] for end, length in zip(ends, lengths, strict=True)]
-    parts[0] = ["embedding", "positions", *parts[0]]
-    parts[-1].append("norm")
-    return tuple(map(tuple, parts))
+    first, *others = cut_layers("", lengths)
+    return ("embedding", "positions", *first), *others
 
 
 def shakespeare() -> Study:
@@ -52,9 +49,9 @@ def tiny() -> Study:
 
 
 ROWS: dict[str, Row] = {
-    "dense": ("dense, which the paper does not have", lambda s: s.dense),
-    "cyclic-80-uniform": ("C-GaP 80 %, which the paper does not have", lambda s: s.cyclic(0.8)),
-    "cyclic-90-uniform": ("C-GaP 90 %, which the paper does not have", lambda s: s.cyclic(0.9)),
+    "dense": "dense, which the paper does not have",
+    "cyclic-80-uniform": "C-GaP 80 %, which the paper does not have",
+    "cyclic-90-uniform": "C-GaP 90 %, which the paper does not have",
 }
 ROWS |= rows_of([Rival("gmp", methods.gmp, "global", epochs=30)], table="", metric="bits_per_byte")
 

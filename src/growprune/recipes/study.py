@@ -17,7 +17,9 @@ them train for the study's budget, and long forms for so many times that.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +30,17 @@ from growprune.masks.partition_kinds import balanced, contiguous, named, per_lay
 from growprune.plan import Part, Plan, walk
 
 Parts = tuple[tuple[str, ...], ...]
+
+
+def cut_layers(stack: str, lengths: Sequence[int]) -> Parts:
+    """Parts of a stack of so many layers each; its norm goes with the last.
+
+    >>> cut_layers("encoder.", (1, 1))
+    (('encoder.layers.0',), ('encoder.layers.1', 'encoder.norm'))
+    """
+    number = itertools.count()
+    *parts, last = (tuple(f"{stack}layers.{next(number)}" for _ in range(length)) for length in lengths)
+    return *parts, (*last, f"{stack}norm")
 
 
 @dataclass(frozen=True)
@@ -72,27 +85,29 @@ class Study:
         return self._sparse(methods.random_gap, sparsity, options, {"partition": per_layer(), **changes})
 
     def gradual(self, sparsity: float, **changes: Any) -> Recipe:
-        """gradual_gap, for as long as dense training."""
         options = {"epochs": self.dense.options["epochs"]}
-        ours = {"partition": balanced(4), "allocation": "global", **changes}
-        return self._sparse(methods.gradual_gap, sparsity, options, ours)
+        return self._sparse(methods.gradual_gap, sparsity, options, {"partition": balanced(4), **changes})
 
     def one_shot(self, sparsity: float, **changes: Any) -> Recipe:
         options = {"epochs": self.pretrain, "finetune": self.finetune}
         return self._sparse(methods.one_shot, sparsity, options, {"partition": contiguous(1), **changes})
 
-    def stairs(self, method: Any, sparsity: float, phases: int) -> Recipe:
+    def stairs(self, method: Any, sparsity: float, phases: int, **changes: Any) -> Recipe:
         """In the paper, each phase is as long as dense training."""
         options = {"epochs": self.budget or self.pretrain * phases}
-        return self._sparse(method, sparsity, self._with_every(method, options), {"partition": contiguous(1)})
-
-    def rival(
-        self, method: Any, sparsity: float, *, allocation: str, epochs: int, times: int = 1, **options: Any
-    ) -> Recipe:
-        """A rival, for its own epochs in the paper, or the budget, so many times over."""
-        options["epochs"] = epochs if self.budget is None else self.budget * times
-        changes = {**(self.short if times == 1 else self.long), "partition": contiguous(1), "allocation": allocation}
+        changes = {"partition": contiguous(1), **changes}
         return self._sparse(method, sparsity, self._with_every(method, options), changes)
+
+    def iterative_admm(self, sparsity: float, **changes: Any) -> Recipe:
+        """With the paper's phases: three to 80 %, five to 90 %."""
+        return self.stairs(methods.iterative_admm, sparsity, {0.8: 3, 0.9: 5}[sparsity], **changes)
+
+    def rival(self, rival: Rival, sparsity: float) -> Recipe:
+        """A rival, for its own epochs in the paper, or the budget, so many times over."""
+        options = {**rival.options, "epochs": rival.epochs if self.budget is None else self.budget * rival.times}
+        changes = {**(self.short if rival.times == 1 else self.long), "partition": contiguous(1)}
+        changes["allocation"] = rival.allocation
+        return self._sparse(rival.method, sparsity, self._with_every(rival.method, options), changes)
 
     def _with_every(self, method: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         has_every = self.every is not None and "every" in inspect.signature(method).parameters
@@ -105,13 +120,28 @@ class Study:
         return replace(self.dense, method=method, sparsity=sparsity, options=options, **settings)
 
 
-Row = tuple[str, Callable[[Study], Recipe]]
-"""What the paper says of a row of its tables, and how to make it from a study."""
+Make = Callable[[Study], Recipe]
+Row = str | tuple[str, Make]
+"""What the paper says of a row of its tables, and how to make it from a study, unless its name says that too."""
+
+
+VARIANTS: dict[str, Mapping[str, Any]] = {"": {}, "kappa1": {"partition": contiguous(1)}, "1x8": {"pattern": "1x8"}}
+"""What rows of several tables change, by the end of their names."""
+
+
+def make_by_name(row: str) -> Make:
+    """`cyclic-80-global` is `Study.cyclic` at 80 % with the allocation "global"."""
+    if row == "dense":
+        return lambda study: study.dense
+    method, percent, allocation, *variant = re.split(r"-(\d\d)-(\w+)-?", row)
+    make = getattr(Study, method.replace("-", "_"))
+    changes = {"allocation": allocation, **VARIANTS["".join(variant)]}
+    return lambda study: make(study, int(percent) / 100, **changes)
 
 
 OURS: dict[str, Row] = {
-    "gradual-80-global": ("gradual_gap 80 %, which the paper does not have", lambda s: s.gradual(0.8)),
-    "gradual-90-global": ("gradual_gap 90 %, which the paper does not have", lambda s: s.gradual(0.9)),
+    "gradual-80-global": "gradual_gap 80 %, which the paper does not have",
+    "gradual-90-global": "gradual_gap 90 %, which the paper does not have",
 }
 """What every study has beside the rows of its table."""
 
@@ -141,14 +171,16 @@ def recipes(
 ) -> dict[str, Callable[[], Recipe]]:
     """Every row for a study, by its full name."""
 
-    def bound(row: str, claim: str, make: Callable[[Study], Recipe]) -> Callable[[], Recipe]:
+    def bound(row: str, about: Row) -> Callable[[], Recipe]:
+        claim, make = (about, make_by_name(row)) if isinstance(about, str) else about
+
         def build() -> Recipe:
             recipe = make(study)
             return replace(recipe, claim=f"{say(row, claim)}; {total_epochs(recipe)} epochs; {hardware}")
 
         return build
 
-    return {f"{name}/{row}": bound(row, *what) for row, what in (dict(rows) | OURS).items()}
+    return {f"{name}/{row}": bound(row, about) for row, about in (dict(rows) | OURS).items()}
 
 
 def total_epochs(recipe: Recipe) -> int:
@@ -184,9 +216,8 @@ class Rival:
             )
             yield f"{self.name}-{percent}-{self.allocation}{length}", (claim, self._made_at(sparsity))
 
-    def _made_at(self, sparsity: float) -> Any:
-        how = {"allocation": self.allocation, "epochs": self.epochs, "times": self.times}
-        return lambda study: study.rival(self.method, sparsity, **how, **self.options)
+    def _made_at(self, sparsity: float) -> Make:
+        return lambda study: study.rival(self, sparsity)
 
 
 def rows_of(rivals: Iterable[Rival], *, table: str, metric: str) -> dict[str, Row]:

@@ -5,8 +5,8 @@ from dataclasses import replace
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
-from growprune.masks.partition_kinds import contiguous, named
-from growprune.recipes.study import Parts, Row, Study, measured, recipes, to_see_that_it_runs
+from growprune.masks.partition_kinds import named
+from growprune.recipes.study import Parts, Row, Study, cut_layers, measured, recipes, to_see_that_it_runs
 from growprune.tasks.translation import Translation
 
 
@@ -16,16 +16,8 @@ def cut(encoder: tuple[int, ...], decoder: tuple[int, ...]) -> Parts:
     >>> cut((2,), (1, 1))[1]
     ('decoder.layers.0',)
     """
-    parts: list[tuple[str, ...]] = []
-    for stack, lengths in (("encoder", encoder), ("decoder", decoder)):
-        ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-        names = [
-            [f"{stack}.layers.{n}" for n in range(end - length, end)] for end, length in zip(ends, lengths, strict=True)
-        ]
-        names[-1].append(f"{stack}.norm")
-        parts += map(tuple, names)
-    parts[0] = ("embedding", *parts[0])
-    return tuple(parts)
+    first, *others = (*cut_layers("encoder.", encoder), *cut_layers("decoder.", decoder))
+    return ("embedding", *first), *others
 
 
 SMALL = Translation(
@@ -85,11 +77,11 @@ def kappa6(study: Study) -> Parts:
 
 
 ROWS: dict[str, Row] = {
-    "dense": ("Table 4, dense: uncased BLEU 27.6", lambda s: s.dense),
-    "one-shot-80-uniform": ("Table 4, prune-from-dense 80 %: BLEU 27.1", lambda s: s.one_shot(0.8)),
-    "one-shot-90-uniform": ("Table 4, prune-from-dense 90 %: BLEU 25.7", lambda s: s.one_shot(0.9)),
-    "cyclic-80-uniform": ("Table 4, C-GaP 80 %, kappa = 3: BLEU 27.6", lambda s: s.cyclic(0.8)),
-    "cyclic-90-uniform": ("Table 4, C-GaP 90 %, kappa = 3: BLEU 27.7", lambda s: s.cyclic(0.9)),
+    "dense": "Table 4, dense: uncased BLEU 27.6",
+    "one-shot-80-uniform": "Table 4, prune-from-dense 80 %: BLEU 27.1",
+    "one-shot-90-uniform": "Table 4, prune-from-dense 90 %: BLEU 25.7",
+    "cyclic-80-uniform": "Table 4, C-GaP 80 %, kappa = 3: BLEU 27.6",
+    "cyclic-90-uniform": "Table 4, C-GaP 90 %, kappa = 3: BLEU 27.7",
     "cyclic-80-uniform-kappa6": (
         "Table 4, C-GaP 80 %, kappa = 6: BLEU 27.6",
         lambda s: s.cyclic(0.8, partition=named(kappa6(s))),
@@ -98,14 +90,8 @@ ROWS: dict[str, Row] = {
         "Table 4, C-GaP 90 %, kappa = 6: BLEU 27.1",
         lambda s: s.cyclic(0.9, partition=named(kappa6(s))),
     ),
-    "parallel-80-uniform": (
-        "Table 4, P-GaP 80 %, kappa = 3: BLEU 27.9",
-        lambda s: s.parallel(0.8),
-    ),
-    "parallel-90-uniform": (
-        "Table 4, P-GaP 90 %, kappa = 3: BLEU 27.3",
-        lambda s: s.parallel(0.9),
-    ),
+    "parallel-80-uniform": "Table 4, P-GaP 80 %, kappa = 3: BLEU 27.9",
+    "parallel-90-uniform": "Table 4, P-GaP 90 %, kappa = 3: BLEU 27.3",
     "parallel-80-uniform-kappa6": (
         "Table 4, P-GaP 80 %, kappa = 6: BLEU 27.7",
         lambda s: replace(s, rounds=(s.rounds + 1) // 2).parallel(0.8, partition=named(kappa6(s))),
@@ -114,20 +100,11 @@ ROWS: dict[str, Row] = {
         "Table 4, P-GaP 90 %, kappa = 6: BLEU 26.9",
         lambda s: replace(s, rounds=(s.rounds + 1) // 2).parallel(0.9, partition=named(kappa6(s))),
     ),
-    "cyclic-90-uniform-kappa1": (
-        "Ablation of the number of parts, kappa = 1: BLEU 26.8",
-        lambda s: s.cyclic(0.9, partition=contiguous(1)),
-    ),
-    "random-90-uniform": ("Ablation of the partition, random: BLEU 27.0", lambda s: s.random(0.9)),
-    "random-90-global": (
-        "Ablation of the partition, random, non-uniform: BLEU 26.9",
-        lambda s: s.random(0.9, allocation="global"),
-    ),
-    "one-shot-80-uniform-1x8": (
-        "Ablation of blocks, prune-from-dense 1 x 8: BLEU 26.1",
-        lambda s: s.one_shot(0.8, pattern="1x8"),
-    ),
-    "cyclic-80-uniform-1x8": ("Ablation of blocks, C-GaP 1 x 8: BLEU 27.2", lambda s: s.cyclic(0.8, pattern="1x8")),
+    "cyclic-90-uniform-kappa1": "Ablation of the number of parts, kappa = 1: BLEU 26.8",
+    "random-90-uniform": "Ablation of the partition, random: BLEU 27.0",
+    "random-90-global": "Ablation of the partition, random, non-uniform: BLEU 26.9",
+    "one-shot-80-uniform-1x8": "Ablation of blocks, prune-from-dense 1 x 8: BLEU 26.1",
+    "cyclic-80-uniform-1x8": "Ablation of blocks, C-GaP 1 x 8: BLEU 27.2",
 }
 
 MEASURED = {

@@ -58,8 +58,6 @@ def _traces(cell: Cell, rows: Sequence[Row], styles: Styles) -> list[Json]:
 def _rows(cell: Cell) -> list[Row]:
     """Means over seeds; with a global ranking, each has another share for a layer."""
     found = [record.result["sparsity"]["rows"] for record in cell.records if record.result is not None]
-    if not found:
-        return []
     rows: list[Row] = []
     for same in zip(*found, strict=False):
         sparsity = statistics.mean(row["sparsity"] for row in same)

@@ -9,8 +9,8 @@ from typing import Any
 
 from growprune.methods import METHODS
 from growprune.report.groups import Cell
+from growprune.runs.record import Json
 
-Json = dict[str, Any]
 Value = str | float | int | None
 
 COLOURS = (
@@ -31,20 +31,14 @@ INK = "ink"
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart.
-
-    Args:
-        name: of its files, when it is downloaded.
-        caption: one sentence that says what to see.
-        columns, rows: the table behind it.
-    """
-
     name: str
+    """Of its files, when it is downloaded."""
     title: str
     caption: str
     data: list[Json]
     layout: Json
     columns: Sequence[str]
+    """Those of the table behind it, as the rows are."""
     rows: Sequence[Sequence[Value]]
     height: int = 420
 
@@ -64,13 +58,20 @@ class Style:
         return {"color": self.colour, "symbol": self.symbol, "size": 10, **more}
 
 
-@dataclass(frozen=True)
 class Styles:
-    """The look of the runs of a page: a method has a colour, a series of it a symbol, and a sparsity a kind of line."""
+    """The look of the runs of a page: a method has a colour, a series of it a symbol, and a sparsity a kind of line.
 
-    methods: Sequence[str]
-    series: Sequence[str]
-    sparsities: Sequence[float]
+    Methods come in the order in which growprune lists them, then those it does not know.
+    """
+
+    def __init__(self, cells: Iterable[Cell]) -> None:
+        order = [name.rstrip("_") for name in METHODS]
+        sparse = [cell for cell in cells if not cell.is_dense]
+        ranks = {cell.method: order.index(cell.method) if cell.method in order else len(order) for cell in sparse}
+        self.methods = sorted(ranks, key=lambda name: (ranks[name], name))
+        series = {cell.series: (ranks[cell.method], cell.series) for cell in sparse}
+        self.series = sorted(series, key=lambda name: series[name])
+        self.sparsities = [sparsity for sparsity, _ in Counter(sorted(cell.sparsity for cell in sparse)).most_common()]
 
     def of(self, cell: Cell) -> Style:
         if cell.is_dense:
@@ -79,18 +80,6 @@ class Styles:
         symbol = SYMBOLS[self.series.index(cell.series) % len(SYMBOLS)]
         # the sparsity that most runs have has the plainest line, and dashes are the dense model's
         return Style(colour, symbol, DASHES[self.sparsities.index(cell.sparsity) % len(DASHES)])
-
-
-def styles_for(cells: Iterable[Cell]) -> Styles:
-    """Methods in the order in which growprune lists them, then those it does not know."""
-    order = [name.rstrip("_") for name in METHODS]
-    sparse = [cell for cell in cells if not cell.is_dense]
-    ranks = {cell.method: order.index(cell.method) if cell.method in order else len(order) for cell in sparse}
-    series = {cell.series: (ranks[cell.method], cell.series) for cell in sparse}
-    methods = sorted(ranks, key=lambda name: (ranks[name], name))
-    counts = Counter(cell.sparsity for cell in sparse)
-    sparsities = sorted(counts, key=lambda sparsity: (-counts[sparsity], sparsity))
-    return Styles(methods, sorted(series, key=lambda name: series[name]), sparsities)
 
 
 def axis(title: str, **more: Any) -> Json:
@@ -109,12 +98,8 @@ def layout(x: Json, y: Json, **more: Any) -> Json:
     }
 
 
-def short(value: Value) -> str:
-    """A value in a table: up to five digits, thousands apart."""
-    if value is None:
-        return "-"
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int) or (abs(value) >= 1e5 and float(value).is_integer()):
-        return f"{value:,}" if isinstance(value, int) else f"{int(value):,}"
+def short(value: float) -> str:
+    """A number in a table: up to five digits, thousands apart."""
+    if isinstance(value, int):
+        return f"{value:,}"
     return f"{value:.5g}" if abs(value) < 1e5 else f"{value:,.0f}"

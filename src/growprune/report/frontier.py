@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from growprune.engine.metric import Metric
-from growprune.report.chart import INK, Chart, Styles, Value, axis, layout
+from growprune.report.chart import INK, Chart, Styles, axis, layout
 from growprune.report.groups import Cell, Group
 from growprune.runs.record import Json, Record
 
@@ -33,12 +32,13 @@ def given(name: str) -> Callable[[Record], Any]:
 
 def _share_alive(record: Record, name: str, otherwise: Callable[[list[float]], float]) -> float | None:
     """A number of live weights, as a share of the prunable; of results without it, by the rows of their history."""
-    if not record.prunable:
+    prunable = record.total("prunable")
+    if not prunable:
         return None
     if (counted := record.figure(name)) is not None:
-        return float(counted) / record.prunable
+        return float(counted / prunable)
     alive = [float(row["alive"]) for row in record.history]
-    return otherwise(alive) / record.prunable if alive else None
+    return otherwise(alive) / prunable if alive else None
 
 
 def peak_live(record: Record) -> float | None:
@@ -106,8 +106,7 @@ COSTS = (
 
 def frontier_charts(group: Group, styles: Styles) -> list[Chart]:
     """One for each cost that the runs have figures of."""
-    charts = [_chart(cost, group, styles) for cost in COSTS]
-    return [chart for chart in charts if chart is not None]
+    return [chart for cost in COSTS if (chart := _chart(cost, group, styles))]
 
 
 def _chart(cost: Cost, group: Group, styles: Styles) -> Chart | None:
@@ -122,22 +121,19 @@ def _chart(cost: Cost, group: Group, styles: Styles) -> Chart | None:
     xs = [cell.mean(cost.of) or 0.0 for cell in shown]
     data = [trace for cell in dense for trace in _dense(cell, cost, xs)]
     data += [_trace(cells, cost, styles) for cells in series.values()]
+    up, above = ("down", "below") if group.metric.lower_is_better else ("up", "above")
+    caption = cost.caption.format(up=up, above=above)
     if cost.name == "sparsity":
         _put_side_by_side([trace for trace in data if "customdata" in trace], xs)
     return Chart(
         f"quality-{cost.name}",
         cost.title,
-        _caption(cost, group.metric) + (" Bars are one standard deviation over seeds." if _has_spread(shown) else ""),
+        caption + (" Bars are one standard deviation over seeds." if _has_spread(shown) else ""),
         data,
         layout(_x_axis(cost, xs), axis(f"{group.metric.name}, test data")),
         ["run", "sparsity", cost.axis, f"{group.metric.name} (mean)", "standard deviation", "seeds"],
-        [_row(cell, cost) for cell in [*dense, *shown]],
+        [[c.label, c.sparsity, c.mean(cost.of), c.quality, c.deviation, c.num_scores] for c in [*dense, *shown]],
     )
-
-
-def _caption(cost: Cost, metric: Metric) -> str:
-    up, above = ("down", "below") if metric.lower_is_better else ("up", "above")
-    return cost.caption.format(up=up, above=above)
 
 
 def _x_axis(cost: Cost, xs: list[float]) -> Json:
@@ -197,27 +193,22 @@ def _has_spread(cells: list[Cell]) -> bool:
     return any(cell.deviation is not None for cell in cells)
 
 
-def _row(cell: Cell, cost: Cost) -> list[Value]:
-    number = cell.num_scores
-    return [cell.label, cell.sparsity, cell.mean(cost.of), cell.quality, cell.deviation, number]
-
-
 def time_chart(group: Group, styles: Styles) -> Chart | None:
     """How long training took, as measured."""
-    cells = [cell for cell in group.cells if cell.mean(given("seconds")) is not None]
+    of = given("seconds")
+    cells = [cell for cell in group.cells if cell.mean(of) is not None]
     if not cells:
         return None
-    cells = sorted(cells, key=lambda cell: -(cell.mean(given("seconds")) or 0.0))
-    seconds = [cell.mean(given("seconds")) or 0.0 for cell in cells]
+    cells = sorted(cells, key=lambda cell: -(cell.mean(of) or 0.0))
+    seconds = [cell.mean(of) or 0.0 for cell in cells]
     unit, size = ("hours", 3600) if max(seconds) > 7200 else ("minutes", 60) if max(seconds) > 120 else ("seconds", 1)
     bar: Json = {"type": "bar", "orientation": "h", "x": [each / size for each in seconds]}
     bar |= {"y": [cell.label for cell in cells], "text": [f"{each / size:.3g}" for each in seconds]}
     bar["marker"] = {"color": [styles.of(cell).colour for cell in cells]}
     bar["hovertemplate"] = f"%{{y}}: %{{x:.4g}} {unit}<extra></extra>"
     bar |= {"textposition": "inside", "insidetextanchor": "start", "textangle": 0}
-    if any(cell.spread(given("seconds")) for cell in cells):
-        of_seeds = [cell.spread(given("seconds")) for cell in cells]
-        spreads = [None if each is None else each / size for each in of_seeds]
+    if any(cell.spread(of) for cell in cells):
+        spreads = [None if (each := cell.spread(of)) is None else each / size for cell in cells]
         bar["error_x"] = {"type": "data", "array": spreads, "width": 4, "color": INK}
     return Chart(
         "time",
@@ -226,6 +217,6 @@ def time_chart(group: Group, styles: Styles) -> Chart | None:
         [bar],
         layout(axis(unit, rangemode="tozero"), axis("", type="category", ticksuffix=" "), showlegend=False),
         ["run", "seconds (mean)", "standard deviation", "seeds"],
-        [[c.label, c.mean(given("seconds")), c.spread(given("seconds")), len(c.records)] for c in cells],
+        [[c.label, c.mean(of), c.spread(of), len(c.records)] for c in cells],
         height=110 + 34 * len(cells),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +53,7 @@ class Cell:
 
     @property
     def deviation(self) -> float | None:
-        """Its standard deviation over seeds, if there are several."""
+        """The standard deviation of quality over seeds, if there are several."""
         return self.spread(lambda record: record.quality)
 
     @property
@@ -74,7 +73,6 @@ class Cell:
         return mean(self.values(of))
 
     def spread(self, of: Callable[[Record], float | None]) -> float | None:
-        """The standard deviation over seeds, if there are several."""
         return deviation(self.values(of))
 
 
@@ -194,15 +192,14 @@ def _joined_by_flops(by_epochs: Mapping[int, list[Record]]) -> dict[str, list[Re
 
 def _flops(records: Sequence[Record]) -> tuple[float, float] | None:
     """The least and the most that runs trained with; none if any of them does not say."""
-    flops = [record.figure("training_flops") for record in records if record.is_finished]
-    known = [each for each in flops if each is not None and math.isfinite(each) and each > 0]
-    return (min(known), max(known)) if known and len(known) == len(flops) else None
+    flops = [record.figure("training_flops") for record in records]
+    return None if None in flops else (min(flops), max(flops))
 
 
 def _title(record: Record, told_apart: Mapping[str, Any]) -> str:
     task = task_settings(record)
-    words = [_name(record), *(str(task[name]) for name in ("model",) if task.get(name))]
-    title = " ".join(words) + (f" on {task['data']}" if task.get("data") else "")
+    title = _name(record) + (f" {task['model']}" if task.get("model") else "")
+    title += f" on {task['data']}" if task.get("data") else ""
     more = [f"{name} {task[name]}" for name in told_apart if name in task and name not in ("name", "model", "data")]
     return ", ".join([title, *more])
 
@@ -211,7 +208,7 @@ def _cells(records: Sequence[Record]) -> list[Cell]:
     by_method: dict[str, list[Record]] = {}
     for record in records:
         by_method.setdefault("dense" if record.is_dense else record.method, []).append(record)
-    cells = []
+    cells: list[Cell] = []
     for method, of_method in by_method.items():
         settings = [variant(record) for record in of_method]
         names = telling(settings)
@@ -220,18 +217,18 @@ def _cells(records: Sequence[Record]) -> list[Cell]:
             said = ", ".join(_say(name, setting[name]) for name in names if setting.get(name) is not None)
             found.setdefault((record.sparsity, said), []).append(record)
         for (sparsity, said), same in found.items():
-            cells += [Cell(method, *apart) for apart in _by_finish(sparsity, said, same)]
+            cells += _by_finish(method, said, sparsity, same)
     return sorted(cells, key=lambda cell: (not cell.is_dense, cell.method, cell.variant, cell.sparsity))
 
 
-def _by_finish(sparsity: float, variant: str, same: list[Record]) -> Iterator[tuple[str, float, tuple[Record, ...]]]:
+def _by_finish(method: str, variant: str, sparsity: float, same: list[Record]) -> Iterator[Cell]:
     """What is not finished stands beside what is, as means of both would be of neither."""
     for is_finished in (True, False):
         records = sorted((r for r in same if r.is_finished is is_finished), key=lambda record: record.seed)
         is_other = not is_finished and len(records) < len(same)
-        name = ", ".join(filter(None, [variant, "unfinished" if is_other else ""]))
         if records:
-            yield name, sparsity, tuple(records)
+            name = ", ".join(filter(None, [variant, "unfinished" if is_other else ""]))
+            yield Cell(method, name, sparsity, tuple(records))
 
 
 def _say(name: str, value: Any) -> str:

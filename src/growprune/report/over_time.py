@@ -43,7 +43,7 @@ OF_ANY_TASK = (
         "Live weights over time",
         "live weights (share of the prunable)",
         "How much of the model exists at each time: the peak of a line is what the training has to have room for.",
-        lambda record, row: row["alive"] / record.prunable if record.prunable else None,
+        lambda record, row: row["alive"] / size if (size := record.total("prunable")) else None,
         max,
         is_step=True,
         is_share=True,
@@ -89,8 +89,7 @@ def quantities(group: Group) -> list[Quantity]:
 
 def charts_over_time(group: Group, styles: Styles) -> list[Chart]:
     """Those for which any run has figures."""
-    charts = [_chart(quantity, group, styles) for quantity in quantities(group)]
-    return [chart for chart in charts if chart is not None]
+    return [chart for quantity in quantities(group) if (chart := _chart(quantity, group, styles))]
 
 
 def _chart(quantity: Quantity, group: Group, styles: Styles) -> Chart | None:
@@ -113,14 +112,13 @@ def _chart(quantity: Quantity, group: Group, styles: Styles) -> Chart | None:
 
 def _trace(quantity: Quantity, cell: Cell, points: Points, styles: Styles) -> Json:
     style = styles.of(cell)
-    few = len(points) <= 12
     xs, ys = list(points), list(points.values())
     if quantity.is_step and xs[0] == 1:  # what the first epoch ends with, it began with
         xs, ys = [0, *xs], [ys[0], *ys]
     trace: Json = {"type": "scatter", "x": xs, "y": ys, "name": cell.label}
     trace |= {"mode": "lines+markers", "line": style.line(shape="vh" if quantity.is_step else "linear")}
     # so that lines are told apart without colours, a marker now and then
-    trace["marker"] = style.marker(size=7, maxdisplayed=0 if few else 9)
+    trace["marker"] = style.marker(size=7, maxdisplayed=0 if len(points) <= 12 else 9)
     number = ".1%" if quantity.is_share else ".4g"
     trace["hovertemplate"] = f"{cell.label}<br>epoch %{{x}}: %{{y:{number}}}<extra></extra>"
     return trace

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Sequence
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from growprune.errors import GrowpruneError
 from growprune.files.atomic import replacing
 from growprune.report import tables, words
 from growprune.report.by_layer import layer_chart
-from growprune.report.chart import Chart, Styles, Value, short, styles_for
+from growprune.report.chart import Chart, Styles, Value, short
 from growprune.report.frontier import COSTS, frontier_charts, time_chart
 from growprune.report.groups import Group, group_runs, order
 from growprune.report.over_time import charts_over_time, quantities
@@ -24,12 +24,8 @@ from growprune.runs import Record
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """Nothing may be fetched from anywhere: the browser itself sees to it."""
 
-WIDE = ("schedule",)
-INSTALL = "pages are drawn with plotly: pip install 'growprune[report]', or '.[report]' in a copy of the repository"
-
 
 def write_page(records: Sequence[Record], out: Path) -> None:
-    """Write the page about some runs."""
     if not out.parent.is_dir():
         raise GrowpruneError(f"{out} cannot be written: there is no folder {out.parent}; make it, or give another -o")
     if out.is_dir():
@@ -43,7 +39,9 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs  # an extra, and only pages need it
     except ImportError as error:
-        raise GrowpruneError(INSTALL) from error
+        raise GrowpruneError(
+            "pages are drawn with plotly: pip install 'growprune[report]', or '.[report]' in a copy of the repository"
+        ) from error
     return str(get_plotlyjs())
 
 
@@ -51,17 +49,19 @@ def render(records: Sequence[Record], plotly: str) -> str:
     """The whole page as text, with the code of Plotly in it."""
     records = sorted(records, key=order)
     groups = group_runs(records)
-    styles = styles_for(cell for group in groups for cell in group.cells)
+    styles = Styles(cell for group in groups for cell in group.cells)
     charts: list[Chart] = []
     body = [_head(groups, records)]
     body += [_group(number, group, styles, charts) for number, group in enumerate(groups, 1)]
-    body += [_runs(records), _again(records), _meanings()]
+    body.append(f"<section id='runs'><h2>All runs</h2>{_table(tables.RUNS_HEAD, tables.all_runs(records))}</section>")
+    body += [_again(records), _meanings()]
     specs = [
-        {"name": _file_name(n, chart), "data": chart.data, "layout": chart.layout} for n, chart in enumerate(charts)
+        {"name": f"{number:02d}-{chart.name}", "data": chart.data, "layout": chart.layout}
+        for number, chart in enumerate(charts, 1)
     ]
     return _TEMPLATE.format(
         policy=POLICY,
-        title=_escape(words.title(groups, records)),
+        title=escape(words.title(groups, records)),
         style=_asset("page.css"),
         body="\n".join(body),
         charts=json.dumps(finite(specs)).replace("<", "\\u003c"),
@@ -96,16 +96,16 @@ _TEMPLATE = """<!DOCTYPE html>
 
 
 def _head(groups: Sequence[Group], records: Sequence[Record]) -> str:
-    said = "".join(f"<p class='note'>{_escape(note)}</p>" for note in words.notes(records))
+    said = "".join(f"<p class='note'>{escape(note)}</p>" for note in words.notes(records))
     for group in groups:
-        said += f"<p>{' '.join(map(_escape, words.summary(group)))}</p>"
+        said += f"<p>{' '.join(map(escape, words.summary(group)))}</p>"
     links = [(f"group-{n}", f"{g.title}, {g.budget}".rstrip(", ")) for n, g in enumerate(groups, 1)]
     links += [("runs", "All runs"), ("again", "How to do it again"), ("words", "Words")]
-    contents = "".join(f"<li><a href='#{place}'>{_escape(text)}</a></li>" for place, text in links)
+    contents = "".join(f"<li><a href='#{place}'>{escape(text)}</a></li>" for place, text in links)
     return (
         "<header><p class='brand'>growprune report"
         "<button type='button' id='theme' aria-live='polite'>Theme: auto</button></p>"
-        f"<h1>{_escape(words.title(groups, records))}</h1></header>"
+        f"<h1>{escape(words.title(groups, records))}</h1></header>"
         f"<section id='summary'><h2>In short</h2>{said}</section><nav aria-label='Contents'><ul>{contents}</ul></nav>"
     )
 
@@ -115,7 +115,7 @@ def _group(number: int, group: Group, styles: Styles, charts: list[Chart]) -> st
     named = f"{group.title}, {group.budget}".rstrip(", ")
     shown = [schedule_chart(group), *charts_over_time(group, styles), layer_chart(group, styles)]
     compared = [*frontier_charts(group, styles), time_chart(group, styles)] if len(group.cells) > 1 else []
-    sections = [f"<section id='group-{number}'><h2>{_escape(named)}</h2>"]
+    sections = [f"<section id='group-{number}'><h2>{escape(named)}</h2>"]
     if rows := tables.means(group):
         quality = f"{group.metric.name}, test{group.metric.direction}"
         head = [quality if name == "quality" else name for name in tables.MEANS_HEAD]
@@ -125,7 +125,7 @@ def _group(number: int, group: Group, styles: Styles, charts: list[Chart]) -> st
     wanted = [each.title for each in (*quantities(group), *(COSTS if compared else ()))]
     found = {chart.title for chart in (*shown, *compared) if chart is not None}
     if lacking := [title for title in wanted if title not in found]:
-        sections.append(f"<p class='small'>Not shown, since no run has the figures: {_escape(', '.join(lacking))}.</p>")
+        sections.append(f"<p class='small'>Not shown, since no run has the figures: {escape(', '.join(lacking))}.</p>")
     return "\n".join([*sections, "</section>"])
 
 
@@ -142,18 +142,19 @@ def _figure(number: int, chart: Chart) -> str:
         f"<button type='button' data-chart='{number}' data-kind='{kind}'>{kind.upper()}</button>"
         for kind in ("png", "svg", "csv")
     )
-    about = _escape(f"{chart.title}. {chart.caption} The numbers are in the table below.")
+    width = "wide" if chart.name == "schedule" else ""
+    about = escape(f"{chart.title}. {chart.caption} The numbers are in the table below.")
     return (
-        f"<figure id='chart-{number}' class='{'wide' if chart.name in WIDE else ''}'><h4>{_escape(chart.title)}</h4>"
+        f"<figure id='chart-{number}' class='{width}'><h4>{escape(chart.title)}</h4>"
         f"<div class='plot' id='plot-{number}' data-height='{chart.height}' style='height:{chart.height}px' "
-        f"role='img' aria-label='{about}'></div><figcaption>{_escape(chart.caption)}</figcaption>"
+        f"role='img' aria-label='{about}'></div><figcaption>{escape(chart.caption)}</figcaption>"
         f"<details><summary>Table</summary>{_table(chart.columns, chart.rows)}</details>"
         f"<p class='downloads'>Download: {kinds}</p></figure>"
     )
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Value]]) -> str:
-    heads = "".join(f"<th scope='col'>{_escape(name)}</th>" for name in head)
+    heads = "".join(f"<th scope='col'>{escape(name)}</th>" for name in head)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<div class='scroll' tabindex='0'><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
 
@@ -163,33 +164,27 @@ def _cell(value: Value) -> str:
     if value is None:
         return "<td class='number' data-v=''>-</td>"
     if isinstance(value, str):
-        return f"<td{' class=long' if len(value) > 40 else ''}>{_escape(value)}</td>"
-    exact = repr(value)
-    shown = short(value)
+        return f"<td{' class=long' if len(value) > 40 else ''}>{escape(value)}</td>"
+    exact, shown = repr(value), short(value)
     return f"<td class='number'{f' data-v={exact!r}' if exact != shown else ''}>{shown}</td>"
-
-
-def _runs(records: Sequence[Record]) -> str:
-    return f"<section id='runs'><h2>All runs</h2>{_table(tables.RUNS_HEAD, tables.all_runs(records))}</section>"
 
 
 def _again(records: Sequence[Record]) -> str:
     """Commands, whole recipes, machines and versions."""
     recipes = "".join(
-        f"<details><summary>Recipe of {_escape(record.name)}</summary>"
-        f"<pre>{_escape(json.dumps(_without_places(record.recipe), indent=1))}</pre></details>"
+        f"<details><summary>Recipe of {escape(record.name)}</summary>"
+        f"<pre>{escape(json.dumps(_without_places(record.recipe), indent=1))}</pre></details>"
         for record in records
         if record.recipe
     )
     machines = ""
-    found = words.environments(records)
-    if found:
+    if found := words.environments(records):
         names = list(dict.fromkeys(name for environment, _ in found for name in environment))
         rows = [[*(str(environment.get(name, "")) for name in names), ", ".join(who)] for environment, who in found]
         machines = f"<h3>Machines and versions</h3>{_table([*names, 'runs'], rows)}"
     return (
         f"<section id='again'><h2>How to do it again</h2><p>DATA is the folder in which your data lie.</p>"
-        f"<pre tabindex='0'>{_escape(words.commands(records))}</pre>{recipes}{machines}</section>"
+        f"<pre tabindex='0'>{escape(words.commands(records))}</pre>{recipes}{machines}</section>"
     )
 
 
@@ -204,17 +199,9 @@ def _without_places(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _meanings() -> str:
-    terms = "".join(f"<dt>{term}</dt><dd>{_escape(meaning)}</dd>" for term, meaning in words.MEANINGS.items())
+    terms = "".join(f"<dt>{term}</dt><dd>{escape(meaning)}</dd>" for term, meaning in words.MEANINGS.items())
     return f"<section id='words'><h2>Words</h2><dl>{terms}</dl></section>"
-
-
-def _file_name(number: int, chart: Chart) -> str:
-    return f"{number + 1:02d}-{chart.name}"
 
 
 def _asset(name: str) -> str:
     return files("growprune.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _escape(text: str) -> str:
-    return html.escape(text, quote=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from growprune.report.chart import Chart, axis, layout
 from growprune.report.groups import Cell, Group
@@ -38,22 +38,13 @@ class Span:
     alive: int
 
 
-@dataclass(frozen=True)
-class Lane:
-    """One row of the timeline: from which epoch on, which density."""
-
-    label: str
-    ends: tuple[float, ...]
-    densities: tuple[float, ...]
-
-
 def schedule_chart(group: Group) -> Chart | None:
     """Of every method of a group, how dense what was when; of runs that differ by their seed, the first."""
-    size = next((r.prunable for cell in group.cells for r in cell.records if r.prunable), None)
+    size = next((found for cell in group.cells for r in cell.records if (found := r.total("prunable"))), None)
     lanes = [lane for cell in group.cells for lane in _lanes(cell, len(group.cells) > 1, size)]
     if not lanes:
         return None
-    rows = [row for lane in lanes for row in _rows(lane)]
+    rows = [row for lane in lanes for row in lane]
     length = max(end for _, _, end, _ in rows)
     return Chart(
         "schedule",
@@ -91,34 +82,34 @@ def _bars(rows: Sequence[Row], length: float) -> Json:
     return bars
 
 
-def _rows(lane: Lane) -> Iterator[Row]:
-    for (start, end), density in zip(pairwise((0.0, *lane.ends)), lane.densities, strict=True):
-        yield lane.label, round(start, 3), round(end, 3), density
-
-
 def _name(density: float) -> str:
     return "dense" if density == 1 else f"{density:.2g}"
 
 
-def _lanes(cell: Cell, is_named: bool, prunable: int | None) -> list[Lane]:
+def _lanes(cell: Cell, is_named: bool, prunable: int | None) -> list[list[Row]]:
     """Of a run that is not finished, the size is that of others, if there are any."""
     record = next((record for record in cell.records if record.phases), cell.first)
     spans = _spans(record)
     if not spans:
         return []
     parts = sorted({part for span in spans for _, part, _, _ in parse_edits(span.edits)} - {"all"}, key=_natural)
-    before = f"{cell.label}: " if is_named else ""
     if 0 < len(parts) <= MAX_PARTS and all(_is_known(span.edits) for span in spans):
+        before = f"{cell.label}: " if is_named else ""
         return [_lane(f"{before}{part}", states) for part, states in _part_states(record, spans, parts).items()]
-    size = record.prunable or prunable or max(span.alive for span in spans)
+    size = record.total("prunable") or prunable or max(span.alive for span in spans)
     whole = [(_end(same), max(span.alive for span in same) / size) for same in _by_time(spans)]
-    return [_lane(f"{before}whole model" if before == "" else cell.label, whole)]
+    return [_lane(cell.label if is_named else "whole model", whole)]
 
 
-def _lane(label: str, states: Sequence[tuple[float, float]]) -> Lane:
+def _lane(label: str, states: Sequence[tuple[float, float]]) -> list[Row]:
     """Neighbours of one density are one stretch."""
-    runs = [(density, list(same)) for density, same in groupby(states, key=lambda state: state[1])]
-    return Lane(label, tuple(same[-1][0] for _, same in runs), tuple(density for density, _ in runs))
+    lane: list[Row] = []
+    start = 0.0
+    for density, same in groupby(states, key=lambda state: state[1]):
+        *_, (end, _) = same
+        lane.append((label, round(start, 3), round(end, 3), density))
+        start = end
+    return lane
 
 
 def _part_states(record: Record, spans: Sequence[Span], parts: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
@@ -132,18 +123,17 @@ def _part_states(record: Record, spans: Sequence[Span], parts: Sequence[str]) ->
             now = dict.fromkeys(parts, _left(same, record))
         stage = same[0].stage
         branches = [_edited(now, span.edits) for span in same]
-        shown = {part: max(branch[part] for branch in branches) for part in parts}
-        now = shown  # after a fork, each part is as it was where it grew
+        now = {part: max(branch[part] for branch in branches) for part in parts}
         if _end(same) > same[0].start:
             for part in parts:
-                states[part].append((_end(same), shown[part]))
+                states[part].append((_end(same), now[part]))
     return states
 
 
 def _left(spans: Sequence[Span], record: Record) -> float:
     """How dense a pruning left the parts: as the live weights say, if nothing was grown since."""
-    if spans[0].branch is None and record.prunable:
-        return spans[0].alive / record.prunable
+    if spans[0].branch is None and (size := record.total("prunable")):
+        return float(spans[0].alive / size)
     return 1 - record.sparsity
 
 
@@ -176,24 +166,24 @@ def _is_known(edits: str) -> bool:
 def _spans(record: Record) -> list[Span]:
     """From the log, which has every phase; without one, from the history, which has what each epoch ended with."""
     if not record.phases:  # its rows have one branch after the other
-        return sorted(map(_of_row, record.history), key=lambda span: (span.stage, span.start))
+        of_epochs = [_span(row["epoch"] - 1, row["epoch"], row) for row in record.history]
+        return sorted(of_epochs, key=lambda span: (span.stage, span.start))
     rows = [row for row in record.history if row.get("iteration") and row["epoch"]]
     per_epoch = rows[0]["iteration"] / rows[0]["epoch"] if rows else 1.0
     lengths = [(phase["iterations"], phase["epochs"]) for phase in record.phases]
     trained = [iterations / epochs for iterations, epochs in lengths if iterations and epochs]
     per_epoch = trained[0] if trained else per_epoch
-    spans, now = [], 0.0
+    spans: list[Span] = []
+    now = 0.0
     for _, group in groupby(record.phases, key=lambda phase: phase["stage"]):
-        same = list(group)
-        for phase in same:
-            end = now + phase["iterations"] / per_epoch
-            spans.append(Span(now, end, phase["stage"], phase["branch"], phase["edits"], phase["alive"]))
-        now = max(span.end for span in spans[-len(same) :])
+        same = [_span(now, now + phase["iterations"] / per_epoch, phase) for phase in group]
+        now = _end(same)
+        spans += same
     return spans
 
 
-def _of_row(row: Json) -> Span:
-    return Span(row["epoch"] - 1, row["epoch"], row["stage"], row["branch"], row["edits"], row["alive"])
+def _span(start: float, end: float, row: Json) -> Span:
+    return Span(start, end, row["stage"], row["branch"], row["edits"], row["alive"])
 
 
 def _by_time(spans: Sequence[Span]) -> list[list[Span]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections import Counter
@@ -43,8 +44,7 @@ def summary(group: Group) -> list[str]:
 def _trained(group: Group) -> str:
     cells = group.sparse or group.dense
     names = list(dict.fromkeys(cell.method for cell in cells))
-    sparsities = sorted({cell.sparsity for cell in cells})
-    said = " and ".join(map(in_full, sparsities))
+    said = " and ".join(map(in_full, sorted({cell.sparsity for cell in cells})))
     runs = sum(len(cell.records) for cell in group.cells)
     what = f"{_count(runs, 'run')} of {group.title}, {group.budget}".rstrip(", ")
     these = "This is" if runs == 1 else "These are"
@@ -149,14 +149,11 @@ def command(record: Record) -> str:
 
 def environments(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[str]]]:
     """The machines and versions there were, each with the runs that had them."""
-    found: list[tuple[dict[str, Any], list[str]]] = []
+    found: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for record in records:
         if environment := record.figure("environment"):
-            same = next((names for known, names in found if known == environment), None)
-            if same is None:
-                found.append((environment, same := []))
-            same.append(record.name)
-    return found
+            found.setdefault(json.dumps(environment, sort_keys=True), (environment, []))[1].append(record.name)
+    return list(found.values())
 
 
 def _count(number: int, noun: str) -> str:

@@ -10,7 +10,7 @@ from growprune.engine import json_file
 from growprune.engine.folder import RESULT, RunFolder
 from growprune.engine.json_file import NUMBER
 from growprune.errors import GrowpruneError
-from growprune.runs.record import Json, Record
+from growprune.runs.record import Record
 
 _RESULT: json_file.Names = {
     **{"recipe.task.name": str, "recipe.method": str, "recipe.sparsity": NUMBER, "recipe.options": dict},
@@ -75,13 +75,9 @@ def read_run(place: Path, name: str = "") -> Record:
 def _read(place: Path, name: str) -> Record:
     folder = RunFolder(place)
     file = place if place.is_file() else folder.result
-    result = _read_result(file) if file.exists() else None
+    remedy = "remove it and resume the run, which makes it again, or leave it out"
+    result = json_file.read(file, {**_RESULT, **RESULT}, remedy) if file.exists() else None
     origin = folder.read_origin() if folder.recipe.exists() else {}
     if result is not None:
         return Record(place, name, result["recipe"], origin or result["origin"], result)
     return Record(place, name, folder.read_recipe()["recipe"] if folder.recipe.exists() else {}, origin)
-
-
-def _read_result(path: Path) -> Json:
-    remedy = "remove it and resume the run, which makes it again, or leave it out"
-    return json_file.read(path, {**_RESULT, **RESULT}, remedy)

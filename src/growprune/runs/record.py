@@ -169,10 +169,6 @@ class Record:
         """Of the last model, on validation data: what may choose between runs."""
         return (self.figure("validation") or {}).get(self.metric.name)
 
-    @property
-    def prunable(self) -> int | None:
-        return None if self.result is None else int(self.result["sparsity"]["totals"]["prunable"])
-
     def figure(self, name: str) -> Any:
         """An entry of the result; None if it is unknown."""
         return None if self.result is None else self.result.get(name)

@@ -37,18 +37,12 @@ class Candidates(NamedTuple):
     """Those of this rank."""
     alive: Tensor | None
     """Which of them live, where that counts."""
-    lengths: list[int]
-    """How many each rank has."""
+    spans: list[tuple[int, int]]
+    """From where to where each rank has them."""
 
 
 class Choosing:
-    """Prunes by magnitude and grows by gradient, weights that live or die by themselves; others are gathered.
-
-    Args:
-        ranks: those that share the weights.
-        parameters: how they are stored, by name.
-        gradients: what growth goes by.
-    """
+    """Prunes by magnitude and grows by gradient, weights that live or die by themselves; others are gathered."""
 
     def __init__(
         self, ranks: Ranks, parameters: Mapping[str, SparseParameter], gradients: Gradients, pattern: Pattern
@@ -82,7 +76,7 @@ class Choosing:
         ties = Ties(left)
         own = [torch.zeros_like(keys, dtype=torch.bool) if key is None else ties.take(keys, key) for keys in source()]
         part = torch.cat(own) if own else torch.zeros(0, dtype=torch.bool, device=mask(weight).device)
-        chosen = self._ranks.join(part.to(torch.uint8), self._candidates(weight, edit, mask).lengths).bool()
+        chosen = self._ranks.join(part.to(torch.uint8), self._candidates(weight, edit, mask).spans).bool()
         if edit.action is Action.PRUNE:
             flat = mask(weight).reshape(-1).clone()
             flat[flat.clone()] = chosen
@@ -98,22 +92,18 @@ class Choosing:
         assert isinstance(parameter, ShardedCompact)
         first = (weight.rows[0] if weight.rows else 0) * parameter.shape[1:].numel()
         if edit.action is Action.GROW:
-            spans = [self._ranks.span(parameter.shape.numel(), rank) for rank in range(self._ranks.size)]
-            cuts = [_overlap(span, (first, first + weight.numel)) for span in spans]
-            start, stop = cuts[self._ranks.rank]
-            at = spans[self._ranks.rank][0]
-            alive = mask(weight).reshape(-1)[start - first : stop - first]
-            scores = self._gradients.share(weight.parameter)[start - at : stop - at]
-            return Candidates(scores, alive, [b - a for a, b in cuts])
-        values = parameter.parameter.detach()
-        rest = values.shape[1:].numel()
-        before, own = self._live_before(parameter, first), int(torch.count_nonzero(mask(weight)))
-        spans = [self._ranks.span(values.shape[0], rank) for rank in range(self._ranks.size)]
-        cuts = [_overlap((a * rest, b * rest), (before, before + own)) for a, b in spans]
-        start, stop = cuts[self._ranks.rank]
-        at = spans[self._ranks.rank][0] * rest
-        local = values.to_local().reshape(-1)  # type: ignore[attr-defined]
-        return Candidates(local[start - at : stop - at], None, [b - a for a, b in cuts])
+            share, spans = self._gradients.share(weight.parameter), self._ranks.spans(parameter.shape.numel())
+            wanted = first, first + weight.numel
+        else:
+            values = parameter.parameter.detach()
+            rest, before = values.shape[1:].numel(), self._live_before(parameter, first)
+            share = values.to_local().reshape(-1)  # type: ignore[attr-defined]
+            spans = [(start * rest, stop * rest) for start, stop in self._ranks.spans(values.shape[0])]
+            wanted = before, before + int(torch.count_nonzero(mask(weight)))
+        cuts = [_overlap(span, wanted) for span in spans]
+        (start, stop), at = cuts[self._ranks.rank], spans[self._ranks.rank][0]
+        alive = mask(weight).reshape(-1)[start - first : stop - first] if edit.action is Action.GROW else None
+        return Candidates(share[start - at : stop - at], alive, cuts)
 
     def _live_before(self, parameter: ShardedCompact, position: int) -> int:
         """How many live values a parameter has before a position of the dense one."""

@@ -69,8 +69,8 @@ class Handle:
         if not isinstance(tensor, DTensor):
             return tensor
         local, rest = tensor.to_local().detach(), tensor.shape[1:].numel()
-        spans = [self.ranks.span(tensor.shape[0], rank) for rank in range(self.ranks.size)]
-        return self.ranks.join(local.reshape(-1), [(stop - start) * rest for start, stop in spans]).view(tensor.shape)
+        spans = [(start * rest, stop * rest) for start, stop in self.ranks.spans(tensor.shape[0])]
+        return self.ranks.join(local.reshape(-1), spans).view(tensor.shape)
 
     def cut(self, whole: Tensor) -> Tensor:
         """The inverse: a tensor of its own, sharded like the parameter."""

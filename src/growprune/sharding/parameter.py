@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from growprune.sharding.handles import Handle
 from growprune.sharding.layout import sharded_layout
 from growprune.storage.compact import Compact
-from growprune.storage.compact_layers import RECORDERS, hand_over, watch
-from growprune.storage.compact_modules import let_compile_again, set_layout
+from growprune.storage.compact_layers import RECORDERS, hand_over
+from growprune.storage.compact_modules import set_layout
 from growprune.storage.layout import Layout
 
 
@@ -53,15 +53,11 @@ class ShardedCompact(Compact):
         found = super().from_live(live)
         return found if isinstance(found, DTensor) else self.handle.cut(found)
 
-    def _keep(self, values: Tensor, layout: Layout | None) -> None:
-        self._find_blocks(layout)
+    def _place(self, values: Tensor, layout: Layout | None) -> None:
         layout = sharded_layout(layout, self.handle.ranks) if self._shards_mask else layout
         set_layout(self.module, self._local, layout)
         self.handle.put(values, requires_grad=self._is_trained)
         self._ask_for_gradients()
-        let_compile_again()
-        if self._record is not None:
-            self._listen()
 
     def _ask_for_gradients(self) -> None:
         """Where nothing lives there is no gradient: FSDP2 cannot send an empty one."""
@@ -87,22 +83,11 @@ class ShardedCompact(Compact):
     def adds_up_gradients(self) -> bool:
         return False  # each backward pass is seen by itself
 
-    @property
-    def record(self) -> Callable[[Tensor], None] | None:
-        return None if self._record is None else self._record_mean
-
-    @record.setter
-    def record(self, record: Callable[[Tensor], None] | None) -> None:
-        self._record = record
-        watch(self.module, is_watched=record is not None)
-        if record is not None:
-            self._listen()
-
-    def _record_mean(self, gradient: Tensor) -> None:
+    def see(self, gradient: Tensor) -> None:
         """Each rank has seen other examples: an edit looks at the mean, which is the same on all."""
-        assert self._record is not None
-        wide = gradient.detach() if gradient.dtype == torch.float64 else gradient.detach().float()
-        self._record(self.handle.ranks.mean(wide))
+        if self._record is not None:
+            wide = gradient.detach() if gradient.dtype == torch.float64 else gradient.detach().float()
+            self._record(self.handle.ranks.mean(wide))
 
     def _listen(self) -> None:
         if self._layout is not None:

@@ -35,33 +35,19 @@ class Ranks:
         is_first_replica = self.replicas is None or distributed.get_rank(self.replicas) == 0
         return self.rank == 0 and is_first_replica
 
-    def any(self, flags: Tensor) -> Tensor:
-        """Which flags any rank or replica has set."""
-        counts = flags.to(self.device, torch.int64)
-        for group in filter(None, (self.group, self.replicas)):
-            distributed.all_reduce(counts, group=group)
-        return counts > 0
-
-    def span(self, length: int, rank: int | None = None) -> tuple[int, int]:
-        """From where to where a rank (this one if not given) has a tensor of some length, as `torch.chunk` cuts it."""
+    def spans(self, length: int) -> list[tuple[int, int]]:
+        """From where to where each rank has a tensor of some length, as `torch.chunk` cuts it."""
         step = -(-length // self.size)
-        start = min(length, step * (self.rank if rank is None else rank))
-        return start, min(length, start + step)
+        return [(min(length, step * rank), min(length, step * (rank + 1))) for rank in range(self.size)]
 
     def cut(self, flat: Tensor) -> Tensor:
         """What this rank keeps of a tensor: a view."""
-        start, stop = self.span(flat.shape[0])
+        start, stop = self.spans(flat.shape[0])[self.rank]
         return flat[start:stop]
 
-    def join(self, part: Tensor, lengths: Sequence[int] | None = None, *, total: int = 0) -> Tensor:
-        """A flat tensor from the parts of all ranks.
-
-        Args:
-            lengths: of the parts; if not given, they are those of a tensor of `total` elements.
-        """
-        if lengths is None:
-            spans = [self.span(total, rank) for rank in range(self.size)]
-            lengths = [stop - start for start, stop in spans]
+    def join(self, part: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """A flat tensor from the parts of all ranks, which go from where to where in it."""
+        lengths = [stop - start for start, stop in spans]
         if self.size == 1:
             return part.clone()
         most = max(lengths)
@@ -84,16 +70,22 @@ class Ranks:
         distributed.all_reduce(total, group=self.group)
         return total.to(tensor.device)
 
+    def any(self, flags: Tensor) -> Tensor:
+        """Which flags any rank or replica has set."""
+        return self._over_replicas_too(flags.to(torch.int64)) > 0
+
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean over all ranks and replicas, of which each has seen other examples."""
-        total, count = tensor.to(self.device, copy=True), self.size
-        distributed.all_reduce(total, group=self.group)
-        if self.replicas is not None:
-            distributed.all_reduce(total, group=self.replicas)
-            count *= distributed.get_world_size(self.replicas)
-        return total.div_(count).to(tensor.device)
+        count = self.size * (1 if self.replicas is None else distributed.get_world_size(self.replicas))
+        return self._over_replicas_too(tensor).div_(count).to(tensor.device)
+
+    def _over_replicas_too(self, tensor: Tensor) -> Tensor:
+        total = tensor.to(self.device, copy=True)
+        for group in filter(None, (self.group, self.replicas)):
+            distributed.all_reduce(total, group=group)
+        return total
 
     def each(self, numbers: Tensor) -> Tensor:
         """A row of numbers from each rank."""
-        found = self.join(numbers, [numbers.numel()] * self.size)
+        found = self.join(numbers, [(0, numbers.numel())] * self.size)
         return found.view(self.size, numbers.numel())

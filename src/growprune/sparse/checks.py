@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,33 +30,29 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def check_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise GrowpruneError(f"the model is a {type(model).__name__}, but must be a module of torch")
-
-
-def check_model(model: nn.Module, *, sharded: Container[str] = ()) -> None:
-    """Refuse what cannot be made sparse, or already is.
+def check_model(model: nn.Module, *, storage: str | None = None) -> None:
+    """Refuse what cannot be made sparse, or already is, or is taken apart in a way that it cannot train in.
 
     Args:
-        sharded: the names of parameters that FSDP2 has sharded, where that is no hindrance.
+        storage: how weights will be stored, where FSDP2 may have sharded some already.
     """
-    check_module(model)
-    check_not_wrapped(model.modules(), dict(model.named_parameters()), sharded)
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise GrowpruneError(f"{name} has no shape yet: run a batch through the model first")
+    if not isinstance(model, nn.Module):
+        raise GrowpruneError(f"the model is a {type(model).__name__}, but must be a module of torch")
+    may_be_sharded = storage is not None and is_fsdp2(model.modules())
+    sharded = sharding().sharded_names(model, storage) if may_be_sharded else ()
     for path, module in model.named_modules():
+        check_wrapper(module)
         if is_compact(module):
             raise GrowpruneError(f"{path or 'the model'} is stored compact by another SparseModel: use a fresh model")
-
-
-def sharded_in(model: nn.Module, storage: str) -> Container[str]:
-    """What FSDP2 has sharded of a model; refused if it cannot be trained that way."""
-    if not is_fsdp2(model.modules()):
-        return ()
-    names: Container[str] = sharding().sharded_names(model, storage)
-    return names
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh") and name not in sharded:
+            raise GrowpruneError(
+                f"{name} is sharded already (it is a DTensor): make the SparseModel of the plain model, and shard it "
+                f"after that"
+            )
+        check_parameter(name, parameter)
+        if is_lazy(parameter):
+            raise GrowpruneError(f"{name} has no shape yet: run a batch through the model first")
 
 
 def check_not_taken(parameters: Mapping[str, SparseParameter]) -> None:
@@ -101,23 +97,6 @@ def check_settings(saved: Mapping[str, object], mine: Mapping[str, object]) -> N
             f"the state is of a SparseModel with {its}, but this one has {own}: make it as that one was, or take its "
             f"weights and masks alone, with growprune.save and growprune.load"
         )
-
-
-def check_not_wrapped(modules: Iterable[Any], parameters: Mapping[str, Any], sharded: Container[str] = ()) -> None:
-    """Raise if a model of which a SparseModel is to be made is taken apart in a way that it cannot train in.
-
-    Args:
-        sharded: the names of parameters that FSDP2 has sharded, where that is no hindrance.
-    """
-    for module in modules:
-        check_wrapper(module)
-    for name, parameter in parameters.items():
-        if hasattr(parameter, "device_mesh") and name not in sharded:
-            raise GrowpruneError(
-                f"{name} is sharded already (it is a DTensor): make the SparseModel of the plain model, and shard it "
-                f"after that"
-            )
-        check_parameter(name, parameter)
 
 
 def is_fsdp2(modules: Iterable[Any]) -> bool:

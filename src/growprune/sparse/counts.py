@@ -20,13 +20,7 @@ from growprune.storage import SparseParameter
 
 
 class Counts:
-    """What an edit comes to, in numbers of groups: weights, or blocks of them.
-
-    Args:
-        weights: all that may be pruned.
-        stored: how their parameters are stored, by name.
-        gradients: what edits that look at gradients go by.
-    """
+    """What an edit comes to, in numbers of groups: weights, or blocks of them."""
 
     def __init__(
         self,
@@ -38,8 +32,8 @@ class Counts:
         allocation: str,
         scope: Scope,
     ) -> None:
-        self.weights, self._stored, self._gradients = tuple(weights), stored, gradients
-        self._pattern, self._allocate, self._scope = pattern, parse_allocation(allocation), scope
+        self.weights, self.stored, self.gradients = tuple(weights), stored, gradients
+        self.pattern, self._allocate, self._scope = pattern, parse_allocation(allocation), scope
         self.lost: dict[str, int] = {}
         """By the name of a weight, how many groups the edit before took of it."""
 
@@ -52,19 +46,24 @@ class Counts:
         is_ranked = self._allocate is global_ and self._scope is Scope.MODEL and edit.action is Action.PRUNE
         return self.weights if is_ranked or edit.within is not None else self.weights_of(edit.part)
 
-    def num_alive(self, weights: Sequence[Weight]) -> dict[str, int]:
-        """The number of live groups of each weight, by its name; waits for the device once."""
+    def num_alive(self, weights: Sequence[Weight], *, pattern: Pattern | None = None) -> dict[str, int]:
+        """The number of live groups of each weight, by its name; waits for the device once.
+
+        Args:
+            pattern: that of the groups, if not the masks' own.
+        """
+        pattern = self.pattern if pattern is None else pattern
         alive, counted, name, mask = {}, [], "", None
         for weight in weights:
-            stored = self._stored[weight.parameter]
+            stored = self.stored[weight.parameter]
             if stored.is_known_full:
-                alive[weight.name] = self._pattern.num_groups(weight)
+                alive[weight.name] = pattern.num_groups(weight)
                 continue
             if weight.parameter != name:
                 mask = None  # before the next is made
                 name, mask = weight.parameter, stored.mask()
             alive[weight.name] = 0
-            counted.append((weight.name, count_groups(self._pattern, weight.of(mask), weight)))
+            counted.append((weight.name, count_groups(pattern, weight.of(mask), weight)))
         numbers = in_one_go([count for _, count in counted])
         return alive | {name: number for (name, _), number in zip(counted, numbers, strict=True)}
 
@@ -89,12 +88,12 @@ class Counts:
         self._check_pattern(part, edit.to)
         scope = self._scope if edit.action is Action.PRUNE else Scope.PART  # to grow a part leaves the others alone
         allocate = erk if spread is Spread.ERK else self._allocate
-        return allocate(self.weights, part, edit.to, self._pattern, scope) if part else []
+        return allocate(self.weights, part, edit.to, self.pattern, scope) if part else []
 
     def _check_pattern(self, part: Sequence[Weight], to: float) -> None:
         try:
             for weight in part:
-                self._pattern.check(weight, to)
+                self.pattern.check(weight, to)
         except GrowpruneError as error:
             remedy = "a method whose sparsity rises is told so by `start`, or by a lower `peak_density`"
             raise GrowpruneError(f"{error}; {remedy}") from error
@@ -107,12 +106,12 @@ class Counts:
     def _fitting(self, within: float, part: tuple[Weight, ...], alive: Mapping[str, int] | None) -> Pool:
         """All of a part, or as much of it as leaves the model no more live groups than it may have."""
         alive = self.num_alive(self.weights) if alive is None else alive
-        num_groups = sum(map(self._pattern.num_groups, self.weights))
+        num_groups = sum(map(self.pattern.num_groups, self.weights))
         # where each layer rounds for itself, half a group of each may live too much, and the part is still to fit
         rounded = Fraction(len(self.weights), 2) if self._allocate is uniform else 0
         room = int(Fraction(str(within)) * num_groups + rounded) - sum(alive[weight.name] for weight in self.weights)
-        now, most = sum(alive[weight.name] for weight in part), sum(map(self._pattern.most_alive, part))
-        whole = sum(map(self._pattern.num_groups, part))
+        now, most = sum(alive[weight.name] for weight in part), sum(map(self.pattern.most_alive, part))
+        whole = sum(map(self.pattern.num_groups, part))
         return Pool(part, whole if now + room >= whole else max(now, min(now + room, most)))
 
     def _spread_out(
@@ -123,7 +122,7 @@ class Counts:
         alive = self.num_alive(part) if alive is None else alive
         now = [alive[weight.name] for weight in part]
         total = sum(pool.kept for pool in self.pools(replace(edit, spread=None), alive))
-        room = [self._pattern.most_alive(weight) - count for weight, count in zip(part, now, strict=True)]
+        room = [self.pattern.most_alive(weight) - count for weight, count in zip(part, now, strict=True)]
         if not sum(now) <= total <= sum(now) + sum(room):
             return [Pool(part, total)]  # which cannot be done, and the check of it says so
         more = shared_out(total - sum(now), now if among is None else among, room)
@@ -139,7 +138,7 @@ class Counts:
         """The mean magnitude that the momentum of each weight's live elements has."""
         means = []
         for name, weights in groupby(part, key=lambda weight: weight.parameter):
-            momentum, mask = self._gradients.scores(By.MOMENTUM, name), self._stored[name].mask()
+            momentum, mask = self.gradients.scores(By.MOMENTUM, name), self.stored[name].mask()
             for weight in weights:
                 own, alive = weight.of(momentum), weight.of(mask)
                 check_finite(own, weight)
@@ -158,8 +157,8 @@ class Counts:
                 more = max(0, pool.kept - before) + (len(pool.weights) * len(edits) if several else 0)
                 for weight in pool.weights if edit.action is Action.GROW else ():
                     more = more if lost is None else _most_lost(lost, most[weight.name])
-                    grown[weight.name] = min(self._pattern.num_groups(weight), grown[weight.name] + more)
-                    most[weight.name] = min(self._pattern.num_groups(weight), most[weight.name] + more)
+                    grown[weight.name] = min(self.pattern.num_groups(weight), grown[weight.name] + more)
+                    most[weight.name] = min(self.pattern.num_groups(weight), most[weight.name] + more)
                 for weight in pool.weights:
                     alive[weight.name] = alive[weight.name] * pool.kept // max(1, before) if several else pool.kept
         return grown

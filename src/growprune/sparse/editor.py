@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.allocation import Pool, Scope
+from growprune.masks.allocation import Pool
 from growprune.masks.layers import Weight
-from growprune.masks.patterns import Pattern, count_groups, in_one_go, write_groups
+from growprune.masks.patterns import count_groups, in_one_go, write_groups
 from growprune.masks.ranking import check_finite, choose, edit_keys, key_bits_of, salt_of
 from growprune.plan import Action, By, Edit
 from growprune.sparse.counts import Counts, total_of, within_one
 from growprune.sparse.gradients import Gradients, Keep
 from growprune.sparse.optimizers import Optimizers
 from growprune.storage import SparseParameter
-from growprune.storage.ranking import can_keep_largest, count_alive, keep_largest
+from growprune.storage.ranking import can_keep_largest, keep_largest
 
 Read = Callable[[Weight], tuple[Tensor, Tensor]]
 """Gives what a weight is ranked by, and its mask."""
@@ -36,31 +37,11 @@ Chosen = Iterator[tuple[Weight, Iterator[Tensor]]]
 
 
 class Editor:
-    """Changes masks; the state of optimizers follows.
+    """Changes masks; the state of optimizers follows."""
 
-    Args:
-        weights: all that may be pruned.
-        stored: how their parameters are stored, by name.
-        optimizers: those that train them.
-        gradients: what edits that look at gradients rank by.
-        seed: decides every random choice, with the number of the edit.
-    """
-
-    def __init__(
-        self,
-        weights: Sequence[Weight],
-        stored: Mapping[str, SparseParameter],
-        optimizers: Optimizers,
-        gradients: Gradients,
-        *,
-        pattern: Pattern,
-        allocation: str,
-        scope: Scope,
-        seed: int,
-    ) -> None:
-        self.counts = Counts(weights, stored, gradients, pattern=pattern, allocation=allocation, scope=scope)
-        self._stored, self._optimizers, self._gradients = stored, optimizers, gradients
-        self._pattern, self._seed = pattern, seed
+    def __init__(self, counts: Counts, optimizers: Optimizers, *, seed: int) -> None:
+        self.counts, self._optimizers, self._seed = counts, optimizers, seed
+        self._stored, self._gradients, self._pattern = counts.stored, counts.gradients, counts.pattern
         self.num_edits = 0
         """The number of edits so far, which makes each random one draw its own numbers."""
         self.together: Any = None
@@ -195,7 +176,8 @@ class Editor:
             mask.copy_(new)
         for name, mask in masks.items():
             self.set_mask(name, mask)
-        return dict(zip((weight.name for weight, _ in weights), count_alive(own), strict=True))
+        counts = in_one_go([torch.count_nonzero(mask) for mask in own])
+        return dict(zip((weight.name for weight, _ in weights), counts, strict=True))
 
     def preview(self, edit: Edit) -> Callable[[], None]:
         """Prune, but leave optimizers alone; gives what undoes it. If it fails, all is as it was."""
@@ -297,30 +279,26 @@ class Reader:
     def __init__(self, stored: Mapping[str, SparseParameter], gradients: Gradients, edit: Edit) -> None:
         self._stored, self._gradients, self._by = stored, gradients, edit.by
         self._name = ""
-        self._mask: Tensor | None = None
-        self._values: Tensor | None = None
+        self._seen: dict[str, Tensor] = {}
 
-    def _open(self, name: str) -> None:
-        if name != self._name:
-            self._name, self._mask, self._values = name, None, None  # before the next are made
+    def _of(self, weight: Weight, what: str, make: Callable[[], Tensor]) -> Tensor:
+        if weight.parameter != self._name:
+            self._name, self._seen = weight.parameter, {}  # before the next are made
+        if what not in self._seen:
+            self._seen[what] = make()
+        return self._seen[what]
 
     def whole_mask(self, weight: Weight) -> Tensor:
         """The mask of the parameter that a weight belongs to."""
-        self._open(weight.parameter)
-        if self._mask is None:
-            self._mask = self._stored[weight.parameter].mask()
-        return self._mask
+        return self._of(weight, "mask", self._stored[weight.parameter].mask)
 
     def mask(self, weight: Weight) -> Tensor:
         return weight.of(self.whole_mask(weight))  # type: ignore[no-any-return]
 
     def values(self, weight: Weight) -> Tensor:
-        self._open(weight.parameter)
-        if self._values is None and self._by is By.MAGNITUDE:
-            self._values = self._stored[weight.parameter].weight()
-        elif self._values is None:
-            self._values = self._gradients.scores(self._by, weight.parameter)
-        return weight.of(self._values)  # type: ignore[no-any-return]
+        scores = partial(self._gradients.scores, self._by, weight.parameter)
+        make = self._stored[weight.parameter].weight if self._by is By.MAGNITUDE else scores
+        return weight.of(self._of(weight, "values", make))  # type: ignore[no-any-return]
 
     def read(self, weight: Weight) -> tuple[Tensor, Tensor]:
         """The values and the mask of a weight; a random edit needs no values."""

@@ -32,11 +32,7 @@ Keep = Callable[[str, Tensor], Tensor]
 
 
 class Gradients:
-    """Watches the gradients of sparse parameters.
-
-    Args:
-        parameters: how they are stored, by name.
-    """
+    """Watches the gradients of sparse parameters."""
 
     def __init__(self, parameters: Mapping[str, SparseParameter]) -> None:
         self._parameters = parameters
@@ -165,7 +161,10 @@ class Gradients:
 
     def _whole(self, name: str, total: Tensor) -> Tensor:
         total = total.to_dense() if total.is_sparse else total
-        return total if self.shares is None else self.shares.join(total, total=self._parameters[name].shape.numel())
+        if self.shares is None:
+            return total
+        whole: Tensor = self.shares.join(total, self.shares.spans(self._parameters[name].shape.numel()))
+        return whole
 
     def clear(self) -> None:
         """Forget everything; edits that needed it are done."""

@@ -76,11 +76,7 @@ def sparse_init(
     for shared in own.editor.counts.pools(edit) if own.sparsity > 0 else ():
         for pool in _one_each(shared, own, edit, device):
             pools.setdefault(pool.weights[0].parameter.rpartition(".")[0], []).append(pool)
-    made = _Tied(model)
-    for path, module in _children_first(model):
-        if new := _materialise(module, device, made):
-            initialise(module)
-            _check_filled(module, path, new)
+    for path, module in _fill(model, device, initialise):
         own.editor.select(pools.get(path, []), edit)
         if shards is not None:
             shards.done(module)
@@ -108,12 +104,26 @@ def dense_init(
     """Build a dense model with the weights that `sparse_init` begins with: the same numbers, drawn in that order."""
     with torch.device("meta"):
         model = build()
-    made = _Tied(model)
+    for _ in _fill(model, torch.device(device), initialise):
+        pass
+    return model
+
+
+def _fill(
+    model: nn.Module, device: torch.device, initialise: Callable[[nn.Module], None]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Give a model on the meta device memory and values; yields the path of each module that has them, and the module.
+
+    Of new tensors, only those that have several places are remembered: others are to be freed.
+    """
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    places = Counter(id(tensor) for _, tensor in named)
+    tied: dict[int, torch.Tensor | None] = {key: None for key, count in places.items() if count > 1}
     for path, module in _children_first(model):
-        if new := _materialise(module, torch.device(device), made):
+        if new := _materialise(module, device, tied):
             initialise(module)
             _check_filled(module, path, new)
-    return model
+        yield path, module
 
 
 def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -123,34 +133,19 @@ def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
     yield path, module
 
 
-class _Tied:
-    """Remembers the new tensors of those that have several places. Others are not remembered: they are to be freed."""
-
-    def __init__(self, model: nn.Module) -> None:
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        places = Counter(id(tensor) for _, tensor in named)
-        self._new: dict[int, torch.Tensor | None] = {key: None for key, count in places.items() if count > 1}
-
-    def get(self, old: torch.Tensor) -> torch.Tensor | None:
-        return self._new.get(id(old))
-
-    def put(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        if id(old) in self._new:
-            self._new[id(old)] = new
-
-
-def _materialise(module: nn.Module, device: torch.device, tied: _Tied) -> list[str]:
+def _materialise(module: nn.Module, device: torch.device, tied: dict[int, torch.Tensor | None]) -> list[str]:
     """Give a module memory for its own tensors, tied ones once; returns the names of those that are new."""
     new_names = []
     for tensors in (module._parameters, module._buffers):
         for name, old in tensors.items():
             if old is None or old.device.type != "meta":
                 continue
-            new = tied.get(old)
+            new = tied.get(id(old))
             if new is None:
                 new = torch.full_like(old, _nothing(old.dtype), device=device)
                 new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-                tied.put(old, new)
+                if id(old) in tied:
+                    tied[id(old)] = new
                 new_names.append(name)
             tensors[name] = new  # type: ignore[assignment]
     return new_names

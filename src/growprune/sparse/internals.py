@@ -11,7 +11,6 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +20,10 @@ from growprune.errors import GrowpruneError
 from growprune.masks.allocation import Scope
 from growprune.masks.bits import Snapshot, check_packed, like, pack, unpack, whole
 from growprune.masks.layers import prunable_weights
-from growprune.masks.patterns import Pattern, in_one_go
+from growprune.masks.patterns import Pattern, Unstructured
 from growprune.plan import By, Edit, Part, prune
 from growprune.sparse.checks import check_not_taken, check_parts, check_same_layers, is_fsdp2, named_tensors
+from growprune.sparse.counts import Counts
 from growprune.sparse.editor import Editor
 from growprune.sparse.gradients import Gradients
 from growprune.sparse.optimizers import Optimizers
@@ -61,16 +61,8 @@ class Internals:
         """How the prunable parameters are stored, by name."""
         self.gradients = Gradients(self.stored)
         self.optimizers = Optimizers(self.stored, storage, self.gradients, lr_scaling)
-        self.editor = Editor(
-            self.weights,
-            self.stored,
-            self.optimizers,
-            self.gradients,
-            pattern=pattern,
-            allocation=allocation,
-            scope=scope,
-            seed=seed,
-        )
+        counts = Counts(self.weights, self.stored, self.gradients, pattern=pattern, allocation=allocation, scope=scope)
+        self.editor = Editor(counts, self.optimizers, seed=seed)
         self.whole = Part("all", tuple(self.stored))
         self.ranks: Any = None
         """The processes that share the weights, if the model is sharded."""
@@ -78,8 +70,7 @@ class Internals:
         """Whether they share the masks too."""
         self.is_released = False
         """Whether the model was made dense by `to_dense_`."""
-        if is_fsdp2(model.modules()):
-            self.notice_shards()
+        self.notice_shards()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Internals:
         """An independent copy, attached to no optimizer, without a rule, and summing over no replicas."""
@@ -267,11 +258,7 @@ class Internals:
 
     def alive_by_weight(self) -> dict[str, int]:
         """The number of live elements of each weight; waits for the device once."""
-        counts = []
-        for name, weights in groupby(self.weights, key=lambda weight: weight.parameter):
-            mask = self.stored[name].mask()
-            counts += [torch.count_nonzero(weight.of(mask)) for weight in weights]
-        return dict(zip((weight.name for weight in self.weights), in_one_go(counts), strict=True))
+        return self.editor.counts.num_alive(self.weights, pattern=Unstructured())
 
 
 def internals(sparse: SparseModel) -> Internals:

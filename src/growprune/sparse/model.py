@@ -18,9 +18,9 @@ from growprune.masks.allocation import Scope, parse_scope
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import check_sparse, masks_of_zeros
-from growprune.plan import Action, By, Edit, Part, parse_by
+from growprune.plan import Action, By, Edit, Part, parse_choice
 from growprune.plan.settings import as_float, as_names, as_seed, check_sparsity, check_state
-from growprune.sparse.checks import check_model, check_module, check_optimizer, check_settings, sharded_in, unpruned
+from growprune.sparse.checks import check_model, check_optimizer, check_settings, unpruned
 from growprune.sparse.copies import mask_copy
 from growprune.sparse.internals import Internals
 from growprune.sparse.learning_rates import parse_lr_scaling
@@ -86,8 +86,7 @@ class SparseModel:
         lr_scaling: float | Literal["auto"] = "auto",
     ) -> None:
         check_sparsity(sparsity)
-        check_module(model)
-        check_model(model, sharded=sharded_in(model, storage))
+        check_model(model, storage=storage)
         self._internals = Internals(
             model,
             sparsity=as_float(sparsity),
@@ -189,7 +188,7 @@ class SparseModel:
         Args:
             losses: functions that compute a loss each; GraSP calls them twice.
         """
-        own, by = self._internals, by if isinstance(by, By) else parse_by(by)
+        own, by = self._internals, parse_choice(By, by)
         own.check_by(by)
         if callable(losses) or not losses:
             given = repr(losses) if callable(losses) else "empty"

@@ -73,14 +73,7 @@ def _keeps_zeros(group: dict[str, Any]) -> bool:
 
 
 class Optimizers:
-    """The optimizers that are attached to a model, held weakly.
-
-    Args:
-        stored: how the model's prunable parameters are stored, by name.
-        storage: the name of that storage.
-        gradients: what edits look at; a step ends an iteration of it.
-        lr_scaling: the exponent with which learning rates follow density.
-    """
+    """The optimizers that are attached to a model, held weakly."""
 
     def __init__(
         self, stored: Mapping[str, SparseParameter], storage: str, gradients: Gradients, lr_scaling: float = 0.0

@@ -14,7 +14,7 @@ from growprune.masks.allocation import num_kept
 from growprune.masks.encoding import encode_mask, num_mask_bytes, num_outside
 from growprune.masks.layers import Weight, tensors_of
 from growprune.masks.patterns import Pattern
-from growprune.plan import Part, prune
+from growprune.plan import prune
 from growprune.sparse.flops import count_flops
 from growprune.sparse.internals import internals
 
@@ -44,16 +44,8 @@ class Row:
         return 1 - self.alive / self.size if self.size else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "shape": list(self.shape),
-            "size": self.size,
-            "target": self.target,
-            "alive": self.alive,
-            "sparsity": self.sparsity,
-            "flops_dense": self.flops_dense,
-            "flops_sparse": self.flops_sparse,
-        }
+        keys = ("name", "shape", "size", "target", "alive", "sparsity", "flops_dense", "flops_sparse")
+        return {key: getattr(self, key) for key in keys} | {"shape": list(self.shape)}
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,7 @@ class Summary:
     bytes_dense: int
     """What parameters and buffers take as they are."""
     bytes_sparse: int
-    """What they take in a sparse file (see `growprune.files.sparse_file`), its header not counted."""
+    """What they take in a sparse file (see docs/file-format.md), its header not counted."""
     flops_dense: int | None
     flops_sparse: int | None
 
@@ -89,17 +81,9 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: "rows" and "totals"."""
-        totals = {
-            "target": self.target,
-            "prunable": self.prunable,
-            "alive": self.alive,
-            "sparsity": self.sparsity,
-            "parameters": self.parameters,
-            "bytes_dense": self.bytes_dense,
-            "bytes_sparse": self.bytes_sparse,
-            "flops_dense": self.flops_dense,
-            "flops_sparse": self.flops_sparse,
-        }
+        counts = ("target", "prunable", "alive", "sparsity", "parameters")
+        costs = ("bytes_dense", "bytes_sparse", "flops_dense", "flops_sparse")
+        totals = {key: getattr(self, key) for key in (*counts, *costs)}
         return {"rows": [row.to_dict() for row in self.rows], "totals": totals}
 
     def __str__(self) -> str:
@@ -165,8 +149,7 @@ def summarise(sparse: SparseModel, example: Any = None) -> Summary:
 def targets(sparse: SparseModel) -> dict[str, float | None]:
     """The sparsity that each weight aims at; None where weights are ranked together and only their total has one."""
     found: dict[str, float | None] = dict.fromkeys((weight.name for weight in sparse.weights), None)
-    whole = Part("all", tuple(weight.parameter for weight in sparse.weights))
-    for pool in internals(sparse).editor.counts.pools(prune(whole, to=sparse.sparsity)):
+    for pool in internals(sparse).editor.counts.pools(prune(internals(sparse).whole, to=sparse.sparsity)):
         if len(pool.weights) == 1:
             groups = internals(sparse).pattern.num_groups(pool.weights[0])
             is_as_asked = pool.kept == num_kept(sparse.sparsity, groups)

@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -21,9 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import is_adapter
 from growprune.storage.compact_modules import layouts_of
-
-if TYPE_CHECKING:
-    from growprune.storage import SparseParameter
+from growprune.storage.parameter import SparseParameter
 
 SPARSE_PARAMETERS = "_growprune_sparse_parameters"
 """The attribute in which a module refers to how its sparse parameters are stored, by their local names."""

@@ -97,36 +97,30 @@ def _starts(counts: Tensor) -> Tensor:
 
 def output(x: Tensor, values: Tensor, bias: Tensor | None, blocks: LiveBlocks) -> Tensor:
     """y = x W^T + bias, for x of (N, inputs)."""
-    block_rows, block_columns, _, height, width = blocks.sizes
-    rows, columns, pieces = _placed(blocks)
-    weights = values.view(-1, width)[pieces]  # (n, height, width)
-    products = x.reshape(-1, block_columns, width)[:, columns].transpose(0, 1) @ weights.transpose(
-        1, 2
-    )  # (n, N, height)
-    y = products.new_zeros(block_rows, x.shape[0], height).index_add_(0, rows, products)
-    y = y.transpose(0, 1).reshape(x.shape[0], -1)
-    return y if bias is None else y + bias
+    return F.linear(x, _dense(values, blocks), bias)
 
 
 def input_gradient(dy: Tensor, values: Tensor, blocks: LiveBlocks) -> Tensor:
     """dx = dy W."""
-    block_rows, block_columns, _, height, width = blocks.sizes
-    rows, columns, pieces = _placed(blocks)
-    weights = values.view(-1, width)[pieces]
-    products = dy.reshape(-1, block_rows, height)[:, rows].transpose(0, 1) @ weights  # (n, N, width)
-    dx = products.new_zeros(block_columns, dy.shape[0], width).index_add_(0, columns, products)
-    return dx.transpose(0, 1).reshape(dy.shape[0], -1)
+    return dy @ _dense(values, blocks)
 
 
 def values_gradient(dy: Tensor, x: Tensor, blocks: LiveBlocks, dtype: torch.dtype) -> Tensor:
     """The live values of dW = dy^T x."""
     block_rows, block_columns, num_blocks, height, width = blocks.sizes
     rows, columns, pieces = _placed(blocks)
-    left = dy.reshape(-1, block_rows, height)[:, rows].permute(1, 2, 0)  # (n, height, N)
-    right = x.reshape(-1, block_columns, width)[:, columns].transpose(0, 1)  # (n, N, width)
+    dense = (dy.t() @ x).view(block_rows, height, block_columns, width).transpose(1, 2)
     gradient = torch.empty(num_blocks * height, width, dtype=dtype, device=x.device)
-    gradient[pieces] = (left @ right).to(dtype)
+    gradient[pieces] = dense[rows, columns].to(dtype)
     return gradient.view(-1)
+
+
+def _dense(values: Tensor, blocks: LiveBlocks) -> Tensor:
+    block_rows, block_columns, _, height, width = blocks.sizes
+    rows, columns, pieces = _placed(blocks)
+    dense = values.new_zeros(block_rows, block_columns, height, width)
+    dense[rows, columns] = values.view(-1, width)[pieces]
+    return dense.transpose(1, 2).reshape(block_rows * height, block_columns * width)
 
 
 def _placed(blocks: LiveBlocks) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ would keep.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,18 +26,18 @@ from growprune.storage.blocks import block_of, live_blocks
 from growprune.storage.compact_layers import LAYOUTS, RECORDERS, hand_over, watch
 from growprune.storage.compact_modules import let_compile_again, make_plain, set_layout
 from growprune.storage.layout import Layout
-from growprune.storage.masked import hookable, no_parameter
+from growprune.storage.masked import hookable
+from growprune.storage.parameter import SparseParameter, no_parameter
 
 
-class Compact:
+class Compact(SparseParameter):
     """A parameter stored as its live values."""
 
     def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
-        path, _, self._local = name.rpartition(".")
-        self.module = model.get_submodule(path)
-        self._shape = self.parameter.shape
-        self._group = _group_of(pattern, self.module, self._shape)
-        self._block = block_of(pattern, name, self._shape)
+        super().__init__(model, name, pattern)
+        self._group = pattern.run_length(self.shape, transposed=getattr(self.module, "transposed", False))
+        """How many consecutive elements a bit can stand for."""
+        self._block = block_of(pattern, name, self.shape)
         block_products.check_environment()
         self._record: Callable[[Tensor], None] | None = None
         self._listening: weakref.ref[nn.Parameter] | None = None
@@ -48,8 +48,22 @@ class Compact:
 
     @staticmethod
     def check(model: nn.Module, name: str) -> None:
-        """Raise if it cannot be stored compact."""
-        _check_can_be_compact(model, name)
+        parameter = model.get_parameter(name)
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.RNNBase):
+            raise GrowpruneError(
+                f"compact storage cannot hold {name}, a recurrent weight: use storage='masked', or keep_dense"
+            )
+        if not parameter.is_floating_point():
+            raise GrowpruneError(
+                f"compact storage cannot hold {name}, which is {parameter.dtype}: name it in keep_dense"
+            )
+        everywhere = [p for _, m in model.named_modules(remove_duplicate=False) for p in m._parameters.values()]
+        if sum(p is parameter for p in everywhere) > 1:
+            places = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
+            raise GrowpruneError(
+                f"compact storage cannot hold {name}, which is tied to {', '.join(places[1:])}: "
+                f"use storage='masked', or keep_dense"
+            )
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -57,10 +71,6 @@ class Compact:
         if parameter is None:
             raise no_parameter(self.module, self._local)
         return parameter
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._shape
 
     @property
     def _layout(self) -> Layout | None:
@@ -73,11 +83,11 @@ class Compact:
         return self._layout is None
 
     def num_alive(self) -> int:
-        return self._shape.numel() if self._layout is None else self._layout.num_alive
+        return self.shape.numel() if self._layout is None else self._layout.num_alive
 
     def mask(self) -> Tensor:
         if self._layout is None:
-            return torch.ones(self._shape, dtype=torch.bool, device=self.parameter.device)
+            return torch.ones(self.shape, dtype=torch.bool, device=self.parameter.device)
         return self._layout.to(self.parameter.device).mask()
 
     def weight(self) -> Tensor:
@@ -90,13 +100,13 @@ class Compact:
         here = live.device if self.parameter.is_meta else self.parameter.device
         live = live.to(here, self.parameter.dtype)
         kept = (lambda tensor: tensor) if keep else kernels.padded_copy  # a copy is no view of somebody's file
-        if live.numel() == self._shape.numel():
-            self._keep(kept(live.view(-1)).view(self._shape), None)
-        elif (layout := Layout.of_packed(packed.to(here), self._shape, self._group, keep=keep)) is not None:
+        if live.numel() == self.shape.numel():
+            self._keep(kept(live.view(-1)).view(self.shape), None)
+        elif (layout := Layout.of_packed(packed.to(here), self.shape, self._group, keep=keep)) is not None:
             self._keep(kept(live), layout)
         else:
-            mask = unpack(packed, self._shape, here)
-            dense = torch.zeros(self._shape, dtype=live.dtype, device=here)
+            mask = unpack(packed, self.shape, here)
+            dense = torch.zeros(self.shape, dtype=live.dtype, device=here)
             dense[mask] = live
             self._put(dense, mask)
 
@@ -119,28 +129,15 @@ class Compact:
     def to_live(self, tensor: Tensor) -> Tensor:
         if self._layout is not None and not self._layout.is_folded:
             return tensor
-        return self.to_dense(tensor)[self.mask()]
+        return super().to_live(tensor)
 
     def from_live(self, live: Tensor) -> Tensor:
-        live = live.to(self.parameter.device)
         if self._layout is not None and not self._layout.is_folded:
-            return live
-        dense = torch.zeros(self._shape, dtype=live.dtype, device=live.device)
-        dense[self.mask()] = live
-        return self.from_dense(dense)
+            return live.to(self.parameter.device)
+        return super().from_live(live)
 
     def release(self) -> None:
         make_plain(self.module)
-
-    @staticmethod
-    def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
-        del shaped_alike  # dead weights are not there
-
-    def hook_gradients(self) -> None:
-        pass
-
-    def mask_gradient(self, *, again: bool) -> None:
-        pass
 
     @property
     def is_first_gradient(self) -> bool:
@@ -158,7 +155,13 @@ class Compact:
     def record(self, record: Callable[[Tensor], None] | None) -> None:
         self._record = record
         watch(self.module, is_watched=record is not None)
-        self._listen()
+        if record is not None:
+            self._listen()
+
+    def see(self, gradient: Tensor) -> None:
+        """Record a dense gradient."""
+        if self._record is not None:
+            self._record(gradient)
 
     def _listen(self) -> None:
         """See the dense gradients from now on: in the layer, or at the parameter itself where all of it lives."""
@@ -176,40 +179,18 @@ class Compact:
         self._keep(torch.where(mask, dense, 0) if layout is None else layout.compress(dense), layout)
 
     def _keep(self, values: Tensor, layout: Layout | None) -> None:
-        old = self.parameter
-        self._find_blocks(layout)
-        self.module._parameters[self._local] = nn.Parameter(values, requires_grad=old.requires_grad)
-        set_layout(self.module, self._local, layout)
+        if layout is not None and self._block is not None:
+            layout.blocks = live_blocks(layout.mask(), *self._block)
+        self._place(values, layout)
         let_compile_again()
         if self._record is not None:
             self._listen()
 
-    def _find_blocks(self, layout: Layout | None) -> None:
-        if layout is not None and self._block is not None:
-            layout.blocks = live_blocks(layout.mask(), *self._block)
-
-
-def _group_of(pattern: Pattern, module: nn.Module, shape: torch.Size) -> int:
-    """How many consecutive elements a bit can stand for."""
-    return pattern.run_length(shape, transposed=getattr(module, "transposed", False))
+    def _place(self, values: Tensor, layout: Layout | None) -> None:
+        self.module._parameters[self._local] = nn.Parameter(values, requires_grad=self.parameter.requires_grad)
+        set_layout(self.module, self._local, layout)
 
 
 def _is_grouped(mask: Tensor, group: int) -> bool:
     folded = mask.movedim(1, -1).reshape(-1, group)
     return torch.equal(folded.any(1), folded.all(1))
-
-
-def _check_can_be_compact(model: nn.Module, name: str) -> None:
-    parameter = model.get_parameter(name)
-    if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.RNNBase):
-        raise GrowpruneError(
-            f"compact storage cannot hold {name}, a recurrent weight: use storage='masked', or keep_dense"
-        )
-    if not parameter.is_floating_point():
-        raise GrowpruneError(f"compact storage cannot hold {name}, which is {parameter.dtype}: name it in keep_dense")
-    if sum(p is parameter for _, m in model.named_modules(remove_duplicate=False) for p in m._parameters.values()) > 1:
-        places = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
-        raise GrowpruneError(
-            f"compact storage cannot hold {name}, which is tied to {', '.join(places[1:])}: "
-            f"use storage='masked', or keep_dense"
-        )

@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError
+from growprune.masks.bits import pack as pack_mask
+from growprune.masks.bits import unpack as unpack_mask
 from growprune.masks.patterns import CPU_CHUNK, CUDA_CHUNK
 
 BLOCK = 1024
@@ -40,20 +42,16 @@ log = logging.getLogger(__name__)
 
 
 def pack(mask: Tensor, *, group: int = 1) -> Tensor:
-    """The bits of a flat bool mask. With a group, all elements of a group must agree.
+    """The bits of a flat bool mask; of a group, whose elements must agree, the first is asked.
 
     >>> pack(torch.tensor([True, False, True, True]))[:2].tolist()
     [13, 0]
     """
-    lives = _one_per_group(mask, group)
+    lives = mask.reshape(-1, group)[:, 0]
     if triton := _triton_kernels(mask.device.type):
-        return triton.pack(lives, _padded(lives.numel()) // 8)  # type: ignore[no-any-return]
-    bits = torch.empty(_padded(lives.numel()) // 8, dtype=torch.uint8, device=mask.device)
-    for start, stop in _chunks(lives.numel(), mask.device):
-        bools = torch.zeros(_padded(stop - start), dtype=torch.bool, device=mask.device)
-        bools[: stop - start] = lives[start:stop]
-        bits[start // 8 : (start + bools.numel()) // 8] = _to_bits(bools)
-    return bits
+        return triton.pack(lives, -(-lives.numel() // BLOCK) * (BLOCK // 8))  # type: ignore[no-any-return]
+    on_cpu = torch.from_numpy(np.packbits(lives.numpy(), bitorder="little")) if mask.device.type == "cpu" else None
+    return padded_copy(pack_mask(lives) if on_cpu is None else on_cpu, to=BLOCK // 8)
 
 
 def unpack(bits: Tensor, n: int, *, group: int = 1) -> Tensor:
@@ -62,17 +60,14 @@ def unpack(bits: Tensor, n: int, *, group: int = 1) -> Tensor:
     >>> unpack(pack(torch.tensor([True, False, True, True])), 4).tolist()
     [True, False, True, True]
     """
-    num_groups = _num_groups(n, group)
-    _check_bits(bits, num_groups)
+    num_groups = n // group
     if triton := _triton_kernels(bits.device.type):
         lives: Tensor = triton.unpack(bits, num_groups)
     elif bits.device.type == "cpu":
         octets = np.unpackbits(bits.numpy(), count=num_groups, bitorder="little")
         lives = torch.from_numpy(octets.view(np.bool_))
     else:
-        lives = torch.empty(num_groups, dtype=torch.bool, device=bits.device)
-        for start, stop in _chunks(num_groups, bits.device):
-            lives[start:stop] = _to_bools(bits[start // 8 : -(-stop // 8)])[: stop - start]
+        lives = unpack_mask(bits[: -(-num_groups // 8)], (num_groups,))
     return lives if group == 1 else lives.unsqueeze(1).expand(-1, group).reshape(-1)
 
 
@@ -82,7 +77,6 @@ def block_offsets(bits: Tensor) -> tuple[Tensor, int]:
     >>> block_offsets(pack(torch.ones(1500, dtype=torch.bool)))
     (tensor([   0, 1024]), 1500)
     """
-    _check_bits(bits, bits.numel() * 8)
     ends = _count_in_blocks(bits).cumsum(0)
     offsets = torch.zeros_like(ends)
     offsets[1:] = ends[:-1]
@@ -127,32 +121,6 @@ def count_bits(bits: Tensor) -> int:
 
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
 """How many bits are set in each byte, for a numpy older than 2."""
-
-
-def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, *, dtype: torch.dtype, group: int = 1) -> Tensor:
-    """The n elements, dense and in a dtype of choice: live ones from `values`, exact zeros elsewhere.
-
-    >>> bits = pack(torch.tensor([False, True, True]))
-    >>> expand(torch.tensor([5.0, 6.0]), bits, block_offsets(bits)[0], 3, dtype=torch.float64)
-    tensor([0., 5., 6.], dtype=torch.float64)
-    """
-    _check_layout(bits, offsets, n, group)
-    dense: Tensor = torch.ops.growprune.expand(values, bits, offsets, n, dtype, group)
-    return dense
-
-
-def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, *, dtype: torch.dtype, group: int = 1) -> Tensor:
-    """The `nnz` live elements of a dense tensor, in order and in a dtype of choice.
-
-    `nnz` is what `block_offsets` counted, times the group. It is not checked: that would wait for the device.
-
-    >>> bits = pack(torch.tensor([False, True, True]))
-    >>> compress(torch.tensor([4.0, 5.0, 6.0]), bits, block_offsets(bits)[0], 2, dtype=torch.float64)
-    tensor([5., 6.], dtype=torch.float64)
-    """
-    _check_layout(bits, offsets, dense.numel(), group)
-    values: Tensor = torch.ops.growprune.compress(dense.reshape(-1), bits, offsets, nnz, dtype, group)
-    return values
 
 
 def _expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
@@ -209,16 +177,31 @@ _register(
 )
 
 
-def expand_known(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
-    """`expand` of bits and offsets that need no check; past the dispatcher where nobody listens to it."""
+def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int = 1) -> Tensor:
+    """The n elements, dense and in a dtype of choice: live ones from `values`, exact zeros elsewhere.
+
+    Here and in `compress`, what does not fit together is not found out: to check takes as long as a kernel. The
+    dispatcher is passed by where nobody listens to it.
+
+    >>> bits = pack(torch.tensor([False, True, True]))
+    >>> expand(torch.tensor([5.0, 6.0]), bits, block_offsets(bits)[0], 3, torch.float64)
+    tensor([0., 5., 6.], dtype=torch.float64)
+    """
     if torch.jit.is_tracing():  # type: ignore[attr-defined]  # torch.compile knows it by this name only
         _refuse_to_export("traced (torch.jit.trace, and ONNX or OpenVINO by it)")
     run = _expand if values.is_cuda and is_plain() else torch.ops.growprune.expand
     return run(values, bits, offsets, n, dtype, group)
 
 
-def compress_known(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int) -> Tensor:
-    """`compress` of bits and offsets that need no check; past the dispatcher where nobody listens to it."""
+def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int = 1) -> Tensor:
+    """The `nnz` live elements of a flat dense tensor, in order and in a dtype of choice.
+
+    `nnz` is what `block_offsets` counted, times the group.
+
+    >>> bits = pack(torch.tensor([False, True, True]))
+    >>> compress(torch.tensor([4.0, 5.0, 6.0]), bits, block_offsets(bits)[0], 2, torch.float64)
+    tensor([5., 6.], dtype=torch.float64)
+    """
     run = _compress if dense.is_cuda and is_plain() else torch.ops.growprune.compress
     return run(dense, bits, offsets, nnz, dtype, group)
 
@@ -338,12 +321,6 @@ def _to_bools(bits: Tensor) -> Tensor:
     return octets.view(torch.uint8).bool()
 
 
-def _to_bits(bools: Tensor) -> Tensor:
-    # eight bools are the bytes b0..b7 of an integer; the product brings bi to bit 56 + i, and no two terms meet
-    octets = bools.view(torch.int64) * 0x0102040810204080
-    return (octets >> 56).bitwise_and_(0xFF).to(torch.uint8)
-
-
 def _chunks(total: int, device: torch.device) -> Iterator[tuple[int, int]]:
     chunk = CUDA_CHUNK if device.type == "cuda" else CPU_CHUNK
     step = -(-chunk // BLOCK) * BLOCK  # bits are packed in whole blocks
@@ -353,39 +330,3 @@ def _chunks(total: int, device: torch.device) -> Iterator[tuple[int, int]]:
 
 def _by_group(flat: Tensor, group: int) -> Tensor:
     return flat if group == 1 else flat.view(-1, group)
-
-
-def _one_per_group(mask: Tensor, group: int) -> Tensor:
-    num_groups = _num_groups(mask.numel(), group)
-    groups = mask.reshape(num_groups, group)
-    if group > 1 and not torch.equal(groups.all(1), groups.any(1)):
-        raise GrowpruneError(f"the mask splits a group of {group} elements; they must live or die together")
-    return groups[:, 0]
-
-
-def _num_groups(n: int, group: int) -> int:
-    if group < 1 or n % group:
-        raise GrowpruneError(f"{n} elements cannot be cut into groups of {group}; choose a group that divides {n}")
-    return n // group
-
-
-def _padded(num_bits: int) -> int:
-    return -(-num_bits // BLOCK) * BLOCK
-
-
-def _check_bits(bits: Tensor, num_groups: int) -> None:
-    if bits.dtype != torch.uint8 or bits.numel() * 8 != _padded(num_groups):
-        raise GrowpruneError(
-            f"bits are {bits.numel()} of {bits.dtype}, but {num_groups} must be {_padded(num_groups) // 8} of uint8, "
-            f"in whole blocks of {BLOCK // 8}; make them with pack()"
-        )
-
-
-def _check_layout(bits: Tensor, offsets: Tensor, n: int, group: int) -> None:
-    """Kernels read without looking: a layout that does not fit must not reach them."""
-    _check_bits(bits, _num_groups(n, group))
-    if offsets.dtype != torch.int64 or offsets.numel() * (BLOCK // 8) != bits.numel():
-        raise GrowpruneError(
-            f"offsets are {offsets.numel()} of {offsets.dtype}, but must be int64, one for each of the "
-            f"{bits.numel() // (BLOCK // 8)} blocks of bits; make them with block_offsets()"
-        )

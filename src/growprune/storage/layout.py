@@ -85,8 +85,7 @@ class Layout:
         if (quick := self._quick.get(key)) is not None and _is_usual(values):
             return quick(values.data_ptr())
         here = self.to(values.device)
-        # unchecked, here and below: a layout made its own bits and offsets, and checking takes as long as a kernel
-        flat = kernels.expand_known(values, here.bits, here.offsets, self._numel, dtype or values.dtype, self.group)
+        flat = kernels.expand(values, here.bits, here.offsets, self._numel, dtype or values.dtype, self.group)
         if _is_usual(values) and key not in self._quick and not self.is_folded:
             settings = (here.bits, here.offsets, self.shape, dtype or values.dtype, self.group)
             self._quick[key] = kernels.expander(values, *settings)
@@ -101,10 +100,10 @@ class Layout:
         flat = (dense.movedim(1, -1) if self.is_folded else dense).reshape(-1)
         settings = (here.bits, here.offsets, self.num_alive, dtype or dense.dtype, self.group)
         if _is_usual(dense) and key not in self._quick and not self.is_folded:
-            live = kernels.compress_known(flat, *settings)
+            live = kernels.compress(flat, *settings)
             self._quick[key] = kernels.compressor(flat, *settings)
             return live
-        return kernels.compress_known(flat, *settings)
+        return kernels.compress(flat, *settings)
 
     def _unfold(self, flat: Tensor) -> Tensor:
         if not self.is_folded:

@@ -19,6 +19,7 @@ from growprune.errors import GrowpruneError
 from growprune.masks.bits import unpack
 from growprune.masks.patterns import CPU_CHUNK, Pattern
 from growprune.storage import kernels
+from growprune.storage.parameter import SparseParameter, no_parameter
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: the integer type of that size."""
@@ -27,17 +28,14 @@ MASKED = "_growprune_masked"
 """The attribute by which a gradient is known to be masked: as what object, which version of it, off which mask."""
 
 
-class Masked:
+class Masked(SparseParameter):
     """A parameter stored dense, with the mask of its live weights."""
 
     adds_up_gradients = True
 
     def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
-        del pattern
-        path, _, self._local = name.rpartition(".")
-        self.module = model.get_submodule(path)
-        self._shape = self.parameter.shape
-        self._row_major = tuple(range(len(self._shape)))
+        super().__init__(model, name, pattern)
+        self._row_major = tuple(range(len(self.shape)))
         self._hooked: weakref.ref[nn.Parameter] | None = None
         self.record: Callable[[Tensor], None] | None = None
         self._num_masks = 0
@@ -45,7 +43,7 @@ class Masked:
         self._takes_bits = False
         self._is_full: Tensor | bool = True
         self._bits: dict[tuple[int, ...], Tensor] = {}
-        self._mask = torch.ones(self._shape, dtype=torch.bool, device=self.parameter.device)
+        self._mask = torch.ones(self.shape, dtype=torch.bool, device=self.parameter.device)
         self._hold(self._mask, is_full=True)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,21 +62,17 @@ class Masked:
         return parameter
 
     @property
-    def shape(self) -> torch.Size:
-        return self._shape
-
-    @property
     def is_known_full(self) -> bool:
         return self._is_full is True
 
     def num_alive(self) -> int:
-        return self._shape.numel() if self.is_known_full else int(torch.count_nonzero(self.mask()))
+        return self.shape.numel() if self.is_known_full else int(torch.count_nonzero(self.mask()))
 
     def mask(self) -> Tensor:
         self._follow()
         if not self._bits:
             return self._mask
-        return kernels.unpack(self._bits[self._row_major], self._shape.numel()).view(self._shape)
+        return kernels.unpack(self._bits[self._row_major], self.shape.numel()).view(self.shape)
 
     def _follow(self) -> None:
         """Take the mask to where the parameter is, if the model was moved."""
@@ -86,7 +80,7 @@ class Masked:
         if self._device != device:
             mask = self._mask
             if self._bits:
-                mask = kernels.unpack(self._bits.pop(self._row_major), self._shape.numel()).view(self._shape)
+                mask = kernels.unpack(self._bits.pop(self._row_major), self.shape.numel()).view(self.shape)
             self._bits = {}
             self._hold(mask.to(device))
 
@@ -131,33 +125,15 @@ class Masked:
     def load(self, live: Tensor, packed: Tensor, *, keep: bool = False) -> None:
         del keep  # a dense weight is another thing
         self._follow()
-        is_full, weight = live.numel() == self._shape.numel(), self.weight()
+        is_full, weight = live.numel() == self.shape.numel(), self.weight()
         can_fill = all(tensor.device.type == "cpu" for tensor in (weight, live, packed)) and weight.dtype == live.dtype
         if can_fill and weight.is_contiguous() and not is_full:
             kernels.scatter_live(weight.view(-1), self._mask.view(-1), live, packed)
             torch.autograd.graph.increment_version(weight)
             self._hold(self._mask, is_full=False)
         else:
-            self._hold(unpack(packed, self._shape, self._device), is_full=is_full)
-            weight.copy_(live.view(self._shape) if is_full else self.from_live(live))
-
-    def to_dense(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def from_dense(self, dense: Tensor) -> Tensor:
-        return dense
-
-    def to_live(self, tensor: Tensor) -> Tensor:
-        return tensor[self.mask()]
-
-    def from_live(self, live: Tensor) -> Tensor:
-        mask = self.mask()
-        dense = torch.zeros(mask.shape, dtype=live.dtype, device=mask.device)
-        dense[mask] = live.to(mask.device)
-        return dense
-
-    def release(self) -> None:
-        pass  # it is a plain parameter, and hooks let it go with who holds the mask
+            self._hold(unpack(packed, self.shape, self._device), is_full=is_full)
+            weight.copy_(live.view(self.shape) if is_full else self.from_live(live))
 
     @staticmethod
     def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
@@ -225,14 +201,6 @@ class Masked:
                 parameter.register_post_accumulate_grad_hook(_mask_gradient)  # type: ignore[no-untyped-call]
             self._hooked = weakref.ref(parameter)
             HOLDERS[parameter] = [*_holders(parameter), weakref.ref(self)]
-
-
-def no_parameter(module: nn.Module, local: str) -> GrowpruneError:
-    """The error for a parameter that has become something that is computed."""
-    return GrowpruneError(
-        f"a {type(module).__name__} of the sparse model has no parameter {local} any more, as after weight_norm or "
-        f"another parametrization of it: make the SparseModel after those, or remove them"
-    )
 
 
 def _has_gradients(parameter: Tensor) -> bool:

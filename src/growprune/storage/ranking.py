@@ -45,8 +45,3 @@ def keep_largest(
 
     with torch.cuda.device(values[0].device):  # Triton starts kernels on the current one
         return triton_ranking.keep_largest(values, masks, pools, kept)
-
-
-def count_alive(masks: Sequence[Tensor]) -> list[int]:
-    """How many weights live in each mask; waits for the device once for all."""
-    return torch.stack([torch.count_nonzero(mask) for mask in masks]).tolist() if masks else []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, need
 from growprune.tasks.task import Split, Task
 
 
@@ -83,11 +83,8 @@ def _convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
 @functools.cache
 def _load() -> dict[str, tuple[Tensor, Tensor]]:
     """Images in [0, 1] and labels: 1,197 to train on, 200 to validate, 400 to test, the same cut for every run."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise GrowpruneError("the digits come with scikit-learn: pip install 'growprune[digits]'") from error
-    images, labels = load_digits(return_X_y=True)
+    datasets = need("sklearn.datasets", "digits", "the digits come with scikit-learn")
+    images, labels = datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     x = torch.from_numpy(images[order]).float().view(-1, 1, 8, 8) / 16
     y = torch.from_numpy(labels[order]).long()

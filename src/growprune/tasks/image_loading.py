@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, need
 from growprune.tasks.cores import num_cores
 from growprune.tasks.task import Task
 
@@ -29,11 +29,7 @@ class Shareable(Task):
 
 def pillow(extra: str) -> Any:
     """Pillow's Image module; `extra` is what of growprune to install for it."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise GrowpruneError(f"images are read with Pillow: pip install 'growprune[{extra}]'") from error
-    return Image
+    return need("PIL.Image", extra, "images are read with Pillow")
 
 
 def unreadable(image_module: Any) -> tuple[type[Exception], ...]:

@@ -147,7 +147,7 @@ def test_a_split_that_cannot_be_read_is_an_error(tmp_path: Path, files: list[tup
     for in_memory in (True, False):
         with pytest.raises(ValueError, match="bad record number 2, and more than 1 are not skipped"):
             shown(small(data, in_memory=in_memory), "test")
-        sources.skipped.cache_clear()
+        sources.bad_images.cache_clear()
 
 
 def test_an_image_of_another_size_is_named(tmp_path: Path, files: list[tuple[bytes, int, bool]]) -> None:

@@ -63,9 +63,9 @@ class Constant(nn.Module):
 
 def test_a_text_is_cut_by_position() -> None:
     text = cut(bytes(range(200)))
-    assert text.train.tolist() == list(range(180))
-    assert text.validation.tolist() == list(range(180, 190))
-    assert text.test.tolist() == list(range(190, 200))
+    assert text["train"].tolist() == list(range(180))
+    assert text["validation"].tolist() == list(range(180, 190))
+    assert text["test"].tolist() == list(range(190, 200))
 
 
 def test_an_epoch_goes_over_the_text_in_pieces_that_do_not_overlap(tmp_path: Path) -> None:

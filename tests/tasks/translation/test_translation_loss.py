@@ -14,9 +14,9 @@ from translation_cases import CPU, model_of, naive_losses, tiny, tokens
 import growprune as gp
 from growprune import engine, methods
 from growprune.engine.batches import split
-from growprune.engine.device import seed_all
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
+from growprune.sparse.rng import seed_all
 from growprune.tasks.translation import corpus, token_losses
 from growprune.tasks.translation.pieces import Pieces
 from growprune.tasks.translation.transformer import (
@@ -82,7 +82,7 @@ def test_pieces_are_kept_with_a_run_and_must_be_the_same_when_it_is_resumed(data
 
 def forget() -> None:
     """Read the data again, as another process would."""
-    for function in (corpus.load_pieces, corpus.load_training, corpus.training_lines, corpus.load_split):
+    for function in (corpus.load_pieces, corpus.load_training, corpus.read_training, corpus.load_split):
         function.cache_clear()
 
 

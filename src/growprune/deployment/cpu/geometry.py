@@ -45,11 +45,6 @@ class Geometry:
             raise GrowpruneError(f"{self} has too many columns: give fewer images at once")
 
     @cached_property
-    def taps(self) -> int:
-        """Positions of the kernel."""
-        return self.kernel[0] * self.kernel[1]
-
-    @cached_property
     def is_plain(self) -> bool:
         """Whether each output column is made of the input column of its number, as in a linear layer."""
         return (self.kernel, self.stride, self.padding) == ((1, 1), (1, 1), (0, 0))

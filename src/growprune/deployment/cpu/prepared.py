@@ -48,49 +48,33 @@ class LayerSpec:
     name: str
     weight: SparseMatrix
     geometry: Geometry
-    bias: Tensor | None
-    is_sparse: bool
+    bias: Tensor | None = None
+    is_sparse: bool = True
     activation: Activation = Activation.NONE
 
 
 class Layer:
     """out = activation(W x + bias + residual)."""
 
-    def __init__(
-        self,
-        matrix: SparseMatrix,
-        geometry: Geometry,
-        *,
-        bias: Tensor | None = None,
-        activation: Activation = Activation.NONE,
-    ) -> None:
-        if bias is not None and bias.shape != (matrix.rows,):
-            raise GrowpruneError(f"bias has shape {tuple(bias.shape)}, but the matrix has {matrix.rows} rows")
-        self.geometry, self.rows = geometry, matrix.rows
+    def __init__(self, spec: LayerSpec) -> None:
+        bias, rows = spec.bias, spec.weight.rows
+        if bias is not None and bias.shape != (rows,):
+            raise GrowpruneError(f"bias has shape {tuple(bias.shape)}, but the matrix has {rows} rows")
+        self.geometry, self.rows, self._activation = spec.geometry, rows, spec.activation
         self._bias = None if bias is None else bias.detach().to("cpu", torch.float32).contiguous()
-        self._activation = activation
-        self._prepare(matrix)
 
-    def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Write to `out`, which may be the residual but must not overlap x, and return it.
+    def bind(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Callable[[], object]:
+        """A call with these very tensors, checked now, so that it is quick to start later.
 
         Args:
             x: (channels, in_columns) float32 on the CPU, its columns next to one another.
-            out: (rows, columns), likewise; so is the residual.
+            out: (rows, columns), likewise; so is the residual. It may be the residual, but must not overlap x.
         """
-        self.bind(x, out, residual)()
-        return out
-
-    def bind(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Callable[[], object]:
-        """A call with these very tensors, checked now, so that it is quick to start later."""
         check_matrix("x", x, self.geometry.channels, self.geometry.in_columns)
         check_matrix("out", out, self.rows, self.geometry.columns)
         if residual is not None:
             check_matrix("residual", residual, self.rows, self.geometry.columns)
         return self._bound(x, out, residual)
-
-    def _prepare(self, matrix: SparseMatrix) -> None:
-        raise NotImplementedError
 
     def _bound(self, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], object]:
         raise NotImplementedError
@@ -99,26 +83,15 @@ class Layer:
 class NativeLayer(Layer):
     """On our kernels. A call allocates nothing, but for the first ones in a thread; several threads may call it."""
 
-    def __init__(
-        self,
-        matrix: SparseMatrix,
-        geometry: Geometry,
-        tile: Tile,
-        *,
-        bias: Tensor | None = None,
-        activation: Activation = Activation.NONE,
-    ) -> None:
-        self.tile = tile
-        super().__init__(matrix, geometry, bias=bias, activation=activation)
-
-    def _prepare(self, matrix: SparseMatrix) -> None:
-        self._library = require_library()
-        structs = (matrix_struct(matrix), geometry_struct(self.geometry), tile_struct(self.tile))
-        self._plan = self._library.prepare(*structs, strided(self._bias)[0], int(self._activation))
+    def __init__(self, spec: LayerSpec, tile: Tile) -> None:
+        super().__init__(spec)
+        self.tile, self._library, matrix = tile, require_library(), spec.weight
+        structs = (matrix_struct(matrix), geometry_struct(spec.geometry), tile_struct(tile))
+        self._plan = self._library.prepare(*structs, strided(self._bias)[0], int(spec.activation))
         if not self._plan:
             raise GrowpruneError(
-                f"{self.tile} does not suit {matrix.rows} x {matrix.columns} weights in blocks of {matrix.height} x "
-                f"{matrix.width} with {self.geometry}, or there is no memory: give one of tuning.candidates"
+                f"{tile} does not suit {matrix.rows} x {matrix.columns} weights in blocks of {matrix.height} x "
+                f"{matrix.width} with {spec.geometry}, or there is no memory: give one of tuning.candidates"
             )
         weakref.finalize(self, self._library.free, self._plan)
 
@@ -132,10 +105,14 @@ class NativeLayer(Layer):
         return call
 
 
-class _TorchLayer(Layer):
-    """On torch. Subclasses say how the weight is kept and multiplied."""
+class DenseLayer(Layer):
+    """Dense, in torch, in the same layout."""
 
-    _weight: Tensor
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self._weight, g = spec.weight.dense(), spec.geometry
+        if not g.is_plain:
+            self._weight = self._weight.view(self.rows, *g.kernel, g.channels).permute(0, 3, 1, 2).contiguous()
 
     def _bound(self, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], object]:
         return partial(self._run, x, out, residual)
@@ -153,37 +130,20 @@ class _TorchLayer(Layer):
         out.copy_(found)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class CsrLayer(_TorchLayer):
-    """On torch's CSR. Only for plain geometries: anything else would have to unfold its whole input."""
-
-    def _prepare(self, matrix: SparseMatrix) -> None:
-        if not self.geometry.is_plain:
-            raise GrowpruneError(f"CSR of torch cannot convolve, but {self.geometry} was given: take a DenseLayer")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")  # it is in beta, and trusts its indices
-            self._weight = matrix.dense().to_sparse_csr()
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        return self._weight @ x
-
-
-class DenseLayer(_TorchLayer):
-    """Dense, in the same layout."""
-
-    def _prepare(self, matrix: SparseMatrix) -> None:
-        weight, geometry = matrix.dense(), self.geometry
-        if not geometry.is_plain:
-            weight = weight.view(matrix.rows, *geometry.kernel, geometry.channels).permute(0, 3, 1, 2).contiguous()
-        self._weight = weight
-
-    def _multiply(self, x: Tensor) -> Tensor:
         g = self.geometry
         if g.is_plain:
             return self._weight @ x
         return _columns(F.conv2d(_images(g, x), self._weight, None, g.stride, g.padding, g.dilation))
+
+
+class CsrLayer(DenseLayer):
+    """On torch's CSR. Only for plain geometries: anything else would have to unfold its whole input."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")  # it is in beta, and trusts its indices
+            self._weight = self._weight.to_sparse_csr()
 
 
 class Pool:

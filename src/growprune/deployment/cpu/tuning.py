@@ -77,13 +77,9 @@ def sparse_layer(spec: LayerSpec, tile: Tile | None) -> Layer | None:
     if not spec.is_sparse:
         return None
     if tile is not None:
-        return _made(NativeLayer, spec, tile)
+        return NativeLayer(spec, tile)
     is_csr = spec.geometry.is_plain and spec.weight.sparsity >= CSR_FROM
-    return _made(CsrLayer, spec) if is_csr else None
-
-
-def _made(kind: Callable[..., Layer], spec: LayerSpec, *tile: Tile) -> Layer:
-    return kind(spec.weight, spec.geometry, *tile, bias=spec.bias, activation=spec.activation)
+    return CsrLayer(spec) if is_csr else None
 
 
 def _decide(
@@ -93,12 +89,12 @@ def _decide(
     is_faster = times[1] <= times[0] if times is not None else known is None or known.choice == "sparse"
     is_sparse = sparse is not None and is_faster
     weight, geometry = spec.weight, spec.geometry
-    kernel = "" if geometry.taps == 1 else f" ({geometry.kernel[0]}x{geometry.kernel[1]})"
+    kernel = "" if geometry.kernel == (1, 1) else f" ({geometry.kernel[0]}x{geometry.kernel[1]})"
     shape = f"{weight.rows}x{weight.columns}{kernel} x {geometry.columns}"
     dense_ms, sparse_ms = (None, None) if times is None else (1e3 * times[0], 1e3 * times[1])
     tile = sparse.tile if isinstance(sparse, NativeLayer) else None
     row = Row(spec.name, shape, weight.sparsity, dense_ms, sparse_ms, "sparse" if is_sparse else "dense", tile)
-    return sparse if sparse is not None and is_sparse else _made(DenseLayer, spec), row
+    return sparse if sparse is not None and is_sparse else DenseLayer(spec), row
 
 
 # Timing
@@ -106,7 +102,7 @@ def _decide(
 
 def dense_and_sparse_seconds(spec: LayerSpec, sparse: Layer, seconds: float) -> tuple[float, float]:
     """How long a call takes dense, and sparse."""
-    first, second = _quickest([_made(DenseLayer, spec), sparse], seconds)
+    first, second = _quickest([DenseLayer(spec), sparse], seconds)
     return first, second
 
 
@@ -120,23 +116,28 @@ def fastest_tile(spec: LayerSpec, threads: int, seconds: float) -> Tile:
         left = end - time.perf_counter()
         if i and left <= 0:
             break
-        (taken[tile],) = _quickest([_made(NativeLayer, spec, tile)], left / (len(tiles) - i))
+        (taken[tile],) = _quickest([NativeLayer(spec, tile)], left / (len(tiles) - i))
     return min(taken, key=lambda tile: taken[tile])
 
 
 def _quickest(layers: Sequence[Layer], seconds: float) -> list[float]:
-    """How long a call of each layer takes at its quickest, in turns, so that other load hits all of them."""
+    """How long a call of each layer takes at its quickest."""
     geometry = layers[0].geometry
     x, out = torch.randn(geometry.channels, geometry.in_columns), torch.empty(layers[0].rows, geometry.columns)
-    calls, best = [layer.bind(x, out) for layer in layers], [float("inf")] * len(layers)
-    end, rounds = time.perf_counter() + seconds, 0
-    while rounds < 3 or time.perf_counter() < end:
-        for i, call in enumerate(calls):
+    return [min(taken) for taken in seconds_in_turns([layer.bind(x, out) for layer in layers], seconds)]
+
+
+@torch.no_grad()
+def seconds_in_turns(calls: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
+    """How long each call takes, several times, in turns, so that other load hits all of them."""
+    taken: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds
+    while len(taken[0]) < 4 or time.perf_counter() < end:
+        for call, times in zip(calls, taken, strict=True):
             start = time.perf_counter()
             call()
-            best[i] = min(best[i], time.perf_counter() - start)
-        rounds += 1
-    return best
+            times.append(time.perf_counter() - start)
+    return taken
 
 
 # Tiles

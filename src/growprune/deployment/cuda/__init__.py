@@ -1,7 +1,6 @@
 """Sparse layers for decoding on a GPU: matrices times 1 to 16 samples, where a dense layer waits for its weights.
 
-    csr.py              live weights by rows, from a dense weight and mask, from compact storage, or from a file
-    formats.py          16-bit columns or 8-bit offsets for the lanes of a warp, or one bit a weight for tensor cores
+    formats.py          live weights by rows, for the lanes of a warp (16-bit columns or 8-bit offsets), or as a bitmask
     product_kernels.py  the kernels, in Triton; products.py starts them
     linear.py           prepared layers: sparse, dense, 2:4
     tuning.py           times them on this GPU, and keeps the fastest

@@ -32,9 +32,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from growprune.deployment.cuda.csr import Entries
 from growprune.errors import GrowpruneError
 
+CHUNK = 1 << 24
+"""How many weights of a mask are looked at together: positions take 16 times as much memory as the mask."""
 RUNS = 8
 """Runs of a slab, and so weights of a unit."""
 REACH = 256
@@ -48,13 +49,65 @@ SEGMENT = 256
 OCTETS = SEGMENT // 8
 
 
+@dataclass(frozen=True)
+class Entries:
+    """The live weights of a matrix as compressed rows. `rows` are outputs, `columns` inputs."""
+
+    rows: int
+    columns: int
+    starts: Tensor
+    """int64: where each row begins; one more than there are."""
+    places: Tensor
+    """int32: the column of each live weight. They rise within a row."""
+    values: Tensor
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.values.numel() / max(1, self.rows * self.columns)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.starts.diff()
+
+    def dense(self) -> Tensor:
+        """The matrix, (rows, columns)."""
+        flat = torch.zeros(self.rows * self.columns, dtype=self.values.dtype, device=self.values.device)
+        row = torch.repeat_interleave(torch.arange(self.rows, device=flat.device), self.lengths)
+        flat[row * self.columns + self.places] = self.values
+        return flat.view(self.rows, self.columns)
+
+    def to(self, device: torch.device) -> Entries:
+        moved = (tensor.to(device) for tensor in (self.starts, self.places, self.values))
+        return Entries(self.rows, self.columns, *moved)
+
+
+def from_dense(weight: Tensor, mask: Tensor | None = None) -> Entries:
+    """The entries of a matrix (out, in); without a mask, what is not zero lives.
+
+    >>> from_dense(torch.tensor([[0.0, 2.0], [3.0, 0.0]])).places.tolist()
+    [1, 0]
+    """
+    mask = weight != 0 if mask is None else mask
+    return from_live(weight.detach()[mask], mask)
+
+
+def from_live(values: Tensor, mask: Tensor) -> Entries:
+    """The entries of live values in row-major order and a bool mask (out, in), as compact storage has them."""
+    rows, columns = mask.shape
+    step = max(1, CHUNK // max(1, columns))
+    places = [mask[i : i + step].nonzero()[:, 1].to(torch.int32) for i in range(0, max(1, rows), step)]
+    found = torch.cat(places)
+    if len(found) != values.numel():
+        raise GrowpruneError(f"there are {values.numel()} values, but {len(found)} weights live: give one for each")
+    return Entries(rows, columns, _starts(mask.sum(1)), found, values.detach().reshape(-1))
+
+
 @dataclass(frozen=True, eq=False)
 class LaneMatrix:
     """A matrix as `product` in products.py takes it."""
 
     rows: int
     columns: int
-    num_alive: int
     lanes: int
     most_units: int
     """Of any row."""
@@ -124,7 +177,6 @@ def lane_matrix(entries: Entries, *, lanes: int = 16, has_offsets: bool = True) 
     return LaneMatrix(
         rows=entries.rows,
         columns=entries.columns,
-        num_alive=entries.values.numel(),
         lanes=lanes,
         most_units=int(unit_starts.diff().amax()) if entries.rows else 0,
         index=index.view(torch.int64),
@@ -210,7 +262,6 @@ class BitmaskMatrix:
 
     rows: int
     columns: int
-    num_alive: int
     marks: Tensor
     """int16 (rows, octets): a byte of mask, least significant bit first; above it, how many live before it."""
     starts: Tensor
@@ -229,7 +280,7 @@ class BitmaskMatrix:
         first = self.starts.long().repeat_interleave(OCTETS, 1) + (marks >> 8)
         rank = first[:, :, None] + bits.cumsum(2) - bits
         padded = torch.cat([self.values, self.values.new_zeros(1)])
-        dense = torch.where(bits == 1, padded[rank.clamp(max=self.num_alive)], 0)
+        dense = torch.where(bits == 1, padded[rank.clamp(max=len(self.values))], 0)
         return dense.view(self.rows, marks.shape[1] * 8)[:, : self.columns].contiguous()
 
 
@@ -249,7 +300,6 @@ def bitmask_matrix(entries: Entries) -> BitmaskMatrix:
     return BitmaskMatrix(
         rows=entries.rows,
         columns=entries.columns,
-        num_alive=entries.values.numel(),
         marks=(bits + before.view(-1).to(torch.int32) * 256).to(torch.int16).view(entries.rows, segments * OCTETS),
         starts=(ends - counts.sum(1)).to(torch.int32).view(entries.rows, segments),
         values=entries.values,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune.deployment.cuda.csr import Entries
+from growprune.deployment.cuda.formats import Entries
 from growprune.deployment.cuda.products import MOST_SAMPLES, Matrix, Tile, product
 
 FEW_ROUNDS = 4

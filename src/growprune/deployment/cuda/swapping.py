@@ -10,17 +10,16 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune.deployment.cuda.csr import Entries, from_bits, from_dense
+from growprune.deployment.cuda.formats import MOST_COLUMNS, Entries, from_dense, from_live
 from growprune.deployment.cuda.linear import DenseLinear, is_two_of_four
 from growprune.deployment.cuda.products import DTYPES
-from growprune.deployment.cuda.tuning import Choice, choose, make, usual_kind
+from growprune.deployment.cuda.tuning import Choice, choose, make
 from growprune.deployment.deployed import Replaced, Swapped
 from growprune.deployment.example import Example, of_the_example, restored
 from growprune.deployment.layer_table import GpuRow, Row
@@ -34,34 +33,37 @@ LEAST_SPARSITY = 0.4
 """Layers with fewer zeros than this stay as they are, untimed: no format would be faster."""
 
 
-@dataclass(frozen=True)
-class SparseSource:
-    """The weights of a linear layer."""
+class Waiting(nn.Module):
+    """In the place of a linear layer that is yet to be chosen: notes how many samples it is called with."""
 
-    entries: Entries
     bias: Tensor | None
-    is_transposed: bool
-    """Whether the model has the weight as (in, out): transformers' Conv1D."""
+
+    def __init__(self, entries: Entries, bias: Tensor | None, *, is_transposed: bool) -> None:
+        super().__init__()
+        self.entries = entries
+        self.is_transposed = is_transposed
+        """Whether the model has the weight as (in, out): transformers' Conv1D."""
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.samples: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.samples is None:
+            self.samples = x.numel() // max(1, x.shape[-1])
+        return F.linear(x, self.entries.dense(), self.bias)
 
 
-def sparse_layers(model: nn.Module | SparseModel) -> dict[str, SparseSource]:
+def sparse_layers(model: nn.Module | SparseModel) -> dict[str, Waiting]:
     """By path, the linear layers that are sparse enough to be timed; not those that share a weight with others."""
     module, found = module_of(model), {}
-    sparse = model if isinstance(model, SparseModel) else None
-    masked = {weight.parameter for weight in sparse.weights} if sparse is not None else ()
+    stored = internals(model).stored if isinstance(model, SparseModel) else {}
     for path, part in module.named_modules():
         if path and is_linear(part) and part._parameters["weight"] is not None:
-            name, is_compact = f"{path}.weight", layouts_of(part).get("weight") is not None
-            mask = (
-                internals(sparse).stored[name].mask().clone()
-                if sparse is not None and name in masked and not is_compact
-                else None
-            )
-            source = source_of(part, mask)
-            if source is not None and source.entries.sparsity >= LEAST_SPARSITY:
-                found[path] = source
+            one = stored.get(f"{path}.weight")
+            waiting = waiting_for(part, None if one is None or layouts_of(part) else one.mask().clone())
+            if waiting is not None and waiting.entries.sparsity >= LEAST_SPARSITY:
+                found[path] = waiting
     shared = _shared(module, found)
-    return {path: source for path, source in found.items() if path not in shared}
+    return {path: waiting for path, waiting in found.items() if path not in shared}
 
 
 def _shared(module: nn.Module, found: Iterable[str]) -> set[str]:
@@ -82,53 +84,39 @@ def _is_conv1d(kind: type[nn.Module]) -> bool:
 
 
 @torch.no_grad()
-def source_of(module: nn.Module, mask: Tensor | None = None) -> SparseSource | None:
-    """The live weights of a linear layer, without a mask those that are not zero; None of a type we have no kernel for.
+def waiting_for(module: nn.Module, mask: Tensor | None = None) -> Waiting | None:
+    """Copies of a layer's live weights, without a mask those that are not zero; None of a type we have no kernel for.
 
-    They are copies. Compact storage is not expanded, but for Conv1D's.
+    Compact storage is not expanded, but for Conv1D's.
     """
     layout, weight = layouts_of(module).get("weight"), module._parameters["weight"]
     assert weight is not None
     if weight.dtype not in DTYPES or weight.is_meta:
         return None
     is_transposed = not issubclass(getattr(type(module), "_plain_class", type(module)), nn.Linear)
-    bias = module._parameters.get("bias")
-    kept = None if bias is None else bias.detach().clone()
-    if layout is not None and not is_transposed:
-        bits = layout.bits.to(weight.device)
-        return SparseSource(from_bits(weight.detach().clone(), bits, layout.shape, group=layout.group), kept, False)
-    dense = weight.detach() if layout is None else layout.expand(weight.detach())
     mask = mask if layout is None else layout.mask()
-    if is_transposed:
-        dense, mask = dense.t(), None if mask is None else mask.t()
-    return SparseSource(from_dense(dense, None if mask is None else mask.to(dense.device)), kept, is_transposed)
+    mask = None if mask is None else mask.to(weight.device)
+    if layout is not None and mask is not None and not is_transposed:
+        entries = from_live(weight.detach().clone(), mask)
+    else:
+        dense = weight.detach() if layout is None else layout.expand(weight.detach())
+        if is_transposed:
+            dense, mask = dense.t(), None if mask is None else mask.t()
+        entries = from_dense(dense, mask)
+    return Waiting(entries, module._parameters.get("bias"), is_transposed=is_transposed)
 
 
-class Waiting(nn.Module):
-    """In the place of a layer that is yet to be chosen: notes how many samples it is called with."""
-
-    def __init__(self, source: SparseSource, device: torch.device) -> None:
-        super().__init__()
-        self.entries = source.entries.to(device)
-        self.bias = None if source.bias is None else source.bias.to(device)
-        self.samples: int | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.samples is None:
-            self.samples = x.numel() // max(1, x.shape[-1])
-        return F.linear(x, self.entries.dense(), self.bias)
-
-
-def waiting_copy(module: nn.Module, sources: Mapping[str, SparseSource], device: torch.device) -> nn.Module:
+def waiting_copy(module: nn.Module, layers: Mapping[str, Waiting], device: torch.device) -> nn.Module:
     """A copy of a model on a device, in eval mode, without these layers' weights; all else of it is plain."""
     memo: dict[int, Any] = {}
-    for path in sources:
+    for path in layers:
         weight = module.get_submodule(path)._parameters["weight"]
         memo[id(weight)] = nn.Parameter(torch.empty(0), requires_grad=False)
     bare: nn.Module = copy.deepcopy(module, memo)
-    for path, source in sources.items():
+    for path, waiting in layers.items():
         owner, _, local = path.rpartition(".")
-        bare.get_submodule(owner)._modules[local] = Waiting(source, device)
+        waiting.entries = waiting.entries.to(device)
+        bare.get_submodule(owner)._modules[local] = waiting
     for part in bare.modules():
         if layouts_of(part):
             make_plain(part)
@@ -152,13 +140,13 @@ def deploy_linears(
         seconds: how long layers may be timed, about; with 0, whatever is sparse runs sparse.
         known: by layer, what was measured before.
     """
-    sources, module = sparse_layers(model), module_of(model)
-    bare = waiting_copy(module, sources, device)
+    layers, module = sparse_layers(model), module_of(model)
+    bare = waiting_copy(module, layers, device)
     with restored(part for part in bare.modules() if not isinstance(part, Waiting)), of_the_example():
         example.mapped(lambda x: x.to(device) if isinstance(x, Tensor) else x).call(bare)
     swap = _Swap(module, bare, seconds=seconds, known=known)
-    for path, source in sources.items():
-        swap.one(path, source)
+    for path, waiting in layers.items():
+        swap.one(path, waiting)
     return Swapped(bare, swap.rows, swap.in_torch, swap.replaced)
 
 
@@ -174,18 +162,16 @@ class _Swap:
         self.in_torch: list[str] = []
         self.replaced: list[Replaced] = []
 
-    def one(self, path: str, source: SparseSource) -> None:
+    def one(self, path: str, waiting: Waiting) -> None:
         owner_path, _, name = path.rpartition(".")
         owner = self._bare.get_submodule(owner_path)
-        waiting = owner._modules[name]
-        assert isinstance(waiting, Waiting)
         layer, row = self._layer(path, waiting)
         self.rows.append(row)
         plain = _plain_linear(self._module.get_submodule(path), waiting)
 
         def dense() -> nn.Module:
             weight = layer.dense_weight()  # type: ignore[operator]
-            weight = weight.t().contiguous() if source.is_transposed else weight
+            weight = weight.t().contiguous() if waiting.is_transposed else weight
             plain._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
             return plain
 
@@ -206,7 +192,7 @@ class _Swap:
         if isinstance(known, GpuRow):
             return make(entries, known.format, bias=bias, tiles=known.tiles), known
         if self._seconds <= 0:
-            kind = usual_kind(entries)
+            kind = "bitmask" if entries.columns > MOST_COLUMNS else "offsets"  # the likeliest
             return make(entries, kind, bias=bias), dataclasses.replace(row, format=kind)
         return self._measure(row, waiting, samples)
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from growprune.deployment.cuda.csr import Entries
-from growprune.deployment.cuda.formats import MOST_COLUMNS, bitmask_matrix, lane_matrix
+from growprune.deployment.cuda.formats import MOST_COLUMNS, Entries, bitmask_matrix, lane_matrix
 from growprune.deployment.cuda.graphs import BEYOND_CACHE, microseconds
 from growprune.deployment.cuda.linear import DenseLinear, SemiStructuredLinear, SparseLinear, semi_structured
 from growprune.deployment.cuda.products import MOST_SAMPLES, BitmaskTile, LaneTile, Matrix, Tile, kernel_failures
@@ -74,7 +73,7 @@ def choose(entries: Entries, *, bias: Tensor | None = None, batch: int = 1, seco
         seconds: how long it may be timed, about; compiling kernels does not count.
     """
     dense = DenseLinear(entries.dense(), bias)
-    taken = {dense.kind: _time(dense, entries, batch)}
+    taken = {dense.kind: time_layer(dense, entries, batch)}
     layers: dict[str, nn.Module] = {dense.kind: dense}
     failed: dict[str, str] = {}
     for kind in (*FORMATS, SemiStructuredLinear.kind):
@@ -101,11 +100,6 @@ def make(
     return SparseLinear(FORMATS[kind](entries), bias=bias, tiles=tiles, kind=kind)
 
 
-def usual_kind(entries: Entries) -> str:
-    """The likeliest format, where nothing is measured."""
-    return "bitmask" if entries.columns > MOST_COLUMNS else "offsets"
-
-
 def _timed(
     kind: str, entries: Entries, bias: Tensor | None, batch: int, seconds: float
 ) -> tuple[nn.Module, float] | None:
@@ -123,7 +117,7 @@ def _timed(
     few = min(batch, MOST_SAMPLES)
     tile, us = fastest(matrix, TILES[kind], few, seconds)
     layer = SparseLinear(matrix, bias=bias, tiles={few: tile}, kind=kind)
-    return layer, _time(layer, entries, batch) if batch > MOST_SAMPLES or bias is not None else us
+    return layer, time_layer(layer, entries, batch) if batch > MOST_SAMPLES or bias is not None else us
 
 
 def check(layer: nn.Module, dense: nn.Module, entries: Entries, batch: int) -> None:
@@ -138,9 +132,10 @@ def check(layer: nn.Module, dense: nn.Module, entries: Entries, batch: int) -> N
 
 def fastest(matrix: Matrix, tiles: Sequence[Tile], batch: int, seconds: float = float("inf")) -> tuple[Tile, float]:
     """The fastest of some tiles, and what a product takes with it. One that cannot run is left out, unless none can."""
-    found = {tile: us for tile, us in times_of_tiles(matrix, tiles, batch, seconds) if isinstance(us, float)}
+    tried = dict(times_of_tiles(matrix, tiles, batch, seconds))
+    found = {tile: us for tile, us in tried.items() if isinstance(us, float)}
     if not found:
-        raise RuntimeError("no tile can run: " + str(next(us for _, us in times_of_tiles(matrix, tiles[:1], batch, 0))))
+        raise RuntimeError(f"no tile can run: {tried[tiles[0]]}")
     best = min(found, key=lambda tile: found[tile])
     return best, found[best]
 
@@ -149,7 +144,7 @@ def times_of_tiles(
     matrix: Matrix, tiles: Sequence[Tile], batch: int, seconds: float = float("inf")
 ) -> Iterator[tuple[Tile, float | str]]:
     """Microseconds that a product takes with each tile, or why it cannot run; at least one is tried."""
-    layers = copies(SparseLinear(matrix), matrix.num_bytes)
+    layers = copies(SparseLinear(matrix))
     x = _input(matrix.values, matrix.columns, batch)
     for tile in tiles:
         for layer in layers:
@@ -169,16 +164,15 @@ def times_of_tiles(
             return
 
 
-def _time(layer: nn.Module, entries: Entries, batch: int) -> float:
-    matrix = layer.matrix if isinstance(layer, SparseLinear) else None
-    dense_bytes = entries.rows * entries.columns * entries.values.element_size()
-    num_bytes = dense_bytes if matrix is None else matrix.num_bytes
-    return time_of(copies(layer, num_bytes), _input(entries.values, entries.columns, batch))
+def time_layer(layer: nn.Module, entries: Entries, batch: int) -> float:
+    return time_of(copies(layer), _input(entries.values, entries.columns, batch))
 
 
-def copies(layer: nn.Module, num_bytes: int) -> list[nn.Module]:
+def copies(layer: nn.Module) -> list[nn.Module]:
     """The layer and as many copies as it takes that no cache holds the weights; alone on the CPU."""
-    is_cuda = any(buffer.is_cuda for buffer in layer.buffers())
+    buffers = list(layer.buffers())
+    num_bytes = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+    is_cuda = any(buffer.is_cuda for buffer in buffers)
     count = min(MOST_COPIES, max(2, -(-BEYOND_CACHE // max(1, num_bytes)))) if is_cuda else 1
     return [layer, *(copy.deepcopy(layer) for _ in range(count - 1))]
 

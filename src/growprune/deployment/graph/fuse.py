@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, matrix_of_all, matrix_of_zeros
+from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, from_dense, matrix_of_zeros
 from growprune.deployment.cpu.prepared import Activation, LayerSpec
 from growprune.deployment.graph.trace import PERMUTES, RESHAPES, are_float, arguments, aten, constant, is_constant, pair
 from growprune.deployment.skeleton import Skeleton
@@ -76,11 +76,11 @@ class _Weights:
         """The name and the matrix of a weight that is sparse enough."""
         if not is_constant(node):
             return None
-        name = node.meta["constant"].weight
+        name, is_sparse = node.meta["constant"].weight, node.meta["constant"].is_sparse
         if name is not None and (name in self.skeleton.transposed) == transposed:
             return name, self.skeleton.matrices[name]
-        if name is None and not any(n.meta["constant"].weight for n in _origins(node)):
-            return None  # a dense parameter, or made of such
+        if not is_sparse:
+            return None
         weight = constant(node)
         if weight is None or weight.dim() < 2:
             return None
@@ -89,17 +89,9 @@ class _Weights:
 
     def dense(self, node: Any) -> tuple[str, SparseMatrix] | None:
         weight = constant(node) if is_constant(node) else None
-        return None if weight is None else (self.names.get(node, node.name), matrix_of_all(weight))
-
-
-def _origins(node: fx.Node) -> set[fx.Node]:
-    """The parameters that a constant is made of."""
-    found, stack = set(), [node]
-    while stack:
-        at = stack.pop()
-        found |= {at} if at.op == "placeholder" else set()
-        stack += at.all_input_nodes
-    return found
+        if weight is None:
+            return None
+        return self.names.get(node, node.name), from_dense(weight, torch.ones(weight.shape, dtype=torch.bool))
 
 
 Made = tuple[fx.Node, Fused] | None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,17 +50,6 @@ class Memory:
         return result.untyped_storage().data_ptr() == self.arena.untyped_storage().data_ptr()
 
 
-class Step(Protocol):
-    @property
-    def reads(self) -> list[Value]: ...
-
-    @property
-    def writes(self) -> list[Stored]: ...
-
-    def bind(self, memory: Memory) -> Callable[[], object]:
-        """The step as a call with these tensors."""
-
-
 @dataclass
 class LayerStep:
     """A fused layer, of matrices."""
@@ -71,14 +60,6 @@ class LayerStep:
     residual: Stored | None
     layer: Layer | None = None
     """What runs it, when that is chosen."""
-
-    @property
-    def reads(self) -> list[Value]:
-        return [self.x] if self.residual is None else [self.x, self.residual]
-
-    @property
-    def writes(self) -> list[Stored]:
-        return [self.out]
 
     def bind(self, memory: Memory) -> Callable[[], object]:
         assert self.layer is not None
@@ -92,14 +73,6 @@ class CopyStep:
 
     source: Value
     target: Stored
-
-    @property
-    def reads(self) -> list[Value]:
-        return [self.source]
-
-    @property
-    def writes(self) -> list[Stored]:
-        return [self.target]
 
     def bind(self, memory: Memory) -> Callable[[], object]:
         if isinstance(self.source, Stored):
@@ -140,14 +113,6 @@ class TorchStep:
     slot: int | None
     out: Stored | None = None
 
-    @property
-    def reads(self) -> list[Value]:
-        return pytree.tree_leaves((self.args, self.kwargs))
-
-    @property
-    def writes(self) -> list[Stored]:
-        return [] if self.out is None else [self.out]
-
     def bind(self, memory: Memory) -> Callable[[], object]:
         args, kwargs = mapped((self.args, self.kwargs), memory.bound)
         if self.out is not None:
@@ -155,7 +120,7 @@ class TorchStep:
         call = _with_slots(self.function, args, kwargs, memory)
         if self.slot is None:
             return call
-        may_be_view = any(isinstance(leaf, Stored) for leaf in self.reads)
+        may_be_view = any(isinstance(leaf, Stored) for leaf in pytree.tree_leaves((self.args, self.kwargs)))
         return _ToSlot(call, memory, self.slot, copies=None if may_be_view else False)
 
 
@@ -205,18 +170,14 @@ class CallStep:
     outputs: list[Stored]
     in_slots: list[InSlot] = field(default_factory=list)
 
-    @property
-    def reads(self) -> list[Value]:
-        return [*self.inputs, *self.in_slots]
-
-    @property
-    def writes(self) -> list[Stored]:
-        return self.outputs
-
     def bind(self, memory: Memory) -> Callable[[], object]:
         call = self.make(*(memory.tensor(value) for value in (*self.inputs, *self.outputs)))
         slots, in_slots = memory.slots, [value.slot for value in self.in_slots]
         return (lambda: call(*(slots[slot] for slot in in_slots))) if in_slots else call
+
+
+Step = LayerStep | CopyStep | TorchStep | CallStep
+"""They are bound to memory before they run. What is stored among their fields, they read or write."""
 
 
 @dataclass
@@ -248,8 +209,6 @@ class Program:
         self._calls = [step.bind(self._memory) for step in lowered.steps]
         self._inputs, self._out_spec = lowered.inputs, out_spec
         self._outputs = [_output(value, self._memory) for value in lowered.outputs]
-        self.num_bytes = 4 * size
-        """What its buffers take."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         slots = self._memory.slots
@@ -276,7 +235,7 @@ def lifetimes(steps: Sequence[Step], num_buffers: int, kept: Sequence[object]) -
     """By buffer, the first and the last step that touches it. What is `kept` is read after the last step."""
     first, last = [len(steps)] * num_buffers, [-1] * num_buffers
     for i, step in enumerate(steps):
-        for value in pytree.tree_leaves([*step.reads, *step.writes]):
+        for value in pytree.tree_leaves(vars(step)):
             if isinstance(value, Stored):
                 first[value.buffer], last[value.buffer] = min(first[value.buffer], i), i
     for value in pytree.tree_leaves(list(kept)):

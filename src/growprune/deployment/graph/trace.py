@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -178,6 +178,8 @@ class Constant:
     make: Callable[[], Tensor]
     weight: str | None = None
     """The sparse weight that it is, as it is."""
+    is_sparse: bool = False
+    """Whether it is a sparse weight, or made of some."""
 
 
 def fold_constants(traced: Traced, skeleton: Skeleton, names: Mapping[fx.Node, str]) -> None:
@@ -190,11 +192,15 @@ def fold_constants(traced: Traced, skeleton: Skeleton, names: Mapping[fx.Node, s
         if node in traced.tensors:
             tensor, name = traced.tensors[node], names.get(node)
             if name is not None and name in skeleton.matrices:
-                node.meta["constant"] = Constant(partial(skeleton.dense_weight, name, tensor.shape), name)
+                node.meta["constant"] = Constant(
+                    functools.partial(skeleton.dense_weight, name, tensor.shape), name, True
+                )
             else:
                 node.meta["constant"] = Constant(tensor.detach)
         elif node.op == "call_function" and all("constant" in n.meta for n in node.all_input_nodes) and _is_pure(node):
-            node.meta["constant"] = Constant(_once(node))
+            is_sparse = any(n.meta["constant"].is_sparse for n in node.all_input_nodes)
+            made = functools.cache(functools.partial(_computed, node))
+            node.meta["constant"] = Constant(made, is_sparse=is_sparse)
 
 
 def is_constant(node: Any) -> bool:
@@ -236,14 +242,7 @@ def _is_pure(node: fx.Node) -> bool:
     return not is_random and all(isinstance(v, Tensor) and v.numel() <= LARGEST for v in sizes)
 
 
-def _once(node: fx.Node) -> Callable[[], Any]:
-    kept: list[Any] = []
-
-    def make() -> Any:
-        if not kept:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["constant"].make())
-            with torch.no_grad():
-                kept.append(node.target(*args, **kwargs))  # type: ignore[operator]
-        return kept[0]
-
-    return make
+def _computed(node: fx.Node) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["constant"].make())
+    with torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]

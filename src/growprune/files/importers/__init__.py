@@ -16,7 +16,7 @@ from torch import nn
 from growprune.errors import GrowpruneError
 from growprune.files.importers.compressed_tensors import COMPRESSED_TENSORS
 from growprune.files.importers.contents import Contents, open_contents
-from growprune.files.importers.formats import APEX_ASP, DENSE, GROWPRUNE, TORCH_PRUNE
+from growprune.files.importers.foreign_formats import APEX_ASP, DENSE, GROWPRUNE, TORCH_PRUNE
 from growprune.files.importers.imported import Imported, Importer
 from growprune.sparse.model import SparseModel
 
@@ -48,7 +48,7 @@ def read(source: str | os.PathLike[str] | nn.Module | Mapping[str, Any], *, form
     if format is not None and format not in IMPORTERS:
         raise GrowpruneError(f"format is {format!r}, but known are {', '.join(IMPORTERS)}")
     contents = open_contents(source)
-    found = recognise(contents)
+    found = next(name for name, importer in IMPORTERS.items() if importer.signs(contents))
     if format not in (None, found):
         _refuse(contents, format, found)
     return IMPORTERS[found].read(contents)
@@ -71,11 +71,6 @@ def load(
     return read(source, format=format).into(model, **settings)
 
 
-def recognise(contents: Contents) -> str:
-    """The name of the format that a source is in."""
-    return next(name for name, importer in IMPORTERS.items() if importer.signs(contents))
-
-
 def _refuse(contents: Contents, asked: str, found: str) -> None:
     importer, other = IMPORTERS[asked], IMPORTERS[found]
     raise GrowpruneError(
@@ -84,4 +79,4 @@ def _refuse(contents: Contents, asked: str, found: str) -> None:
     )
 
 
-__all__ = ["IMPORTERS", "Imported", "Importer", "load", "read", "recognise"]
+__all__ = ["IMPORTERS", "Imported", "Importer", "load", "read"]

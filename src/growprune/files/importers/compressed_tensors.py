@@ -18,7 +18,8 @@ from torch import Tensor
 from growprune.errors import GrowpruneError
 from growprune.files.importers.contents import Contents
 from growprune.files.importers.imported import Imported, Importer
-from growprune.masks.bits import unpack
+from growprune.masks.bits import pack, unpack
+from growprune.storage.kernels import scatter_live
 
 VALUES, BITS, SHAPE, OFFSETS = ".compressed", ".bitmask", ".shape", ".row_offsets"
 
@@ -59,16 +60,9 @@ def _decompress(contents: Contents, stem: str) -> tuple[Tensor, Tensor]:
     mask = padded[:, :columns].reshape(shape)
     if (alive := int(torch.count_nonzero(mask))) != values.numel():
         _refuse(contents, f"has {stem} with {values.numel()} values, but {alive} bits")
-    return _scattered(values, mask), mask
-
-
-def _scattered(values: Tensor, mask: Tensor) -> Tensor:
-    dense = torch.zeros(mask.shape, dtype=values.dtype)
-    if values.element_size() == 1:  # float8, which torch does not index
-        dense.view(torch.uint8)[mask] = values.view(torch.uint8)
-    else:
-        dense[mask] = values
-    return dense
+    dense = torch.empty(mask.numel(), dtype=values.dtype)
+    scatter_live(dense, torch.empty(mask.numel(), dtype=torch.bool), values, pack(mask))
+    return dense.view(shape), mask
 
 
 def _refuse(contents: Contents, why: str) -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import re
-import struct
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.files.pretrained import DENSE, single_file
+from growprune.files.reader import one_line
 
 PICKLED, INDEX = "pytorch_model.bin", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 256 << 20
@@ -39,26 +39,6 @@ OTHERS = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x08": "ONNX", b"<": "XML", b"{
 """How files begin that hold models, but not for us."""
 
 
-UNREADABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    SafetensorError,
-    TypeError,
-    ValueError,
-    pickle.PickleError,
-    struct.error,
-    zipfile.BadZipFile,
-)
-"""What torch may raise for a damaged or forged checkpoint; it documents none of it."""
-
-
 @dataclass(frozen=True)
 class Contents:
     """What a source holds, whatever its format."""
@@ -74,9 +54,6 @@ class Contents:
     path: Path | None = None
     """The file, if it is a single one."""
     notes: tuple[str, ...] = ()
-
-    def aliases_among(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        return {alias: name for alias, name in self.aliases.items() if name in tensors}
 
 
 def open_contents(source: str | os.PathLike[str] | nn.Module | Mapping[str, Any]) -> Contents:
@@ -117,7 +94,7 @@ def _indexed_files(path: Path) -> list[str]:
         if any(Path(name).name != name for name in names):
             raise ValueError("a name leads out of the folder")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise GrowpruneError(f"{path / INDEX} is damaged ({_one_line(error)}): fetch the folder again") from None
+        raise GrowpruneError(f"{path / INDEX} is damaged ({one_line(error)}): fetch the folder again") from None
     if missing := [name for name in names if not (path / name).is_file()]:
         raise GrowpruneError(f"{path} lacks {missing[0]}, which its {INDEX} names: fetch it too")
     return names
@@ -146,7 +123,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return tensors, file.metadata() or {}
     except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
-        what = f"{path} is not a safetensors file that torch can hold, or not all of it ({_one_line(error)})"
+        what = f"{path} is not a safetensors file that torch can hold, or not all of it ({one_line(error)})"
         raise GrowpruneError(f"{what}: fetch or save it again") from None
 
 
@@ -158,15 +135,15 @@ def _read_torch(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL (\S+)|`?([\w.]+)`? was not an allowed global", str(error))
-        why = f"it has {next(filter(None, refused.groups()))}" if refused else _one_line(error)
+        why = f"it has {next(filter(None, refused.groups()))}" if refused else one_line(error)
         raise GrowpruneError(
             f"{path} is a pickle that would run code, or damaged ({why}): no code is run, so save state_dict() alone"
         ) from None
     except GrowpruneError:
         raise
-    except UNREADABLE as error:
+    except Exception as error:  # torch raises almost any for a damaged or forged checkpoint, and documents none
         raise GrowpruneError(
-            f"{path} is not a whole checkpoint of torch.save ({_one_line(error)}): fetch or save it again"
+            f"{path} is not a whole checkpoint of torch.save ({one_line(error)}): fetch or save it again"
         ) from None
 
 
@@ -175,11 +152,6 @@ def _check_stored(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         if packed := [member.filename for member in archive.infolist() if member.compress_type != zipfile.ZIP_STORED]:
             raise GrowpruneError(f"{path} has compressed {packed[0]!r}, which torch.save does not write: unpack it")
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return "".join(c if c.isprintable() else " " for c in text[:200])
 
 
 def from_checkpoint(found: Any, where: str, num_bytes: int | None = None) -> Contents:

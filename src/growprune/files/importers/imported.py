@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.files.filling import Filling, matching_names
+from growprune.files.filling import fill_model, matching_names
 from growprune.files.importers.contents import Contents
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import LEAST, masks_of_zeros
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 MAX_DEPTH = 64
@@ -38,18 +37,14 @@ class Imported:
     """What was not taken over, and what to know of it."""
 
     @property
-    def num_weights(self) -> int:
-        """Of the sparse matrices, dead or alive."""
-        return sum(mask.numel() for mask in self.masks.values())
-
-    @property
     def num_alive(self) -> int:
+        """Of the sparse matrices."""
         return sum(int(torch.count_nonzero(mask)) for mask in self.masks.values())
 
     @property
     def sparsity(self) -> float:
         """Of the sparse matrices; 0 if there are none."""
-        return 1 - self.num_alive / self.num_weights if self.masks else 0.0
+        return 1 - self.num_alive / sum(mask.numel() for mask in self.masks.values()) if self.masks else 0.0
 
     @property
     def dense_bytes(self) -> int:
@@ -72,7 +67,7 @@ class Imported:
         settings.setdefault("sparsity", _share_of_dead(weights, masks))
         settings.setdefault("allocation", "global")
         sparse = SparseModel(model, pattern=pattern, **settings)
-        internals(sparse).restore(Filling(sparse, names, lambda name: self.tensors[names[name]], masks.get))
+        fill_model(sparse, names, lambda name: self.tensors[names[name]], masks.get)
         return sparse
 
     def _warn_of_dense(self, names: Mapping[str, str], prunable: set[str]) -> None:
@@ -114,7 +109,8 @@ def with_masks(contents: Contents, format: str, tensors: dict[str, Tensor], mask
                 alive[name] = mask
     zeros = [name for name in masks_by_zeros(tensors) if name not in masks]
     notes = [f"{name} has zeros and no mask, so all of it is alive" for name in zeros[:3]]
-    return Imported(format, tensors, alive, contents.aliases_among(tensors), (*contents.notes, *notes))
+    aliases = {alias: name for alias, name in contents.aliases.items() if name in tensors}
+    return Imported(format, tensors, alive, aliases, (*contents.notes, *notes))
 
 
 def masks_by_zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

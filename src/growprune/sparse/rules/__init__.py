@@ -1,6 +1,6 @@
 """What a phase does in each iteration beside the optimizer's step. To add a rule: write its file, add its line here.
 
-A method names a rule by a value (a `Rule`, see plan.py), which touches nothing; here is what carries it out.
+A method names a rule by a value (a `Rule`, see plan/phases.py), which touches nothing; here is what carries it out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from growprune.methods.dpf import Dpf
 from growprune.methods.str_ import Str
 from growprune.plan import Rule
 from growprune.sparse.internals import Internals
-from growprune.sparse.rules.admm import AdmmRule
+from growprune.sparse.rules.admm_rule import AdmmRule
 from growprune.sparse.rules.base import RunningRule
-from growprune.sparse.rules.deepr import DeeprRule
-from growprune.sparse.rules.dpf import DpfRule
-from growprune.sparse.rules.str_ import StrRule
+from growprune.sparse.rules.deepr_rule import DeeprRule
+from growprune.sparse.rules.dpf_rule import DpfRule
+from growprune.sparse.rules.str_rule import StrRule
 
 RULES: dict[type[Rule], Callable[[Any, Internals], RunningRule]] = {
     Admm: AdmmRule,

@@ -13,50 +13,29 @@ from torch import Tensor
 
 from growprune.plan import Part
 from growprune.sparse.internals import Internals
-from growprune.sparse.rules.base import check_masked
+from growprune.sparse.rules.base import RunningRule
 
 
-class Aside:
-    """The dense weights of a part.
+class AsideRule(RunningRule):
+    """A rule that keeps the dense weights w of its part aside."""
 
-    Args:
-        who: the method's name, for an error.
-    """
-
-    def __init__(self, own: Internals, part: Part, who: str) -> None:
-        check_masked(own, f"{who} needs all weights dense")
-        self._model = own.model
-        self.weights = own.editor.counts.weights_of(part)
-        self.names = tuple(dict.fromkeys(weight.parameter for weight in self.weights))
-        self.values: dict[str, Tensor] = {}
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        """What the model has, by name."""
-        return {name: self._model.get_parameter(name).detach() for name in self.names}
+    def __init__(self, own: Internals, part: Part, why: str) -> None:
+        super().__init__(own, part, why)
+        self.w: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        self.values = {name: tensor.clone() for name, tensor in self.parameters.items()}
+        self.w = {name: self.parameter(name).detach().clone() for name in self.names}
 
+    @torch.no_grad()
     def put_in(self, names: Iterable[str]) -> None:
         """Before a step."""
-        parameters = self.parameters
         for name in names:
-            parameters[name].copy_(self.values[name])
+            self.parameter(name).copy_(self.w[name])
 
     def take_out(self, names: Iterable[str]) -> None:
         """After a step; the model's own are to be made of them then."""
-        parameters = self.parameters
         for name in names:
-            self.values[name].copy_(parameters[name])
+            self.w[name].copy_(self.parameter(name).detach())
 
-    def gradient(self, name: str) -> Tensor | None:
-        """The gradient that the optimizer will see."""
-        return self._model.get_parameter(name).grad
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self.values)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        device = {name: tensor.device for name, tensor in self.parameters.items()}
-        self.values = {name: torch.clone(tensor).to(device[name]) for name, tensor in state.items()}
+    def load_aside(self, w: Mapping[str, Tensor]) -> None:
+        self.w = {name: tensor.clone() for name, tensor in self.here(w).items()}

@@ -6,12 +6,45 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import Tensor, nn
+
 from growprune.errors import GrowpruneError
+from growprune.plan import Part
 from growprune.sparse.internals import Internals
 
 
 class RunningRule:
-    """A rule at work on a sparse model."""
+    """A rule at work on a part of a sparse model, whose weights must be dense.
+
+    Args:
+        why: why they must, for an error.
+    """
+
+    def __init__(self, own: Internals, part: Part, why: str) -> None:
+        if own.storage != "masked":
+            raise GrowpruneError(f"{why}, but storage is {own.storage!r}: use storage='masked'")
+        self._own = own
+        self.weights = own.editor.counts.weights_of(part)
+        self.names = tuple(dict.fromkeys(weight.parameter for weight in self.weights))
+
+    def parameter(self, name: str) -> nn.Parameter:
+        return self._own.model.get_parameter(name)
+
+    def ours(self, trained: Mapping[str, float]) -> list[str]:
+        """The part's parameters among those that an optimizer trains."""
+        return [name for name in self.names if name in trained]
+
+    def here(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by the names of parameters, on their devices."""
+        return {name: tensor.to(self.parameter(name).device) for name, tensor in saved.items()}
+
+    def check_rates(self, who: str, trained: Mapping[str, float]) -> None:
+        """Raise, before anything is done, if an optimizer has no learning rate for a parameter of the part."""
+        if unknown := [name for name in self.ours(trained) if math.isnan(trained[name])]:
+            raise GrowpruneError(
+                f"{who} goes by the learning rate of each step, but the optimizer has no lr for {unknown[0]}: give it "
+                f"one (of transformers' Adafactor, lr=1e-3 with relative_step=False), or use another optimizer"
+            )
 
     def enter(self) -> None:
         """Called when a phase begins, after its edits; not where a phase is resumed, whose state is loaded."""
@@ -35,26 +68,6 @@ class RunningRule:
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         raise NotImplementedError
-
-
-def check_masked(own: Internals, why: str) -> None:
-    """Raise if a rule cannot work with the storage of a model."""
-    if own.storage != "masked":
-        raise GrowpruneError(f"{why}, but storage is {own.storage!r}: use storage='masked'")
-
-
-def check_rates(who: str, trained: Mapping[str, float]) -> None:
-    """Raise, before anything is done, if a rule needs learning rates and an optimizer has none.
-
-    Args:
-        who: the method's name, for the error.
-        trained: the learning rates that the rule needs, by the names of parameters.
-    """
-    if unknown := [name for name, rate in trained.items() if math.isnan(rate)]:
-        raise GrowpruneError(
-            f"{who} goes by the learning rate of each step, but the optimizer has no lr for {unknown[0]}: give it one "
-            f"(of transformers' Adafactor, lr=1e-3 with relative_step=False), or use another optimizer"
-        )
 
 
 class Iterations:

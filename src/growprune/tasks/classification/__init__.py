@@ -152,7 +152,7 @@ class Classification(Shareable):
 
     def _streamed(self, groups: list[Array], seed: int | None, device: torch.device) -> Iterator[Batch]:
         source = sources.load(self.data, self.num_classes)
-        account = sources.skipped(self.data, self.num_classes)
+        account = sources.bad_images(self.data, self.num_classes)
         reader = images.Reader(source, (self.image_size, self.image_size), self._boxes_to_read(seed))
         wanted = images.all_of if seed is None else self._looked_at
         found = images.read(reader, groups, account, workers=self.workers, device=device, wanted=wanted)

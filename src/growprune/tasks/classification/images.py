@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from growprune.errors import GrowpruneError
-from growprune.tasks.bad_records import check_split
+from growprune.tasks.bad_records import BadRecords, check_split
 from growprune.tasks.classification.augment import NUM_TRIES, draw_boxes, generator
-from growprune.tasks.classification.sources import Array, Skipped, Source, load, skipped, splits
+from growprune.tasks.classification.sources import Array, Source, bad_images, load, splits
 from growprune.tasks.image_loading import decoding, pillow, to_rgb, unreadable
 
 Box = tuple[float, float, float, float]
@@ -97,7 +97,7 @@ def all_of(count: int) -> Array:
 def read(
     reader: Reader,
     groups: Sequence[Array],
-    skipped: Skipped,
+    account: dict[bool, BadRecords],
     *,
     workers: int,
     device: torch.device,
@@ -114,7 +114,7 @@ def read(
     collate = functools.partial(_collate, size=reader.size)
     for pixels, is_good, bad in decoding(reader, batches, collate, workers=workers, device=device):
         for index, why in bad:
-            skipped.add(index, why)
+            account[bool(reader.source.is_test[index])].skip(reader.source.name(index), why)
         yield pixels.to(device, non_blocking=True), is_good
 
 
@@ -143,7 +143,7 @@ class Decoded:
 @functools.cache
 def decode_all(data: str, num_classes: int, workers: int) -> Decoded:
     """Decode images of one size, once in a process."""
-    source, account = load(data, num_classes), skipped(data, num_classes)
+    source, account = load(data, num_classes), bad_images(data, num_classes)
     width, height = size = _first_size(source)
     count, cpu = len(source.labels), torch.device("cpu")
     pixels = torch.zeros(count, height, width, 3, dtype=torch.uint8)

@@ -8,9 +8,10 @@ import os
 import tokenize
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,33 +37,31 @@ UNREADABLE = (
 Array = npt.NDArray[Any]
 
 
-class Source(Protocol):
+@dataclass(frozen=True, eq=False)
+class Source(ABC):
     """Encoded images, numbered from 0."""
 
-    @property
-    def where(self) -> str: ...
-    @property
-    def labels(self) -> Array: ...
-    @property
-    def is_test(self) -> Array: ...
+    where: str
+    labels: Array
+    is_test: Array
 
     def where_is(self, split: str) -> str:
         """What a split is called in messages."""
+        return self.where
 
     def name(self, index: int) -> str:
         """What an image is called in messages."""
+        return f"image {index}"
 
+    @abstractmethod
     def open(self, index: int) -> IO[bytes]: ...
 
 
 @dataclass(frozen=True, eq=False)
-class Folder:
+class Folder(Source):
     """Images in class folders."""
 
-    where: str
     paths: list[str]
-    labels: Array
-    is_test: Array
 
     def where_is(self, split: str) -> str:
         return str(Path(self.where, FOLDERS[split]))
@@ -75,20 +74,11 @@ class Folder:
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class Packed(Source):
     """Images in one file, which is kept in memory as it is."""
 
-    where: str
     data: Array
     offsets: Array
-    labels: Array
-    is_test: Array
-
-    def where_is(self, split: str) -> str:
-        return self.where
-
-    def name(self, index: int) -> str:
-        return f"image {index}"
 
     def open(self, index: int) -> IO[bytes]:
         return io.BytesIO(self.data[self.offsets[index] : self.offsets[index + 1]].tobytes())
@@ -128,24 +118,13 @@ def splits(data: str, num_classes: int, num_validation: int) -> dict[str, Array]
     }
 
 
-class Skipped:
-    """Images that could not be read, to train on and to test with."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        num_test = int(source.is_test.sum())
-        self._train = BadRecords(source.where_is("train"), len(source.labels) - num_test)
-        self._test = BadRecords(source.where_is("test"), num_test, always=1)
-
-    def add(self, index: int, why: str) -> None:
-        records = self._test if self._source.is_test[index] else self._train
-        records.skip(self._source.name(index), why)
-
-
 @functools.cache
-def skipped(data: str, num_classes: int) -> Skipped:
-    """The one account of a source's bad images."""
-    return Skipped(load(data, num_classes))
+def bad_images(data: str, num_classes: int) -> dict[bool, BadRecords]:
+    """The one account of a source's images that cannot be read: to train on (False), and to test with (True)."""
+    source = load(data, num_classes)
+    num_test = int(source.is_test.sum())
+    train = BadRecords(source.where_is("train"), len(source.labels) - num_test)
+    return {False: train, True: BadRecords(source.where_is("test"), num_test, always=1)}
 
 
 def _read_folder(data: str, num_classes: int) -> Folder:
@@ -163,7 +142,7 @@ def _read_folder(data: str, num_classes: int) -> Folder:
             paths += found
             labels += [label] * len(found)
             is_test += [split is test] * len(found)
-    folder = Folder(data, paths, np.array(labels, dtype=np.int64), np.array(is_test, dtype=bool))
+    folder = Folder(data, np.array(labels, dtype=np.int64), np.array(is_test, dtype=bool), paths)
     trained = set(folder.labels[~folder.is_test].tolist())
     if trained and (empty := [name for label, name in enumerate(classes) if label not in trained]):
         raise GrowpruneError(f"{train / empty[0]} has no images; expected is {LAYOUT}: remove the folder, or fill it")
@@ -197,7 +176,7 @@ def _read_packed(data: str, num_classes: int) -> Packed:
     _check_packed(data, found)
     _check_classes(data, len(found["classes"]), num_classes)
     labels, is_test = found["labels"].astype(np.int64), found["split"] == 1
-    return Packed(data, found["data"], found["offsets"].astype(np.int64), labels, is_test)
+    return Packed(data, labels, is_test, found["data"], found["offsets"].astype(np.int64))
 
 
 def _check_packed(data: str, found: dict[str, Array]) -> None:

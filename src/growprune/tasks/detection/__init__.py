@@ -122,12 +122,10 @@ class Detection(Shareable):
             readable = pictures.good.tolist()
             found += itertools.compress(_in_pixels(_find(model, pictures), seen), readable)
             scenes += itertools.compress(seen, readable)
-        skipped = len(self._scenes()[split]) - len(scenes)
+        known = load(self.data, num_classes=self.num_classes, num_validation=self.num_validation)[split]
+        skipped = len(known) - len(scenes)
         numbers = coco_numbers(scenes, found, num_classes=self.num_classes)
         return {**numbers, **({"skipped": skipped} if skipped else {})}
-
-    def _scenes(self) -> dict[str, tuple[Scene, ...]]:
-        return load(self.data, num_classes=self.num_classes, num_validation=self.num_validation)
 
     def album(self, split: str) -> Album:
         options = {"num_classes": self.num_classes, "num_validation": self.num_validation, "workers": self.workers}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -38,17 +37,23 @@ class Pictures(NamedTuple):
     """False where a picture could not be read, (B), on the CPU."""
 
 
-class Album(ABC):
-    """A split: its scenes, and a way to their pictures."""
+class Album:
+    """A split: its scenes, and a way to their pictures.
 
-    def __init__(self, scenes: Sequence[Scene]) -> None:
-        self.scenes = scenes
+    Args:
+        workers: processes that read the pictures when they are needed.
+        bad: names those that cannot be read.
+        decoded: all pictures; then none is read when it is needed.
+    """
+
+    def __init__(self, scenes: Sequence[Scene], workers: int, bad: BadRecords, decoded: Pictures | None = None) -> None:
+        self.scenes, self._workers, self._bad = scenes, workers, bad
+        self._decoded = {} if decoded is None else {torch.device("cpu"): decoded}
 
     @functools.cached_property
     def targets(self) -> tuple[Tensor, Tensor]:
         return targets(self.scenes)
 
-    @abstractmethod
     def pictures(
         self, batches: Sequence[Indices], device: torch.device, replica: tuple[int, int] = (0, 1)
     ) -> Iterator[Pictures]:
@@ -57,6 +62,26 @@ class Album(ABC):
         Args:
             replica: its number and how many there are: the pictures that others look at need not be right.
         """
+        return self._look_up(batches, device) if self._decoded else self._read(batches, device, replica)
+
+    def _look_up(self, batches: Sequence[Indices], device: torch.device) -> Iterator[Pictures]:
+        if device not in self._decoded:
+            pixels, sizes, good = self._decoded[torch.device("cpu")]
+            self._decoded[device] = Pictures(pixels.to(device), sizes.to(device), good)
+        pixels, sizes, good = self._decoded[device]
+        for batch in batches:
+            here = torch.from_numpy(batch)
+            there = here.to(device, non_blocking=True)
+            yield Pictures(pixels[there], sizes[there], good[here])
+
+    def _read(self, batches: Sequence[Indices], device: torch.device, replica: tuple[int, int]) -> Iterator[Pictures]:
+        index, count = replica
+        wanted = [[(n, place % count == index) for place, n in enumerate(batch.tolist())] for batch in batches]
+        loader = decoding(_Decoder(self.scenes), wanted, _collate, workers=self._workers, device=device)
+        for (pixels, sizes, good), errors in loader:
+            for name, error in errors:
+                self._bad.skip(name, error)
+            yield Pictures(pixels.to(device, non_blocking=True), sizes.to(device, non_blocking=True), good)
 
 
 @functools.cache
@@ -71,34 +96,7 @@ def album(data: str, split: str, *, num_classes: int, num_validation: int, worke
             for scene in scenes:
                 if not scene.path.exists():
                     bad.skip(scene.name, MISSING)
-        return Streamed(scenes, workers, bad)
-    decoded = _decode_all(scenes, bad)
-    check_split(len(decoded.scenes), data, split)
-    return decoded
-
-
-class InMemory(Album):
-    """All pictures of a split, decoded."""
-
-    def __init__(self, scenes: Sequence[Scene], pictures: Pictures) -> None:
-        super().__init__(scenes)
-        self._on = {torch.device("cpu"): pictures}
-
-    def pictures(
-        self, batches: Sequence[Indices], device: torch.device, replica: tuple[int, int] = (0, 1)
-    ) -> Iterator[Pictures]:
-        del replica  # all are there
-        if device not in self._on:
-            pixels, sizes, good = self._on[torch.device("cpu")]
-            self._on[device] = Pictures(pixels.to(device), sizes.to(device), good)
-        pixels, sizes, good = self._on[device]
-        for batch in batches:
-            here = torch.from_numpy(batch)
-            there = here.to(device, non_blocking=True)
-            yield Pictures(pixels[there], sizes[there], good[here])
-
-
-def _decode_all(scenes: Sequence[Scene], bad: BadRecords) -> InMemory:
+        return Album(scenes, workers, bad)
     kept, decoded = [], []
     for scene in scenes:
         picture = decode(scene)
@@ -107,26 +105,8 @@ def _decode_all(scenes: Sequence[Scene], bad: BadRecords) -> InMemory:
         else:
             kept.append(scene)
             decoded.append(picture)
-    return InMemory(kept, _lay_out(decoded))
-
-
-class Streamed(Album):
-    """Pictures that are read when they are needed, by `workers` processes."""
-
-    def __init__(self, scenes: Sequence[Scene], workers: int, bad: BadRecords) -> None:
-        super().__init__(scenes)
-        self.workers, self.bad = workers, bad
-
-    def pictures(
-        self, batches: Sequence[Indices], device: torch.device, replica: tuple[int, int] = (0, 1)
-    ) -> Iterator[Pictures]:
-        index, count = replica
-        wanted = [[(n, place % count == index) for place, n in enumerate(batch.tolist())] for batch in batches]
-        loader = decoding(_Decoder(self.scenes), wanted, _collate, workers=self.workers, device=device)
-        for (pixels, sizes, good), errors in loader:
-            for name, error in errors:
-                self.bad.skip(name, error)
-            yield Pictures(pixels.to(device, non_blocking=True), sizes.to(device, non_blocking=True), good)
+    check_split(len(kept), data, split)
+    return Album(kept, workers, bad, decoded=_lay_out(decoded))
 
 
 BLANK = torch.zeros(3, 1, 1, dtype=torch.uint8)
@@ -151,8 +131,8 @@ def _collate(items: list[tuple[str, Tensor | str]]) -> tuple[Pictures, list[tupl
 
 
 def _lay_out(pictures: Sequence[Tensor]) -> Pictures:
-    sizes = torch.tensor([picture.shape[1:] for picture in pictures]).view(-1, 2)
-    highest, widest = sizes.amax(0).tolist() if len(pictures) else (0, 0)
+    sizes = torch.tensor([picture.shape[1:] for picture in pictures])
+    highest, widest = sizes.amax(0).tolist()
     pixels = torch.zeros(len(pictures), 3, highest, widest, dtype=torch.uint8)
     for index, picture in enumerate(pictures):
         pixels[index, :, : picture.shape[1], : picture.shape[2]] = picture

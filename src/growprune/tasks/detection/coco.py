@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, need
 from growprune.tasks.bad_records import BadRecords, check_split, find
 
 LAYOUT = (
@@ -115,8 +115,11 @@ def read(source: Path, folder: Path) -> tuple[dict[int, str], tuple[Scene, ...]]
     for number, record in enumerate(content["annotations"]):
         try:
             identity = _whole(record, "image_id")
-            if identity not in left_out:  # that was said of the image
-                rows[_known(identity, images)].append(_row(record, images, labels))
+            if identity in left_out:  # that was said of the image
+                continue
+            if identity not in images:
+                raise GrowpruneError(f"there is no image with the id {identity}")
+            rows[identity].append(_row(record, images[identity], labels))
         except ValueError as error:
             bad.skip(_name("annotation", number, record), error)
     return categories, tuple(_scene(image, folder, rows[identity]) for identity, image in images.items())
@@ -172,15 +175,9 @@ def _images(records: list[Any], bad: BadRecords) -> tuple[dict[int, dict[str, An
     return images, left_out - set(images)
 
 
-def _known(identity: int, images: dict[int, dict[str, Any]]) -> int:
-    if identity not in images:
-        raise GrowpruneError(f"there is no image with the id {identity}")
-    return identity
-
-
-def _row(record: Any, images: dict[int, dict[str, Any]], labels: dict[int, int]) -> tuple[float, ...]:
+def _row(record: Any, image: dict[str, Any], labels: dict[int, int]) -> tuple[float, ...]:
     """x, y, width, height, label, area, crowd of an annotation."""
-    image, category = images[record["image_id"]], _whole(record, "category_id")
+    category = _whole(record, "category_id")
     if category not in labels:
         raise GrowpruneError(f"there is no category with the id {category}")
     box = record.get("bbox")
@@ -270,11 +267,7 @@ def coco_numbers(
 
 def cocoeval() -> Any:
     """The class that COCO is evaluated with."""
-    try:
-        from pycocotools.cocoeval import COCOeval
-    except ImportError as error:
-        raise GrowpruneError("detections are scored with pycocotools: pip install 'growprune[detection]'") from error
-    return COCOeval
+    return need("pycocotools.cocoeval", "detection", "detections are scored with pycocotools").COCOeval
 
 
 def _truth(scene: Scene) -> list[dict[str, Any]]:

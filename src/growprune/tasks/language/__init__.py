@@ -63,7 +63,7 @@ class Language(Task):
         return torch.zeros(1, self.context, dtype=torch.int64)
 
     def num_batches(self) -> int:
-        size = len(load(self.data).train)
+        size = len(load(self.data)["train"])
         found = num_batches(size, self.context, self.batch_size)
         if found < 1:
             raise GrowpruneError(

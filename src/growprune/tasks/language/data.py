@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,43 +21,33 @@ from growprune.tasks.bad_records import find
 LAYOUT = "a file of text, of which each byte is a character"
 
 
-@dataclass(frozen=True, eq=False)
-class Text:
-    """The bytes (uint8) of each split."""
-
-    train: Tensor
-    validation: Tensor
-    test: Tensor
-
-
 @functools.cache
-def load(data: str) -> Text:
-    """Read a file and cut it."""
+def load(data: str) -> dict[str, Tensor]:
+    """Read a file and cut it: the bytes (uint8) of each split."""
     path = find(data, "", layout=LAYOUT)
     if not path.is_file():
         raise GrowpruneError(f"{path} is a folder; expected is {LAYOUT}: give the file itself with --data")
     return cut(path.read_bytes(), path)
 
 
-def cut(content: bytes, source: Path | str = "the text") -> Text:
+def cut(content: bytes, source: Path | str = "the text") -> dict[str, Tensor]:
     """The first 90 % of a text, the next 5 %, and the rest.
 
-    >>> [len(part) for part in vars(cut(bytes(60))).values()]
-    [54, 3, 3]
+    >>> {split: len(part) for split, part in cut(bytes(60)).items()}
+    {'train': 54, 'validation': 3, 'test': 3}
     """
     size = len(content)
     ends = (size * 90 // 100, size * 95 // 100)
-    parts = (content[: ends[0]], content[ends[0] : ends[1]], content[ends[1] :])
-    if any(len(part) < 2 for part in parts):  # a byte to look at, and one to predict
+    parts = {"train": content[: ends[0]], "validation": content[ends[0] : ends[1]], "test": content[ends[1] :]}
+    if any(len(part) < 2 for part in parts.values()):  # a byte to look at, and one to predict
         raise GrowpruneError(f"{source} has {size} bytes, but 40 or more are needed to train, validate and test on")
-    return Text(*(torch.from_numpy(np.frombuffer(part, np.uint8).copy()) for part in parts))
+    return {split: torch.from_numpy(np.frombuffer(part, np.uint8).copy()) for split, part in parts.items()}
 
 
 @functools.cache
 def on_device(data: str, split: str, device: torch.device) -> Tensor:
     """The bytes of a split on a device, copied once."""
-    tokens: Tensor = getattr(load(data), split)
-    return tokens.to(device)
+    return load(data)[split].to(device)
 
 
 def num_batches(size: int, context: int, batch_size: int) -> int:

@@ -17,9 +17,6 @@ from torch.nn import functional as F
 
 log = logging.getLogger(__name__)
 
-USE_TRITON = True
-"""Whether farthest points on CUDA are found by one Triton kernel, where Triton is installed. The choice is the same."""
-
 
 def rows(table: Tensor, index: Tensor) -> Tensor:
     """The rows of each cloud that an index of any shape names.
@@ -49,7 +46,7 @@ def farthest_points(xyz: Tensor, num_samples: int) -> Tensor:
     """
     if xyz.is_meta:  # hundreds of steps to make one empty tensor
         return xyz.new_empty(len(xyz), num_samples, dtype=torch.long)
-    if USE_TRITON and (kernel := _triton_kernel(xyz.device.type)):
+    if (kernel := _triton_kernel(xyz.device.type)) is not None:
         return kernel(xyz, num_samples)
     return farthest_points_by_loop(xyz, num_samples)
 

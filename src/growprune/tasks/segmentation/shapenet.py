@@ -9,12 +9,10 @@ The shapes stay on the device. Points are drawn from them anew to train on, and 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -36,7 +34,7 @@ COLUMNS = ("x", "y", "z", "nx", "ny", "nz", "label")
 VERSION = "2"
 """Of what is cached; changes when reading does."""
 
-Reader = Callable[[str], bytes]
+Root = Path | zipfile.Path
 UNREADABLE = (OSError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)
 """What a file can raise that is not there, may not be read, or is damaged in its zip file."""
 
@@ -69,15 +67,17 @@ def shapes_of(data: str, split: str) -> Shapes:
 @functools.cache
 def load(data: str) -> dict[str, Shapes]:
     """The three splits; read once, and from the cache if the files are those of the last time."""
-    source = _locate(data)
-    with _opened(source) as read:
-        present = _read_index(data, read)
-        lists = {split: _read_list(data, _list_name(split), read) for split in SPLITS}
-        names = [INDEX, *map(_list_name, SPLITS), *(_file_name(entry) for split in SPLITS for entry in lists[split])]
-        key = cache.key_of(source, names, VERSION)
-        if arrays := cache.load_arrays(source, key):
-            return {split: Shapes(*(arrays[f"{split}.{k}"] for k in FIELDS)) for split in SPLITS}  # type: ignore[arg-type]
-        shapes, num_bad = _read_all(data, lists, present, read)
+    source = find(data, ".", layout=LAYOUT)
+    if (source / NAME / INDEX).is_file():
+        source = source / NAME
+    root = _opened(source)
+    present = _read_index(data, root)
+    lists = {split: _read_list(data, _list_name(split), root) for split in SPLITS}
+    names = [INDEX, *map(_list_name, SPLITS), *(_file_name(entry) for split in SPLITS for entry in lists[split])]
+    key = cache.key_of(source, names, VERSION)
+    if arrays := cache.load_arrays(source, key):
+        return {split: Shapes(*(arrays[f"{split}.{k}"] for k in FIELDS)) for split in SPLITS}  # type: ignore[arg-type]
+    shapes, num_bad = _read_all(data, lists, present, root)
     if not num_bad:  # what is bad is to be told every time
         cache.save_arrays(source, key, {f"{split}.{k}": getattr(shapes[split], k) for split in SPLITS for k in FIELDS})
     return shapes
@@ -91,35 +91,18 @@ def _file_name(entry: str) -> str:
     return entry.removeprefix("shape_data/") + ".txt"
 
 
-def _locate(data: str) -> Path:
-    """The benchmark's own folder, or the zip file."""
-    source = find(data, ".", layout=LAYOUT)
-    return source / NAME if (source / NAME / INDEX).is_file() else source
-
-
-@contextlib.contextmanager
-def _opened(source: Path) -> Iterator[Reader]:
-    """A function that reads a file of the benchmark."""
+def _opened(source: Path) -> Root:
+    """The folder of the benchmark, or that in its zip file."""
     if source.is_dir():
-        yield lambda relative: (source / relative).read_bytes()
-        return
+        return source
     try:
-        archive = zipfile.ZipFile(source)
+        archive = zipfile.Path(source)
     except (zipfile.BadZipFile, OSError) as error:
         raise GrowpruneError(f"{source} is no folder and no whole zip file ({error}); expected is {LAYOUT}") from error
-    with archive:
-        names = set(archive.namelist())
-        top = f"{NAME}/" if f"{NAME}/{INDEX}" in names else ""
-
-        def read(relative: str) -> bytes:
-            if top + relative not in names:
-                raise FileNotFoundError(relative)
-            return archive.read(top + relative)
-
-        yield read
+    return archive / NAME if (archive / NAME / INDEX).exists() else archive
 
 
-def _read_all(data: str, lists: dict[str, list[str]], present: set[str], read: Reader) -> tuple[dict[str, Shapes], int]:
+def _read_all(data: str, lists: dict[str, list[str]], present: set[str], root: Root) -> tuple[dict[str, Shapes], int]:
     """The three splits, and how many shapes to train on were bad; to leave out others would change what is measured."""
     bad = BadRecords(data, len(lists["train"]))
     shapes = {}
@@ -127,7 +110,7 @@ def _read_all(data: str, lists: dict[str, list[str]], present: set[str], read: R
         read_shapes = []
         for entry in entries:
             try:
-                read_shapes.append(_read_shape(entry, present, read))
+                read_shapes.append(_read_shape(entry, present, root))
             except ValueError as error:
                 if split != "train":
                     raise GrowpruneError(
@@ -138,10 +121,10 @@ def _read_all(data: str, lists: dict[str, list[str]], present: set[str], read: R
     return shapes, bad.count
 
 
-def _read_index(data: str, read: Reader) -> set[str]:
+def _read_index(data: str, root: Root) -> set[str]:
     """The synsets of the categories that are there."""
     present = set()
-    for number, line in enumerate(_required(data, INDEX, read).splitlines(), 1):
+    for number, line in enumerate(_required(data, INDEX, root).splitlines(), 1):
         if not line.strip():
             continue
         synset = line.split()[-1]
@@ -153,9 +136,9 @@ def _read_index(data: str, read: Reader) -> set[str]:
     return present
 
 
-def _read_list(data: str, relative: str, read: Reader) -> list[str]:
+def _read_list(data: str, relative: str, root: Root) -> list[str]:
     try:
-        entries = json.loads(_required(data, relative, read))
+        entries = json.loads(_required(data, relative, root))
     except (json.JSONDecodeError, RecursionError) as error:
         raise GrowpruneError(f"{data}: {relative} is no JSON ({error}); expected is a list of shapes") from error
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
@@ -163,16 +146,16 @@ def _read_list(data: str, relative: str, read: Reader) -> list[str]:
     return entries
 
 
-def _required(data: str, relative: str, read: Reader) -> str:
+def _required(data: str, relative: str, root: Root) -> str:
     try:
-        return read(relative).decode("utf-8", "replace")
+        return (root / relative).read_bytes().decode("utf-8", "replace")
     except FileNotFoundError as error:
         raise GrowpruneError(f"{data} has no {relative}; expected is {LAYOUT}") from error
     except UNREADABLE as error:
         raise GrowpruneError(f"{data}: {relative} cannot be read ({error}): get the file again") from error
 
 
-def _read_shape(entry: str, present: set[str], read: Reader) -> tuple[NDArray[np.float32], int]:
+def _read_shape(entry: str, present: set[str], root: Root) -> tuple[NDArray[np.float32], int]:
     """The lines of a shape's file as a matrix, and its category."""
     file = _file_name(entry)
     synset, *rest = file.split("/")
@@ -181,7 +164,7 @@ def _read_shape(entry: str, present: set[str], read: Reader) -> tuple[NDArray[np
     if synset not in present:
         raise GrowpruneError(f"its category {synset!r} is not in {INDEX}")
     try:
-        text = read(file).decode("latin-1")  # reads anything; what is no number is found later
+        text = (root / file).read_bytes().decode("latin-1")  # reads anything; what is no number is found later
     except FileNotFoundError as error:
         raise GrowpruneError(f"there is no {file}") from error
     except UNREADABLE as error:

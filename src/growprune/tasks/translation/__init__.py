@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, need
 from growprune.tasks.task import Split, Task
 from growprune.tasks.translation.batching import MULTIPLE, Batch, Batches, Pairs
 from growprune.tasks.translation.corpus import load_pieces, load_split, load_training
@@ -156,13 +156,10 @@ class Translation(Task):
 @functools.cache
 def bleu(target: str, lowercase: bool) -> Any:
     """sacreBLEU's counter for a language; made once, since its tokenizer may be slow to load."""
-    try:
-        from sacrebleu.metrics.bleu import BLEU
-    except ImportError as error:
-        raise GrowpruneError("BLEU needs sacrebleu: pip install 'growprune[translation]'") from error
+    counters = need("sacrebleu.metrics.bleu", "translation", "BLEU needs sacrebleu")
     # force: it would warn about translations that end in " .", as those of a model that learns may
     try:
-        return BLEU(lowercase=lowercase, trg_lang=target, force=True)
+        return counters.BLEU(lowercase=lowercase, trg_lang=target, force=True)
     except RuntimeError as error:  # some languages need a tokenizer of their own
         raise GrowpruneError(f"BLEU for target={target!r}: {' '.join(str(error).split())}") from error
 

@@ -24,6 +24,7 @@ EMPTY = ("", "@@")
 """What a line without a sentence holds; the second is left of a sentence that a tool cut into pieces and lost."""
 
 
+@functools.cache
 def read_training(data: str, source: str, target: str) -> Lines:
     """The training pairs. Those that cannot be read, or lack a side, are named and skipped."""
     paths = find_pair(data, "train", source, target)
@@ -31,12 +32,13 @@ def read_training(data: str, source: str, target: str) -> Lines:
     bad = BadRecords(f"{paths[0]} and {paths[1].name}", len(pairs))
     good: Lines = ([], [])
     for number, pair in enumerate(pairs, 1):
-        why = [reason for path, line in zip(paths, pair, strict=True) if (reason := _why_bad(path, line))]
-        if why:
-            bad.skip(f"line {number}", why[0])
+        try:
+            sentences = [_sentence(path, line) for path, line in zip(paths, pair, strict=True)]
+        except ValueError as error:
+            bad.skip(f"line {number}", error)
             continue
-        for side, line in zip(good, pair, strict=True):
-            side.append(_text(line))
+        for side, sentence in zip(good, sentences, strict=True):
+            side.append(sentence)
     check_split(len(good[0]), paths[0], "train")
     return good
 
@@ -46,13 +48,16 @@ def read_whole(data: str, split: str, source: str, target: str) -> Lines:
     paths = find_pair(data, split, source, target)
     pairs = _read(paths)
     check_split(len(pairs), paths[0], split)
+    whole: Lines = ([], [])
     for number, pair in enumerate(pairs, 1):
-        for path, line in zip(paths, pair, strict=True):
-            if not _is_text(line):
+        for path, line, side in zip(paths, pair, whole, strict=True):
+            try:
+                side.append(line.decode().strip())
+            except UnicodeDecodeError as error:
                 raise GrowpruneError(
                     f"{path}: line {number} is not UTF-8; no line of the {split} split is skipped: repair it"
-                )
-    return [_text(line) for line, _ in pairs], [_text(line) for _, line in pairs]
+                ) from error
+    return whole
 
 
 def find_pair(data: str, split: str, source: str, target: str) -> tuple[Path, Path]:
@@ -79,23 +84,14 @@ def _lines(content: bytes) -> list[bytes]:
     return content.removesuffix(b"\n").split(b"\n") if content else []
 
 
-def _why_bad(path: Path, line: bytes) -> str | None:
-    if not _is_text(line):
-        return f"{path.name} is not UTF-8 there"
-    text = _text(line)
-    return f"{path.name} has {text!r} for a sentence" if text in EMPTY else None
-
-
-def _is_text(line: bytes) -> bool:
+def _sentence(path: Path, line: bytes) -> str:
     try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _text(line: bytes) -> str:
-    return line.decode().strip()
+        text = line.decode().strip()
+    except UnicodeDecodeError as error:
+        raise GrowpruneError(f"{path.name} is not UTF-8 there") from error
+    if text in EMPTY:
+        raise GrowpruneError(f"{path.name} has {text!r} for a sentence")
+    return text
 
 
 @functools.cache
@@ -104,7 +100,7 @@ def load_pieces(data: str, source: str, target: str, vocab_size: int) -> Pieces:
     files = find_pair(data, "train", source, target)
 
     def lines() -> Iterator[str]:
-        return itertools.chain(*training_lines(data, source, target))
+        return itertools.chain(*read_training(data, source, target))
 
     return Pieces(learn_once(lines, vocab_size, files))
 
@@ -115,9 +111,9 @@ def load_training(data: str, source: str, target: str, vocab_size: int, max_leng
     find_pair(data, "train", source, target)
     for split in ("validation", "test"):  # better to hear now of what would be missing at the end
         read_whole(data, split, source, target)
-    lines = training_lines(data, source, target)
+    lines = read_training(data, source, target)
     pairs = _encode(load_pieces(data, source, target, vocab_size), lines)
-    training_lines.cache_clear()  # the text has become tokens, and can be large
+    read_training.cache_clear()  # the text has become tokens, and can be large
     return Batches(_without_long(pairs, max_length, data), max_tokens)
 
 
@@ -126,11 +122,6 @@ def load_split(data: str, source: str, target: str, vocab_size: int, split: Spli
     """All pairs of a split, and its target text as it is written."""
     lines = read_whole(data, split, source, target)
     return _encode(load_pieces(data, source, target, vocab_size), lines), lines[1]
-
-
-@functools.cache
-def training_lines(data: str, source: str, target: str) -> Lines:
-    return read_training(data, source, target)
 
 
 def _encode(pieces: Pieces, lines: Lines) -> Pairs:

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, need
 from growprune.tasks import cache
 from growprune.tasks.translation.transformer import BOS, EOS, PAD, UNK
 
-MISSING = "translation needs sentencepiece: pip install 'growprune[translation]'"
 DIGEST_BYTES = 32
 CHUNK = 10_000
 
@@ -111,8 +110,4 @@ def _read_cached(name: str) -> bytes | None:
 
 
 def _sentencepiece() -> Any:
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise GrowpruneError(MISSING) from error
-    return sentencepiece
+    return need("sentencepiece", "translation", "translation needs sentencepiece")

@@ -11,18 +11,18 @@ from torch import Tensor
 from growprune.methods.dpf import Dpf
 from growprune.plan import prune
 from growprune.sparse.internals import Internals
-from growprune.sparse.rules.aside import Aside
-from growprune.sparse.rules.base import Iterations, RunningRule
+from growprune.sparse.rules.aside import AsideRule
+from growprune.sparse.rules.base import Iterations
 from growprune.storage.masked import zero_off
 
 
-class DpfRule(RunningRule):
+class DpfRule(AsideRule):
     """Takes the gradient at m * w for that of w, and makes m anew every so often."""
 
     def __init__(self, rule: Dpf, own: Internals) -> None:
-        self.rule, self._editor = rule, own.editor
-        self.w = Aside(own, rule.part, "DPF")
-        for weight in self.w.weights:  # the first that is pruned is the least sparse, and a pattern may forbid it
+        super().__init__(own, rule.part, "DPF needs all weights dense")
+        self.rule = rule
+        for weight in self.weights:  # the first that is pruned is the least sparse, and a pattern may forbid it
             own.pattern.check(weight, rule.target(0) or rule.target(rule.every))
         self._iterations = Iterations()
         self._target = 0.0
@@ -30,22 +30,21 @@ class DpfRule(RunningRule):
 
     @torch.no_grad()
     def enter(self) -> None:
-        self.w.begin()
+        self.begin()
         self._prune()
 
     @torch.no_grad()
     def before_step(self, trained: Mapping[str, float]) -> None:
-        own = [name for name in self.w.names if name in trained]
-        if own:
+        if own := self.ours(trained):
             self._iterations.step(own)
-            self.w.put_in(own)
+            self.put_in(own)
 
     @torch.no_grad()
     def after_step(self, trained: Mapping[str, float]) -> None:
-        own = [name for name in self.w.names if name in trained]
+        own = self.ours(trained)
         if not own:
             return
-        self.w.take_out(own)
+        self.take_out(own)
         if self._iterations.begun % self.rule.every == 0:
             self._prune()  # after the step of each optimizer, so that the last one's mask is made of all new weights
         else:
@@ -54,28 +53,23 @@ class DpfRule(RunningRule):
     def _prune(self) -> None:
         self._target = self.rule.target(self._iterations.begun)
         if self._target > 0:
-            self.m = self._editor.kept(prune(self.rule.part, to=self._target), self.w.values)
-            self.w.put_in(self.m)
+            self.m = self._own.editor.kept(prune(self.rule.part, to=self._target), self.w)
+            self.put_in(self.m)
             self._mask(list(self.m))
 
     def _mask(self, names: list[str]) -> None:
-        parameters = self.w.parameters
         for name in names if self.m else ():
-            zero_off(self.m[name], parameters[name])
+            zero_off(self.m[name], self.parameter(name))
 
     def figures(self) -> dict[str, float]:
         return {"sparsity": self._target}
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "iteration": self._iterations.begun,
-            "target": self._target,
-            "w": self.w.state_dict(),
-            "m": dict(self.m),
-        }
+        place = {"iteration": self._iterations.begun, "target": self._target}
+        return {**place, "w": dict(self.w), "m": dict(self.m)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._iterations.resume(state["iteration"])
         self._target = state["target"]
-        self.w.load_state_dict(state["w"])
-        self.m = {name: mask.to(self.w.values[name].device) for name, mask in state["m"].items()}
+        self.load_aside(state["w"])
+        self.m = self.here(state["m"])

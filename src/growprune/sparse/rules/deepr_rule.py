@@ -15,63 +15,56 @@ from growprune.masks.patterns import in_one_go
 from growprune.masks.ranking import choose, random_keys, salt_of
 from growprune.methods.deepr import Deepr
 from growprune.sparse.internals import Internals
-from growprune.sparse.rules.base import RunningRule, check_masked, check_rates
+from growprune.sparse.rules.base import RunningRule
 
 
 class DeeprRule(RunningRule):
     """Pulls before each step; shakes and rewires after it."""
 
     def __init__(self, rule: Deepr, own: Internals) -> None:
-        check_masked(own, "DeepR edits masks in every iteration")
+        super().__init__(own, rule.part, "DeepR edits masks in every iteration")
         if not own.pattern.is_single:
             raise GrowpruneError(
                 f"DeepR goes by the signs of single weights, but the pattern is {own.pattern.name!r}: use "
                 f"pattern='unstructured'"
             )
-        self.rule, self._own = rule, own
-        self._weights = own.editor.counts.weights_of(rule.part)
+        self.rule = rule
         self._iteration: dict[str, int] = {}
         """How many steps each parameter has had."""
         self._sign: dict[str, Tensor] = {}
         """Those before the step that is being done."""
 
     def enter(self) -> None:
-        self._iteration = {weight.parameter: 0 for weight in self._weights}
+        self._iteration = dict.fromkeys(self.names, 0)
 
     @torch.no_grad()
     def before_step(self, trained: Mapping[str, float]) -> None:
-        check_rates("DeepR", {name: trained[name] for name in self._ours(trained)})
-        for name in self._ours(trained):
-            parameter = self._own.model.get_parameter(name)
+        self.check_rates("DeepR", trained)
+        for name in self.ours(trained):
+            parameter = self.parameter(name)
             self._sign[name] = parameter.sign()
             if parameter.grad is not None:
                 parameter.grad.add_(self._sign[name], alpha=self.rule.l1)  # zero where nothing lives
 
     @torch.no_grad()
     def after_step(self, trained: Mapping[str, float]) -> None:
-        masks = {name: self._own.stored[name].mask().clone() for name in self._ours(trained)}
+        masks = {name: self._own.stored[name].mask().clone() for name in self.ours(trained)}
         for name, mask in masks.items():
             self._shake(name, mask, trained[name])
         before = {name: self._sign.pop(name) for name in masks}  # what was zero is new, and gets its sign now
-        died = {name: (sign != 0) & (self._parameter(name).sign() != sign) for name, sign in before.items()}
+        died = {name: (sign != 0) & (self.parameter(name).sign() != sign) for name, sign in before.items()}
         self._rewire(masks, died)
         for name in masks:
             self._iteration[name] += 1
 
-    def _ours(self, trained: Mapping[str, float]) -> list[str]:
-        return [name for name in self._iteration if name in trained]
-
-    def _parameter(self, name: str) -> Tensor:
-        return self._own.model.get_parameter(name).detach()
-
     def _shake(self, name: str, mask: Tensor, lr: float) -> None:
-        parameter, temperature = self._parameter(name), self.rule.temperature_at(self._iteration[name])
+        parameter, temperature = self.parameter(name), self.rule.temperature_at(self._iteration[name])
         generator = torch.Generator(parameter.device).manual_seed(self._salt(name, "noise") >> 1)
         noise = torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=parameter.dtype)
         parameter.add_(noise.mul_(mask), alpha=math.sqrt(2 * lr * temperature))
 
     def _rewire(self, masks: Mapping[str, Tensor], died: Mapping[str, Tensor]) -> None:
-        weights = [weight for weight in self._weights if weight.parameter in masks]
+        weights = [weight for weight in self.weights if weight.parameter in masks]
         counts = in_one_go([torch.count_nonzero(weight.of(died[weight.parameter])) for weight in weights])
         changed = dict.fromkeys(weight.parameter for weight, count in zip(weights, counts, strict=True) if count)
         for name in changed:  # first, so that one that lives again begins anew

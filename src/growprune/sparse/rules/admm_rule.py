@@ -11,27 +11,26 @@ from torch import Tensor
 from growprune.methods.admm import Admm
 from growprune.plan import prune
 from growprune.sparse.internals import Internals
-from growprune.sparse.rules.base import Iterations, RunningRule, check_masked
+from growprune.sparse.rules.base import Iterations, RunningRule
 
 
 class AdmmRule(RunningRule):
     """Adds rho (W - Z + U) to the gradients, and every so often makes Z and U anew."""
 
     def __init__(self, rule: Admm, own: Internals) -> None:
-        check_masked(own, "ADMM needs all weights dense")
-        self.rule, self._own = rule, own
-        self._names = tuple(dict.fromkeys(weight.parameter for weight in own.editor.counts.weights_of(rule.part)))
+        super().__init__(own, rule.part, "ADMM needs all weights dense")
+        self.rule = rule
         self._iterations = Iterations()
         self.Z: dict[str, Tensor] = {}  # Z and U are made of the weights as the first step finds them
         self.U: dict[str, Tensor] = {}
 
     @property
     def W(self) -> dict[str, Tensor]:
-        return {name: self._own.model.get_parameter(name) for name in self._names}
+        return {name: self.parameter(name) for name in self.names}
 
     @torch.no_grad()
     def before_step(self, trained: Mapping[str, float]) -> None:
-        own = [name for name in self._names if name in trained]
+        own = self.ours(trained)
         if own and self._iterations.step(own):
             self._begin_iteration(self._iterations.begun - 1)
         for name, w in self.W.items():
@@ -54,6 +53,5 @@ class AdmmRule(RunningRule):
         return {"iteration": self._iterations.begun, "Z": dict(self.Z), "U": dict(self.U)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        device = {name: w.device for name, w in self.W.items()}
         self._iterations.resume(state["iteration"])
-        self.Z, self.U = ({name: t.to(device[name]) for name, t in state[key].items()} for key in ("Z", "U"))
+        self.Z, self.U = self.here(state["Z"]), self.here(state["U"])

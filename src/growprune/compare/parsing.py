@@ -121,7 +121,7 @@ def _check_keys(text: str, keys: Sequence[str]) -> None:
 def _method_and_allocation(head: str) -> tuple[str, str]:
     """rigl, rigl:erk, path.py:function or path.py:function:erk"""
     method, colon, allocation = head.rpartition(":")
-    if not colon or (is_source(head) and ".py" in head and method.endswith(".py")):
+    if not colon or method.endswith(".py"):
         method, allocation = head, getattr(find_method(head), "allocation", "uniform")
     if allocation not in ALLOCATIONS:
         raise GrowpruneError(

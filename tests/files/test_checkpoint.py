@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import errno
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from growprune.engine import checkpoint
-from growprune.engine.device import rng_state, seed_all, set_rng_state
+from growprune.files import checkpoint
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 keys = st.text() | st.integers()
@@ -101,25 +98,3 @@ def test_a_marker_nested_too_deep_to_read_counts_as_none(tmp_path: Path) -> None
     (tmp_path / "00000001" / "COMPLETE").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="00000001 is incomplete"):
         checkpoint.load(tmp_path / "00000001")
-
-
-def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
-    def draw() -> tuple[float, ...]:
-        return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), float(torch.rand(()))  # noqa: NPY002
-
-    seed_all(0, "x")
-    draw()
-    checkpoint.save(tmp_path, 1, rng_state())
-    expected = draw()
-    draw()
-    set_rng_state(checkpoint.load(tmp_path / "00000001"))
-    assert draw() == expected
-
-
-def test_seeding_depends_on_everything_named() -> None:
-    seeds = []
-    for what in ((0, "a"), (0, "b"), (1, "a"), (0, "a")):
-        seed_all(*what)
-        seeds.append(float(torch.rand(())))
-    assert seeds[0] == seeds[3]
-    assert len(set(seeds)) == 3
