@@ -17,8 +17,9 @@ import torch
 from toy import continuing, cyclic, parallel
 
 import growprune as gp
-from growprune import engine, methods
+from growprune import GrowpruneError, engine, methods
 from growprune.engine.optim import OptimizerConfig
+from growprune.engine.override import override
 from growprune.engine.recipe import Recipe
 from growprune.files import checkpoint
 
@@ -249,3 +250,15 @@ def test_a_file_named_like_a_checkpoint_does_not_stop_a_run(tmp_path: Path) -> N
     (tmp_path / "checkpoints" / "00000007").write_text("mine")
     assert engine.resume(cyclic(), tmp_path)["test"]
     assert (tmp_path / "checkpoints" / "00000007").read_text() == "mine"
+
+
+def test_a_recipe_says_how_rates_follow_density_and_storages_agree(tmp_path: Path) -> None:
+    recipe = override(cyclic(), {"lr_scaling": "1"})
+    assert (recipe.lr_scaling, cyclic().lr_scaling) == (1.0, 0.0)
+    engine.train(recipe, tmp_path / "masked")
+    engine.train(replace(recipe, storage="compact"), tmp_path / "compact")
+    engine.train(cyclic(), tmp_path / "plain")
+    found = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("masked", "compact", "plain")]
+    assert found[0] == found[1] != found[2]
+    with pytest.raises(GrowpruneError, match=r"^lr_scaling is 7\.0, but must be 'auto' or an exponent in \[0, 2\]"):
+        override(cyclic(), {"lr_scaling": "7"})

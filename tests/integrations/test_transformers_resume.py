@@ -144,3 +144,21 @@ def test_a_checkpoint_without_our_state_leaves_a_compact_model_as_it_is(tmp_path
         trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")
     assert callback.sparse.is_at_target
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.model.state_dict().items())
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_rates_that_follow_density_are_resumed_and_logged_as_the_trainers(storage: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"storage": storage, "lr_scaling": 1.0}
+    plain, _ = train(tmp_path / "plain", "bert", "gradual_gap", storage=storage)
+    whole, callback = train(tmp_path / "whole", "bert", "gradual_gap", args=SAVING, **given)
+    assert whole.optimizer is not None and plain.optimizer is not None
+    mine, theirs = ([group["lr"] for group in t.optimizer.param_groups] for t in (whole, plain))
+    assert mine == theirs
+    resumed, _ = train(
+        tmp_path / "whole", "bert", "gradual_gap", args=SAVING, resume=str(tmp_path / "whole" / "checkpoint-3"), **given
+    )
+    assert_same_bits(resumed.model, whole.model)
+    layer = next(iter(callback.sparse.masks))
+    assert not torch.equal(whole.model.state_dict()[layer], plain.model.state_dict()[layer])
+    with pytest.raises(GrowpruneError, match=r"lr_scaling=1\.0, but GrowPruneCallback has lr_scaling='auto'"):
+        train(tmp_path / "whole", "bert", "gradual_gap", args=SAVING, resume=True, storage=storage)

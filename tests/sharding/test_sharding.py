@@ -60,7 +60,8 @@ def shard_by_hand(sparse: gp.SparseModel, mesh: DeviceMesh) -> None:
 
 
 def trained(mesh: DeviceMesh | None, how: str) -> gp.SparseModel:
-    sparse = make(is_checkpointed=how == "checkpointed")
+    more: dict[str, Any] = {"lr_scaling": 1.0} if how == "lr_scaling" else {}
+    sparse = make(is_checkpointed=how == "checkpointed", **more)
     sparse.prune(by=By.RANDOM)
     sparse.grow(Partition.contiguous(sparse.model, 3)[1])
     if mesh is not None and how == "by hand":
@@ -94,7 +95,7 @@ def trained_alone(how: str) -> dict[str, Tensor]:
     return weights_of(trained(None, how))
 
 
-HOW = ["adamw", "sgd", "accumulated", "checkpointed", "units", "by hand"]
+HOW = ["adamw", "sgd", "accumulated", "checkpointed", "units", "by hand", "lr_scaling"]
 
 
 @pytest.mark.parametrize("how", HOW)

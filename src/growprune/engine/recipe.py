@@ -18,6 +18,7 @@ from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import Contiguous, PartitionConfig
 from growprune.plan import Plan
 from growprune.plan.settings import check_counts, plain
+from growprune.sparse.learning_rates import parse_lr_scaling
 from growprune.sparse.model import SparseModel
 from growprune.tasks.task import Task
 
@@ -46,6 +47,8 @@ class Recipe:
     keep_dense: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     storage: Literal["masked", "compact"] = "masked"
+    lr_scaling: float | Literal["auto"] = "auto"
+    """Let learning rates follow density: a layer of density d trains at lr * d ** -lr_scaling, at most 10 * lr."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     """From each phase that restarts to the next that does; over the whole plan, if none does."""
@@ -92,6 +95,7 @@ class Recipe:
         require(is_task, "task", self.task, "of a frozen dataclass derived from growprune.tasks.Task")
         check_choices(self)
         check_device(self.device)
+        object.__setattr__(self, "lr_scaling", parse_lr_scaling(self.lr_scaling))  # results say the number
         check_counts(1, accumulate=self.accumulate, evaluate_every=self.evaluate_every)
         check_counts(0, replicas=self.replicas)
         require(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or None for no clipping")
@@ -140,7 +144,7 @@ class Recipe:
 
     def sparse_settings(self) -> dict[str, Any]:
         """What a SparseModel is told beside its model and its storage."""
-        names = ("sparsity", "allocation", "pattern", "scope", "keep_dense", "include", "seed")
+        names = ("sparsity", "allocation", "pattern", "scope", "keep_dense", "include", "seed", "lr_scaling")
         return {name: getattr(self, name) for name in names}
 
     def shapes(self) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,6 +36,7 @@ class SparseCallback:
         sparsity: float = 0.9,
         kappa: int | None = None,
         storage: str = "masked",
+        lr_scaling: float | Literal["auto"] = "auto",
         allocation: str | None = None,
         pattern: str = "unstructured",
         keep_dense: str | Sequence[str] = "auto",
@@ -51,6 +52,7 @@ class SparseCallback:
             sparsity=sparsity,
             kappa=kappa,
             storage=storage,
+            lr_scaling=lr_scaling,
             allocation=allocation,
             pattern=pattern,
             keep_dense=keep_dense,

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, distributed, nn
 
@@ -21,6 +21,7 @@ from growprune.plan.lengths import PARTS, fill_lengths, plan_length
 from growprune.plan.settings import check_counts, check_sparsity
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.internals import internals
+from growprune.sparse.learning_rates import parse_lr_scaling
 from growprune.sparse.model import SparseModel
 from growprune.storage import parse_storage
 
@@ -43,6 +44,7 @@ class Settings:
     sparsity: float
     kappa: int | None = None
     storage: str = "masked"
+    lr_scaling: float | Literal["auto"] = "auto"
     allocation: str | None = None
     pattern: str = "unstructured"
     keep_dense: str | Sequence[str] = "auto"
@@ -57,6 +59,7 @@ class Settings:
         counts = {"kappa": self.kappa, "iterations_per_epoch": self.iterations_per_epoch}
         check_counts(1, **{name: count for name, count in counts.items() if count is not None})
         parse_storage(self.storage)
+        parse_lr_scaling(self.lr_scaling)
         taken = [name for name in self._parameters if name not in ("sparsity", "kappa")]
         for name in self.options:
             if name not in taken:
@@ -81,7 +84,7 @@ class Settings:
     def to_save(self) -> dict[str, Any]:
         """The settings that a checkpoint can only be resumed with, as plain values."""
         allocation = self.allocation or getattr(self.make_plan, "allocation", "uniform")
-        others = {name: getattr(self, name) for name in ("sparsity", "pattern", "seed", "storage")}
+        others = {name: getattr(self, name) for name in ("sparsity", "pattern", "seed", "storage", "lr_scaling")}
         return {"method": self.name, "allocation": allocation, **others}
 
     def cursor(
@@ -126,6 +129,7 @@ class Settings:
             include=self.include,
             seed=self.seed,
             storage=self.storage,
+            lr_scaling=self.lr_scaling,
         )
 
     def _kept_dense(self, model: nn.Module) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ class GrowPrune(SparseCallback, Callback):
         sparsity: the fraction of zeros to reach.
         kappa: how many parts the model is cut into; 4 if not given, or as many as it has layers, if these are fewer.
         storage: "masked" or "compact".
+        lr_scaling: let learning rates follow density, see `SparseModel`.
         allocation, partition: what the method is meant for, if not given.
         keep_dense: names or globs of what is never pruned; "auto" for the last layer.
         iterations_per_epoch: how many optimizer steps an epoch of the plan has, where the Trainer cannot tell.

@@ -54,6 +54,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         sparsity: the fraction of zeros to reach.
         kappa: how many parts the model is cut into; 4 if not given, or as many as it has layers, if these are fewer.
         storage: "masked", or "compact" (live values only; one process, or FSDP2).
+        lr_scaling: let learning rates follow density, see `SparseModel`.
         allocation, partition: what the method is meant for, if not given; see `growprune.integrations.common`.
         pattern: which positions may live: "unstructured", a block such as "1x8", or N:M such as "2:4".
         keep_dense: names or globs that are never pruned; "auto" for classifiers and untied output heads.

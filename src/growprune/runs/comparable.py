@@ -21,7 +21,7 @@ from growprune.runs.record import Json, Record
 
 ROW = {"method", "options", "sparsity", "allocation", "scope", "partition", "seed"}
 """Fields of a recipe in which rows, or the runs of one row, may differ."""
-SPARSE = {"pattern", "keep_dense", "include"}
+SPARSE = {"pattern", "keep_dense", "include", "lr_scaling"}
 """Fields that mean nothing to a dense run."""
 NO_INFLUENCE = (MAY_CHANGE - {"storage", "task.data", "weights"}) | {
     *("evaluate_every", "candidates", "device", "graph", "task.in_memory", "task.channels_last"),

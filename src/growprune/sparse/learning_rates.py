@@ -61,8 +61,8 @@ class ScaledRates:
 
     def __init__(self, exponent: float, stored: Mapping[str, SparseParameter]) -> None:
         self.exponent, self._stored = exponent, stored
-        self._factors: dict[str, float] | None = None
-        """By parameter, counted at the first step after masks changed."""
+        self.factors: dict[str, float] | None = None
+        """By parameter. None after a mask has changed; they are counted at the next step."""
         self._own: weakref.WeakKeyDictionary[Optimizer, list[tuple[Group, list[Group]]]] = weakref.WeakKeyDictionary()
         """The user's groups of optimizers that are stepping, each with the groups that stand for it."""
 
@@ -92,16 +92,12 @@ class ScaledRates:
         if self.exponent:
             optimizer.register_step_post_hook(lambda stepped, args, kwargs: self.put_back(stepped))
 
-    def forget_densities(self) -> None:
-        """A mask has changed."""
-        self._factors = None
-
     def _scale(self, optimizer: Optimizer) -> None:
         self.put_back(optimizer)
-        if self._factors is None:
+        if self.factors is None:
             densities = {name: stored.num_alive() / stored.shape.numel() for name, stored in self._stored.items()}
-            self._factors = {name: rate_factor(density, self.exponent) for name, density in densities.items()}
-        factors = {id(self._stored[name].parameter): factor for name, factor in self._factors.items()}
+            self.factors = {name: rate_factor(density, self.exponent) for name, density in densities.items()}
+        factors = {id(self._stored[name].parameter): factor for name, factor in self.factors.items()}
         groups = [(group, list(_split(group, factors))) for group in optimizer.param_groups]
         self._own[optimizer] = groups
         optimizer.param_groups = [scaled for _, several in groups for scaled in several]

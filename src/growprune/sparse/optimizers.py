@@ -231,7 +231,7 @@ class Optimizers:
     def following(self, name: str) -> Iterator[SparseParameter]:
         """While the mask of a parameter changes: optimizers keep the state of its live weights."""
         self.num_mask_changes += 1
-        self.rates.forget_densities()
+        self.rates.factors = None  # which follow the masks
         stored = self._stored[name]
         old = stored.parameter
         dense = {}
