@@ -141,6 +141,24 @@ def test_a_closure_sees_the_users_groups_also_if_it_raises() -> None:
     assert (seen, len(optimizer.param_groups)) == ([1], 1)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_changes_nothing_and_a_skipped_step_leaves_the_groups(fused: bool) -> None:
+    sparse = two_layers("masked", 1.0)
+    optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.01, fused=fused))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for parameter in sparse.model.parameters():
+        parameter.grad = torch.full_like(parameter, 4.0)
+    scaler.scale(torch.ones(()))  # which makes its state
+    scaler.step(optimizer)
+    scaler.update()
+    weight = sparse.model[0].weight.detach()  # type: ignore[index]
+    torch.testing.assert_close(weight[sparse.masks["0.weight"]], torch.full((4,), 0.96))
+    sparse.model[1].weight.grad.fill_(torch.inf)  # type: ignore[index]
+    scaler.step(optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01]
+    torch.testing.assert_close(weight[sparse.masks["0.weight"]], torch.full((4,), 0.96))
+
+
 class OutOfMemory(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         raise RuntimeError("out of memory")
