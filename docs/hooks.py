@@ -21,15 +21,16 @@ def on_files(files: Any, config: Any) -> Any:
     for picture in (ROOT / "experiments").rglob("*.svg"):
         files.append(File.generated(config, str(picture.relative_to(ROOT)), abs_src_path=str(picture)))
     page = render(find_runs([ROOT / "experiments" / "compare" / "cifar10-width32"]), get_plotlyjs())
-    files.append(File.generated(config, "comparison.html", content=page))
+    files.append(File.generated(config, "cifar10-report.html", content=page))
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """A picture of an experiment is in the site; any other file of the repository is named only."""
-    markdown = markdown.replace("`comparison.html`", "[comparison.html](comparison.html)")  # made above
-    markdown = re.sub(r"(!\[[^]]*\]\()\.\./", r"\1", markdown)
-    markdown = re.sub(r"\[([^]]*)\]\(\.\./([^)]*)\)", r"`\2`", markdown)
+    up = r"\.\./" * page.file.src_uri.count("/")  # to docs/, from a page in a folder of it
+    markdown = markdown.replace("`cifar10-report.html`", "[cifar10-report.html](cifar10-report.html)")  # made above
+    markdown = re.sub(rf"(!\[[^]]*\]\({up})\.\./", r"\1", markdown)
+    markdown = re.sub(rf"\[([^]]*)\]\({up}\.\./([^)]*)\)", r"`\2`", markdown)
     return "\n".join(part_lists(markdown.splitlines()))
 
 
