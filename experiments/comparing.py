@@ -1,25 +1,28 @@
-"""The comparisons of docs/results.md: keep what runs gave, and make the tables and the pages.
+"""The comparisons of docs/results/: keep what runs gave, and make their tables.
 
 growprune compare classification-cifar10/dense --methods ... --out RUNS/cifar10-width32     # on a GPU, resumable
 python experiments/comparing.py --keep RUNS      # copy every result.json of RUNS/STUDY beside this file
-python experiments/comparing.py --write          # bring the tables of docs/results.md up to date
+python experiments/comparing.py --write          # all columns into STUDY/comparison.md, short tables into docs/
 growprune report experiments/compare/cifar10-width32 -o page.html   # the page; the site has it
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from page import put
+from page import filled, write
 from run import keep
+from short import by_peak, by_rate, by_sparsity, summary
 
 from growprune.compare import of_runs
+from growprune.compare.table import Comparison
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "compare"
-PAGE = HERE.parent / "docs" / "results.md"
+DOCS = HERE.parent / "docs"
 
 BEST_PLANS = (
     "gradual_gap-global",
@@ -48,10 +51,20 @@ class Study:
     """What it shares with another study: folders of that one's results."""
     allow: tuple[str, ...] = ()
     """What may differ between its rows, beside methods."""
+    short: Callable[[Comparison], str] = by_sparsity
+    """What makes its table on the page."""
 
     @property
     def paths(self) -> list[Path]:
         return [path for name in (self.name, *self.beside) if (path := RESULTS / name).is_dir()]
+
+    @property
+    def page(self) -> Path:
+        """Its data set's."""
+        return DOCS / "results" / f"{self.name.partition('-')[0]}.md"
+
+    def compared(self) -> Comparison:
+        return of_runs(self.paths, self.allow)
 
 
 def of_patterns(base: str) -> Study:
@@ -61,13 +74,15 @@ def of_patterns(base: str) -> Study:
 
 def of_peaks(base: str) -> Study:
     """Quality against the peak of live weights, at 90 %."""
-    return Study(f"{base}-frontier", (f"{base}/dense", *(f"{base}/{row}/0.9" for row in BEST_PLANS)))
+    rows = (f"{base}/dense", *(f"{base}/{row}/0.9" for row in BEST_PLANS))
+    return Study(f"{base}-frontier", rows, short=by_peak)
 
 
 def of_rates(base: str, sparsity: float) -> Study:
     """Some rows with another learning rate, beside the same with that of the task."""
-    rows = ("gradual_gap-global", "gradual_gap-global-control=peak", "gmp-global")
-    return Study(f"{base}-lr", (f"{base}/dense", *(f"{base}/{row}/{sparsity}" for row in rows)), ("optimizer.lr",))
+    names = ("gradual_gap-global", "gradual_gap-global-control=peak", "gmp-global")
+    rows = (f"{base}/dense", *(f"{base}/{row}/{sparsity}" for row in names))
+    return Study(f"{base}-lr", rows, ("optimizer.lr",), by_rate)
 
 
 def of_long_runs(base: str) -> Study:
@@ -90,6 +105,14 @@ STUDIES = (
     Study("shapenet"),
     Study("bccd"),
 )
+SUMMARY = {
+    "cifar10-width64": "CIFAR-10, ResNet-18, top-1",
+    "cifar10-width32": "the same, half the width",
+    "shapenet": "ShapeNet, PointNet++, mIoU",
+    "bccd": "blood cells, SSD300, AP",
+    "multi30k": "Multi30k, Transformer, BLEU",
+}
+"""Studies of all methods, as docs/results.md calls them."""
 
 
 def keep_all(runs: Path) -> None:
@@ -99,18 +122,15 @@ def keep_all(runs: Path) -> None:
             keep(result, RESULTS / study.name / result.relative_to(runs / study.name))
 
 
-def table(study: Study) -> str:
-    if not (RESULTS / study.name).is_dir():
-        return "*Not measured yet.*\n"
-    return of_runs(study.paths, study.allow).to_markdown()
-
-
-def page(text: str) -> str:
-    """The page with every table brought up to date."""
+def files() -> dict[Path, str]:
+    """What each file must hold that has tables of this script."""
+    compared = {study.name: study.compared() for study in STUDIES}
+    whole = {RESULTS / name / "comparison.md": found.to_markdown() for name, found in compared.items()}
+    tables = {study.page: dict[str, str]() for study in STUDIES}
     for study in STUDIES:
-        name = f"comparison: {study.name} -->"
-        text = put(text, f"<!-- {name}\n", f"<!-- end of {name}", table(study))
-    return text
+        tables[study.page][study.name] = study.short(compared[study.name])
+    front = {"summary": summary({words: compared[name] for name, words in SUMMARY.items()})}
+    return whole | {page: filled(page, found) for page, found in {DOCS / "results.md": front, **tables}.items()}
 
 
 def main() -> None:
@@ -121,9 +141,9 @@ def main() -> None:
     if args.keep:
         keep_all(args.keep)
     if args.write:
-        PAGE.write_text(page(PAGE.read_text()))
+        write(files())
     else:
-        print("\n".join(f"{study.name}\n{table(study)}" for study in STUDIES))
+        print("\n".join(f"{study.name}\n{study.compared().to_markdown()}" for study in STUDIES))
 
 
 if __name__ == "__main__":

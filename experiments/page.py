@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -15,11 +15,30 @@ def put(text: str, begin: str, end: str, content: str) -> str:
     return before + begin + content + end + rest.partition(end)[2]
 
 
-def write_or_print(doc: str | None, path: Path, page: Callable[[str], str], tables: str) -> None:
-    """The command of a script that makes tables of a page: print them, or with --write bring the page up to date."""
+def filled(page: Path, tables: Mapping[str, str]) -> str:
+    """The page with each table between `<!-- NAME -->` and `<!-- end of NAME -->`."""
+    text = page.read_text()
+    for name, table in tables.items():
+        text = put(text, f"<!-- {name} -->\n", f"<!-- end of {name} -->", table)
+    return text
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with its names to the left and its numbers to the right."""
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+def write_or_print(doc: str | None, files: Mapping[Path, str]) -> None:
+    """The command of a script that makes tables: print the files that have them, or with --write write these."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:
-        path.write_text(page(path.read_text()))
+        write(files)
     else:
-        print(tables)
+        print("\n".join(files.values()))
+
+
+def write(files: Mapping[Path, str]) -> None:
+    for path, text in files.items():
+        path.write_text(text)

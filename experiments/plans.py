@@ -71,4 +71,4 @@ def cifar10() -> gp.Recipe:
     dense = cifar10_study().dense
     task = replace(dense.task, width=32)  # type: ignore[type-var]
     recipe = replace(dense, task=task, method=rising, options={"epochs": 60}, sparsity=0.9, allocation="global")
-    return replace(recipe, partition=gp.balanced(4), compile=True, evaluate_every=10, candidates=False)
+    return replace(recipe, parts=gp.balanced(4), compile=True, evaluate_every=10, candidates=False)

@@ -1,6 +1,6 @@
 """Make trained models sparse: the runs behind the table of docs/pretrained.md.
 
-    python experiments/pretrained.py --data DIR --seconds 500    # train, or go on with what is not finished
+    python experiments/pretrained.py --data DIR --seconds 500    # train, or resume what is not finished
     python experiments/pretrained.py --table                     # print the table; --write puts it into the page
 
 First each study's dense model is trained (its recipe `dense`). Then every row starts from those weights and has the
@@ -57,7 +57,7 @@ MAIN = ("classification-cifar10", "translation-multi30k")
 def rows(study: Study) -> dict[str, dict[str, Any]]:
     """By row, what is set in the dense recipe; the reference trains on dense."""
     E = study.epochs
-    gradual = {"method": "gradual_gap", "options.epochs": E, "partition": "balanced(4)"}
+    gradual = {"method": "gradual_gap", "options.epochs": E, "parts": "balanced(4)"}
     step = max(1, E // 24)
     cyclic = {"method": "cyclic_gap", "options.steps": 8, "options.epochs": step, "options.finetune": E - 8 * step}
     return {
@@ -70,7 +70,7 @@ def rows(study: Study) -> dict[str, dict[str, Any]]:
             **cyclic,
             "options.restart": "false",
             "options.initial_mask": "magnitude",
-            "partition": "balanced(4)",
+            "parts": "balanced(4)",
         },
     }
 

@@ -45,7 +45,7 @@ def rival(method: str, sparsity: float, allocation: str) -> tuple[str, dict[str,
 
 def plan(**options: Any) -> tuple[str, dict[str, Any]]:
     """A plan of plans.py; what is no field of a recipe is an option of it."""
-    fields = ("partition", "sparsity")
+    fields = ("parts", "sparsity")
     return "plans.py:cifar10", {k if k in fields else f"options.{k}": v for k, v in options.items()}
 
 
@@ -63,11 +63,11 @@ PLANS = {
     "plan-cyclic4-0.5-every-48": plan(every=48),
     "plan-cyclic4-0.5-every-192": plan(every=192),
     "plan-cyclic4-0.5-swap-gradient": plan(**BY_GRADIENT),
-    "plan-cyclic8-0.5-swap-gradient": plan(partition="balanced(8)", **BY_GRADIENT),
+    "plan-cyclic8-0.5-swap-gradient": plan(parts="balanced(8)", **BY_GRADIENT),
     "plan-cyclic4-0.7": plan(start=0.7),
-    "plan-cyclic2-0.5": plan(partition="balanced(2)"),
-    "plan-random4-0.5": plan(order="random", share=4, partition="per_layer()"),
-    "plan-random8-0.5": plan(order="random", share=8, partition="per_layer()"),
+    "plan-cyclic2-0.5": plan(parts="balanced(2)"),
+    "plan-random4-0.5": plan(order="random", share=4, parts="per_layer()"),
+    "plan-random8-0.5": plan(order="random", share=8, parts="per_layer()"),
 }
 """What was tried on the way to gradual_gap: sparsity rises from the number given, what grows is what the name says."""
 VARIANTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
@@ -77,7 +77,7 @@ VARIANTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "gmp-90-global": rival("gmp", 0.9, "global"),
         "rigl-90-erk": rival("rigl", 0.9, "erk"),
         "acdc-90-global": rival("acdc", 0.9, "global"),
-        "set-90-erk": rival("set_", 0.9, "erk"),
+        "set-90-erk": rival("set", 0.9, "erk"),
         "static-90-erk": rival("static_random", 0.9, "erk"),
         "gmp-95-global": rival("gmp", 0.95, "global"),
         "rigl-95-erk": rival("rigl", 0.95, "erk"),
@@ -115,7 +115,7 @@ def run(study: str, row: str, seed: int, data: Path, runs: Path, seconds: float)
 
 
 def train(source: str, out: Path, data: Path, settings: dict[str, Any], seconds: float) -> int:
-    """Train, or go on with, one run; returns the exit status."""
+    """Train or resume one run, and return its exit code."""
     command = [sys.executable, "-m", "growprune"]
     if (out / "recipe.json").exists():
         command += ["resume", str(out)]

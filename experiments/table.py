@@ -1,7 +1,7 @@
-"""The tables of docs/results.md, from the results beside this file.
+"""Tables of the recipes that were run as they are, from the results beside this file.
 
 python experiments/table.py           # print them
-python experiments/table.py --write   # put them into docs/results.md
+python experiments/table.py --write   # all columns into STUDY/table.md, those that matter most into docs/results/
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from page import put, write_or_print
+from page import filled, markdown, write_or_print
 from run import NARROW, RECIPES_OF, VARIANTS
 
 from growprune.runs import Record, find_runs
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "results.md"
+DOCS = HERE.parent / "docs" / "results"
 METRICS = {
     "classification-cifar10": ("top1", "top5"),
     "classification-cifar10-width32": ("top1", "top5"),
@@ -23,6 +23,14 @@ METRICS = {
     "segmentation-subset": ("instance_miou", "class_miou"),
     "detection-bccd": ("map", "map50"),
 }
+PAGES = {
+    "classification-cifar10": "cifar10.md",
+    "translation-multi30k": "multi30k.md",
+    "segmentation-subset": "shapenet.md",
+    "detection-bccd": "bccd.md",
+}
+SHOWN = ("recipe", "minus dense", "peak", "file, MB", "epochs")
+"""Columns of docs/results/, beside the first metric."""
 ORDER = ("dense", "one-shot", "cyclic", "parallel", "random", "gmp", "acdc", "rigl", "set", "static", "plan")
 
 
@@ -52,36 +60,48 @@ def spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
-def table(study: str) -> str:
-    """Mean and standard deviation over seeds, on the test split, of the last model of each run."""
+def rows(study: str) -> list[dict[str, str]]:
+    """By column: mean and standard deviation over seeds, on the test split, of the last model of each run."""
     found, metrics = results(study), METRICS[study]
-    heads = ["recipe", "seeds", *metrics, "minus dense", "alive", "peak", "FLOPs", "file, MB", "epochs", "s a run"]
-    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     dense = {run.seed: run.figure("test")[metrics[0]] for run in found.get("dense", [])}
-    for row, runs in found.items():
-        first, alive, prunable = runs[0], runs[0].total("alive"), runs[0].total("prunable")
-        scores = {metric: [run.figure("test")[metric] for run in runs] for metric in metrics}
-        gaps = [
-            run.figure("test")[metrics[0]] - dense[run.seed] for run in runs if run.seed in dense and row != "dense"
-        ]
-        cells = [label(study, row), str(len(runs)), *map(spread, scores.values())]
-        cells.append(f"{statistics.mean(gaps):+.2f}" if gaps else "")
-        cells.append(f"{alive / prunable:.0%} of {prunable / 1e6:.2f} M")
-        cells.append(f"{max(row['alive'] for run in runs for row in run.history) / prunable:.2f}")
-        cells.append(f"{first.total('flops_sparse') / 1e9:.3f} G")
-        cells.append(f"{first.figure('file_bytes') / 1e6:.2f}")
-        cells.append(str(first.epochs))
-        cells.append(f"{statistics.mean(run.figure('seconds') for run in runs):.0f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return [
+        {"recipe": label(study, row)} | cells(runs, metrics, {} if row == "dense" else dense)
+        for row, runs in found.items()
+    ]
 
 
-def page(text: str) -> str:
-    """The page with every table brought up to date."""
-    for study in METRICS:
-        text = put(text, f"<!-- {study} -->\n", f"\n<!-- end of {study} -->", table(study))
-    return text
+def cells(runs: list[Record], metrics: tuple[str, str], dense: dict[int, float]) -> dict[str, str]:
+    """Of the seeds of a row; dense are the scores that it is compared with."""
+    first, prunable = runs[0], runs[0].total("prunable")
+    gaps = [run.figure("test")[metrics[0]] - dense[run.seed] for run in runs if run.seed in dense]
+    return {
+        "seeds": str(len(runs)),
+        **{metric: spread([run.figure("test")[metric] for run in runs]) for metric in metrics},
+        "minus dense": f"{statistics.mean(gaps):+.2f}" if gaps else "",
+        "alive": f"{first.total('alive') / prunable:.0%} of {prunable / 1e6:.2f} M",
+        "peak": f"{max(row['alive'] for run in runs for row in run.history) / prunable:.2f}",
+        "FLOPs": f"{first.total('flops_sparse') / 1e9:.3f} G",
+        "file, MB": f"{first.figure('file_bytes') / 1e6:.2f}",
+        "epochs": str(first.epochs),
+        "s a run": f"{statistics.mean(run.figure('seconds') for run in runs):.0f}",
+    }
+
+
+def table(study: str, shown: tuple[str, ...] = ()) -> str:
+    """All columns, or some."""
+    found = rows(study)
+    heads = shown or tuple(found[0])
+    return markdown(heads, [[row[head] for head in heads] for row in found])
+
+
+def files() -> dict[Path, str]:
+    """What each file must hold that has tables of this script."""
+    whole = {HERE / study / "table.md": table(study) for study in METRICS}
+    pages = {
+        DOCS / page: {study: table(study, ("recipe", METRICS[study][0], *SHOWN[1:]))} for study, page in PAGES.items()
+    }
+    return whole | {page: filled(page, tables) for page, tables in pages.items()}
 
 
 if __name__ == "__main__":
-    write_or_print(__doc__, PAGE, page, "\n\n".join(table(study) for study in METRICS))
+    write_or_print(__doc__, files())

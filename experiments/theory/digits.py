@@ -17,7 +17,7 @@ METHODS: dict[str, Callable[..., gp.Plan]] = {
     "cyclic_gap": lambda S, s, T, n: gp.methods.cyclic_gap(S, sparsity=s, **_steps(T)),
     "cyclic_gap, one curve": lambda S, s, T, n: gp.methods.cyclic_gap(S, sparsity=s, restart=False, **_steps(T)),
     "random_gap": lambda S, s, T, n: gp.methods.random_gap(S, sparsity=s, kappa=4, seed=n, **_steps(T)),
-    "set_": lambda S, s, T, n: gp.methods.set_(S, sparsity=s, iterations=PER_EPOCH * T, every=PER_EPOCH),
+    "set": lambda S, s, T, n: gp.methods.set_(S, sparsity=s, iterations=PER_EPOCH * T, every=PER_EPOCH),
     "rigl": lambda S, s, T, n: gp.methods.rigl(S, sparsity=s, iterations=PER_EPOCH * T, every=PER_EPOCH),
     "static_random": lambda S, s, T, n: gp.methods.static_random(S, sparsity=s, iterations=PER_EPOCH * T),
     "gmp": lambda S, s, T, n: gp.methods.gmp(S, sparsity=s, iterations=PER_EPOCH * T, every=PER_EPOCH),

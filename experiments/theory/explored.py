@@ -13,7 +13,7 @@ from common import Trace, clock, keep, parser, run, table, told
 import growprune as gp
 from growprune.plan import Action
 
-METHODS = ("cyclic_gap", "random_gap", "set_", "rigl", "static_random", "gmp")
+METHODS = ("cyclic_gap", "random_gap", "set", "rigl", "static_random", "gmp")
 WHEN = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 1.0)
 
 

@@ -54,7 +54,7 @@ def rising(
 
 def peak_density(plan: gp.Plan, model: torch.nn.Module, sparsity: float) -> float:
     """What a plan holds at most, found by doing its edits without training (exact: layers are pruned one by one)."""
-    sparse = gp.SparseModel(model, sparsity=sparsity)
+    sparse = gp.SparseModel(model, sparsity=sparsity, allocation="uniform")
     held = [sparse.num_alive for phase in Cursor(sparse, plan) if phase.is_trained]
     return max(held) / sparse.num_prunable
 

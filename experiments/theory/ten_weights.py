@@ -46,7 +46,7 @@ def steps_until_all_seen(sparse: gp.SparseModel, plan: gp.Plan) -> int:
     """Follow a real plan with a real model; count the phases that leave something alive to train."""
     ever, steps = Ever(sparse), 0
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "no weight lives in")  # that is what the example is about
+        warnings.filterwarnings("ignore", "layer.* pruned to zero weights")  # that is what the example is about
         for _ in Cursor(sparse, plan):
             steps += sparse.num_alive > 0
             if ever.look() == 1:
@@ -62,20 +62,20 @@ def cyclic(seed: int) -> int:
     """C-GaP over ten parts of one weight: 90 % of one weight is none, so that only the part in turn lives."""
     model = one_layer_each()
     plan = gp.methods.cyclic_gap(gp.Partition.per_layer(model), sparsity=0.9, steps=30, epochs=1, finetune=0)
-    return steps_until_all_seen(gp.SparseModel(model, sparsity=0.9, seed=seed), plan)
+    return steps_until_all_seen(gp.SparseModel(model, sparsity=0.9, allocation="uniform", seed=seed), plan)
 
 
 def random_parts(seed: int) -> int:
     model = one_layer_each()
     options = {"sparsity": 0.9, "steps": 200, "epochs": 1, "finetune": 0, "kappa": NUM_WEIGHTS, "seed": seed}
     plan = gp.methods.random_gap(gp.Partition.per_layer(model), **options)
-    return steps_until_all_seen(gp.SparseModel(model, sparsity=0.9, seed=seed), plan)
+    return steps_until_all_seen(gp.SparseModel(model, sparsity=0.9, allocation="uniform", seed=seed), plan)
 
 
 def random_weights(seed: int) -> int:
     model = nn.Linear(NUM_WEIGHTS, 1, bias=False)
     plan = random_exploration(gp.Partition.contiguous(model, 1), sparsity=0.9, steps=200)
-    return steps_until_all_seen(gp.SparseModel(model, sparsity=0.9, seed=seed), plan)
+    return steps_until_all_seen(gp.SparseModel(model, sparsity=0.9, allocation="uniform", seed=seed), plan)
 
 
 def main() -> None:
