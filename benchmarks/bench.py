@@ -1,21 +1,22 @@
 """Time a whole deployed model against torch, torch.compile, onnxruntime and OpenVINO.
 
     growprune deploy runs/mine --out fast
-    python benchmarks/bench.py fast [--engines deployed,torch] [--threads 2] [--rounds 15] [--json]
+    python benchmarks/bench.py fast [--engines deployed,torch] [--threads 2] [--rounds 15] [--busy 2] [--json]
 
 Each engine has a process of its own (bench_worker.py), and they take turns. Engines that are not installed, or cannot
-run the model, are listed with the reason.
+run the model, are listed with the reason. With `--busy`, that many processes compute beside whichever is timed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ import torch
 import typer
 from rich.table import Table
 
-from growprune.cli.app import AsJson, one_line_errors
+from growprune.cli.app import AsJson, Trust, one_line_errors
 from growprune.cli.deploying import ExampleShape, ModelSource, build, origin_of
 from growprune.cli.screen import out, print_json
 from growprune.deployment.api import load_deployed
@@ -62,6 +63,7 @@ def bench(
     engines: Sequence[str] = ENGINES,
     threads: int | None = None,
     rounds: int = 15,
+    busy: int = 0,
     python: str = sys.executable,
 ) -> list[Timing]:
     """Time a model on engines, about 60 ms each in turn, and that `rounds` times.
@@ -69,6 +71,7 @@ def bench(
     Args:
         loader: `module:function` or `path.py:function`, which gives (model, example, what makes a Deployed or None).
         arguments: of that function; they must fit JSON.
+        busy: how many other processes compute while engines are timed, but not while they get ready.
         python: the interpreter for onnxruntime and OpenVINO, if they live in an environment of their own.
     """
     if unknown := [name for name in engines if name not in ENGINES]:
@@ -83,19 +86,42 @@ def bench(
             raise GrowpruneError(f"the model cannot be run in torch: {why}")
         workers = [Worker(WORKER, name, threads, python if name in OTHERS else sys.executable) for name in engines]
         try:
-            return _in_turns(workers, question, rounds)
+            return _in_turns(workers, question, rounds, busy)
         finally:
             for worker in workers:
                 worker.close()
 
 
-def _in_turns(workers: Sequence[Worker], question: Mapping[str, Any], rounds: int) -> list[Timing]:
+def _in_turns(workers: Sequence[Worker], question: Mapping[str, Any], rounds: int, busy: int) -> list[Timing]:
     ready = {worker: worker.ask(question) for worker in workers}
     blocks: dict[Worker, list[float]] = {worker: [] for worker in workers if not ready[worker].get("why")}
-    for _ in range(rounds):
-        for worker, times in blocks.items():
-            times.append(worker.ask({"run": True})["ms"])
+    with busy_processes(busy):
+        for _ in range(rounds):
+            for worker, times in blocks.items():
+                times.append(worker.ask({"run": True})["ms"])
     return [_timing(worker.name, ready[worker], sorted(blocks.get(worker, ()))) for worker in workers]
+
+
+BUSY = """
+import os, sys
+while os.getppid() == int(sys.argv[1]):
+    sum(range(100_000))
+"""
+"""Computes until it is killed, or whoever started it is gone."""
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that compute and nothing else, until the end of the block, however that comes."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            processes.append(subprocess.Popen([sys.executable, "-c", BUSY, str(os.getpid())]))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _timing(name: str, ready: Mapping[str, Any], blocks: Sequence[float]) -> Timing:
@@ -139,13 +165,15 @@ class Worker:
         self._errors.close()
 
 
-def open_model(path: str, model: str, example_shape: str) -> tuple[Any, Any, Callable[[], Deployed] | None]:
+def open_model(
+    path: str, model: str, example_shape: str, trust: bool = False
+) -> tuple[Any, Any, Callable[[], Deployed] | None]:
     """The model in torch, an example, and, of a deployed folder, what loads it. Engines call it in their processes."""
     folder = Path(path)
     is_deployed = (folder / ABOUT).is_file()
     if is_deployed and read_about(folder)["device"] != "cpu":
         raise GrowpruneError(f"{folder} is deployed on cuda, but bench compares engines on the CPU: deploy it there")
-    origin = dict(read_about(folder)["origin"]) if is_deployed else origin_of(folder, model, example_shape)
+    origin = dict(read_about(folder)["origin"]) if is_deployed else origin_of(folder, model, example_shape, trust=trust)
     if is_deployed and not origin and not model:
         raise GrowpruneError(f"{folder} was deployed from Python: say what builds its model with --model and its shape")
     origin = origin or origin_of(folder / "model.safetensors", model, example_shape)
@@ -154,7 +182,7 @@ def open_model(path: str, model: str, example_shape: str) -> tuple[Any, Any, Cal
     return sparse.model.eval(), example, (lambda: load_deployed(folder, build(origin)[0])) if is_deployed else None
 
 
-def show(timings: Sequence[Timing]) -> None:
+def show(timings: Sequence[Timing], busy: int = 0) -> None:
     """A row an engine, and how the deployed model compares with the fastest of the others."""
     table = Table()
     table.add_column("engine")
@@ -167,15 +195,16 @@ def show(timings: Sequence[Timing]) -> None:
         else:
             table.add_row(one.engine, f"{one.ms:.3f}", f"{one.spread or 0:.0%}", f"{one.error or 0:.1e}", "")
     out().print(table, highlight=False)
-    out().print(conclusion(timings), soft_wrap=True, highlight=False)
+    out().print(conclusion(timings, busy), soft_wrap=True, highlight=False)
 
 
-def conclusion(timings: Sequence[Timing]) -> str:
+def conclusion(timings: Sequence[Timing], busy: int = 0) -> str:
     """Only of what was measured."""
     others = {t.engine: t.ms for t in timings if t.ms is not None}
     spreads = {t.engine: t.spread or 0 for t in timings}
     missing = [t.engine for t in timings if t.ms is None]
-    left_out = f"; {', '.join(missing)} not measured" if missing else ""
+    left_out = f"; beside {busy} busy processes" if busy else ""
+    left_out += f"; {', '.join(missing)} not measured" if missing else ""
     ours = others.pop("deployed", None)
     if ours is None or not others:
         return f"nothing to compare{left_out}"
@@ -192,19 +221,22 @@ def main(
     engines: Annotated[str, typer.Option(metavar="NAME,NAME,...", help="Which engines; all by default.")] = "",
     threads: Annotated[int, typer.Option(min=0, help="Threads of each engine; as torch has it by default.")] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="How many turns each engine gets.")] = 15,
+    busy: Annotated[int, typer.Option(min=0, help="How many other processes compute beside the engines.")] = 0,
     python: Annotated[str, typer.Option(metavar="FILE", help="Interpreter for onnxruntime and OpenVINO.")] = "",
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Time the whole model against torch, torch.compile, onnxruntime and OpenVINO, each in a process, in turns."""
-    arguments = {"path": str(path.resolve()), "model": model, "example_shape": example_shape}
+    arguments = {"path": str(path.resolve()), "model": model, "example_shape": example_shape, "trust": trust}
     open_model(**arguments)  # what is wrong is said here, in one line
     options: dict[str, Any] = {"python": python} if python else {}
     chosen = tuple(engines.split(",")) if engines else ENGINES
-    found = bench(f"{__file__}:open_model", arguments, engines=chosen, threads=threads, rounds=rounds, **options)
+    options |= {"engines": chosen, "threads": threads, "rounds": rounds, "busy": busy}
+    found = bench(f"{__file__}:open_model", arguments, **options)
     if as_json:
-        print_json({"engines": [dataclasses.asdict(timing) for timing in found]})
+        print_json({"busy": busy, "engines": [dataclasses.asdict(timing) for timing in found]})
     else:
-        show(found)
+        show(found, busy)
 
 
 if __name__ == "__main__":

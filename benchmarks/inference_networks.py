@@ -2,6 +2,7 @@
 
     python benchmarks/inference_networks.py [--threads 2] [--rounds 15] [--only resnet50,encoder] [--python FILE]
                                             [--engines NAME,...] [--json FILE] [--seconds 20] [--small] [--run FOLDER]
+                                            [--busy 2]
 
 Masks are random; with `--run`, which can be given several times, they are those of finished runs instead, which spread
 the live weights over the layers as training did. A translator is timed end to end: a sentence of 24 tokens in, its
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -142,12 +144,37 @@ def encoder(small: bool, batch: int = 1) -> tuple[Any, Any, list[str]]:
     return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False), torch.randn(batch, 64, sizes[0]), []
 
 
+def mobilenet(small: bool, batch: int = 1) -> tuple[Any, Any, list[str]]:
+    """Inverted residuals with depthwise convolutions and ReLU6, as MobileNetV2 has them; stem and depthwise dense."""
+    from torch import randn
+
+    size = 32 if small else 160
+    model = of_small_networks("MobileNet")(0.25 if small else 1.0)
+    return model, randn(batch, 3, size, size), model.dense_layers()
+
+
+def unet(small: bool) -> tuple[Any, Any, list[str]]:
+    """Four levels down and up, with what was found on the way down beside it; the first and last layers stay dense."""
+    from torch import randn
+
+    size = 32 if small else 128
+    return of_small_networks("UNet")(8 if small else 32), randn(1, 3, size, size), ["stem.0", "head"]
+
+
+def of_small_networks(name: str) -> Any:
+    """A class of small_networks.py, by its path, since engines do not have this folder among their imports."""
+    return runpy.run_path(str(Path(__file__).with_name("small_networks.py")))[name]
+
+
 NETWORKS: dict[str, Callable[[bool], tuple[Any, Any, list[str]]]] = {
     "resnet50": resnet50,
     "encoder": encoder,
     "resnet50-batch-8": partial(resnet50, batch=8),
     "encoder-batch-8": partial(encoder, batch=8),
     "cifar-resnet18": resnet18,
+    "mobilenet": mobilenet,
+    "mobilenet-batch-7": partial(mobilenet, batch=7),
+    "unet": unet,
     "translator-end-to-end": translator,
 }
 
@@ -180,6 +207,7 @@ def measure(
         settings,
         threads=arguments.threads,
         rounds=arguments.rounds,
+        busy=arguments.busy,
         python=arguments.python,
         engines=arguments.engines.split(","),
     )
@@ -206,6 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--busy", type=int, default=0, help="other processes that compute beside the engines")
     parser.add_argument("--seconds", type=float, default=20.0, help="for tuning")
     parser.add_argument("--only", help=f"all, or some of {', '.join(NETWORKS)}; resnet50,encoder by default")
     parser.add_argument("--run", type=Path, action="append", default=[], metavar="FOLDER", help="a finished run")
@@ -215,7 +244,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny networks, to see that it runs")
     arguments = parser.parse_args()
     names = arguments.engines.split(",")
-    print(f"{arguments.threads} threads, float32, ms (spread):\n")
+    beside = f", beside {arguments.busy} busy processes" if arguments.busy else ""
+    print(f"{arguments.threads} threads, float32, ms (spread){beside}:\n")
     print(f"| network | mask | {' | '.join(names)} | best dense | times as fast | prototype | error |")
     print("|---|---|" + "---|" * (len(names) + 4))
     rows = []
@@ -226,7 +256,9 @@ def main() -> None:
     for name, why in missing.items():
         print(f"\n{name} was not measured: {why}")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"threads": arguments.threads, "rows": rows}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"threads": arguments.threads, "busy": arguments.busy, "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

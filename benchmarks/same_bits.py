@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-BLOCK_METHODS = "gradual_gap,cyclic_gap,gmp,rigl,set_,dpf"
+BLOCK_METHODS = "gradual_gap,cyclic_gap,gmp,rigl,set,dpf"
 
 
 def compare(out: Path, arguments: argparse.Namespace, *settings: str) -> None:

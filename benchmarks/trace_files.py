@@ -66,7 +66,7 @@ def wrap() -> Callable[[], object]:
 def step(storage: str) -> Callable[[], object]:
     """A step with an edit: gradual_gap edits at each of 40 iterations here."""
     model = network()
-    sparse = gp.SparseModel(model, sparsity=0.9, storage=storage)
+    sparse = gp.SparseModel(model, sparsity=0.9, storage=storage, allocation="uniform")
     plan = gp.methods.gradual_gap(gp.Partition.balanced(model, 4), sparsity=0.9, iterations=40)
     optimizer = gp.Cursor(sparse, plan).attach(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     x, y = torch.randn(8, 64), torch.randint(0, 10, (8,))

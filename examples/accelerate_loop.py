@@ -37,30 +37,28 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     loader = DataLoader(make_data(), BATCH)
-    sparse = gp.SparseModel(model, sparsity=0.9, allocation="global", keep_dense=["4"], storage=options.storage)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    parts = gp.Partition.balanced(sparse.model, 2, keep_dense=["4"])
-    plan = gp.methods.gradual_gap(parts, sparsity=0.9, iterations=EPOCHS * len(loader))
-    cursor = gp.Cursor(sparse, plan)
-    cursor.attach(optimizer)  # prunes and grows with its steps; what accelerate wrapped is unwrapped
-    keep_in_checkpoints(accelerator, cursor)
+    sparsifier = gp.sparsify(
+        model, optimizer, sparsity=0.9, iterations=EPOCHS * len(loader), storage=options.storage, parts=2
+    )
+    keep_in_checkpoints(accelerator, sparsifier)
     if options.resume:
         accelerator.load_state(options.out)
 
-    first = cursor.iteration // len(loader)
+    first = sparsifier.cursor.iteration // len(loader)
     for epoch in range(first, EPOCHS):
-        done = cursor.iteration % len(loader) if epoch == first else 0
+        done = sparsifier.cursor.iteration % len(loader) if epoch == first else 0
         for x, y in accelerator.skip_first_batches(loader, done):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
             accelerator.backward(loss)
             optimizer.step()
-            if cursor.iteration == options.stop_after:
+            if sparsifier.cursor.iteration == options.stop_after:
                 accelerator.save_state(options.out)
                 return
-    accelerator.print(f"loss {loss.item():.6f}, {sparse.num_alive} of {sparse.num_prunable} weights live")
+    accelerator.print(f"loss {loss.item():.6f}, {sparsifier}")
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main() -> None:
 
     pl.seed_everything(0)
     module = Classifier()
-    sparsify = GrowPrune("gradual_gap", sparsity=0.9, kappa=2)
+    sparsify = GrowPrune("gradual_gap", sparsity=0.9, parts=2)
     best = ModelCheckpoint(arguments.out, "best", monitor="accuracy", mode="max")  # at the target sparsity, always
     trainer = pl.Trainer(
         max_epochs=arguments.epochs, callbacks=[sparsify, best], accelerator="cpu", logger=False, log_every_n_steps=10

@@ -1,10 +1,10 @@
-"""A plain torch loop on data of one's own, 90 % sparse: stop it, go on to the same bits, save the sparse file, load it.
+"""A plain torch loop, 90 % sparse: stop it, resume it to the same bits, save the sparse model, load it.
 
     python examples/own_loop.py --out runs/own                     # all of it
     python examples/own_loop.py --out runs/own --stop-after 50     # as if it were killed ...
-    python examples/own_loop.py --out runs/own --resume            # ... and goes on
+    python examples/own_loop.py --out runs/own --resume            # ... and resumed
 
-Takes seconds on a CPU, and needs nothing but growprune. The data are made up: is a point inside of a ring?
+Takes seconds on a CPU, and needs nothing but growprune. The data are made up: is a point inside a ring?
 """
 
 import argparse
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import growprune as gp
 
 EPOCHS, BATCH, SIZE = 30, 64, 640
-SPARSITY, KEEP_DENSE = 0.9, ["head"]
 
 
 class Net(nn.Module):
@@ -42,33 +41,26 @@ def batches(epoch: int) -> list[tuple[Tensor, Tensor]]:
     return [(x[indices], y[indices]) for indices in order.split(BATCH)]
 
 
-def train(model: nn.Module, out: Path, *, resume: bool, stop_after: int) -> gp.SparseModel | None:
-    """The sparse model; or None, if it was stopped before the end."""
-    sparse = gp.SparseModel(model, sparsity=SPARSITY, allocation="global", keep_dense=KEEP_DENSE)
-    parts = gp.Partition.balanced(model, 2, keep_dense=KEEP_DENSE)
+def train(model: nn.Module, out: Path, *, resume: bool, stop_after: int) -> gp.Sparsifier:
     per_epoch = len(batches(0))
-    plan = gp.methods.gradual_gap(parts, sparsity=SPARSITY, iterations=EPOCHS * per_epoch)
-    cursor = gp.Cursor(sparse, plan, iterations_per_epoch=per_epoch)
-    optimizer = cursor.attach(torch.optim.SGD(model.parameters(), 0.2, momentum=0.9))
-    things = {
-        "sparse": sparse,
-        "model": model,
-        "cursor": cursor,
-        "optimizer": optimizer,
-    }  # all that goes on, masks first
+    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
+    sparsifier = gp.sparsify(model, optimizer, sparsity=0.9, iterations=EPOCHS * per_epoch)
+    done = 0
     if resume:
-        for name, state in torch.load(out / "checkpoint.pt", weights_only=True).items():
-            things[name].load_state_dict(state)
+        state = torch.load(out / "checkpoint.pt", weights_only=True)
+        sparsifier.load_state_dict(state["sparsifier"])
+        done = state["done"]
 
-    for epoch in range(cursor.iteration // per_epoch, EPOCHS):
-        for x, y in batches(epoch)[cursor.iteration - epoch * per_epoch :]:
+    for epoch in range(done // per_epoch, EPOCHS):
+        for x, y in batches(epoch)[done % per_epoch :]:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()  # prunes and grows when it is due
-            if cursor.iteration == stop_after:
-                torch.save({name: thing.state_dict() for name, thing in things.items()}, out / "checkpoint.pt")
-                return None
-    return sparse
+            done += 1
+            if done == stop_after:
+                torch.save({"sparsifier": sparsifier.state_dict(), "done": done}, out / "checkpoint.pt")
+                return sparsifier
+    return sparsifier
 
 
 def main() -> None:
@@ -80,18 +72,19 @@ def main() -> None:
 
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    sparse = train(Net(), options.out, resume=options.resume, stop_after=options.stop_after)
-    if sparse is None:
+    sparsifier = train(Net(), options.out, resume=options.resume, stop_after=options.stop_after)
+    print(sparsifier)
+    if not sparsifier.is_finished:
         return
     path = options.out / "model.safetensors"
-    gp.save(sparse, path)
-    print(sparse.summary())
+    sparsifier.save(path)
+    print(sparsifier.summary())
 
-    model = Net().eval()  # somewhere else, later: a plain model, which holds zeros
+    model = Net().eval()  # somewhere else, later: a plain model that holds zeros
     gp.load(path, model)
     x, y = points(1000, seed=1)
     accuracy = (model(x).argmax(1) == y).float().mean().item()
-    print(f"{100 * accuracy:.1f} % right, {sparse.num_alive} of {sparse.num_prunable} weights live, {path}")
+    print(f"{100 * accuracy:.1f} % right; {path} has {path.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def parallel() -> gp.Recipe:
         method=gp.methods.parallel_gap,
         options={"steps": 2, "epochs": 3, "finetune": 12},
         sparsity=0.8,
-        partition=gp.contiguous(2),
+        parts=gp.contiguous(2),
         keep_dense=("4",),
         optimizer=gp.OptimizerConfig("sgd", lr=0.2, momentum=0.9),
         lr_schedule=gp.LRSchedule("cosine"),

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from growprune.engine.recipe import Recipe
     from growprune.errors import GrowpruneError
     from growprune.files.pretrained import from_pretrained, save_pretrained
-    from growprune.files.sharded_checkpoints import load_state, newest_state, save_state
+    from growprune.files.sharded_checkpoints import (
+        load_sharded_checkpoint,
+        newest_sharded_checkpoint,
+        save_sharded_checkpoint,
+    )
     from growprune.files.sparse_file import load, manifest, read, save
     from growprune.masks.layers import register_layer
     from growprune.masks.partition import Partition
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
     from growprune.sparse.flops import count_flops
     from growprune.sparse.init import sparse_init
     from growprune.sparse.model import SparseModel
+    from growprune.sparse.pretrained_pruning import prune_pretrained
+    from growprune.training.sparsifier import Sparsifier, sparsify
 
 sharded.register(lambda: importlib.import_module("growprune.sharding"))
 
@@ -50,8 +56,14 @@ _HOMES = {
     "growprune.masks.partition": ("Partition",),
     "growprune.plan": ("Branch", "By", "Fork", "Part", "Phase", "Plan", "Spread", "grow", "method", "prune"),
     "growprune.files.pretrained": ("from_pretrained", "save_pretrained"),
-    "growprune.files.sharded_checkpoints": ("load_state", "newest_state", "save_state"),
+    "growprune.files.sharded_checkpoints": (
+        "load_sharded_checkpoint",
+        "newest_sharded_checkpoint",
+        "save_sharded_checkpoint",
+    ),
     "growprune.sparse.model": ("SparseModel",),
+    "growprune.sparse.pretrained_pruning": ("prune_pretrained",),
+    "growprune.training.sparsifier": ("Sparsifier", "sparsify"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -70,6 +82,7 @@ __all__ = [
     "Plan",
     "Recipe",
     "SparseModel",
+    "Sparsifier",
     "Spread",
     "balanced",
     "contiguous",
@@ -79,21 +92,23 @@ __all__ = [
     "grow",
     "load",
     "load_deployed",
-    "load_state",
+    "load_sharded_checkpoint",
     "manifest",
     "method",
     "methods",
     "named",
-    "newest_state",
+    "newest_sharded_checkpoint",
     "per_layer",
     "prune",
+    "prune_pretrained",
     "read",
     "register_layer",
     "resume",
     "save",
     "save_pretrained",
-    "save_state",
+    "save_sharded_checkpoint",
     "sparse_init",
+    "sparsify",
     "tasks",
     "train",
 ]

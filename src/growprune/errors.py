@@ -1,8 +1,9 @@
-"""Errors and warnings for users: what was given, what is allowed, what to do. Any other error is a bug."""
+"""Errors and warnings for users: what was given, what is allowed and what to do. Any other error is a bug."""
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -11,16 +12,22 @@ from typing import Any
 
 PACKAGE = Path(__file__).parent
 
+MAX_VALUE = 200
+"""The most characters of a user's value that a message quotes. Longer than any path that one would copy."""
+
+_QUOTED = re.compile(rf"(?<![^\s(\[{{=])('[^']{{{MAX_VALUE},}}'|\"[^\"]{{{MAX_VALUE},}}\")")
+"""Match a long value in quotes. An apostrophe within a word does not open a quote."""
+
 
 class GrowpruneError(ValueError):
-    """Something given to growprune is invalid. The command line shows it as one line."""
+    """Raised for invalid input, with what is allowed and what to do. The command line shows it as one line."""
 
     def __str__(self) -> str:
-        return shorten(super().__str__())
+        return shorten(_QUOTED.sub(lambda quoted: shorten(quoted[0], MAX_VALUE), super().__str__()))
 
 
 def shorten(text: str, limit: int = 1000) -> str:
-    """Cut the middle out of a long text, so that the end, which says what is allowed, stays readable.
+    """Cut the middle out of a long string. The end of a message, which says what is allowed, stays readable.
 
     >>> shorten("sparsity is 0000000000000000, but must be below 1", limit=40)
     'sparsity is 00000 ... t must be below 1'
@@ -32,7 +39,7 @@ def shorten(text: str, limit: int = 1000) -> str:
 
 
 def need(module: str, extra: str, why: str) -> Any:
-    """A module that comes with an extra of growprune, or one line about how to get it."""
+    """Import an optional dependency, or raise an error that names the extra to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -40,7 +47,7 @@ def need(module: str, extra: str, why: str) -> Any:
 
 
 def warn(message: str) -> None:
-    """Like `warnings.warn`, at the innermost line that is neither growprune's nor torch's."""
+    """Warn as `warnings.warn` does, at the innermost line outside growprune and torch."""
     frame = _users_frame(sys._getframe(1))
     scope = frame.f_globals
     warnings.warn_explicit(
@@ -54,7 +61,7 @@ def warn(message: str) -> None:
 
 
 def _users_frame(frame: FrameType) -> FrameType:
-    """The first frame outside of both packages. Torch's frames are skipped because torch calls our hooks."""
+    """Return the first frame outside growprune and torch. Torch is skipped because it calls our hooks."""
     torch = sys.modules.get("torch")
     packages = {PACKAGE} if torch is None else {PACKAGE, Path(str(torch.__file__)).parent}
     while frame.f_back is not None and not packages.isdisjoint(Path(frame.f_code.co_filename).parents):

@@ -21,7 +21,7 @@ from toy import cyclic
 from typer.testing import CliRunner
 
 from growprune import engine
-from growprune.cli import app
+from growprune.cli import VERBS, app
 from growprune.cli.stopping import StopFlag, say_how_to_resume
 from growprune.engine.folder import RunFolder
 from growprune.recipes import find
@@ -107,7 +107,7 @@ def test_plan_shows_the_schedule_with_density_and_flops() -> None:
     shown = growprune("plan", "digits/cyclic-90", "--set", "options.steps=5").stdout
     assert shown.count("grow S") == 5
     assert "0.1000" in shown
-    assert "34 epochs in all" in shown
+    assert "34 epochs in total" in shown
 
 
 @pytest.mark.parametrize("columns", [80, None], ids=["80 columns", "piped"])
@@ -162,30 +162,30 @@ def test_a_signal_saves_says_how_to_resume_and_exits_with_its_code(number: int, 
         command.send_signal(number)
         done = command.wait()
     assert done.returncode == code
-    assert f"go on with `growprune resume {out}`" in done.stderr
+    assert f"Interrupted; checkpoint saved. Resume with: growprune resume {out}\n" in done.stderr
     newest = max((out / "checkpoints").glob("0*"))
     assert json.loads((newest / "state.json").read_text())
 
 
 def test_bad_input_gives_one_line_and_exit_code_2(tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "run")]
-    assert "there is no recipe 'digits/best'; close are: digits/dense" in refused("plan", "digits/best")
-    assert "there is no recipe file nowhere.py" in refused("train", "nowhere.py:recipe", *out)
-    assert "there is no 'sparsty'" in refused("train", "digits/tiny", *out, "--set", "sparsty=1")
-    assert "sparsity is 1.5" in refused("train", "digits/tiny", *out, "--set", "sparsity=1.5")
-    assert "model has 4 layers: give at most 4" in refused("plan", "digits/tiny", "--set", "partition.kappa=5")
-    assert "has over 100,000 phases" in refused("plan", "digits/tiny", "--set", "options.steps=999999999")
-    assert "kappa is 0, but must be" in refused("plan", "digits/tiny", "--set", "partition.kappa=0")
+    assert "unknown recipe 'digits/best'. Did you mean digits/dense" in refused("plan", "digits/best")
+    assert "recipe file nowhere.py does not exist" in refused("train", "nowhere.py:recipe", *out)
+    assert "unknown field 'sparsty'" in refused("train", "digits/tiny", *out, "--set", "sparsty=1")
+    assert "sparsity must be in [0, 1), got 1.5" in refused("train", "digits/tiny", *out, "--set", "sparsity=1.5")
+    assert "the number of layers of the model, 4, got 5" in refused("plan", "digits/tiny", "--set", "parts.kappa=5")
+    assert "has more than 100,000 phases" in refused("plan", "digits/tiny", "--set", "options.steps=999999999")
+    assert "kappa must be an integer >= 1, got 0" in refused("plan", "digits/tiny", "--set", "parts.kappa=0")
     assert "matches no parameter" in refused("train", "digits/tiny", *out, "--set", 'keep_dense=["tail.*"]')
     assert "needs a multiple of 4 inputs" in refused("train", "digits/tiny", *out, "--set", "pattern=2:4")
     assert "nothing to prune" in refused("train", "digits/tiny", *out, "--set", 'keep_dense=["*"]')
     assert "there is no method 'magic'" in refused("plan", "digits/tiny", "--set", "method=magic")
-    assert "there is no list of 'people'" in refused("list", "people")
-    assert "none of the recipes has 'mars' in its name" in refused("list", "recipes", "mars")
-    assert "holds no run" in refused("resume", str(tmp_path / "nothing"))
+    assert "KIND must be one of methods, tasks, recipes, got 'people'" in refused("list", "people")
+    assert "no recipes with 'mars' in the name" in refused("list", "recipes", "mars")
+    assert "is no run folder: cannot read recipe.json" in refused("resume", str(tmp_path / "nothing"))
     assert "nothing.safetensors" in refused("inspect", str(tmp_path / "nothing.safetensors"))
     (tmp_path / "file").write_text("in the way")
-    assert "is not an empty folder" in refused("train", "digits/tiny", "--out", str(tmp_path / "file"))
+    assert "--out must be a new or empty folder" in refused("train", "digits/tiny", "--out", str(tmp_path / "file"))
     assert "cannot write to" in refused("train", "digits/tiny", "--out", str(tmp_path / "file" / "run"))
     assert not (tmp_path / "run").exists()
 
@@ -193,14 +193,14 @@ def test_bad_input_gives_one_line_and_exit_code_2(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("task.batch_size=0", "batch_size is 0, but must be at least 1"),
-        ("task.width=0", "width is 0, but must be at least 1"),
-        ("task.label_smoothing=2", "label_smoothing is 2.0, but must be from 0 to below 1"),
-        ("optimizer.lr=-1", "lr is -1.0, but must be 0 or more"),
-        ("optimizer.momentum=null", "optimizer sgd does not take all of nesterov"),
-        ("optimizer.kind=adam", "optimizer adam does not take all of momentum, nesterov"),
-        ("clip=-1", "clip is -1.0, but must be above 0"),
-        ("options.sparsity=0.5", "set the recipe's own field: sparsity=0.5"),
+        ("task.batch_size=0", "batch_size must be >= 1, got 0"),
+        ("task.width=0", "width must be >= 1, got 0"),
+        ("task.label_smoothing=2", "label_smoothing must be in [0, 1), got 2.0"),
+        ("optimizer.lr=-1", "lr must be >= 0, got -1.0"),
+        ("optimizer.momentum=null", "optimizer sgd does not accept nesterov"),
+        ("optimizer.kind=adam", "optimizer adam does not accept momentum, nesterov"),
+        ("clip=-1", "clip must be > 0, or None for no clipping, got -1.0"),
+        ("options.sparsity=0.5", "Set the recipe's own field: sparsity=0.5"),
     ],
 )
 def test_a_setting_that_cannot_be_meant_gives_one_line_and_leaves_no_folder(
@@ -211,7 +211,7 @@ def test_a_setting_that_cannot_be_meant_gives_one_line_and_leaves_no_folder(
 
 
 def test_data_for_a_task_that_reads_no_files_is_refused(run: Path, tmp_path: Path) -> None:
-    says = "--data is here, but the task Digits reads no files: leave it out"
+    says = "--data is not used by the task Digits, which reads no files; got here. Leave --data out"
     assert says in refused("train", "digits/tiny", "--out", str(tmp_path / "new"), "--data", "here")
     assert says in refused("resume", str(run), "--data", "here")
 
@@ -281,10 +281,18 @@ def test_long_input_is_not_echoed_whole(tmp_path: Path) -> None:
         ["plan", "digits/tiny", "--set", f"{long}=1"],
         ["plan", "digits/tiny", "--set", f"sparsity={long}"],
         ["plan", "digits/tiny", "--set", f"sparsity={'[' * 100_000}"],
+        ["plan", "digits/tiny", "--set", "sparsity=" + "x" * 500],
+        ["plan", "digits/tiny", "--set", "options=" + "x " * 300],
+        ["plan", "digits/tiny", "--set", "allocation=" + "x y" * 200],
+        ["plan", "digits/tiny", "--set", "method=" + "x" * 500],
+        ["plan", "digits/tiny", "--set", "parts=" + "x" * 500],
+        ["plan", "digits/tiny", "--set", "x" * 500],
+        ["plan", "digits/tiny", "--set", "device=" + "it's " * 100],
+        ["deploy", __file__, "--out", "out", "--model", "x" * 500, "--example-shape", "1"],
         ["train", "digits/tiny", *out, "--set", f'keep_dense=["{long}"]'],
         ["train", "digits/tiny", "--out", long],
     ):
-        assert len(refused(*arguments)) < 1200
+        assert len(refused(*arguments)) < (1200 if long in arguments[-1] else 490)
 
 
 def test_a_path_in_square_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
@@ -295,13 +303,13 @@ def test_a_path_in_square_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     (out / "result.json").unlink()
     resume = shlex.join(["growprune", "resume", str(out)])
-    assert f"go on with `{resume}`" in CliRunner().invoke(app, ["inspect", str(out)]).stdout
+    assert f"Not finished. Resume with `{resume}`" in CliRunner().invoke(app, ["inspect", str(out)]).stdout
 
 
 def test_a_run_of_an_older_format_is_refused_in_one_line(run: Path) -> None:
     changed(run / "recipe.json", format=1)
     for command in ("inspect", "resume"):
-        assert "was started by an older growprune (format 1, " in refused(command, str(run))
+        assert "was started by an older growprune: it has format 1, " in refused(command, str(run))
 
 
 def test_the_version_is_shown() -> None:
@@ -320,11 +328,11 @@ def test_a_run_without_its_settings_is_not_resumed_with_others(run: Path) -> Non
     assert "was started with" in refused("resume", str(run))
 
 
-def test_a_run_from_python_is_shown_with_how_to_go_on_in_python(tmp_path: Path) -> None:
+def test_a_run_from_python_is_shown_with_how_to_resume_in_python(tmp_path: Path) -> None:
     with pytest.raises(engine.Interrupted):
         engine.train(cyclic(), tmp_path, should_stop=lambda: True)
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path)]).stdout
-    assert f"not finished; go on with growprune.resume(recipe, '{tmp_path}')" in shown
+    assert f"Not finished. Resume with growprune.resume(recipe, '{tmp_path}')" in shown
     assert "was started from Python" in refused("resume", str(tmp_path))
 
 
@@ -364,20 +372,20 @@ def test_a_disk_that_takes_no_more_ends_in_one_line_and_the_run_resumes_with_roo
     assert growprune("resume", out).returncode == 0
 
 
-def test_a_command_to_go_on_with_can_be_pasted_whatever_the_folder_is_called(
+def test_a_command_to_resume_can_be_pasted_whatever_the_folder_is_called(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "my run"
     with pytest.raises(typer.Exit), say_how_to_resume(folder, StopFlag()):
         raise engine.Interrupted
-    assert f"`growprune resume '{folder}'`" in capsys.readouterr().err
+    assert f"Resume with: growprune resume '{folder}'" in capsys.readouterr().err
     engine.RunFolder(folder).make()
     engine.RunFolder(folder).write_recipe(find("digits/tiny"), {"source": "digits/tiny"})
     assert engine.RunFolder(folder).how_to_resume() == f"`growprune resume '{folder}'`"
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_run_that_another_process_begins_in_the_meantime_is_gone_on_with_if_that_was_asked(
+def test_a_run_that_another_process_begins_in_the_meantime_is_resumed_if_that_was_asked(
     resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["train", f"{TOY_FILE}:cyclic", "--out", str(tmp_path / "run")]
@@ -391,4 +399,34 @@ def test_a_run_that_another_process_begins_in_the_meantime_is_gone_on_with_if_th
     monkeypatch.setattr(RunFolder, "make", after_another)
     done = CliRunner().invoke(app, [*arguments, *(["--resume"] if resume else [])])
     assert done.exit_code == (0 if resume else 2), done.output
-    assert ("holds this recipe's run" in done.stderr) is not resume
+    assert ("already has a run of this recipe" in done.stderr) is not resume
+
+
+@pytest.mark.parametrize("epochs", ["0", "-1"])
+def test_no_epochs_are_refused_and_not_taken_for_those_of_the_recipe(epochs: str, tmp_path: Path) -> None:
+    arguments = ["compare", "digits/tiny", "--methods", "dense", "--epochs", epochs, "--print-jobs"]
+    done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith("growprune: Invalid value for '--epochs': ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "digits/tiny", "--out", "run", "--foo"], "No such option: --foo"),
+        (["train"], "Missing argument 'RECIPE'"),
+        (["train", "digits/tiny"], "Missing option '--out'"),
+        (["demo", "--seeds", "many"], "Invalid value for '--seeds'"),
+        (["trian"], "No such command 'trian'"),
+        (["--foo"], "No such option: --foo"),
+    ],
+)
+def test_a_usage_error_is_one_line_that_ends_with_the_hint_to_help(arguments: list[str], message: str) -> None:
+    said = refused(*arguments)
+    assert said.startswith(f"growprune: {message}")
+    verb = f" {arguments[0]}" if arguments[0] in VERBS else ""
+    assert said.endswith(f"{verb} --help`.")
+
+
+def test_without_arguments_the_help_is_shown() -> None:
+    assert "Commands:" in CliRunner().invoke(app, []).output

@@ -57,7 +57,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_when_all_runs_are_there_the_command_shows_the_table_and_runs_nothing(finished: Path) -> None:
     done = CliRunner().invoke(app, typed(finished), env={"COLUMNS": "100"})
     assert done.exit_code == 0, done.output
-    assert "6 of 6 runs were finished before" in done.stderr
+    assert "6 of 6 runs are finished already" in done.stderr
     assert "started" not in done.stderr
     for text in (
         "test accuracy",
@@ -65,7 +65,7 @@ def test_when_all_runs_are_there_the_command_shows_the_table_and_runs_nothing(fi
         "rigl:erk",
         "cyclic_gap:global restart=false",
         "budget: 6 epochs",
-        "best rival",
+        "best baseline",
     ):
         assert text in " ".join(done.stdout.split()), done.stdout
 
@@ -114,7 +114,7 @@ def test_a_row_that_ends_at_another_sparsity_says_so(finished: Path, tmp_path: P
     (tmp_path / "result.json").write_text(json.dumps(content))
     comparison = of_runs([tmp_path])
     assert comparison.rows[0].quality_cells()["sparsity"] == "0.8 (reached 0.75)"
-    assert "rigl:erk every=1 does not reach 0.8 exactly: 0.75" in comparison.notes
+    assert "rigl:erk every=1 missed sparsity 0.8: it reached 0.75" in comparison.notes
 
 
 def test_folders_of_runs_are_found_anywhere_below_and_one_without_a_result_is_unfinished(
@@ -148,10 +148,10 @@ def test_a_run_that_is_named_twice_is_one(finished: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ([], "there is nothing to compare: give folders of runs, or a recipe with --methods"),
-        (["nowhere"], "there is no nowhere: give folders of runs"),
-        (["digits/dense", "--methods", "rigl"], "--out is not given"),
-        (["digits/dnse", "--methods", "rigl", "--out", "x"], "there is no recipe 'digits/dnse'"),
+        ([], "nothing to compare. Give run folders, or a recipe with --methods"),
+        (["nowhere"], "nowhere does not exist. Give run folders"),
+        (["digits/dense", "--methods", "rigl"], "--out is missing"),
+        (["digits/dnse", "--methods", "rigl", "--out", "x"], "unknown recipe 'digits/dnse'. Did you mean digits/dense"),
     ],
 )
 def test_nothing_to_compare_is_one_clear_line(arguments: list[str], says: str) -> None:
@@ -274,7 +274,7 @@ def test_the_last_words_of_a_run_are_its_error(tmp_path: Path) -> None:
     assert last_words(log, 2) == "sparsity is 2"
     assert last_words(log, -9) == "killed by signal 9 (out of memory?)"
     log.write_text("")
-    assert last_words(log, 3) == "ended with status 3"
+    assert last_words(log, 3) == "ended with exit code 3"
 
 
 def test_the_page_names_options_that_there_are() -> None:

@@ -60,7 +60,7 @@ def test_of_several_dense_rows_the_best_by_validation_is_the_reference_and_is_na
         "gmp:erk optimizer.lr=0.1": -2.0,
         "gmp:erk optimizer.lr=0.5": -28.0,
     }
-    assert "vs dense is against dense optimizer.lr=0.1, of all dense rows the best by validation" in found.notes
+    assert "vs dense compares with dense optimizer.lr=0.1, the best dense row by validation" in found.notes
 
 
 def test_one_dense_row_is_not_spoken_of(tmp_path: Path) -> None:
@@ -79,19 +79,19 @@ def cut(name: str) -> dict[str, Any]:
 
 def test_runs_that_are_cut_into_other_parts_are_other_rows(tmp_path: Path) -> None:
     for seed, (parts, score) in enumerate({"contiguous(4)": 90.0, "contiguous(2)": 80.0, "balanced(2)": 70.0}.items()):
-        write(tmp_path, "cyclic_gap", seed, score, partition=cut(parts))
-    write(tmp_path, "cyclic_gap", 1, 92.0, partition=cut("contiguous(4)"))
+        write(tmp_path, "cyclic_gap", seed, score, parts=cut(parts))
+    write(tmp_path, "cyclic_gap", 1, 92.0, parts=cut("contiguous(4)"))
     assert scores(of_runs([tmp_path])) == {
-        "cyclic_gap:erk partition=contiguous(4)": (91.0, 2),
-        "cyclic_gap:erk partition=contiguous(2)": (80.0, 1),
-        "cyclic_gap:erk partition=balanced(2)": (70.0, 1),
+        "cyclic_gap:erk parts=contiguous(4)": (91.0, 2),
+        "cyclic_gap:erk parts=contiguous(2)": (80.0, 1),
+        "cyclic_gap:erk parts=balanced(2)": (70.0, 1),
     }
 
 
 def test_parts_are_named_only_where_they_tell_rows_apart(tmp_path: Path) -> None:
-    write(tmp_path, "cyclic_gap", 0, 90.0, partition=cut("contiguous(4)"))
-    write(tmp_path, "random_gap", 0, 80.0, partition={"name": "PerLayer"})
-    write(tmp_path, "random_gap", 1, 82.0, partition={"name": "PerLayer"})
+    write(tmp_path, "cyclic_gap", 0, 90.0, parts=cut("contiguous(4)"))
+    write(tmp_path, "random_gap", 0, 80.0, parts={"name": "PerLayer"})
+    write(tmp_path, "random_gap", 1, 82.0, parts={"name": "PerLayer"})
     assert scores(of_runs([tmp_path])) == {"cyclic_gap:erk": (90.0, 1), "random_gap:erk": (81.0, 2)}
 
 

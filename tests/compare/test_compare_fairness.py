@@ -163,7 +163,7 @@ def test_kept_results_are_enough_and_what_was_not_counted_then_is_unknown() -> N
 
 def test_the_same_row_and_seed_twice_is_refused(write: Callable[..., list[Path]]) -> None:
     paths = write()
-    with pytest.raises(GrowpruneError, match=r"rigl0 and .*rigl1 are the same row and seed"):
+    with pytest.raises(GrowpruneError, match=r"rigl0 and .*rigl1 have the same row and seed"):
         paths[3].write_text(paths[2].read_text())
         of_runs(paths)
 
@@ -210,10 +210,10 @@ def test_what_is_set_is_set_in_all_rows(tmp_path: Path) -> None:
 def test_a_folder_of_another_comparison_is_refused(tmp_path: Path) -> None:
     job = request("rigl", tmp_path).jobs()[0]
     engine.train(job.recipe, job.folder, origin={"source": job.source, "settings": job.settings})
-    with pytest.raises(GrowpruneError, match=r"was started with options.epochs=6, but the recipe now says 5"):
+    with pytest.raises(GrowpruneError, match=r"was started with options.epochs=6, but the recipe has 5 now"):
         replace(request("rigl", tmp_path), epochs=5).jobs()
     (job.folder / "recipe.json").unlink()  # only the result was brought here
-    with pytest.raises(GrowpruneError, match=r"is of a run with options.epochs=6, but the comparison now says 5"):
+    with pytest.raises(GrowpruneError, match=r"has options.epochs=6, but the comparison has 5 now"):
         replace(request("rigl", tmp_path), epochs=5).jobs()
     assert request("rigl", tmp_path).jobs()
 

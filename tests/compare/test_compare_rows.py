@@ -55,7 +55,7 @@ def own(tmp_path: Path) -> Path:
 
 def bare(method: str, **options: Any) -> Recipe:
     """A recipe of the toy with a method that says nothing of its length."""
-    return replace(cyclic(), task=Toy(depth=5), method=METHODS[method], options=options, partition=contiguous(4))
+    return replace(cyclic(), task=Toy(depth=5), method=METHODS[method], options=options, parts=contiguous(4))
 
 
 def test_a_row_without_an_allocation_has_the_usual_one_of_its_method() -> None:
@@ -89,13 +89,13 @@ def test_all_stands_for_every_method() -> None:
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("", "wants one or more rows"),
-        ("riggle", "there is no method 'riggle'; close are: rigl, or give path.py:function"),
-        ("rigl:erx", "has the allocation 'erx', but it must be one of uniform, erk, global"),
-        ("rigl every", "has 'every', but after its method a row has only key=value"),
-        ("rigl allocation=erk", "write it after the method, as in rigl:erk"),
+        ("", "--methods must be one or more rows"),
+        ("riggle", "there is no method 'riggle'; similar: rigl, or give path.py:function"),
+        ("rigl:erx", "must be one of uniform, erk, global, got 'erx'"),
+        ("rigl every", "must be a method and key=value pairs, got 'every'"),
+        ("rigl allocation=erk", "Give it after the method, as in rigl:erk"),
         ("gmp every=1,gmp  every=1,gmp every=1.", "would share a folder"),
-        ("none.py:x", r"there is no method file .*none\.py"),
+        ("none.py:x", r"method file .*none\.py does not exist"),
     ],
 )
 def test_a_row_that_cannot_be_is_refused(text: str, says: str) -> None:
@@ -104,7 +104,7 @@ def test_a_row_that_cannot_be_is_refused(text: str, says: str) -> None:
 
 
 def test_a_method_of_a_file_must_be_a_method(own: Path) -> None:
-    with pytest.raises(GrowpruneError, match=r"write @growprune.method above it"):
+    with pytest.raises(GrowpruneError, match=r"Decorate it with @growprune.method"):
         parse_rows(f"{own}:forgotten")
 
 
@@ -140,7 +140,7 @@ def test_each_method_gets_the_form_that_fills_the_budget(method: str, epochs: in
 @given(epochs=st.integers(4, 130), parts=st.integers(1, 4))
 def test_every_method_spends_every_budget_exactly(method: str, epochs: int, parts: int) -> None:
     needed = 2 if method == "random_gap" else 1  # it never grows a layer twice in a row
-    recipe = cut_as_usual(replace(bare(method), partition=contiguous(max(needed, parts))))
+    recipe = cut_as_usual(replace(bare(method), parts=contiguous(max(needed, parts))))
     if method == "parallel_gradual_gap":  # an iteration more is one more on all machines, so a few are left over
         assert num_epochs(spend(recipe, epochs, 40), 40) == pytest.approx(epochs, abs=0.051)
         assert num_epochs(spend(recipe, epochs, 4), 4) == pytest.approx(epochs, abs=0.5)
@@ -149,10 +149,10 @@ def test_every_method_spends_every_budget_exactly(method: str, epochs: int, part
 
 
 def test_a_method_that_draws_its_layers_is_given_all_of_them_and_the_others_parts() -> None:
-    assert cut_as_usual(bare("random_gap")).partition == per_layer()
-    assert cut_as_usual(bare("gradual_gap")).partition == balanced(4)
-    drawn = replace(bare("cyclic_gap"), partition=per_layer())
-    assert cut_as_usual(drawn).partition == contiguous(4)
+    assert cut_as_usual(bare("random_gap")).parts == per_layer()
+    assert cut_as_usual(bare("gradual_gap")).parts == balanced(4)
+    drawn = replace(bare("cyclic_gap"), parts=per_layer())
+    assert cut_as_usual(drawn).parts == contiguous(4)
 
 
 def test_options_that_are_given_stay_and_the_others_fill_up() -> None:
@@ -228,7 +228,7 @@ def test_equal_flops_stop_at_the_most_epochs_allowed() -> None:
 
 
 def test_equal_flops_let_a_method_have_the_epochs_it_needs_if_they_are_no_more_than_allowed(tmp_path: Path) -> None:
-    base = cut_as_usual(replace(bare("cyclic_gap"), partition=contiguous(4)))
+    base = cut_as_usual(replace(bare("cyclic_gap"), parts=contiguous(4)))
     with pytest.raises(GrowpruneError, match="needs 4 epochs"):
         spend(base, 2, 4)
     prices = {n: estimate(spend(base, n, 4)).training_flops for n in range(4, 11)}
@@ -237,7 +237,7 @@ def test_equal_flops_let_a_method_have_the_epochs_it_needs_if_they_are_no_more_t
     assert Budget("flops", 2, 10).epochs_of(methods.cyclic_gap, lambda n: spend(base, n, 4)) == nearest
     with pytest.raises(GrowpruneError, match="needs 4 epochs for 4 steps, but the budget is 3"):
         Budget("flops", 2, 3).epochs_of(methods.cyclic_gap, lambda n: spend(base, n, 4))
-    jobs = replace(request("cyclic_gap", tmp_path, settings=["partition=contiguous(3)"]), epochs=2, budget_kind="flops")
+    jobs = replace(request("cyclic_gap", tmp_path, settings=["parts=contiguous(3)"]), epochs=2, budget_kind="flops")
     assert {job.epochs >= 3 for job in jobs.jobs()} == {True}
 
 
@@ -264,7 +264,7 @@ def test_there_is_a_run_for_each_row_sparsity_and_seed_and_one_dense_for_each_se
 
 def test_a_job_replaces_method_options_sparsity_allocation_and_partition_and_nothing_else(tmp_path: Path) -> None:
     for job in request("random_gap:erk restart=false", tmp_path).jobs():
-        own = {"method": methods.random_gap, "allocation": "erk", "partition": per_layer()}
+        own = {"method": methods.random_gap, "allocation": "erk", "parts": per_layer()}
         options = {"restart": False, "steps": 3, "epochs": 1, "finetune": 3, "kappa": 3}
         whole = {**own, "options": options, "sparsity": job.sparsity, "seed": job.seed}
         assert job.recipe == replace(tiny(), **whole)
@@ -295,26 +295,29 @@ def test_a_plan_that_does_not_spend_the_budget_is_refused_unless_that_is_allowed
 @pytest.mark.parametrize(
     "more, says",
     [
-        ({"seeds": "0,0"}, "each once"),
-        ({"seeds": ""}, "wants one or more"),
-        ({"seeds": "x"}, "--seeds is 'x', but wants whole numbers with commas"),
-        ({"seeds": "1.5"}, "--seeds is '1.5', but wants whole numbers with commas"),
-        ({"sparsities": "x"}, "--sparsities is 'x', but wants numbers with commas"),
-        ({"methods": "gmp sparsity=0.5"}, "the row 'gmp sparsity=0.5' sets sparsity: write it with --sparsities"),
-        ({"methods": "gmp seed=5"}, "the row 'gmp seed=5' sets seed: write it with --seeds"),
-        ({"methods": "gmp options.until=0.5"}, "sets options.until: write it as key=value for each"),
-        ({"methods": "gmp method=rigl"}, "the row 'gmp method=rigl' sets method: write it first in the row"),
+        ({"seeds": "0,0"}, "one or more different values"),
+        ({"seeds": ""}, "--seeds must be one or more different values"),
+        ({"seeds": "x"}, "--seeds must be comma-separated integers, got 'x'"),
+        ({"seeds": "1.5"}, "--seeds must be comma-separated integers, got '1.5'"),
+        ({"sparsities": "x"}, "--sparsities must be comma-separated numbers, got 'x'"),
+        ({"methods": "gmp sparsity=0.5"}, "the row 'gmp sparsity=0.5' cannot set sparsity. Give it with --sparsities"),
+        ({"methods": "gmp seed=5"}, "the row 'gmp seed=5' cannot set seed. Give it with --seeds"),
+        ({"methods": "gmp options.until=0.5"}, "cannot set options.until. Give it as key=value for each"),
+        ({"methods": "gmp method=rigl"}, "the row 'gmp method=rigl' cannot set method. Give it first in the row"),
         ({"methods": "gmp until=0.5 until=0.6"}, "has until twice"),
-        ({"methods": "gmp =3"}, "has '=3', but after its method a row has only key=value"),
-        ({"methods": "gmp utnil=0.5"}, "the row 'gmp:global utnil=0.5' has 'utnil', .* gmp takes .* until"),
-        ({"sparsities": "1.5"}, "fraction of zeros"),
-        ({"settings": ["method=rigl"]}, "row by row"),
-        ({"settings": ["options.every=3"]}, "row by row"),
+        ({"methods": "gmp =3"}, "must be a method and key=value pairs, got '=3'"),
+        (
+            {"methods": "gmp utnil=0.5"},
+            "the row 'gmp:global utnil=0.5' has an unknown key 'utnil'. Options of gmp are: .* until",
+        ),
+        ({"sparsities": "1.5"}, "sparsity must be in"),
+        ({"settings": ["method=rigl"]}, "rows of a comparison set it"),
+        ({"settings": ["options.every=3"]}, "rows of a comparison set it"),
         ({"budget_kind": "hours"}, "must be one of epochs, flops, paper"),
-        ({"max_epochs": 2}, "max_epochs is 2, but must be a whole number of at least 6"),
-        ({"out": None}, "say where the runs go"),
-        ({"recipes": []}, "wants one recipe"),
-        ({"data": "here"}, "reads no files"),
+        ({"max_epochs": 2}, "max_epochs must be an integer >= 6, got 2"),
+        ({"out": None}, "--out is missing. Give a folder"),
+        ({"recipes": []}, "needs exactly one recipe, got 0"),
+        ({"data": "here"}, "--data is not used by the task"),
     ],
 )
 def test_what_makes_no_comparison_is_refused_before_anything_is_run(

@@ -43,7 +43,7 @@ def shown(*arguments: object) -> str:
 
 def rows_of(text: str) -> list[str]:
     """The first column of the first table."""
-    lines = text.partition("cost, as a share")[0].splitlines()
+    lines = text.partition("cost, as a fraction")[0].splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith(" ───") or set(line.strip()) == {"─"})
     return [line.split("  ")[0].strip() for line in lines[start + 1 :] if line.strip()]
 
@@ -105,14 +105,14 @@ def test_a_score_that_is_no_number_is_shown_as_nan_and_the_others_are_as_they_we
 ) -> None:
     for seed, score in enumerate((90.0, odd)):
         write(tmp_path, "gmp", 0.9, score, seed, lower_is_better=is_lower_better)
-    for method, score in {"rigl": 80.0, "set_": 70.0}.items():
+    for method, score in {"rigl": 80.0, "set": 70.0}.items():
         for seed in (0, 1):
             write(tmp_path, method, 0.9, score + seed, seed, lower_is_better=is_lower_better)
     comparison = of_runs([tmp_path])
     cells = {row.method: row.quality_cells() for row in comparison.rows}
-    assert (cells["gmp"]["test"], cells["gmp"]["vs rival"]) == ("nan", "nan")
-    assert (cells["rigl"]["test"], cells["rigl"]["vs rival"]) == ("80.50 ± 0.71", "+10.00 ± 0.00")
-    assert {row.method: row.summary["rival"] for row in comparison.rows}["rigl"] == "set_:uniform"
+    assert (cells["gmp"]["test"], cells["gmp"]["vs baseline"]) == ("nan", "nan")
+    assert (cells["rigl"]["test"], cells["rigl"]["vs baseline"]) == ("80.50 ± 0.71", "+10.00 ± 0.00")
+    assert {row.method: row.summary["rival"] for row in comparison.rows}["rigl"] == "set:uniform"
     _check_json(shown(tmp_path, "--json", "--out", tmp_path / "table"))
     _check_json((tmp_path / "table" / "comparison.json").read_text())
     assert "nan" in shown(tmp_path) and "| nan |" in shown(tmp_path, "--markdown")
@@ -197,10 +197,12 @@ def test_a_place_that_cannot_be_written_to_is_named_with_what_to_do(tmp_path: Pa
     for command in (there, new):
         done = CliRunner().invoke(app, command)
         assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert f"cannot write to {out}" in done.stderr and "give another --out" in done.stderr
+        assert f"cannot write to {out}" in done.stderr and "choose another --out" in done.stderr
 
 
 def test_a_row_whose_name_is_too_long_for_a_folder_is_refused(tmp_path: Path) -> None:
     options = f"cyclic_gap restart={'1' * 250}"
-    with pytest.raises(GrowpruneError, match=r"name of 277 characters, but its folder can have 255: leave options out"):
+    with pytest.raises(
+        GrowpruneError, match=r"name of 277 characters, but folder names can have 255\. Leave options out"
+    ):
         Request([TOY], options, "0.8", "0", 6, tmp_path).jobs()

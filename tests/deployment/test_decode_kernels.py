@@ -108,7 +108,7 @@ def test_many_weights_are_looked_at_piece_by_piece(monkeypatch: pytest.MonkeyPat
 
 
 def test_values_and_mask_must_agree() -> None:
-    with pytest.raises(GrowpruneError, match="3 values, but 1 weights live"):
+    with pytest.raises(GrowpruneError, match="got 3 values for 1 live weights"):
         from_live(torch.ones(3), torch.tensor([[True, False]]))
 
 
@@ -339,10 +339,10 @@ def test_a_layer_can_be_copied_and_converted() -> None:
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.ones(1, 5), "must be \\(batch, 4\\)"),
-        (torch.ones(17, 4), "16 samples at most"),
-        (torch.ones(1, 4, dtype=torch.float64), "must be the same of bfloat16, float16 and float32"),
-        (torch.ones(1, 4, dtype=torch.bfloat16), "must be the same of bfloat16, float16 and float32"),
+        (torch.ones(1, 5), "x must have shape \\(batch, 4\\)"),
+        (torch.ones(17, 4), "a batch of 1 to 16, got \\(17, 4\\)"),
+        (torch.ones(1, 4, dtype=torch.float64), "must have the same dtype, one of bfloat16, float16 and float32"),
+        (torch.ones(1, 4, dtype=torch.bfloat16), "must have the same dtype, one of bfloat16, float16 and float32"),
     ],
 )
 def test_what_does_not_fit_is_refused(x: Tensor, message: str) -> None:

@@ -125,11 +125,11 @@ class Odd(nn.Module):
 def test_layers_among_operations_that_stay_in_torch() -> None:
     torch.manual_seed(0)
     deployed = check(Odd(), torch.randn(2, 3, 13, 11))
-    assert {"conv2d", "cat", "batch_norm"} <= set(deployed.table.in_torch)
+    assert {"pad", "batch_norm"} <= set(deployed.table.in_torch)
     assert {row.layer: row.choice for row in deployed.table} == {
         "first": "sparse",
         "wide": "sparse",
-        "grouped": "torch",
+        "grouped": "sparse",
         "last": "sparse",
         "head": "sparse",
     }
@@ -333,13 +333,46 @@ def test_saved_and_loaded_it_gives_the_same_bits(tmp_path: Path, whole: bool, mo
     model, example = translation()
     monkeypatch.setattr("growprune.deployment.api.milliseconds_in_turns", lambda *_: (1.0, 2.0))
     taken = iter([(2e-3, 1e-3), (1e-3, 2e-3)] * 50)
-    monkeypatch.setattr(tuning, "dense_and_sparse_seconds", lambda *_: next(taken))  # some sparse, some dense
+    monkeypatch.setattr(tuning, "torch_and_our_seconds", lambda *_: next(taken))  # some sparse, some dense
     deployed = gp.deploy(sparse_of(model, storage="compact"), example, seconds=0.2, whole=whole)
     deployed.save(tmp_path / "out")
     loaded = gp.load_deployed(tmp_path / "out", translation()[0])
     assert torch.equal(loaded(*example), deployed(*example))
     assert loaded.table == deployed.table
     assert str(loaded.table) == str(deployed.table)
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_loading_and_deploying_a_file_leave_the_given_model_as_it_is(tmp_path: Path, storage: str) -> None:
+    torch.manual_seed(0)
+    sparse, x = sparse_of(Small(), storage=storage), torch.randn(2, 4, 8, 8)
+    gp.save(sparse, tmp_path / "model.safetensors")
+    gp.deploy(sparse, x, seconds=0).save(tmp_path / "out")
+    optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
+    sparse.model(x).sum().backward()
+    optimizer.step()
+    kinds = [type(module) for module in sparse.model.modules()]
+    parameters = dict(sparse.model.named_parameters())
+    before = {name: tensor.clone() for name, tensor in sparse.model.state_dict().items()}
+    loaded = gp.load_deployed(tmp_path / "out", sparse.model)
+    assert_same(gp.deploy(tmp_path / "model.safetensors", x, into=sparse.model, seconds=0)(x), loaded(x))
+    assert kinds == [type(module) for module in sparse.model.modules()]
+    assert all(parameter is parameters[name] for name, parameter in sparse.model.named_parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in sparse.model.state_dict().items())
+    gp.save(sparse, tmp_path / "again.safetensors")
+    fresh = gp.load(tmp_path / "model.safetensors", Small())
+    with torch.no_grad():
+        assert_same(loaded(x), fresh.model.eval()(x))
+
+
+def test_a_model_on_the_meta_device_is_enough_to_load_a_folder(tmp_path: Path) -> None:
+    sparse, x = sparse_of(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))), torch.randn(2, 64)
+    deployed = gp.deploy(sparse, x, seconds=0)
+    deployed.save(tmp_path)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    assert torch.equal(gp.load_deployed(tmp_path, model)(x), deployed(x))
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_a_folder_of_another_machine_is_measured_again(tmp_path: Path) -> None:
@@ -361,7 +394,7 @@ def test_a_folder_of_another_machine_is_measured_again(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "is damaged"),
-        ('{"format": 2}', "has format 2, this growprune reads 1"),
+        ('{"format": 2}', "has format 2, but this growprune reads 1"),
         ('{"format": 1}', "is damaged"),
         ('{"format": 1, "example": [{"tensor": 3}, {"dict": {}}]}', "is damaged"),
     ],
@@ -377,8 +410,8 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, text: str, message: str) ->
     ("change", "message"),
     [
         (lambda about: about["rows"][0].update(choice=[]), "is damaged .ValueError: a choice is"),
-        (lambda about: about["rows"][0].update(layer=7), "is damaged .TypeError: 7 is no text"),
-        (lambda about: about["rows"][0].update(dense_ms="1"), "is damaged .ValueError: 1 is no time"),
+        (lambda about: about["rows"][0].update(layer=7), "is damaged .TypeError: 7 is not a string"),
+        (lambda about: about["rows"][0].update(dense_ms="1"), "is damaged .ValueError: 1 is not a valid time"),
         (
             lambda about: about["rows"][0]["tile"].update(threads=4096),
             "is damaged .ValueError: a layer has more",
@@ -392,7 +425,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, text: str, message: str) ->
         (lambda about: example_of(about).update(dtype="load"), "is damaged .TypeError: a tensor is 4-dimensional"),
         (
             lambda about: example_of(about).update(shape=[1, 5, 8, 8]),
-            "cannot be run with the example of",
+            "the model failed on the example in",
         ),
     ],
 )
@@ -424,7 +457,7 @@ def test_a_model_that_is_nearly_dense_in_all_is_saved_with_its_sparse_layer(tmp_
     deployed.save(tmp_path)
     sparse = gp.load(tmp_path / "model.safetensors", make())
     assert internals(sparse).alive_by_weight() == {"0.weight": 1024 - 921, "2.weight": 32 * 2048}
-    assert sparse.sparsity == pytest.approx(921 / (1024 + 32 * 2048))
+    assert sparse.target_sparsity == pytest.approx(921 / (1024 + 32 * 2048))
     assert internals(sparse).allocation == "global"
     assert_same(gp.load_deployed(tmp_path, make())(x), deployed(x))
 
@@ -588,7 +621,7 @@ def test_inputs_of_other_shapes_get_plans_of_their_own_which_is_said_once() -> N
     model = Small()
     deployed = gp.deploy(sparse_of(model), torch.randn(1, 4, 8, 8), seconds=0)
     shapes = [(batch, 4, size, 9) for batch in (2, 5) for size in range(4, 9)]
-    with pytest.warns(UserWarning, match="deployed for other inputs") as said, torch.no_grad():
+    with pytest.warns(UserWarning, match="was deployed with other input shapes") as said, torch.no_grad():
         for shape in [*shapes, (1, 4, 8, 8)]:
             x = torch.randn(shape)
             assert_same(deployed(x), model(x))
@@ -623,7 +656,7 @@ def test_more_threads_give_the_same() -> None:
     deployed = gp.deploy(sparse_of(model), x, seconds=0)
     torch.set_num_threads(2)
     try:
-        with pytest.warns(UserWarning, match="other inputs"), torch.no_grad():
+        with pytest.warns(UserWarning, match="other input shapes"), torch.no_grad():
             assert_same(deployed(x), model(x))
     finally:
         torch.set_num_threads(1)
@@ -738,7 +771,7 @@ def test_the_faster_of_both_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     sparse = sparse_of(Small())
     monkeypatch.setattr("growprune.deployment.api.milliseconds_in_turns", lambda *_: (1.0, 2.0))
     for taken, choice in (((2e-3, 1e-3), "sparse"), ((1e-3, 2e-3), "dense")):
-        monkeypatch.setattr(tuning, "dense_and_sparse_seconds", lambda *_, taken=taken: taken)
+        monkeypatch.setattr(tuning, "torch_and_our_seconds", lambda *_, taken=taken: taken)
         deployed = gp.deploy(sparse, torch.randn(2, 4, 8, 8), seconds=0.01)
         assert [row.choice for row in deployed.table] == [choice, choice]
         assert deployed.table[0].dense_ms == 1e3 * taken[0] and deployed.table[0].sparse_ms == 1e3 * taken[1]
@@ -770,9 +803,9 @@ class Small0(nn.Module):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (3, {}, "deploy was given a int"),
+        (3, {}, "deploy takes a SparseModel, a module or the path of a sparse file, got int"),
         (nn.Linear(2, 2), {"device": "cuda"}, "device is 'cuda'"),
-        (nn.Linear(2, 2, device="meta"), {}, "not on the CPU"),
+        (nn.Linear(2, 2, device="meta"), {}, "the model is on meta: call model.cpu"),
     ],
 )
 def test_what_cannot_be_deployed_is_refused(model: Any, options: dict[str, Any], message: str) -> None:
@@ -833,7 +866,9 @@ def test_buffers_that_are_needed_at_once_never_overlap(buffers: list[tuple[int, 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps, lambda d: torch.save(d, io.BytesIO())])
 def test_a_deployed_model_says_that_it_cannot_be_copied(make: Any, whole: bool) -> None:
     deployed = gp.deploy(sparse_of(nn.Sequential(nn.Linear(16, 16))), torch.randn(2, 16), seconds=0, whole=whole)
-    with pytest.raises(gp.GrowpruneError, match=r"is deployed, and can be neither copied nor pickled: call save"):
+    with pytest.raises(
+        gp.GrowpruneError, match=r"is deployed and can be neither copied nor pickled: use deployed.save"
+    ):
         make(deployed)
     if whole or make is not copy.copy:  # a shallow copy of the model has the same layers
         with pytest.raises(gp.GrowpruneError, match="neither copied nor pickled"):
@@ -851,10 +886,10 @@ def normed() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda d: d.half(), "in torch.float32, and cannot become torch.float16: keep to it, as kernels on a CPU"),
-        (lambda d: d.to(torch.bfloat16), "in torch.float32, and cannot become torch.bfloat16: keep to it"),
-        (lambda d: d.double(), "in torch.float32, and cannot become torch.float64: keep to it"),
-        (lambda d: d.to("meta"), "on cpu, and cannot be moved to meta: change the model itself, and deploy it again"),
+        (lambda d: d.half(), "in torch.float32 and cannot become torch.float16: the CPU kernels only support float32"),
+        (lambda d: d.to(torch.bfloat16), "in torch.float32 and cannot become torch.bfloat16: the CPU kernels"),
+        (lambda d: d.double(), "in torch.float32 and cannot become torch.float64: the CPU kernels"),
+        (lambda d: d.to("meta"), "on cpu and cannot be moved to meta: change the original model and deploy it again"),
     ],
 )
 def test_a_deployed_model_refuses_another_dtype_or_device(change: Any, error: str, whole: bool) -> None:
@@ -872,9 +907,7 @@ def test_a_deployed_model_refuses_another_dtype_or_device(change: Any, error: st
 @pytest.mark.parametrize("change", [lambda d: d.cuda(), lambda d: d.to("cuda")])
 def test_a_deployed_model_cannot_be_moved_to_a_gpu_that_is_not_there(change: Any) -> None:
     deployed = gp.deploy(sparse_of(normed()), torch.randn(4, 16), seconds=0)
-    with pytest.raises(
-        gp.GrowpruneError, match=r"cannot be changed like this \(.+\): change the model itself"
-    ) as error:
+    with pytest.raises(gp.GrowpruneError, match=r"cannot be converted \(.+\): change the original model") as error:
         change(deployed)
     assert "\n" not in str(error.value)
 
@@ -896,7 +929,7 @@ def test_a_deployed_model_cannot_be_trained(whole: bool) -> None:
     x = torch.randn(4, 16)
     deployed = gp.deploy(sparse_of(normed()), x, seconds=0, whole=whole)
     before = deployed(x)
-    with pytest.raises(gp.GrowpruneError, match="cannot be trained: train the model itself, and deploy it again"):
+    with pytest.raises(gp.GrowpruneError, match="cannot be trained: train the original model and deploy it again"):
         deployed.train()
     assert torch.equal(deployed(x), before)
 
@@ -905,7 +938,7 @@ def test_a_deployed_model_cannot_be_trained(whole: bool) -> None:
 def test_a_deployed_model_has_no_state_dict_that_lacks_its_sparse_weights(whole: bool) -> None:
     deployed = gp.deploy(sparse_of(normed()), torch.randn(4, 16), seconds=0, whole=whole)
     for ask in (deployed.state_dict, lambda: deployed.load_state_dict({})):
-        with pytest.raises(gp.GrowpruneError, match=r"has no state dict: deployed.save\(FOLDER\) keeps it"):
+        with pytest.raises(gp.GrowpruneError, match=r"has no state_dict: use deployed.save\(folder\)"):
             ask()
 
 
@@ -926,7 +959,7 @@ def test_a_model_that_is_deployed_in_half_precision_stays_in_torch_and_in_that()
     with pytest.warns(UserWarning, match=r"no sparse weights in float32, .* but some in torch.float16: it stays"):
         deployed = gp.deploy(model, x)
     assert deployed.half()(x).dtype == torch.float16
-    with pytest.raises(gp.GrowpruneError, match=r"cannot become torch.float32: change the model itself, and deploy"):
+    with pytest.raises(gp.GrowpruneError, match=r"cannot become torch.float32: change the original model and deploy"):
         deployed.float()
 
 

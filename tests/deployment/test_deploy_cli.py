@@ -89,17 +89,21 @@ def test_a_model_can_be_deployed_by_its_layers(file: Path, tmp_path: Path) -> No
 def test_bad_input_gives_one_line(run: Path, file: Path, tmp_path: Path) -> None:
     out, net = str(tmp_path / "out"), str(tmp_path / "net.py")
     (tmp_path / "empty").mkdir()
-    assert "there is no" in refused("deploy", str(tmp_path / "none"), "--out", out)
-    assert "is not the folder of a run" in refused("deploy", str(tmp_path / "empty"), "--out", out)
-    assert "which has no code" in refused("deploy", str(file), "--out", out)
-    assert "not an empty folder" in refused("deploy", str(run), "--out", str(run))
-    assert "leave it out" in refused("deploy", str(run), "--out", out, "--model", f"{net}:build")
+    assert "does not exist" in refused("deploy", str(tmp_path / "none"), "--out", out)
+    assert "is not a run folder" in refused("deploy", str(tmp_path / "empty"), "--out", out)
+    assert "has no model code. Add --model FILE.py:FUNCTION" in refused("deploy", str(file), "--out", out)
+    assert "must be a new or empty folder" in refused("deploy", str(run), "--out", str(run))
+    assert "Leave --model out" in refused("deploy", str(run), "--out", out, "--model", f"{net}:build")
     shaped = ["--example-shape", "4,16"]
     assert "must be FILE.py:FUNCTION" in refused("deploy", str(file), "--out", out, "--model", net, *shaped)
     assert "has no function 'none'" in refused("deploy", str(file), "--out", out, "--model", f"{net}:none", *shaped)
-    assert "must build a module" in refused("deploy", str(file), "--out", out, "--model", f"{net}:number", *shaped)
+    assert "must return an nn.Module, got int" in refused(
+        "deploy", str(file), "--out", out, "--model", f"{net}:number", *shaped
+    )
     bad = ["--example-shape", "4,b"]
-    assert "must be sizes" in refused("deploy", str(file), "--out", out, "--model", f"{net}:build", *bad)
+    assert "must be integers >= 1 such as 1,3,224,224, got '4,b'" in refused(
+        "deploy", str(file), "--out", out, "--model", f"{net}:build", *bad
+    )
     wide = ["--model", f"{net}:build", "--example-shape", "1,17"]
     for options in ([], ["--by-layer"]):
         said = refused("deploy", str(file), "--out", out, *wide, *options)

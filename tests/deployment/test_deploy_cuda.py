@@ -308,7 +308,7 @@ def test_a_folder_with_another_device_is_damaged(device: object, tmp_path: Path)
 
 @pytest.mark.parametrize("device", ["tpu", "mps", "", "meta"])
 def test_other_devices_are_refused(device: str) -> None:
-    with pytest.raises(gp.GrowpruneError, match=f"device is '{device}', but models are deployed on 'cpu' or 'cuda'"):
+    with pytest.raises(gp.GrowpruneError, match=f"device must be 'cpu' or 'cuda', got '{device}'"):
         checked_device(device)
 
 
@@ -316,7 +316,7 @@ def test_other_devices_are_refused(device: str) -> None:
 def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
     with pytest.raises(gp.GrowpruneError, match="torch sees no CUDA device here"):
         gp.deploy(sparse_mlp(), torch.randn(2, 64), device="cuda")
-    with pytest.raises(gp.GrowpruneError, match="recorded as a CUDA graph, but torch sees no CUDA device"):
+    with pytest.raises(gp.GrowpruneError, match="graphed needs a GPU, but torch sees no CUDA device"):
         graphed(nn.Identity(), torch.zeros(1))
     gp.save(sparse_mlp(), tmp_path / "m.safetensors")
     arguments = ["deploy", str(tmp_path / "m.safetensors"), "--out", str(tmp_path / "out"), "--device", "cuda"]

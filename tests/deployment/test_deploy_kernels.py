@@ -73,7 +73,12 @@ def run(layer: Layer, x: Tensor) -> Tensor:
 
 
 def finish(sums: Tensor, activation: Activation) -> Tensor:
-    return {Activation.NONE: sums, Activation.RELU: sums.relu(), Activation.GELU: F.gelu(sums)}[activation]
+    return {
+        Activation.NONE: sums,
+        Activation.RELU: sums.relu(),
+        Activation.GELU: F.gelu(sums),
+        Activation.RELU6: F.relu6(sums),
+    }[activation]
 
 
 def expect_close(found: Tensor, expected: Tensor, scale: Tensor) -> None:

@@ -22,6 +22,7 @@ SMALLEST = {
     "compact_training large": ["large", "--small", "--steps", "1", "--changes", "1"],
     "compact_training resnet50": ["resnet50", "--small", "--repeats", "1", "--storages", "dense", "compact"],
     "decode": ["all", "--small"],
+    "every_trainer": ["--only", "ViT,Lightning,timm"],
     "fan_in": ["--small", "--threads", "1", "--seconds", "0", "--rounds", "1"],
     "file_sizes": ["--width", "4"],
     "fuzz_files": ["--cases", "60"],
@@ -29,6 +30,10 @@ SMALLEST = {
     "inference_networks": [
         *("--small", "--rounds", "1", "--seconds", "0", "--threads", "1"),
         *("--only", "encoder", "--engines", "deployed,torch"),
+    ],
+    "inference_networks of images": [
+        *("--small", "--rounds", "1", "--seconds", "0", "--threads", "1", "--busy", "1"),
+        *("--only", "mobilenet,unet", "--engines", "deployed,torch"),
     ],
     "kernels": ["--weights", "4096"],
     "loading": ["--images", "IMAGES", "--workers", "0", "--batches", "1"],
@@ -93,6 +98,7 @@ def test_no_benchmark_is_left_out() -> None:
         "engines",
         "models",
         "mutations",
+        "small_networks",
     }
     assert {name.split(maxsplit=1)[0] for name in SMALLEST} == found
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from test_readme import ROOT, run
+from test_blocks import code_of
+from test_readme import ROOT
 
 import growprune
 from growprune.methods import METHODS
@@ -16,105 +19,73 @@ from growprune.recipes import RECIPES
 from growprune.sparse.internals import internals
 
 DOCS = ROOT / "docs"
-GUIDES = ("index", "own-loop", "choosing", "deploying", "importing", "extending")
-ELSEWHERE = {
-    "lightning": "integrations/test_lightning_docs.py",
-    "pretrained": "test_pretrained_page.py",
-    "transformers": "integrations/test_transformers_page.py",
-    "memory": "test_the_code_about_memory_runs",
-    "sharding": "files/test_sharded_checkpoints.py",
-    "paper": "test_the_algorithm_shown_is_the_code_that_runs",
-    "design": "none: it shows what is in plan.py, shortened",
-}
-"""Pages whose code is not run here, and where it is."""
 
 
 def blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.S)
 
 
-@pytest.mark.filterwarnings("ignore:deployed, the model takes")  # a model so small may be faster in torch
-@pytest.mark.parametrize("page", GUIDES)
-def test_the_code_of_a_guide_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = blocks(page)
-    assert found
-    for code in found:  # each with a model, data and a loss of its own
-        run(f"import growprune as gp\n{code}")
-
-
-def test_the_code_of_every_page_is_run_somewhere() -> None:
-    assert {page.stem for page in DOCS.glob("*.md") if blocks(page.stem)} == {*GUIDES, *ELSEWHERE}
+def names_of(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the code of a page leaves, run as printed."""
+    monkeypatch.chdir(folder)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(code_of(DOCS / f"{page}.md"), names)
+    return names
 
 
 def test_the_first_loop_ends_with_a_tenth_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names = run(blocks("index")[0])
-    assert names["sparse"].num_alive == 997  # of 432 + 2,304 + 2,304 + 4,608 + 320
+    sparsifier = names_of("index", tmp_path, monkeypatch)["sparsifier"]
+    assert sparsifier.is_finished
+    assert sparsifier.sparse.num_alive == 40960  # of 64 x 256 + 6 x 256 x 256
+
+
+def test_the_loop_over_phases_ends_sparse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = names_of("own-loop", tmp_path, monkeypatch)
     assert names["cursor"].is_over
+    assert names["sparse"].num_alive == 819 + 1638 + 128  # of 64 x 128, 128 x 128 and 128 x 10
 
 
-@pytest.mark.parametrize("storage", ["masked", "compact"])
-def test_the_loop_that_stops_goes_on_to_the_same_bits_whatever_the_storage(storage: str) -> None:
-    (code,) = [code for code in blocks("own-loop") if "kept =" in code]
-    code = code.replace("sparsity=0.9)", f"sparsity=0.9, storage={storage!r})", 1)
-    making, loading = code.split("kept =")
-    loading = f"kept ={loading}"
-    keeping, loading = loading.split("\n\n")
-    train = """
-while cursor.iteration < {}:
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss_fn(model(x), y).backward()
-        optimizer.step()
-"""
-    first = run(making + train.format(14) + f"import copy\n{keeping}\nkept = copy.deepcopy(kept)" + train.format(30))
-    second = run(making)
-    second["kept"] = first["kept"]
-    exec(loading + train.format(30), second)
-    for (name, mine), its in zip(first["model"].named_parameters(), second["model"].parameters(), strict=True):
-        assert torch.equal(mine, its), name
-
-
-def test_the_loop_over_phases_ends_sparse() -> None:
-    (code,) = [code for code in blocks("own-loop") if "for phase in" in code]
-    assert run(code)["sparse"].masks["blocks.2.weight"].sum() == 461  # a tenth of 4,608
-
-
-def test_the_model_that_is_deployed_is_the_one_that_was_saved(
+def test_the_digits_of_the_tutorial_resume_exactly_and_make_a_file_of_the_size_it_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (code,) = [code for code in blocks("deploying") if "gp.read" in code]
-    names = run(code)
-    assert capsys.readouterr().out == "True\n"
-    assert int((names["tensors"]["blocks.2.weight"] != 0).sum()) == 461
+    names = names_of("tutorial-digits", tmp_path, monkeypatch)
+    assert names["sparsifier"].sparse.num_alive == 2318  # a tenth of 144 + 4,608 + 18,432
+    assert all(map(torch.equal, names["model"].state_dict().values(), names["resumed"].state_dict().values()))
+    page = (DOCS / "tutorial-digits.md").read_text()
+    exact = [line for line in capsys.readouterr().out.splitlines() if "images" in line or line.startswith("Sparsifier")]
+    assert [line for line in exact if line not in page] == []
+    (size,) = re.findall(r"bytes, sparse ([\d,]+) bytes", page)
+    assert (tmp_path / "model.safetensors").stat().st_size == pytest.approx(int(size.replace(",", "")), rel=0.05)
 
 
-@pytest.mark.filterwarnings("ignore:deployed, the model takes")
-def test_the_model_on_sparse_kernels_gives_what_the_model_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.filterwarnings("ignore:deployed, the model takes")  # a model so small may be faster in torch
+def test_the_model_on_the_page_about_deploying_gives_the_same_in_every_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run(blocks("deploying")[0])
-    assert "sparsity" in capsys.readouterr().out
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(code_of(DOCS / "deploying.md"), names)
     with torch.no_grad():
-        expected = names["model"].eval()(names["example"])
+        expected = names["plain"](names["example"])
+        assert torch.equal(names["served"](names["example"]), expected)
     for outputs in (names["outputs"], names["again"](names["example"])):
         assert (outputs - expected).abs().max() <= 1e-5 * expected.abs().max()
+    live = sum(int((names["tensors"][name] != 0).sum()) for name in ("0.weight", "2.weight", "5.weight"))
+    assert live == 13611  # a tenth of 432 + 4,608 + 131,072
 
 
-def test_the_code_about_memory_runs() -> None:
-    storages, threads = blocks("memory")
-    sparse = run(storages)["sparse"]
-    assert internals(sparse).storage == "compact"
-    assert sparse.num_alive == 996  # a tenth of each layer: 43 + 230 + 230 + 461 + 32
-    before = torch.autograd.is_multithreading_enabled()
+def test_the_models_on_the_page_about_memory_are_compact() -> None:
+    names: dict[str, Any] = {}
+    threads = torch.autograd.is_multithreading_enabled()
     try:
-        run(threads)
+        exec(code_of(DOCS / "memory.md"), names)
         assert not torch.autograd.is_multithreading_enabled()
     finally:
-        torch.autograd.set_multithreading_enabled(before)
+        torch.autograd.set_multithreading_enabled(threads)
+    assert internals(names["sparsifier"].sparse).storage == internals(names["sparse"]).storage == "compact"
+    assert names["sparse"].num_alive == 1638 + 65536 + 256  # the part that is dense, and a tenth of the others
 
 
 def test_the_algorithm_shown_is_the_code_that_runs() -> None:
@@ -126,10 +97,10 @@ def test_the_algorithm_shown_is_the_code_that_runs() -> None:
 
 def test_every_row_of_the_papers_tables_is_the_recipe_that_the_page_names() -> None:
     page = (DOCS / "paper.md").read_text()
-    rows = re.findall(r"^\| `(\S+/\S+)` \| (.*) \| (.*) \| ([\d,]+) \|$", page, re.M)
-    for name, row, figure, epochs in rows:
-        expected = f"{row}: {figure}; {epochs.replace(',', '')} epochs; machines of 8 V100"
-        assert re.fullmatch(r"(Table \d, )?" + re.escape(expected), RECIPES[name]().claim), name
+    rows = re.findall(r"^\| `(\S+/\S+)` \| (.*) \| ([\d,]+) \|$", page, re.M)
+    for name, figure, epochs in rows:
+        expected = f": {figure}; {epochs.replace(',', '')} epochs; machines of 8 V100"
+        assert RECIPES[name]().claim.endswith(expected), name
     claimed = {name for name, make in RECIPES.items() if re.match("Table|Ablation", make().claim)}
     assert {name for name, *_ in rows} == claimed
 
@@ -143,19 +114,32 @@ def test_a_list_that_follows_its_sentence_at_once_is_a_list_and_code_stays_as_it
     hooks = runpy.run_path(str(DOCS / "hooks.py"))
     page = "So:\n- one\n  and more\n- two\nRun\n```\na\n- b\n```\nor"
     expected = "So:\n\n- one\n  and more\n- two\nRun\n\n```\na\n- b\n```\nor"
-    assert hooks["on_page_markdown"](page) == expected
+    assert list(hooks["part_lists"](page.splitlines())) == expected.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("page", "shown", "expected"),
+    [
+        ("a.md", "[b](b.md) [c](../c.py) ![d](../d.svg)", "[b](b.md) `c.py` ![d](d.svg)"),
+        ("x/a.md", "[b](../b.md) [c](../../c.py) ![d](../../d.svg)", "[b](../b.md) `c.py` ![d](../d.svg)"),
+    ],
+)
+def test_links_out_of_the_docs_are_named_only_from_folders_too(page: str, shown: str, expected: str) -> None:
+    hooks = runpy.run_path(str(DOCS / "hooks.py"))
+    assert hooks["on_page_markdown"](shown, page=SimpleNamespace(file=SimpleNamespace(src_uri=page))) == expected
 
 
 def test_every_public_name_is_in_the_reference() -> None:
     reference = (DOCS / "api.md").read_text()
     homes = {f"::: {growprune._HOME[name]}.{name}" for name in growprune.__all__ if name not in ("methods", "tasks")}
-    homes |= {f"::: growprune.methods.{name}.{name}" for name in METHODS}
+    homes |= {f"::: {method.__module__}.{method.__qualname__}" for method in METHODS.values()}
     assert homes - set(reference.splitlines()) == set()
 
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
-    assert [page.name for page in DOCS.glob("*.md") if f" {page.name}\n" not in navigation] == []
+    pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
+    assert [page for page in pages if f" {page}\n" not in navigation] == []
 
 
 def test_the_site_is_built_without_a_complaint(site: Path) -> None:

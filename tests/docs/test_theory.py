@@ -119,9 +119,9 @@ def test_a_static_mask_sees_its_own_weights_only_and_gmp_all_at_once() -> None:
     model = three_layers()
     S = gp.Partition.per_layer(model)
     static = gp.methods.static_random(S, sparsity=0.9, iterations=4)
-    assert shares_seen(gp.SparseModel(model, sparsity=0.9), static) == [0.1]
+    assert shares_seen(gp.SparseModel(model, sparsity=0.9, allocation="uniform"), static) == [0.1]
     gmp = gp.methods.gmp(S, sparsity=0.9, iterations=8, every=2)
-    assert set(shares_seen(gp.SparseModel(model, sparsity=0.9), gmp)) == {1.0}
+    assert set(shares_seen(gp.SparseModel(model, sparsity=0.9, allocation="uniform"), gmp)) == {1.0}
 
 
 def test_set_sees_as_many_weights_as_chance_says() -> None:
@@ -133,7 +133,8 @@ def test_set_sees_as_many_weights_as_chance_says() -> None:
     )  # one swap, of half of the two live weights
     expected = 1 - 8 / 10 * (1 - 1 / 9)  # one of nine dead ones grows
     assert expected_set(plan, num_weights=10, num_live=2) == pytest.approx(expected)
-    seen = [shares_seen(gp.SparseModel(model, sparsity=0.8, seed=seed), plan)[-1] for seed in range(200)]
+    models = (gp.SparseModel(model, sparsity=0.8, allocation="uniform", seed=seed) for seed in range(200))
+    seen = [shares_seen(sparse, plan)[-1] for sparse in models]
     assert set(seen) == {0.2, 0.3}
     assert abs(sum(seen) / 200 - expected) < 3 * 0.1 * math.sqrt(1 / 9 * 8 / 9 / 200)
 
@@ -245,7 +246,7 @@ def test_the_learning_rate_has_a_cosine_from_each_restart_to_the_next() -> None:
     model = nn.Linear(4, 1)
     S = gp.Partition.contiguous(model, 1)
     plan = gp.methods.one_shot(S, sparsity=0.5, epochs=2, finetune=4)
-    cursor = gp.Cursor(gp.SparseModel(model, sparsity=0.5), plan, iterations_per_epoch=1)
+    cursor = gp.Cursor(gp.SparseModel(model, sparsity=0.5, allocation="uniform"), plan, iterations_per_epoch=1)
     half = (1 + math.cos(math.pi / 3)) / 2
     assert lr_curve(cursor, warmup=1) == pytest.approx([1 / 2, 1, 1 / 2, 1, half, 1 - half])
 

@@ -27,7 +27,7 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def short(recipe: Recipe, method: Any, **options: Any) -> Recipe:
-    return replace(recipe, method=method, options=options, partition=contiguous(3))
+    return replace(recipe, method=method, options=options, parts=contiguous(3))
 
 
 def test_dense_training_costs_six_flops_for_each_weight_and_example(tmp_path: Path) -> None:

@@ -138,5 +138,5 @@ def test_a_branch_whose_file_is_damaged_is_named(tmp_path: Path) -> None:
     path = RunFolder(tmp_path).explored(1, 0)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"nothing of ours")
-    with pytest.raises(GrowpruneError, match=r"1-0/explored.safetensors.*resume the run"):
+    with pytest.raises(GrowpruneError, match=r"1-0/explored.safetensors.*Resume the run"):
         exploration.combine(1, 1)

@@ -74,18 +74,18 @@ def of_bits(folder: Path, method: str, sparsity: float, bits: float) -> Path:
 
 
 def test_a_report_calls_the_lowest_the_best_and_says_so(tmp_path: Path) -> None:
-    for method, bits in {"rigl": 2.25, "gmp": 2.125, "set_": 2.5}.items():
+    for method, bits in {"rigl": 2.25, "gmp": 2.125, "set": 2.5}.items():
         of_bits(tmp_path / method, method, 0.9, bits)
     of_bits(tmp_path / "dense", "dense", 0.0, 2.0)
     page = render(find_runs([tmp_path]), "/* drawn by nobody */")
-    assert "Without removing anything, bits (lower is better) on test data is 2.000." in page
+    assert "The dense model has bits (lower is better) 2.000 on test data." in page
     assert (
-        "At sparsity 0.9, gmp, the best of 3 on validation data, reaches bits 2.125 on test data, 0.125 above dense."
+        "At sparsity 0.9, gmp (the best of 3 on validation data) reaches bits 2.125 on test data, 0.125 above dense."
         in page
     )
     assert "bits, test (lower is better)" in page
-    assert "down and to the left is better" in page and "up and to the left" not in page
-    assert "what is on or below it lost nothing" in page
+    assert "Down and left is better" in page and "Up and left" not in page
+    assert "a point on or below it lost nothing" in page
 
 
 def test_a_report_of_an_unfinished_run_goes_by_its_log(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_report_of_an_unfinished_run_goes_by_its_log(tmp_path: Path) -> None:
     write_run(tmp_path / "run", recipe("dense", 0.0, 0, task={"name": "Language"}), None, events)
     (record,) = find_runs([tmp_path])
     assert record.metric == LOWER
-    assert "The lower a line, the better" in render([record], "/* drawn by nobody */")
+    assert "lower is better. Lines jump" in render([record], "/* drawn by nobody */")
 
 
 def test_a_report_lets_validation_and_not_test_data_say_who_is_best(tmp_path: Path) -> None:
@@ -104,4 +104,4 @@ def test_a_report_lets_validation_and_not_test_data_say_who_is_best(tmp_path: Pa
         scores |= {"validation": {"bits": validation}, "test": {"bits": test}}
         write_run(tmp_path / method, made, result(made, 0.0, history([1000, 500]), **scores))
     page = render(find_runs([tmp_path]), "/* drawn by nobody */")
-    assert "At sparsity 0.9, rigl, the best of 2 on validation data, reaches bits 3.000 on test data." in page
+    assert "At sparsity 0.9, rigl (the best of 2 on validation data) reaches bits 3.000 on test data." in page

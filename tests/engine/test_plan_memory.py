@@ -18,7 +18,7 @@ def test_a_plan_knows_what_each_rank_will_hold() -> None:
         task=Toy(is_plain=True),  # 96 + 256 + 48 prunable weights, 35 biases
         method=methods.one_shot,
         options={"epochs": 1, "finetune": 1},
-        partition=contiguous(1),
+        parts=contiguous(1),
         keep_dense=(),
         sparsity=0.75,
         storage="compact",
@@ -33,6 +33,6 @@ def test_a_plan_knows_what_each_rank_will_hold() -> None:
 
 def test_the_peak_of_a_plan_that_is_never_dense_counts() -> None:
     recipe = replace(plain(), task=Toy(is_plain=True), method=methods.static_random, options={"epochs": 1})
-    recipe = replace(recipe, partition=contiguous(1), keep_dense=(), sparsity=0.75, storage="compact")
+    recipe = replace(recipe, parts=contiguous(1), keep_dense=(), sparsity=0.75, storage="compact")
     recipe = replace(recipe, optimizer=OptimizerConfig(kind="sgd"))
     assert estimate(recipe).memory.shared == 4 * 2 * (100 + 35)

@@ -97,7 +97,7 @@ def test_of_two_that_start_at_once_the_later_does_not_train_over_the_first(
         before.update(files_of(folder))
 
     meanwhile.append(other)
-    with pytest.raises(ValueError, match="run holds another recipe's run: give another --out"):
+    with pytest.raises(ValueError, match=r"run already has a run of another recipe. Choose another --out"):
         engine.train(cyclic(), folder)
     assert files_of(folder) == before
     assert engine.resume(first, folder)["recipe"]["optimizer"]["lr"] == 0.01
@@ -170,7 +170,7 @@ def test_a_new_job_of_torchrun_is_refused_a_finished_folder(
     engine.train(cyclic(), tmp_path)
     before = files_of(tmp_path)
     under_torchrun(monkeypatch, "none_new", restarts)
-    with pytest.raises(ValueError, match="holds this recipe's run: go on with"):
+    with pytest.raises(ValueError, match=r"already has a run of this recipe. Resume it with"):
         engine.train(cyclic(), tmp_path)
     assert files_of(tmp_path) == before
 
@@ -183,7 +183,7 @@ def test_a_job_that_torchrun_starts_again_after_its_end_gives_its_result_and_say
     under_torchrun(monkeypatch, "none_one", 1)
     events: list[dict[str, Any]] = []
     assert engine.train(cyclic(), tmp_path, on_event=events.append) == result
-    said = f"{tmp_path} was finished before this restart: its result stands"
+    said = f"{tmp_path} was finished before this restart. Its result is kept"
     assert events == [{"event": "warning", "message": said}]
     assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["message"] == said
 
@@ -204,7 +204,7 @@ def test_under_torchrun_an_unfinished_run_goes_on(job: str, tmp_path: Path, monk
 
 def test_what_changes_results_may_not_change_on_resume(tmp_path: Path) -> None:
     stopped(cyclic(), tmp_path, 2)
-    with pytest.raises(ValueError, match=r"started with sync_batchnorm=True, but the recipe now says False"):
+    with pytest.raises(ValueError, match=r"started with sync_batchnorm=True, but the recipe has False now"):
         engine.resume(replace(cyclic(), sync_batchnorm=False), tmp_path)
     assert engine.resume(replace(cyclic(), storage="compact", checkpoint_seconds=1.0, claim="x"), tmp_path)["test"]
 
@@ -212,14 +212,14 @@ def test_what_changes_results_may_not_change_on_resume(tmp_path: Path) -> None:
 def test_a_field_that_a_run_does_not_have_is_named(tmp_path: Path) -> None:
     stopped(cyclic(), tmp_path, 2)
     change_recipe(tmp_path, lambda content: content["recipe"].pop("options"))
-    with pytest.raises(ValueError, match=r"was started without options.steps, but the recipe now says 3: put it back"):
+    with pytest.raises(ValueError, match=r"was started without options.steps, but the recipe has 3 now. Restore it"):
         engine.resume(cyclic(), tmp_path)
 
 
 def test_a_field_that_is_no_more_is_named(tmp_path: Path) -> None:
     stopped(cyclic(), tmp_path, 2)
     change_recipe(tmp_path, lambda content: content["recipe"]["task"].update(colour="red"))
-    with pytest.raises(ValueError, match=r"was started with task.colour='red', but the recipe now has no task.colour"):
+    with pytest.raises(ValueError, match=r"was started with task.colour='red', but the recipe has no task.colour now"):
         engine.resume(cyclic(), tmp_path)
 
 
@@ -232,7 +232,9 @@ def test_a_run_of_another_format_is_refused_and_says_both(found: int, says: str,
     assert json.loads((tmp_path / "recipe.json").read_text())["format"] == FORMAT
     change_recipe(tmp_path, lambda content: content.update(format=found))
     for look in (lambda: engine.resume(cyclic(), tmp_path), RunFolder(tmp_path).read_recipe):
-        with pytest.raises(ValueError, match=rf"by {says} growprune \(format {found}, and this one reads {FORMAT}\)"):
+        with pytest.raises(
+            ValueError, match=rf"by {says} growprune: it has format {found}, this version reads {FORMAT}"
+        ):
             look()
 
 
@@ -273,9 +275,9 @@ def rounded(model: nn.Module) -> nn.Module:
 
 
 CHANGES = {
-    gained: "scale is float32 (1,) now, and not there in the checkpoint",
-    lost: "norm.weight is not there now, and float32 (16,) in the checkpoint",
-    without_statistics: "norm.running_mean is not there now, and float32 (16,) in the checkpoint",
+    gained: "scale is float32 (1,) now, and missing in the checkpoint",
+    lost: "norm.weight is missing now, and float32 (16,) in the checkpoint",
+    without_statistics: "norm.running_mean is missing now, and float32 (16,) in the checkpoint",
     wider: "fc2.weight is prunable float32 (24, 16) now, and prunable float32 (16, 16) in the checkpoint",
     rounded: "norm.weight is bfloat16 (16,) now, and float32 (16,) in the checkpoint",
 }
@@ -289,7 +291,7 @@ def test_a_run_does_not_go_on_with_another_model(
     stopped(replace(cyclic(), checkpoint_seconds=1e9), tmp_path, 9 if is_within else 7)  # two epochs of four batches
     build = Toy.build_model
     monkeypatch.setattr(Other, "build_model", lambda task: change(build(task)))
-    with pytest.raises(ValueError, match="the model is not the one that was trained") as error:
+    with pytest.raises(ValueError, match="the model differs from the one in the checkpoint") as error:
         engine.resume(replace(cyclic(), task=Other()), tmp_path)
     assert CHANGES[change] in str(error.value)
 

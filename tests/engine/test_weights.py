@@ -106,7 +106,9 @@ def test_going_on_with_another_file_is_refused(tmp_path: Path) -> None:
     recipe = recipe_from(tmp_path / "w")
     with pytest.raises(Interrupted):
         engine.train(recipe, tmp_path / "run", should_stop=lambda: True)
-    with pytest.raises(gp.GrowpruneError, match=r"weights.json is not what .* the weights it begins with, changed"):
+    with pytest.raises(
+        gp.GrowpruneError, match=r"weights.json differs from what .* the file of initial weights, changed"
+    ):
         engine.resume(replace(recipe, weights=str(tmp_path / "w" / "dense.safetensors")), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "weights.json").read_text())["file"] == "model.safetensors"
 
@@ -118,7 +120,7 @@ def test_going_on_with_another_file_is_refused(tmp_path: Path) -> None:
         (lambda t: t.update(more=torch.zeros(1)), "has more, which the model lacks"),
         (
             lambda t: t.update({"fc1.bias": torch.zeros(3)}),
-            r"has fc1.bias with shape \(3,\), but the model with \(16,\)",
+            r"has fc1.bias with shape \(3,\), but the model has \(16,\)",
         ),
     ],
 )
@@ -134,16 +136,18 @@ def test_the_weights_of_another_model_are_refused_before_there_is_a_folder(
 
 
 def test_a_folder_without_weights_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(gp.GrowpruneError, match=r"holds no weights: give a .safetensors file, or a folder with"):
+    with pytest.raises(gp.GrowpruneError, match=r"has no weights: pass a .safetensors file, or a folder with"):
         engine.train(recipe_from(tmp_path), tmp_path / "run")
     (tmp_path / "bad.safetensors").write_bytes(b"no such thing")
-    with pytest.raises(gp.GrowpruneError, match=r"bad.safetensors is not a safetensors file, or not all of it"):
+    with pytest.raises(gp.GrowpruneError, match=r"bad.safetensors is not a safetensors file, or is incomplete"):
         engine.train(recipe_from(tmp_path / "bad.safetensors"), tmp_path / "run")
 
 
 def test_a_file_without_masks_for_a_plan_as_it_is_says_what_to_do(tmp_path: Path) -> None:
     save_file(dict(Toy().build_model().state_dict()), tmp_path / "dense.safetensors")
-    with pytest.raises(gp.GrowpruneError, match=r"cannot stay as they are: 400 are alive .*initial_mask='magnitude'"):
+    with pytest.raises(
+        gp.GrowpruneError, match=r"initial_mask='as_is' does not fit: .* has 400 live weights.*initial_mask='magnitude'"
+    ):
         engine.train(recipe_from(tmp_path / "dense.safetensors"), tmp_path / "run")
 
 

@@ -48,9 +48,8 @@ class Zoo(nn.Module):
 
 
 def zoo(pattern: str = "unstructured", dtype: torch.dtype = torch.float32, **options: Any) -> SparseModel:
-    include = ["lone"] if pattern == "2:4" else ["lone", "flat"]
     options.setdefault("keep_dense", ["grouped"] if pattern == "2:4" else [])
-    sparse = SparseModel(Zoo().to(dtype), sparsity=0.75, pattern=pattern, include=include, **options)
+    sparse = SparseModel(Zoo().to(dtype), sparsity=0.75, pattern=pattern, include=["lone"], **options)
     sparse.prune(by=By.RANDOM)
     return sparse
 

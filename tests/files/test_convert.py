@@ -113,8 +113,8 @@ def test_a_transposed_layer_needs_the_model_and_has_it(tmp_path: Path) -> None:
     state["weight"][:, 1:] = 0.0
     save_file(state, tmp_path / "dense.safetensors")
     done = convert(tmp_path / "dense.safetensors", tmp_path / "bare.safetensors")
-    assert "transposed layers, stacked experts, tied weights need --model" in done.notes[0]
-    with pytest.raises(gp.GrowpruneError, match="the file prunes weight otherwise"):
+    assert "transposed layers, stacked experts and tied weights need --model" in done.notes[0]
+    with pytest.raises(gp.GrowpruneError, match="the file has other matrices in weight"):
         gp.load(tmp_path / "bare.safetensors", nn.ConvTranspose2d(4, 2, 3))
     convert(tmp_path / "dense.safetensors", tmp_path / "whole.safetensors", model=nn.ConvTranspose2d(4, 2, 3))
     assert gp.load(tmp_path / "whole.safetensors", nn.ConvTranspose2d(4, 2, 3)).num_alive == 36
@@ -132,7 +132,7 @@ def test_the_table_shows_sizes_before_and_after_and_the_sparsity(tmp_path: Path)
     assert sizes["to"][0] == "sparse"
     assert float(sizes["to"][2].removesuffix("x")) < 0.25
     assert ["fc.weight", "64x100", "640", "0.9000"] in cells
-    assert ["all of them", "", "640", "0.9000"] in cells
+    assert ["total", "", "640", "0.9000"] in cells
 
 
 def test_json_has_the_same(tmp_path: Path) -> None:
@@ -147,13 +147,13 @@ def test_json_has_the_same(tmp_path: Path) -> None:
 def test_nothing_sparse_works_and_says_so(tmp_path: Path) -> None:
     save_file(mlp().state_dict(), tmp_path / "dense.safetensors")
     done = convert(tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors")
-    assert "nothing in it is sparse: no matrix has a mask, or 5 % zeros" in done.notes
+    assert "the source has no sparse weights: no matrix has a mask, or 5 % zeros" in done.notes
     assert gp.load(tmp_path / "sparse.safetensors", mlp()).num_alive == 72
 
 
 def test_a_file_without_a_matrix_can_only_be_dense(tmp_path: Path) -> None:
     save_file({"scale": torch.ones(3)}, tmp_path / "vector.safetensors")
-    assert "has no matrix that could be sparse" in refused(
+    assert "has no matrix that can be sparse" in refused(
         tmp_path / "vector.safetensors", tmp_path / "sparse.safetensors"
     )
     convert(tmp_path / "vector.safetensors", tmp_path / "out.safetensors", to="dense")
@@ -197,6 +197,7 @@ def test_a_folder_gets_weights_for_everybody_and_for_us_and_keeps_what_lay_besid
     done = convert(source, tmp_path / "folder")
     folder = tmp_path / "folder"
     assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md",
         "config.json",
         "growprune.json",
         "growprune.safetensors",
@@ -234,7 +235,7 @@ def test_a_folder_of_transformers_is_loaded_by_it_as_before(tmp_path: Path) -> N
 def test_nothing_is_overwritten_without_force(pruned: Path, tmp_path: Path) -> None:
     dest = tmp_path / "out.safetensors"
     dest.write_text("mine")
-    assert "is there already" in refused(pruned, dest)
+    assert "already exists" in refused(pruned, dest)
     assert dest.read_text() == "mine"
     growprune(pruned, dest, "--force")
     assert gp.manifest(dest)["totals"]["prunable_nnz"] == 12
@@ -245,7 +246,7 @@ def test_a_folder_is_replaced_only_by_force_and_only_if_it_holds_a_model(pruned:
     (tmp_path / "home" / "letters.txt").write_text("mine")
     assert "is a folder without a model" in refused(pruned, tmp_path / "home", "--force")
     convert(pruned, tmp_path / "folder")
-    assert "is there already" in refused(pruned, tmp_path / "folder")
+    assert "already exists" in refused(pruned, tmp_path / "folder")
     convert(BITMASK, tmp_path / "folder", force=True)
     assert sorted(load_file(tmp_path / "folder" / "model.safetensors"))[0] == "conv.weight"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "home", "pruned.pt"]
@@ -309,13 +310,14 @@ def test_a_source_is_never_its_own_destination(tmp_path: Path) -> None:
 # Mistakes
 
 
-def test_a_sparse_file_goes_to_sparse_only_with_its_model(model: Path, tmp_path: Path) -> None:
+def test_a_sparse_file_goes_to_sparse_as_it_is(model: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     sparse = gp.SparseModel(mlp(), sparsity=0.5, pattern="1x2", seed=7)
     sparse.prune()
     gp.save(sparse, one)
-    assert "is a sparse file already" in refused(one, two, "--to", "sparse")
-    growprune(one, two, "--to", "sparse", "--model", f"{model}:build")
+    growprune(one, two, "--to", "sparse")
+    assert one.read_bytes() == two.read_bytes()
+    growprune(one, two, "--force", "--to", "sparse", "--model", f"{model}:build")
     assert gp.manifest(two)["pattern"] == "1x2"
     assert one.read_bytes() == two.read_bytes()
 
@@ -331,20 +333,23 @@ def test_the_wrong_format_is_said_with_what_was_found(tmp_path: Path) -> None:
     torch.save(pruned_by_asp(), tmp_path / "asp.pt")
     line = refused(tmp_path / "asp.pt", tmp_path / "out.safetensors", "--from", "torch-prune")
     assert "is not a checkpoint of torch.nn.utils.prune" in line
-    assert "it is a checkpoint of apex ASP, as it has 0.__weight_mma_mask" in line
+    assert "It is a checkpoint of apex ASP, because it has 0.__weight_mma_mask" in line
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["out.bin"], "out.bin does not say what to write"),
-        (["out.safetensors", "--to", "gguf"], "to is 'gguf', but known are sparse, dense, hf, onnx, openvino"),
-        (["out.onnx"], "onnx is a graph, which is made of the model's code"),
-        (["out.xml", "--model", "model.py:build"], "give the model and an example input"),
+        (["out.bin"], "out.bin does not say which format to write"),
+        (["out.safetensors", "--to", "gguf"], "to must be one of sparse, dense, hf, onnx, openvino, got 'gguf'"),
+        (["out.onnx"], "onnx is a graph and needs the model's code"),
+        (["out.xml", "--model", "model.py:build"], "pass --model and --example-shape"),
         (["out.safetensors", "--model", "model.py"], "must be path.py:function or module:function"),
         (["out.safetensors", "--model", "model.py:nothing"], "has no function 'nothing'"),
-        (["out.safetensors", "--model", "no_such_module:f"], "which cannot be found (No module named"),
-        (["out.safetensors", "--model", "model.py:number"], "returned int, but must return a module"),
+        (["out.safetensors", "--model", "no_such_module:f"], "was not found (No module named"),
+        (
+            ["out.safetensors", "--model", "model.py:number"],
+            "must return an nn.Module or a tuple (module, example input), got int",
+        ),
     ],
 )
 def test_mistakes_are_said_in_one_line(
@@ -359,21 +364,24 @@ def test_mistakes_are_said_in_one_line(
 def test_names_that_no_model_can_have_are_refused(tmp_path: Path) -> None:
     for names in (("a", "a.b"), ("a..b",), ("x" + ".x" * 100,), ("training",)):
         save_file({name: torch.zeros(4, 4) + torch.eye(4) for name in names}, tmp_path / "odd.safetensors")
-        with pytest.raises(gp.GrowpruneError, match="no model"):
+        with pytest.raises(gp.GrowpruneError, match=r"a model cannot have a tensor named|more than 64 dots"):
             convert(tmp_path / "odd.safetensors", tmp_path / "out.safetensors")
 
 
 def header_of(path: Path, names: list[str]) -> Path:
-    """Safetensors with empty matrices of these names."""
-    text = json.dumps({name: {"dtype": "F32", "shape": [1, 0], "data_offsets": [0, 0]} for name in names}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    """Safetensors with matrices of one byte of these names."""
+    about = {
+        name: {"dtype": "F16", "shape": [1, 1], "data_offsets": [2 * i, 2 * i + 2]} for i, name in enumerate(names)
+    }
+    text = json.dumps(about).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(2 * len(names)))
     return path
 
 
 def test_a_header_of_very_many_kinds_of_matrices_does_not_hang(tmp_path: Path) -> None:
     words = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=5)]
     many = header_of(tmp_path / "many.safetensors", words)
-    assert "has matrices of 32768 kinds of names, more than 1000" in refused(many, tmp_path / "out.safetensors")
+    assert "has matrices with 32768 kinds of names, more than 1000" in refused(many, tmp_path / "out.safetensors")
 
 
 def test_a_deep_model_is_named_by_few_globs(tmp_path: Path) -> None:
@@ -406,3 +414,25 @@ def test_openvinos_graph_is_two_files_whose_sizes_are_added(model: Path, pruned:
     pytest.importorskip("openvino")
     content = json.loads(growprune(pruned, tmp_path / "m.xml", "--model", f"{model}:with_example", "--json"))
     assert content["dest"]["bytes"] == sum((tmp_path / f"m.{end}").stat().st_size for end in ("xml", "bin"))
+
+
+def test_the_shape_of_an_example_can_be_given_for_a_graph(
+    model: Path, pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = []
+
+    def write(sparse: gp.SparseModel, path: Path, example: torch.Tensor) -> None:
+        shapes.append(sparse.model(example).shape)
+        path.touch()
+
+    monkeypatch.setattr("growprune.files.convert.to_onnx", write)
+    build, graph = ["--model", f"{model}:build"], tmp_path / "a.onnx"
+    line = refused(pruned, graph, *build)
+    assert line.endswith("pass --model and --example-shape, or a --model that returns the model and an example")
+    growprune(pruned, graph, *build, "--example-shape", "2x8")
+    growprune(pruned, graph, "--force", "--model", f"{model}:with_example", "--example-shape", "3,8")
+    assert shapes == [(2, 4), (3, 4)]
+    assert "--example-shape must be integers >= 1 such as 1,3,224,224, got 'many'" in refused(
+        pruned, graph, "--force", *build, "--example-shape", "many"
+    )
+    assert "--example-shape needs --model" in refused(pruned, tmp_path / "b.safetensors", "--example-shape", "2,8")

@@ -164,7 +164,7 @@ def test_bits_of_blocks_in_a_linear_layer_are_one_a_weight(pattern: str, tmp_pat
 
 
 def test_a_tensor_that_is_not_prunable_has_no_live_values(few: Path) -> None:
-    with pytest.raises(GrowpruneError, match=r"few.safetensors has no prunable tensor 'bias': give a name of its"):
+    with pytest.raises(GrowpruneError, match=r"few.safetensors has no prunable tensor 'bias': use a name from its"):
         live_tensor(few, "bias")
 
 
@@ -196,27 +196,27 @@ def with_gaps(gaps: list[int], dtype: torch.dtype = torch.uint8, **about_weight:
 REFUSED: dict[str, tuple[Change, str]] = {
     "gaps beyond the end": (
         with_gaps([*GAPS[:-1], 255, 255, 206]),
-        "a mask of weight with gaps that lead to bit 2049 of 2048",
+        "a mask of weight with gaps that reach bit 2049 of 2048",
     ),
     "gaps far beyond the end": (
         with_gaps([65_535] * 100_000, torch.uint16),
-        r"a mask of weight with gaps that lead to bit \d+ of 2048",
+        r"a mask of weight with gaps that reach bit \d+ of 2048",
     ),
-    "too many dead ones behind the last": (with_gaps([*GAPS, 255, 255, 255]), "gaps that lead to bit 2266 of 2048"),
-    "too many alive": (with_gaps([*GAPS[:7], 0, 0]), "a mask of weight with 7 alive, but 6 values"),
-    "too few alive": (with_gaps(GAPS[:7]), "a mask of weight with 5 alive, but 6 values"),
-    "no gaps": (with_gaps([]), "a mask of weight with 0 alive, but 6 values"),
+    "too many dead ones behind the last": (with_gaps([*GAPS, 255, 255, 255]), "gaps that reach bit 2266 of 2048"),
+    "too many alive": (with_gaps([*GAPS[:7], 0, 0]), "a mask of weight with 7 live weights, but 6 values"),
+    "too few alive": (with_gaps(GAPS[:7]), "a mask of weight with 5 live weights, but 6 values"),
+    "no gaps": (with_gaps([]), "a mask of weight with 0 live weights, but 6 values"),
     "other bytes": (
         lambda tensors, about, manifest: tensors["weight.gaps"].copy_(torch.tensor([1, *GAPS[1:]])),
-        "a mask of weight whose CRC-32 is not the one in the manifest",
+        "a mask of weight whose CRC-32 does not match the manifest",
     ),
     "another length": (
         lambda tensors, about, manifest: manifest["tensors"]["weight"].update(gaps=["U8", 10]),
-        r"has tensor weight.gaps as U8 \[11\], but its manifest asks for U8 \[10\]",
+        r"has tensor weight.gaps as U8 \[11\], but its manifest says U8 \[10\]",
     ),
     "another dtype": (
         lambda tensors, about, manifest: manifest["tensors"]["weight"].update(gaps=["U16", 11]),
-        r"has tensor weight.gaps as U8 \[11\], but its manifest asks for U16 \[11\]",
+        r"has tensor weight.gaps as U8 \[11\], but its manifest says U16 \[11\]",
     ),
     "gaps of floats": (
         lambda tensors, about, manifest: manifest["tensors"]["weight"].update(gaps=["F32", 11]),
@@ -232,15 +232,15 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "gaps of a layer that is all alive": (
         lambda tensors, about, manifest: manifest["tensors"]["weight"].update(nnz=2048),
-        "invalid manifest .weight takes",
+        "invalid manifest .weight has gaps, but all of its weights are live",
     ),
     "gaps of blocks": (
         lambda tensors, about, manifest: manifest.update(pattern="1x8"),
-        "has gaps for weight, but blocks have bits",
+        "has gaps for weight, but masks of blocks are stored as bits",
     ),
     "few gaps for a large tensor": (
         lambda tensors, about, manifest: manifest["tensors"]["weight"].update(shape=[32, 10**12]),
-        "invalid manifest .weight takes 35 bytes and would take 128000000000000, over 1000 times as many",
+        "invalid manifest .weight has 35 bytes in the file but 128000000000000 when dense, more than 1000 times",
     ),
     "version 2": (
         lambda tensors, about, manifest: about.update(version="2"),

@@ -127,12 +127,12 @@ def first_half(mesh: DeviceMesh | None, folder: str) -> None:
     go_on(cursor, optimizer, mesh, to=6)
     assert internals(cursor.sparse).gradients.are_seen(By.GRADIENT)
     cursor.skip_to(cursor.iteration + 1 - cursor.start)
-    gp.save_state(folder, cursor.sparse, optimizer, cursor=cursor)
+    gp.save_sharded_checkpoint(folder, cursor.sparse, optimizer, cursor=cursor)
 
 
 def second_half(mesh: DeviceMesh | None, folder: str) -> dict[str, Tensor]:
     cursor, optimizer = started(mesh)
-    gp.load_state(folder, cursor.sparse, optimizer, cursor=cursor)
+    gp.load_sharded_checkpoint(folder, cursor.sparse, optimizer, cursor=cursor)
     assert cursor.iteration == 6
     assert optimizer.param_groups[0]["lr"] == 2e-3
     go_on(cursor, optimizer, mesh, to=12)
@@ -182,10 +182,10 @@ def test_a_checkpoint_has_the_averages_of_gradients_that_an_edit_to_come_looks_a
     """SNFS grows by a moving average over a phase, of which a checkpoint in its middle has the first half."""
     cursor, optimizer = averaging()
     average_on(cursor, optimizer, 6)
-    gp.save_state(tmp_path / "six", cursor.sparse, optimizer, cursor=cursor)
+    gp.save_sharded_checkpoint(tmp_path / "six", cursor.sparse, optimizer, cursor=cursor)
     average_on(cursor, optimizer, 12)
     again, other = averaging()
-    gp.load_state(tmp_path / "six", again.sparse, other, cursor=again)
+    gp.load_sharded_checkpoint(tmp_path / "six", again.sparse, other, cursor=again)
     average_on(again, other, 12)
     for name, mask in cursor.sparse.masks.items():
         assert torch.equal(mask, again.sparse.masks[name])
@@ -215,13 +215,15 @@ def going_on_with_two(mesh: DeviceMesh, folder: str) -> None:
 def cut_short(mesh: DeviceMesh, folder: str) -> list[str]:
     cursor, optimizer = started(mesh)
     cursor.advance(0)
-    gp.save_state(f"{folder}/1", cursor.sparse, optimizer, cursor=cursor)
+    gp.save_sharded_checkpoint(f"{folder}/1", cursor.sparse, optimizer, cursor=cursor)
     found = []
     for body in (
-        lambda: gp.save_state(f"{folder}/1", cursor.sparse),
-        lambda: gp.load_state(f"{folder}/2", cursor.sparse),
-        lambda: gp.load_state(f"{folder}/none", cursor.sparse),
-        lambda: gp.load_state(f"{folder}/1", cursor.sparse, torch.optim.SGD(cursor.sparse.model.parameters(), lr=0.1)),
+        lambda: gp.save_sharded_checkpoint(f"{folder}/1", cursor.sparse),
+        lambda: gp.load_sharded_checkpoint(f"{folder}/2", cursor.sparse),
+        lambda: gp.load_sharded_checkpoint(f"{folder}/none", cursor.sparse),
+        lambda: gp.load_sharded_checkpoint(
+            f"{folder}/1", cursor.sparse, torch.optim.SGD(cursor.sparse.model.parameters(), lr=0.1)
+        ),
     ):
         with pytest.raises(gp.GrowpruneError) as caught:
             body()
@@ -233,16 +235,16 @@ def test_a_checkpoint_without_its_index_is_refused(on_two: Run, tmp_path: Path) 
     (tmp_path / "2").mkdir()
     for lines in on_two(cut_short, str(tmp_path)):
         assert lines == [
-            "DIR/1 has a checkpoint already: give a new folder, such as state-{iteration}",
-            "DIR/2 has no growprune.json, so its checkpoint was cut short: resume from one that has it "
-            "(gp.newest_state finds it)",
-            "DIR/none has no growprune.json, as there is no such folder: resume from one that has it "
-            "(gp.newest_state finds it)",
-            "DIR/1 has the state of AdamW, not of SGD",
+            "DIR/1 already has a checkpoint: use a new folder, such as state-{iteration}",
+            "DIR/2 has no growprune.json, so its checkpoint is incomplete: resume from a complete checkpoint "
+            "(gp.newest_sharded_checkpoint finds it)",
+            "DIR/none has no growprune.json, because the folder does not exist: resume from a complete checkpoint "
+            "(gp.newest_sharded_checkpoint finds it)",
+            "DIR/1 has the state of AdamW, but the optimizer is SGD: resume with the same optimizer",
         ]
-    assert gp.newest_state(tmp_path) == tmp_path / "1"
+    assert gp.newest_sharded_checkpoint(tmp_path) == tmp_path / "1"
     shutil.rmtree(tmp_path / "1")
-    assert gp.newest_state(tmp_path) is None
+    assert gp.newest_sharded_checkpoint(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -252,7 +254,7 @@ def test_a_checkpoint_of_another_version_says_what_to_do(version: int | None, re
     (tmp_path / "growprune.json").write_text(json.dumps({"format": "growprune-state", "version": version}))
     sparse = gp.SparseModel(torch.nn.Linear(4, 4), sparsity=0.5)
     with pytest.raises(gp.GrowpruneError, match=rf"has version {version}, this growprune reads 2: {remedy}"):
-        gp.load_state(tmp_path, sparse)
+        gp.load_sharded_checkpoint(tmp_path, sparse)
 
 
 # The page
@@ -290,15 +292,15 @@ def member(rank: int, world: int, meeting: str, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     cursor, optimizer = started(mesh)
-    if (newest := gp.newest_state(folder)) is not None:
-        gp.load_state(newest, cursor.sparse, optimizer, cursor=cursor)
+    if (newest := gp.newest_sharded_checkpoint(folder)) is not None:
+        gp.load_sharded_checkpoint(newest, cursor.sparse, optimizer, cursor=cursor)
     cursor.advance(cursor.iteration)
     for tokens in batches(12)[cursor.iteration :]:
         optimizer.zero_grad()
         loss_of(cursor.sparse.model, mine(tokens, mesh)).backward()
         optimizer.step()
         cursor.advance(cursor.iteration + 1)
-        gp.save_state(f"{folder}/{cursor.iteration}", cursor.sparse, optimizer, cursor=cursor)
+        gp.save_sharded_checkpoint(f"{folder}/{cursor.iteration}", cursor.sparse, optimizer, cursor=cursor)
         if world > 1 and cursor.iteration == 5:
             time.sleep(600)  # until one of them is killed
     gp.save(cursor.sparse, f"{folder}/model.safetensors")

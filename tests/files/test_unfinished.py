@@ -1,4 +1,4 @@
-"""A model whose plan is not over is saved with a warning: a method that prunes last would leave it dense."""
+"""A model that is not at its target is saved with a warning: a method that prunes last would leave it dense."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import growprune as gp
 
 def three_of_four_steps() -> tuple[gp.SparseModel, torch.optim.Optimizer]:
     model = nn.Linear(8, 8)
-    sparse = gp.SparseModel(model, sparsity=0.75)
+    sparse = gp.SparseModel(model, sparsity=0.75, allocation="global")
     plan = gp.methods.dpf(gp.Partition.contiguous(model, 1), sparsity=0.75, iterations=4, every=1)
     optimizer = gp.Cursor(sparse, plan).attach(torch.optim.SGD(model.parameters(), 0.1))
     for _ in range(3):
@@ -32,7 +32,7 @@ def test_a_model_that_is_saved_a_step_too_early_is_warned_of(tmp_path: Path) -> 
     """As where a GradScaler has skipped a step of four: DPF prunes only after the last."""
     sparse, _optimizer = three_of_four_steps()
     assert sparse.num_alive == 64
-    with pytest.warns(UserWarning, match=r"^the model is saved before its plan is over, and is not at its sparsity of"):
+    with pytest.warns(UserWarning, match=r"^the saved model is not at its target .* 0\.75: its plan is not over"):
         gp.save(sparse, tmp_path / "model.safetensors")
 
 
@@ -50,20 +50,29 @@ def test_a_plan_that_is_over_or_a_model_at_its_sparsity_is_saved_quietly(tmp_pat
     early = copy.deepcopy(sparse)
     sparse.prune()
     gp.save(sparse, tmp_path / "model.safetensors")
-    gp.save(early, tmp_path / "early.safetensors")  # a clone is in no plan
+    with pytest.warns(UserWarning, match=r"^the saved model has sparsity 0, not at its target sparsity of 0\.75"):
+        gp.save(early, tmp_path / "early.safetensors")  # a clone is in no plan, so it must be pruned
     sparse, optimizer = three_of_four_steps()
     step(sparse.model, optimizer)
     gp.save(sparse, tmp_path / "model.safetensors")
     assert sparse.num_alive == 16
 
 
-def test_a_plan_for_another_sparsity_than_the_models_is_warned_of_at_last(tmp_path: Path) -> None:
+def test_phases_that_end_at_another_sparsity_than_the_models_are_warned_of_at_last(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     sparse = gp.SparseModel(model, sparsity=0.75)
     plan = gp.methods.gmp(gp.Partition.contiguous(model, 1), sparsity=0.5, iterations=2, every=1)
-    optimizer = gp.Cursor(sparse, plan).attach(torch.optim.SGD(model.parameters(), 0.1))
+    optimizer = gp.Cursor(sparse, list(plan)).attach(torch.optim.SGD(model.parameters(), 0.1))
     for _ in range(2):
         step(model, optimizer)
-    says = r"^the plan ended at a sparsity of 0\.5, but the SparseModel was made for 0\.75: give both the same"
+    says = r"^the saved model has sparsity 0\.5, not at its target sparsity of 0\.75: call sparse.prune\(\) before"
     with pytest.warns(UserWarning, match=says):
+        gp.save(sparse, tmp_path / "model.safetensors")
+
+
+def test_a_model_whose_plan_was_never_begun_is_warned_of(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    sparse = gp.SparseModel(model, sparsity=0.75, allocation="global")
+    _cursor = gp.Cursor(sparse, gp.methods.gmp(gp.Partition.contiguous(model, 1), sparsity=0.75, iterations=2))
+    with pytest.warns(UserWarning, match=r"its plan never began. Call cursor.attach\(optimizer\) before"):
         gp.save(sparse, tmp_path / "model.safetensors")

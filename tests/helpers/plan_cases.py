@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from growprune import methods
 from growprune.masks.partition import Partition
 from growprune.methods import METHODS
 from growprune.plan import Part, Parts, Plan, ScheduledPhase, Stage
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 Optimize = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -30,7 +32,7 @@ def plan_of(name: str, S: Parts, **changes: Any) -> Plan:
     """The plan that a method's docstring has as its example, with some options changed."""
     example = re.search(r"Example: (\w+\(S, .*\))", METHODS[name].__doc__ or "")
     assert example, f"the docstring of {name} has no line 'Example: {name}(S, ...)'"
-    plan: Plan = eval(example[1], {"S": S, **METHODS})
+    plan: Plan = eval(example[1], {"S": S, **vars(methods)})
     known = inspect.signature(METHODS[name].__wrapped__).parameters  # type: ignore[attr-defined]
     return METHODS[name](S, **{**plan.options, **{k: v for k, v in changes.items() if k in known}})
 
@@ -113,5 +115,5 @@ def check_same_bits(ours: Any, theirs: Any, where: str = "") -> None:
 
 def all_of(sparse: SparseModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """A copy of weights, masks and the optimizer's state, in one form for all storages."""
-    states = dict(sparse.model.state_dict()), sparse.masks, sparse.optimizer_state(optimizer)
+    states = dict(sparse.model.state_dict()), sparse.masks, internals(sparse).optimizers.live_state(optimizer)
     return dict(zip(("model", "masks", "optimizer"), copy.deepcopy(states), strict=True))

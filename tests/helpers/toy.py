@@ -126,7 +126,8 @@ def cyclic() -> Recipe:
         method=methods.cyclic_gap,
         options={"steps": 3, "epochs": 2, "finetune": 3},
         sparsity=0.8,
-        partition=contiguous(3),
+        parts=contiguous(3),
+        keep_dense=(),
         optimizer=OptimizerConfig("sgd", lr=0.05, momentum=0.9, weight_decay=1e-4),
         lr_schedule=LRSchedule("cosine", warmup_epochs=1),
         device="cpu",
@@ -142,7 +143,7 @@ def continuing(recipe: Recipe) -> Recipe:
 
 
 def plain() -> Recipe:
-    return replace(cyclic(), task=Toy(is_plain=True), partition=contiguous(3))
+    return replace(cyclic(), task=Toy(is_plain=True), parts=contiguous(3))
 
 
 def slow_parallel() -> Recipe:

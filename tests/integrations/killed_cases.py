@@ -26,9 +26,9 @@ from growprune.integrations.transformers import GrowPruneCallback, last_checkpoi
 
 STEPS = 18
 OPTIONS: dict[str, dict[str, Any]] = {
-    "gradual_gap": {"every": 2, "kappa": 2},
-    "rigl": {"every": 3, "kappa": 2},
-    "cyclic_gap": {"kappa": 2, "steps": 2, "epochs": 4, "finetune": 10, "iterations_per_epoch": 1},
+    "gradual_gap": {"every": 2, "parts": 2},
+    "rigl": {"every": 3, "parts": 2},
+    "cyclic_gap": {"parts": 2, "steps": 2, "epochs": 4, "finetune": 10, "iterations_per_epoch": 1},
 }
 
 

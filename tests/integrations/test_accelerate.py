@@ -17,30 +17,27 @@ from growprune.integrations.accelerate import keep_in_checkpoints
 from growprune.sparse.optimizers import unwrapped
 
 
-def run(folder: Path, storage: str, *, resume: bool = False, is_ours: bool = True) -> gp.Cursor:
-    """Eight steps of RigL; saves after the third, or goes on from there."""
+def run(folder: Path, storage: str, *, resume: bool = False, is_ours: bool = True) -> gp.Sparsifier:
+    """Eight steps of RigL; saves after the third, or resumes from there."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 2))
     loader: Any = DataLoader(TensorDataset(torch.randn(32, 8), torch.randint(2, (32,))), 4)
-    sparse = gp.SparseModel(model, sparsity=0.75, storage=storage)
-    plan = gp.methods.rigl(gp.Partition.contiguous(model, 1), sparsity=0.75, iterations=8, every=2)
-    cursor = gp.Cursor(sparse, plan)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), loader)
-    assert cursor.attach(optimizer) is optimizer
+    sparsifier = gp.sparsify(model, optimizer, "rigl", sparsity=0.75, iterations=8, every=2, storage=storage)
     if is_ours:
-        keep_in_checkpoints(accelerator, cursor)
+        keep_in_checkpoints(accelerator, sparsifier)
     else:
-        accelerator.register_for_checkpointing(sparse, cursor)
+        accelerator.register_for_checkpointing(sparsifier)
     if resume:
         accelerator.load_state(str(folder))
-    for x, y in accelerator.skip_first_batches(loader, cursor.iteration):
+    for x, y in accelerator.skip_first_batches(loader, sparsifier.cursor.iteration):
         optimizer.zero_grad()
         accelerator.backward(nn.functional.cross_entropy(model(x), y))
         optimizer.step()
-        if cursor.iteration == 3 and not resume:
+        if sparsifier.cursor.iteration == 3 and not resume:
             accelerator.save_state(str(folder))
-    return cursor
+    return sparsifier
 
 
 @pytest.mark.parametrize(("storage", "is_ours"), [("masked", True), ("compact", True), ("masked", False)])
@@ -49,7 +46,7 @@ def test_a_loop_resumes_from_a_checkpoint_of_accelerate_to_the_same_bits(
 ) -> None:
     whole = run(tmp_path, storage, is_ours=is_ours)
     again = run(tmp_path, storage, is_ours=is_ours, resume=True)
-    assert whole.is_over and again.is_over
+    assert whole.is_finished and again.is_finished
     assert whole.sparse.num_alive * 4 == whole.sparse.num_prunable
     weights = again.sparse.model.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in whole.sparse.model.state_dict().items())
@@ -57,7 +54,7 @@ def test_a_loop_resumes_from_a_checkpoint_of_accelerate_to_the_same_bits(
 
 def test_a_checkpoint_of_accelerate_without_our_state_is_named(tmp_path: Path) -> None:
     run(tmp_path, "masked", is_ours=False)
-    with pytest.raises(gp.GrowpruneError, match="has no folder 'growprune': it was saved without"):
+    with pytest.raises(gp.GrowpruneError, match="has no complete folder 'growprune': it was saved without"):
         run(tmp_path, "masked", resume=True)
 
 
@@ -74,11 +71,28 @@ def test_attach_unwraps_what_accelerate_has_prepared() -> None:
     assert int(torch.count_nonzero(model.weight)) == 32
 
 
+def refuse(match: str, storage: str = "masked", **accelerator: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier = gp.sparsify(model, optimizer, sparsity=0.5, iterations=8, storage=storage)
+    with pytest.raises(gp.GrowpruneError, match=match):
+        keep_in_checkpoints(SimpleNamespace(**accelerator), sparsifier)
+
+
 def test_sharding_by_accelerate_is_refused() -> None:
-    model = nn.Linear(8, 8)
-    plan = gp.methods.dense(gp.Partition.contiguous(model, 1), epochs=1)
-    cursor = gp.Cursor(gp.SparseModel(model, sparsity=0.5), plan)
-    with pytest.raises(gp.GrowpruneError, match="does not work with FSDP1 or DeepSpeed"):
-        keep_in_checkpoints(SimpleNamespace(distributed_type="DistributedType.FSDP"), cursor)
-    with pytest.raises(gp.GrowpruneError, match=r"with growprune.save_state and growprune.load_state"):
-        keep_in_checkpoints(SimpleNamespace(distributed_type="DistributedType.FSDP", is_fsdp2=True), cursor)
+    refuse("does not work with FSDP1, DeepSpeed or Megatron-LM, got", distributed_type="DistributedType.FSDP")
+    refuse(
+        "use growprune.save_sharded_checkpoint and growprune.load_sharded_checkpoint",
+        distributed_type="DistributedType.FSDP",
+        is_fsdp2=True,
+    )
+
+
+def test_compact_weights_in_several_processes_are_refused_before_training() -> None:
+    about = {"distributed_type": "DistributedType.MULTI_CPU", "num_processes": 2}
+    refuse("storage='compact' does not work with DDP.*use storage='masked'", "compact", **about)
+
+
+def test_a_cursor_is_not_what_is_kept() -> None:
+    with pytest.raises(gp.GrowpruneError, match="takes a Sparsifier, got str"):
+        keep_in_checkpoints(SimpleNamespace(), "cursor")  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ METHODS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 @pytest.mark.parametrize("method", METHODS)
 def test_training_ends_with_exactly_as_many_weights_as_asked(method: str, storage: str, tmp_path: Path) -> None:
-    callback = GrowPrune(method, sparsity=0.9, kappa=2, storage=storage, **METHODS[method])
+    callback = GrowPrune(method, sparsity=0.9, parts=2, storage=storage, **METHODS[method])
     module = fit(tmp_path, callback)
     assert callback.cursor.is_over
     assert callback.cursor.iteration == 18
@@ -90,7 +90,7 @@ def test_looking_first_leaves_batches_and_random_numbers_as_they_are(tmp_path: P
     seen = []
     for method in ("static_random", "snip"):
         drawn: list[tuple[float, float]] = []
-        fit(tmp_path, GrowPrune(method), Noting(), train=shuffled())
+        fit(tmp_path, GrowPrune(method, sparsity=0.9), Noting(), train=shuffled())
         seen.append(drawn)
     assert seen[1] == [seen[0][0], *seen[0]]  # the first batch is looked at, then trained
 
@@ -98,7 +98,7 @@ def test_looking_first_leaves_batches_and_random_numbers_as_they_are(tmp_path: P
 @pytest.mark.parametrize(("net", "alive"), [(conv, 259), (Attention, 208)])
 def test_convolutions_and_attention_end_with_exact_counts(net: Any, alive: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    callback = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2)
+    callback = GrowPrune("gradual_gap", sparsity=0.9, parts=2, every=2)
     module = fit(tmp_path, callback, Module(net()))
     assert callback.sparse.num_alive == alive  # a tenth of 288 + 2,304, and of 32 + 4 x 256 + 2 x 512
     assert zeros(module, callback) == callback.sparse.num_prunable - alive
@@ -109,13 +109,13 @@ def test_a_model_with_few_layers_is_cut_into_as_many_parts(tmp_path: Path) -> No
     fit(tmp_path, callback)
     grown = {edit.part.name for scheduled in callback.cursor.schedule for edit in scheduled.phase.edits if edit.to == 0}
     assert len(grown) == 2  # all but the last layer
-    with pytest.raises(GrowpruneError, match="kappa is 4, but the model has 2 layers"):
-        fit(tmp_path, GrowPrune("cyclic_gap", kappa=4))
+    with pytest.raises(GrowpruneError, match="parts must be <= the number of layers of the model, 2, got 4"):
+        fit(tmp_path, GrowPrune("cyclic_gap", sparsity=0.9, parts=4))
 
 
 def test_masked_and_compact_give_the_same_bits(tmp_path: Path) -> None:
-    one = fit(tmp_path, GrowPrune("rigl", sparsity=0.9, kappa=2, storage="masked", every=3))
-    other = fit(tmp_path, GrowPrune("rigl", sparsity=0.9, kappa=2, storage="compact", every=3))
+    one = fit(tmp_path, GrowPrune("rigl", sparsity=0.9, parts=2, storage="masked", every=3))
+    other = fit(tmp_path, GrowPrune("rigl", sparsity=0.9, parts=2, storage="compact", every=3))
     assert_same(one, other)
 
 
@@ -131,7 +131,7 @@ def test_a_run_that_goes_on_within_an_epoch_ends_with_the_same_bits(
     method: str, options: dict[str, Any], storage: str, tmp_path: Path
 ) -> None:
     def make() -> GrowPrune:
-        return GrowPrune(method, sparsity=0.9, kappa=2, storage=storage, **options)
+        return GrowPrune(method, sparsity=0.9, parts=2, storage=storage, **options)
 
     whole = fit(tmp_path, make(), callbacks=[every(tmp_path, 1)])
     for step in (5, 9):  # the edits of RigL at 6 and 9 look at gradients of the step before
@@ -142,22 +142,25 @@ def test_a_run_that_goes_on_within_an_epoch_ends_with_the_same_bits(
 
 def test_a_run_that_goes_on_after_an_epoch_draws_the_same_batches_from_a_shuffled_loader(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    whole = fit(tmp_path, GrowPrune(kappa=2, every=2), train=shuffled(), callbacks=[saving])
+    whole = fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, every=2), train=shuffled(), callbacks=[saving])
     torch.manual_seed(77)
-    assert_same(fit(tmp_path, GrowPrune(kappa=2, every=2), train=shuffled(), ckpt=tmp_path / "epoch=0.ckpt"), whole)
+    assert_same(
+        fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, every=2), train=shuffled(), ckpt=tmp_path / "epoch=0.ckpt"),
+        whole,
+    )
 
 
 def test_resuming_keeps_the_sparsity_where_lightnings_own_pruning_loses_it(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    fit(tmp_path, GrowPrune("one_shot", sparsity=0.8, kappa=1, epochs=2, finetune=1), callbacks=[saving])
-    callback = GrowPrune("one_shot", sparsity=0.8, kappa=1, epochs=2, finetune=1)
+    fit(tmp_path, GrowPrune("one_shot", sparsity=0.8, parts=1, epochs=2, finetune=1), callbacks=[saving])
+    callback = GrowPrune("one_shot", sparsity=0.8, parts=1, epochs=2, finetune=1)
     module = fit(tmp_path, callback, ckpt=tmp_path / "epoch=2.ckpt", max_epochs=4)  # one more, when the plan is over
     assert module.trainer.global_step == 24
     assert zeros(module, callback) == 1536  # 80 % of 1,920
 
 
 def test_a_checkpoint_is_plain_values_and_tensors_with_plain_names(tmp_path: Path) -> None:
-    fit(tmp_path, GrowPrune("rigl", kappa=1, storage="compact", every=3), callbacks=[every(tmp_path, 5)])
+    fit(tmp_path, GrowPrune("rigl", sparsity=0.9, parts=1, storage="compact", every=3), callbacks=[every(tmp_path, 5)])
     checkpoint = torch.load(tmp_path / "step=5.ckpt", weights_only=True)
     assert checkpoint["state_dict"].keys() == Module().state_dict().keys()
     assert checkpoint["callbacks"]["GrowPrune"]["cursor"]["iteration"] == 5
@@ -165,17 +168,15 @@ def test_a_checkpoint_is_plain_values_and_tensors_with_plain_names(tmp_path: Pat
 
 
 def test_a_checkpoint_of_other_settings_or_lengths_is_refused(tmp_path: Path) -> None:
-    fit(tmp_path, GrowPrune(kappa=2, every=2), callbacks=[every(tmp_path, 5)])
+    fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, every=2), callbacks=[every(tmp_path, 5)])
     with pytest.raises(GrowpruneError, match="trained with storage='masked', but GrowPrune has storage='compact'"):
-        fit(tmp_path, GrowPrune(kappa=2, storage="compact", every=2), ckpt=tmp_path / "step=5.ckpt")
+        fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, storage="compact", every=2), ckpt=tmp_path / "step=5.ckpt")
     with pytest.raises(GrowpruneError, match=r"trained with sparsity=0.9, but GrowPrune has sparsity=0.8: resume"):
-        fit(tmp_path, GrowPrune(kappa=2, sparsity=0.8, every=2), ckpt=tmp_path / "step=5.ckpt")
-    with pytest.raises(GrowpruneError, match=r"has 18 optimizer steps, but the trainer makes 24: set .*max_epochs=3\)"):
-        fit(tmp_path, GrowPrune(kappa=2, every=2), ckpt=tmp_path / "step=5.ckpt", max_epochs=4)
-    with pytest.raises(
-        GrowpruneError, match=r"another plan than gradual_gap has .*: give GrowPrune the same method, opti"
-    ):
-        fit(tmp_path, GrowPrune(kappa=2, every=3), ckpt=tmp_path / "step=5.ckpt")
+        fit(tmp_path, GrowPrune(parts=2, sparsity=0.8, every=2), ckpt=tmp_path / "step=5.ckpt")
+    with pytest.raises(GrowpruneError, match=r"has 18 optimizer steps, but the Trainer makes 24: set .*max_epochs=3\)"):
+        fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, every=2), ckpt=tmp_path / "step=5.ckpt", max_epochs=4)
+    with pytest.raises(GrowpruneError, match=r"belongs to another plan of gradual_gap: give GrowPrune the same opt"):
+        fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, every=3), ckpt=tmp_path / "step=5.ckpt")
 
 
 @pytest.mark.parametrize("is_weights_only", [False, True])
@@ -184,7 +185,7 @@ def test_a_checkpoint_without_our_state_is_refused(is_weights_only: bool, tmp_pa
     trainer.fit(Module(), Loader())
     trainer.save_checkpoint(tmp_path / "plain.ckpt", weights_only=is_weights_only)
     with pytest.raises(GrowpruneError, match=r"plain.ckpt has no state of GrowPrune"):
-        fit(tmp_path, GrowPrune(), ckpt=tmp_path / "plain.ckpt")
+        fit(tmp_path, GrowPrune(sparsity=0.9), ckpt=tmp_path / "plain.ckpt")
 
 
 # The best checkpoint
@@ -193,7 +194,7 @@ def test_a_checkpoint_without_our_state_is_refused(is_weights_only: bool, tmp_pa
 def test_the_best_checkpoint_is_at_the_target_sparsity(tmp_path: Path) -> None:
     best = ModelCheckpoint(tmp_path, "best", monitor="val_loss", save_top_k=1)
     latest = ModelCheckpoint(tmp_path, "latest")
-    callback = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2, until=0.8)
+    callback = GrowPrune("gradual_gap", sparsity=0.9, parts=2, every=2, until=0.8)
 
     class Rising(Module):
         """Its first, half-dense models are the best."""
@@ -210,14 +211,14 @@ def test_the_best_checkpoint_is_at_the_target_sparsity(tmp_path: Path) -> None:
 
 def test_a_checkpoint_by_steps_is_not_judged_by_a_validation_from_before_an_edit(tmp_path: Path) -> None:
     best = ModelCheckpoint(tmp_path, "{step}", monitor="val_loss", save_top_k=-1, every_n_train_steps=1)
-    fit(tmp_path, GrowPrune("rigl", sparsity=0.9, kappa=2, every=4, until=1.0), callbacks=[best])
+    fit(tmp_path, GrowPrune("rigl", sparsity=0.9, parts=2, every=4, until=1.0), callbacks=[best])
     # always at the target. Edits after steps 4, 8, 12 and 16; validated after 6, 12 and 18, when 6, 12 and 18 are over
     assert {p.name for p in tmp_path.glob("step=*")} == {f"step={step}.ckpt" for step in (7, 13, 14, 15)}
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_testing_the_best_checkpoint_brings_its_masks_along(storage: str, tmp_path: Path) -> None:
-    callback = GrowPrune("rigl", sparsity=0.9, kappa=2, storage=storage, every=3)
+    callback = GrowPrune("rigl", sparsity=0.9, parts=2, storage=storage, every=3)
     module = fit(tmp_path, callback, callbacks=[every(tmp_path, 4)])
     last = callback.sparse.masks
     module.trainer.validate(module, Loader(), ckpt_path=tmp_path / "step=4.ckpt", verbose=False)
@@ -226,7 +227,7 @@ def test_testing_the_best_checkpoint_brings_its_masks_along(storage: str, tmp_pa
     assert all(not weights[name][~mask].any() for name, mask in callback.sparse.masks.items())
     fresh = Module()
     trainer = pl.Trainer(
-        callbacks=[GrowPrune("rigl", kappa=2)], logger=False, enable_progress_bar=False, accelerator="cpu"
+        callbacks=[GrowPrune("rigl", sparsity=0.9, parts=2)], logger=False, enable_progress_bar=False, accelerator="cpu"
     )
     trainer.validate(fresh, Loader(), ckpt_path=tmp_path / "step=4.ckpt", verbose=False)
     assert_same(fresh, module)
@@ -238,7 +239,7 @@ def test_testing_the_best_checkpoint_brings_its_masks_along(storage: str, tmp_pa
 @pytest.mark.parametrize("is_first", [False, True])
 def test_an_average_of_weights_has_the_masks_of_the_model(is_first: bool, tmp_path: Path) -> None:
     average, saving = EMAWeightAveraging(decay=0.5), ModelCheckpoint(tmp_path, "last")
-    callback = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2)
+    callback = GrowPrune("gradual_gap", sparsity=0.9, parts=2, every=2)
     extra = [average] if is_first else []
     torch.manual_seed(0)
     trainer = pl.Trainer(
@@ -259,13 +260,15 @@ def test_a_run_with_an_average_goes_on_with_the_same_bits(tmp_path: Path) -> Non
     def make() -> list[Any]:
         return [EMAWeightAveraging(decay=0.5), every(tmp_path, 5)]
 
-    whole = fit(tmp_path, GrowPrune(kappa=2, every=2), callbacks=make())
-    assert_same(fit(tmp_path, GrowPrune(kappa=2, every=2), ckpt=tmp_path / "step=5.ckpt", callbacks=make()), whole)
+    whole = fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, every=2), callbacks=make())
+    assert_same(
+        fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, every=2), ckpt=tmp_path / "step=5.ckpt", callbacks=make()), whole
+    )
 
 
 @pytest.mark.parametrize("net", [mlp, conv])
 def test_stochastic_weight_averaging_ends_at_the_target_with_and_without_batch_norm(net: Any, tmp_path: Path) -> None:
-    callback = GrowPrune("cyclic_gap", sparsity=0.9, kappa=2, steps=4, epochs=1, finetune=2, restart=False)
+    callback = GrowPrune("cyclic_gap", sparsity=0.9, parts=2, steps=4, epochs=1, finetune=2, restart=False)
     module = fit(tmp_path, callback, Module(net()), max_epochs=6, callbacks=[StochasticWeightAveraging(0.01, 2)])
     assert callback.cursor.is_over
     assert zeros(module, callback) == callback.sparse.num_prunable - callback.sparse.num_alive
@@ -273,7 +276,7 @@ def test_stochastic_weight_averaging_ends_at_the_target_with_and_without_batch_n
 
 
 def test_an_average_that_is_kept_elsewhere_is_named(tmp_path: Path) -> None:
-    module, callback = Module(), GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2)
+    module, callback = Module(), GrowPrune("gradual_gap", sparsity=0.9, parts=2, every=2)
     average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     callback.add_copy(average)
 
@@ -287,14 +290,14 @@ def test_an_average_that_is_kept_elsewhere_is_named(tmp_path: Path) -> None:
 
 def test_averaging_compact_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GrowpruneError, match=r"a callback averages the weights.*use storage='masked'"):
-        fit(tmp_path, GrowPrune(kappa=2, storage="compact"), callbacks=[EMAWeightAveraging()])
+        fit(tmp_path, GrowPrune(sparsity=0.9, parts=2, storage="compact"), callbacks=[EMAWeightAveraging()])
 
 
 # Steps and learning rates
 
 
 def test_an_iteration_is_an_optimizer_step_whatever_is_accumulated(tmp_path: Path) -> None:
-    callback = GrowPrune("rigl", sparsity=0.9, kappa=2, storage="compact", every=3)
+    callback = GrowPrune("rigl", sparsity=0.9, parts=2, storage="compact", every=3)
     fit(tmp_path, callback, accumulate_grad_batches=4, gradient_clip_val=0.1)
     assert callback.cursor.iteration == 6  # 6 batches are two steps, of 4 and of 2
     assert callback.sparse.num_alive == 192
@@ -309,7 +312,7 @@ def test_a_step_that_a_gradient_scaler_skips_does_not_move_the_plan(tmp_path: Pa
                 assert callback.cursor.iteration == 6
             return super().training_step(batch, batch_idx) * (float("inf") if self.global_step == 5 else 1)
 
-    callback = GrowPrune("gmp", sparsity=0.9, kappa=2, every=1, until=1.0)
+    callback = GrowPrune("gmp", sparsity=0.9, parts=2, every=1, until=1.0)
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
     module = fit(tmp_path, callback, Overflowing(), plugins=[scaled])
     assert callback.cursor.is_over  # the edit that a skipped step left out is done at the end
@@ -317,7 +320,7 @@ def test_a_step_that_a_gradient_scaler_skips_does_not_move_the_plan(tmp_path: Pa
 
 
 def test_bf16_trains_to_exact_counts(tmp_path: Path) -> None:
-    callback = GrowPrune(kappa=2, every=2)
+    callback = GrowPrune(sparsity=0.9, parts=2, every=2)
     assert zeros(fit(tmp_path, callback, precision="bf16-mixed"), callback) == 1728
 
 
@@ -327,7 +330,7 @@ def cosine(optimizer: Any) -> Any:
 
 def test_each_phase_has_a_schedule_of_its_own_or_one_goes_on(tmp_path: Path) -> None:
     def rates(restart: bool) -> list[float]:
-        callback = GrowPrune("cyclic_gap", sparsity=0.9, kappa=2, steps=2, epochs=1, finetune=1, restart=restart)
+        callback = GrowPrune("cyclic_gap", sparsity=0.9, parts=2, steps=2, epochs=1, finetune=1, restart=restart)
         module = fit(tmp_path, callback, Module(schedule=cosine, lr=0.4), train=Loader(4))
         return [round(rate, 6) for rate in module.rates]
 
@@ -337,7 +340,7 @@ def test_each_phase_has_a_schedule_of_its_own_or_one_goes_on(tmp_path: Path) -> 
 
 def test_a_schedule_that_restarts_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     def make() -> tuple[GrowPrune, Module]:
-        return GrowPrune("cyclic_gap", sparsity=0.9, kappa=2, steps=2, epochs=1, finetune=1), Module(schedule=cosine)
+        return GrowPrune("cyclic_gap", sparsity=0.9, parts=2, steps=2, epochs=1, finetune=1), Module(schedule=cosine)
 
     whole = fit(tmp_path, *make(), callbacks=[every(tmp_path, 5)])
     assert_same(fit(tmp_path, *make(), ckpt=tmp_path / "step=5.ckpt"), whole)
@@ -348,7 +351,7 @@ def test_a_schedule_that_looks_at_epochs_before_cannot_restart(tmp_path: Path) -
         return {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
 
     with pytest.raises(GrowpruneError, match=r"ReduceLROnPlateau.*restart=False"):
-        fit(tmp_path, GrowPrune("cyclic_gap", kappa=2), Module(schedule=plateau))
+        fit(tmp_path, GrowPrune("cyclic_gap", sparsity=0.9, parts=2), Module(schedule=plateau))
 
 
 class Adversaries(Module):
@@ -370,7 +373,7 @@ class Adversaries(Module):
 
 
 def test_where_a_module_steps_several_optimizers_itself_the_last_with_prunable_weights_counts(tmp_path: Path) -> None:
-    callback = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2, iterations=36, keep_dense=["net.5", "other"])
+    callback = GrowPrune("gradual_gap", sparsity=0.9, parts=2, every=2, iterations=36, keep_dense=["net.5", "other"])
     module = fit(tmp_path, callback, Adversaries())
     assert callback.cursor.iteration == 36
     assert zeros(module, callback) == 1728
@@ -380,7 +383,7 @@ def test_a_compiled_module_trains_to_the_same_masks(tmp_path: Path) -> None:
     def train(is_compiled: bool) -> Any:
         torch.manual_seed(0)
         module = Module(nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4)))
-        callback = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2)
+        callback = GrowPrune("gradual_gap", sparsity=0.9, parts=2, every=2)
         fit(tmp_path, callback, torch.compile(module, backend="eager") if is_compiled else module)
         assert zeros(module, callback) == 1728
         return module
@@ -395,7 +398,7 @@ def test_a_compiled_module_trains_to_the_same_masks(tmp_path: Path) -> None:
 
 def test_loggers_have_sparsity_live_weights_phase_and_churn(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
-    fit(tmp_path, GrowPrune("rigl", sparsity=0.9, kappa=2, every=4, drop=0.5), logger=logger, log_every_n_steps=1)
+    fit(tmp_path, GrowPrune("rigl", sparsity=0.9, parts=2, every=4, drop=0.5), logger=logger, log_every_n_steps=1)
     with (Path(logger.log_dir) / "metrics.csv").open() as file:
         table = [row for row in csv.DictReader(file) if row["sparsity"]]
     rows = [{name: float(row[name]) for name in ("sparsity", "live_weights", "phase", "churn")} for row in table]
@@ -418,7 +421,7 @@ class Noting(pl.Callback):
 def test_the_density_of_layers_is_logged_before_other_callbacks_look(tmp_path: Path) -> None:
     noting, callback, logger = (
         Noting(),
-        GrowPrune("cyclic_gap", sparsity=0.9, kappa=2, log_layers=True, **METHODS["cyclic_gap"]),
+        GrowPrune("cyclic_gap", sparsity=0.9, parts=2, log_layers=True, **METHODS["cyclic_gap"]),
         CSVLogger(tmp_path),
     )
     trainer = pl.Trainer(
@@ -445,7 +448,7 @@ def test_the_density_of_layers_is_logged_before_other_callbacks_look(tmp_path: P
 
 def test_a_second_fit_goes_on_at_the_target(tmp_path: Path) -> None:
     for storage in ("masked", "compact"):
-        callback = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, storage=storage, every=2)
+        callback = GrowPrune("gradual_gap", sparsity=0.9, parts=2, storage=storage, every=2)
         module = fit(tmp_path, callback)
         masks, before = callback.sparse.masks, {k: v.clone() for k, v in module.state_dict().items()}
         fit(tmp_path, callback, module, max_epochs=1)
@@ -454,17 +457,17 @@ def test_a_second_fit_goes_on_at_the_target(tmp_path: Path) -> None:
         assert not torch.equal(before["net.0.weight"], module.state_dict()["net.0.weight"])
 
 
-@pytest.mark.filterwarnings("ignore:training ended after")
+@pytest.mark.filterwarnings("ignore:the training ended at step")
 def test_a_fit_that_stopped_goes_on_in_the_same_trainer_and_is_refused_in_another(tmp_path: Path) -> None:
     class Stopping(Module):
         def on_train_epoch_end(self) -> None:
             self.trainer.should_stop = self.current_epoch == 0
 
-    callback, module = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, every=2), Stopping()
+    callback, module = GrowPrune("gradual_gap", sparsity=0.9, parts=2, every=2), Stopping()
     fit(tmp_path, callback, module)
     trainer = module.trainer
     assert callback.cursor.iteration == 6
-    with pytest.raises(GrowpruneError, match="has done 6 of 18 steps of its plan, but the trainer none: give fit"):
+    with pytest.raises(GrowpruneError, match="is at step 6 of 18 of its plan, but the Trainer is at step 0: resume"):
         fit(tmp_path, callback, module)
     trainer.should_stop = False
     trainer.fit(module, Loader(), Loader(1))
@@ -477,29 +480,29 @@ def test_a_training_that_ends_before_its_plan_is_told(tmp_path: Path) -> None:
         def on_train_epoch_end(self) -> None:
             self.trainer.should_stop = True
 
-    with pytest.warns(UserWarning, match="training ended after 6 of the 18 optimizer steps of the plan, at a"):
-        fit(tmp_path, GrowPrune(kappa=2), Stopping())
+    with pytest.warns(UserWarning, match="the training ended at step 6 of 18 of the plan, at sparsity 0.15 "):
+        fit(tmp_path, GrowPrune(sparsity=0.9, parts=2), Stopping())
 
 
 def test_steps_that_do_not_match_are_refused_with_both_numbers(tmp_path: Path) -> None:
-    with pytest.raises(GrowpruneError, match=r"has 30 optimizer steps .* makes 18: set Trainer\(max_epochs=5\)"):
-        fit(tmp_path, GrowPrune("cyclic_gap", kappa=2, steps=4, epochs=1, finetune=1))
-    with pytest.raises(GrowpruneError, match=r"has 20 optimizer steps .* makes 18: set Trainer\(max_steps=20\)"):
-        fit(tmp_path, GrowPrune("gmp", kappa=1, iterations=20))
-    with pytest.raises(GrowpruneError, match="trains without end, but a plan has one: give it max_epochs or max_steps"):
-        fit(tmp_path, GrowPrune(), max_epochs=-1)
+    with pytest.raises(GrowpruneError, match=r"has 30 optimizer steps .* has 18: set Trainer\(max_epochs=5\)"):
+        fit(tmp_path, GrowPrune("cyclic_gap", sparsity=0.9, parts=2, steps=4, epochs=1, finetune=1))
+    with pytest.raises(GrowpruneError, match=r"has 20 optimizer steps .* has 18: set Trainer\(max_steps=20\)"):
+        fit(tmp_path, GrowPrune("gmp", sparsity=0.9, parts=1, iterations=20))
+    with pytest.raises(GrowpruneError, match="has no limit, but a plan needs one: give it max_epochs or max_steps"):
+        fit(tmp_path, GrowPrune(sparsity=0.9), max_epochs=-1)
 
 
 def test_a_callback_is_for_one_module(tmp_path: Path) -> None:
-    callback = GrowPrune(kappa=2)
+    callback = GrowPrune(sparsity=0.9, parts=2)
     fit(tmp_path, callback)
-    with pytest.raises(GrowpruneError, match="has trained another module already: give each module a GrowPrune"):
+    with pytest.raises(GrowpruneError, match="already belongs to another module: make a new GrowPrune for each"):
         fit(tmp_path, callback)
 
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_another_module_is_validated_by_the_same_trainer(storage: str, tmp_path: Path) -> None:
-    callback = GrowPrune("rigl", kappa=2, every=3, storage=storage)
+    callback = GrowPrune("rigl", sparsity=0.9, parts=2, every=3, storage=storage)
     module = fit(tmp_path, callback, callbacks=[every(tmp_path, 4)], limit_val_batches=0)
     trainer, first, data = module.trainer, str(tmp_path / "step=4.ckpt"), Loader()
     masks, weights = callback.sparse.masks, {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -510,27 +513,27 @@ def test_another_module_is_validated_by_the_same_trainer(storage: str, tmp_path:
     assert callback.state_dict()["num_edits_validated"] == -1 and callback.cursor.is_over
     assert all(torch.equal(mask, callback.sparse.masks[name]) for name, mask in masks.items())
     assert all(torch.equal(weights[name], tensor) for name, tensor in module.state_dict().items())
-    with pytest.raises(GrowpruneError, match="has trained another module already"):
+    with pytest.raises(GrowpruneError, match="already belongs to another module"):
         trainer.fit(other, data)
 
 
 def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(GrowpruneError, match="no method 'cyclic'; close are: cyclic_gap"):
-        GrowPrune("cyclic")
+    with pytest.raises(GrowpruneError, match="no method 'cyclic'; similar: cyclic_gap"):
+        GrowPrune("cyclic", sparsity=0.9)
     with pytest.raises(GrowpruneError, match="gradual_gap takes no option 'evry': did you mean every"):
-        GrowPrune(evry=3)
-    with pytest.raises(GrowpruneError, match=r"^GrowPrune has no model yet: it gets one when the trainer begins to"):
-        _ = GrowPrune().sparse
+        GrowPrune(sparsity=0.9, evry=3)
+    with pytest.raises(GrowpruneError, match=r"^GrowPrune has no model yet: it gets one when the trainer starts to"):
+        _ = GrowPrune(sparsity=0.9).sparse
     with pytest.raises(TypeError, match="positional"):
-        GrowPrune("rigl", 0.9)  # type: ignore[misc]
-    with pytest.raises(GrowpruneError, match="the module steps its optimizers itself, so that its loss is not known"):
-        fit(tmp_path, GrowPrune("snip", iterations=36), Adversaries())
+        GrowPrune("rigl", 0.9, sparsity=0.9)  # type: ignore[misc]
+    with pytest.raises(
+        GrowpruneError, match="snip needs the loss of the first batch, which manual optimization does not"
+    ):
+        fit(tmp_path, GrowPrune("snip", sparsity=0.9, iterations=36), Adversaries())
     trainer = pl.Trainer(logger=False, accelerator="cpu")
     trainer.strategy.__class__ = type("FSDPStrategy", (FSDPStrategy,), {"__init__": None})
-    with pytest.raises(
-        GrowpruneError, match=r"with FSDPStrategy, .*: use ModelParallelStrategy \(FSDP2\), strategy='ddp'"
-    ):
-        GrowPrune().setup(trainer, Module(), "fit")
+    with pytest.raises(GrowpruneError, match=r"with FSDPStrategy: use ModelParallelStrategy \(FSDP2\), strategy='ddp'"):
+        GrowPrune(sparsity=0.9).setup(trainer, Module(), "fit")
 
 
 def test_without_lightning_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def replica(method: str, storage: str, drifts: bool) -> Any:
     x = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(int(os.environ["RANK"]))  # the first weights differ, as do the data
     options = {"snip": {}, "deepr": {"temperature": 1e-2}}.get(method, {"every": 2})
-    module, callback = Module(drifts), GrowPrune(method, sparsity=0.9, kappa=2, storage=storage, **options)
+    module, callback = Module(drifts), GrowPrune(method, sparsity=0.9, parts=2, storage=storage, **options)
     quiet = {
         "logger": False,
         "enable_progress_bar": False,
@@ -75,4 +75,4 @@ def test_two_processes_end_with_the_same_bits_and_exact_counts(
 @pytest.mark.parametrize("method", ["gmp", "deepr"])
 def test_processes_that_drift_apart_are_told_both(method: str, server: ProcessPoolExecutor) -> None:
     for told in server.submit(on_two_processes, replica, method, "masked", True).result():
-        assert told.startswith("the processes have chosen different weights")
+        assert told.startswith("the processes have different masks: start them")

@@ -86,8 +86,8 @@ def test_an_edit_between_a_forward_pass_and_its_backward_pass_is_named(tmp_path:
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
         fit(tmp_path, sparsify(), JudgingFirst())
     assert raised.value.__notes__ == [
-        "GrowPrune edits weights when the last optimizer that trains prunable weights steps, here number 2 of 2 (Adam)"
-        ": in configure_optimizers, return the one last that steps last in training_step"
+        "GrowPrune prunes and grows when the last optimizer with prunable weights steps, here number 2 of 2 (Adam): in "
+        "configure_optimizers, return last the optimizer that steps last in training_step"
     ]
 
 
@@ -95,7 +95,7 @@ def test_compact_weights_that_a_backward_pass_reaches_after_their_edit_are_not_s
     tmp_path: Path,
 ) -> None:
     with pytest.raises(
-        GrowpruneError, match=r"^a backward pass .* as they were before an edit.*number 2 of 2 \(Adam\)"
+        GrowpruneError, match=r"^a backward pass .* pruned or grown after its forward pass.*number 2 of 2 \(Adam\)"
     ):
         fit(tmp_path, sparsify(storage="compact"), JudgingFirst())
 

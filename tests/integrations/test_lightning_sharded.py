@@ -80,7 +80,7 @@ def fit(
     """18 steps, a checkpoint after each epoch."""
     torch.manual_seed(0)
     module = Module(dropout, is_sharded=world > 1)
-    callback = GrowPrune(method, sparsity=0.8, kappa=2, storage="compact", **METHODS[method])
+    callback = GrowPrune(method, sparsity=0.8, parts=2, storage="compact", **METHODS[method])
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=6, save_top_k=-1)
     trainer = trainer_of([callback, saving], world, **settings)
     trainer.fit(module, data(world), data(), ckpt_path=ckpt)
@@ -112,7 +112,7 @@ def trained(folder: Path) -> dict[str, Any]:
         if case in RESUMED:
             trainer.validate(callback.sparse.model, data(), ckpt_path=folder / case / "step=6.ckpt", verbose=False)
             found[f"{case}, at the sixth step"] = callback.sparse.num_alive
-            fresh = GrowPrune(method, sparsity=0.8, kappa=2, storage="compact", **METHODS[method])
+            fresh = GrowPrune(method, sparsity=0.8, parts=2, storage="compact", **METHODS[method])
             place = {"ckpt_path": folder / case / "step=12.ckpt", "verbose": False}
             trainer_of([fresh], 2).validate(Module(), data(), **place)
             found[f"{case}, at the twelfth step"] = fresh.sparse.num_alive
@@ -181,5 +181,5 @@ def test_the_code_of_the_page_trains_to_the_sparsity_it_asks_for(told: Told) -> 
 
 def test_what_cannot_be_sharded_is_told_in_one_line(told: Told) -> None:
     for _, (masked, plain), _ in told[0]:
-        assert masked.startswith("GrowPrune with ModelParallelStrategy needs storage='compact', but storage is 'mask")
+        assert masked.startswith("GrowPrune with ModelParallelStrategy needs storage='compact', got 'masked': give")
         assert plain.startswith("configure_model has not sharded the module: call fully_shard")

@@ -60,14 +60,14 @@ def train(folder: Path, *callbacks: Any) -> Tunable:
 def test_what_finders_restore_before_the_first_step_is_no_training_without_us(
     make: Any, storage: str, tmp_path: Path
 ) -> None:
-    callback = GrowPrune("gradual_gap", sparsity=0.9, kappa=2, storage=storage)
+    callback = GrowPrune("gradual_gap", sparsity=0.9, parts=2, storage=storage)
     module = train(tmp_path, callback, make())
     assert callback.cursor.is_over and callback.cursor.iteration == module.trainer.global_step
     assert zeros(module, callback) == 1728
 
 
 def test_phases_that_restart_have_the_rate_that_was_found(tmp_path: Path) -> None:
-    module = train(tmp_path, GrowPrune("cyclic_gap", sparsity=0.9, kappa=2), Rate(num_training_steps=4))
+    module = train(tmp_path, GrowPrune("cyclic_gap", sparsity=0.9, parts=2), Rate(num_training_steps=4))
     assert set(module.rates[4:]) == {0.03}  # the finder has trained 4
 
 
@@ -78,13 +78,15 @@ class Endless(IterableDataset[Any]):
 
 def test_data_without_a_length_are_named_where_epochs_tell_no_number_of_steps(tmp_path: Path) -> None:
     data = DataLoader(Endless(), batch_size=None)
-    with pytest.raises(GrowpruneError, match=r"the data have no length.* max_epochs=3 .*: give Trainer max_steps$"):
-        fit(tmp_path, GrowPrune(), train=data)
+    with pytest.raises(
+        GrowpruneError, match=r"the data have no length.* max_epochs=3 .*: use Trainer\(max_steps=\.\.\.\)$"
+    ):
+        fit(tmp_path, GrowPrune(sparsity=0.9), train=data)
 
 
 def test_a_plan_that_one_batch_is_too_short_for_says_so(tmp_path: Path) -> None:
-    with pytest.raises(GrowpruneError, match=r"has 2 optimizer steps .* makes 1: set Trainer\(fast_dev_run=False\)"):
-        fit(tmp_path, GrowPrune("cyclic_gap"), fast_dev_run=True)
+    with pytest.raises(GrowpruneError, match=r"has 2 optimizer steps .* has 1: set Trainer\(fast_dev_run=False\)"):
+        fit(tmp_path, GrowPrune("cyclic_gap", sparsity=0.9), fast_dev_run=True)
 
 
 @pytest.mark.parametrize("schedule", [None, lambda optimizer: CosineAnnealingLR(optimizer, 4)])
@@ -104,8 +106,10 @@ def test_a_phase_that_restarts_leaves_the_rates_of_stochastic_weight_averaging_a
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_a_callback_that_prunes_too_is_refused(storage: str, tmp_path: Path) -> None:
     pruning = ModelPruning("l1_unstructured", amount=0.5)
-    with pytest.raises(GrowpruneError, match="ModelPruning prunes the same weights as GrowPrune: give one of the two"):
-        fit(tmp_path, GrowPrune(storage=storage), callbacks=[pruning])
+    with pytest.raises(
+        GrowpruneError, match="ModelPruning prunes the same weights as GrowPrune: give the Trainer only one"
+    ):
+        fit(tmp_path, GrowPrune(sparsity=0.9, storage=storage), callbacks=[pruning])
 
 
 def test_weights_that_are_frozen_when_training_begins_are_named(tmp_path: Path) -> None:
@@ -113,5 +117,5 @@ def test_weights_that_are_frozen_when_training_begins_are_named(tmp_path: Path) 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.net[5].parameters(), 0.1)  # type: ignore[index]
 
-    with pytest.raises(GrowpruneError, match=r"such as net.0.weight, is in an optimizer when training begins: "):
-        fit(tmp_path, GrowPrune(), OnlyTheHead())
+    with pytest.raises(GrowpruneError, match=r"^no optimizer trains a prunable weight such as net.0.weight: give"):
+        fit(tmp_path, GrowPrune(sparsity=0.9), OnlyTheHead())

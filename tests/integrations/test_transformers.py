@@ -13,8 +13,8 @@ import transformers as hf
 from safetensors.torch import load_file
 from transformers_cases import assert_same_bits, make_data, make_model, make_trainer, train
 
-from growprune.integrations.common import heads
 from growprune.integrations.transformers import GrowPruneCallback
+from growprune.masks.heads import heads
 
 SAVING = {"save_strategy": "steps", "save_steps": 3}
 
@@ -43,6 +43,8 @@ class Noting(hf.TrainerCallback):
         ("llama", "rigl", "masked"),
         ("mixtral", "cyclic_gap", "masked"),
         ("mixtral", "rigl", "compact"),
+        ("t5", "gradual_gap", "masked"),
+        ("t5", "rigl", "compact"),
         ("vit", "gradual_gap", "compact"),
     ],
 )
@@ -71,6 +73,7 @@ def test_a_training_ends_at_its_count_is_saved_and_resumes_to_the_same_bits(
         ("gpt2", ()),  # tied to its embedding, which is never pruned
         ("llama", ("lm_head",)),
         ("mixtral", ("lm_head",)),
+        ("t5", ()),  # tied as well
         ("vit", ("classifier",)),
     ],
 )
@@ -218,7 +221,7 @@ def test_phases_that_restart_have_a_fresh_optimizer_and_the_whole_schedule(
 ) -> None:
     def noted(resume: str | None) -> Noting:
         lengths = {"steps": 2, "epochs": 1, "finetune": 2, "iterations_per_epoch": 2}
-        callback = GrowPruneCallback("cyclic_gap", sparsity=0.75, kappa=2, restart=restart, **lengths)
+        callback = GrowPruneCallback("cyclic_gap", sparsity=0.75, parts=2, restart=restart, **lengths)
         trainer = make_trainer(tmp_path, make_model("bert"), make_data("bert"), callback, noting := Noting(), **SAVING)
         trainer.train(resume_from_checkpoint=resume)
         return noting

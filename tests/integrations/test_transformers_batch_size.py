@@ -75,7 +75,7 @@ def test_a_second_try_is_a_training_with_the_smaller_batches(
 
 def test_a_plan_that_is_under_way_is_not_begun_anew(tmp_path: Path) -> None:
     with pytest.raises(
-        GrowpruneError, match=r"broke off at step 2 of 8, from where auto_find_batch_size .*_train_batch_size=3"
+        GrowpruneError, match=r"was interrupted at step 2 of 8, where auto_find_batch_size .*_train_batch_size=3"
     ):
         train(tmp_path, "gradual_gap", at=2, auto_find_batch_size=True)
 
@@ -95,7 +95,7 @@ def test_a_training_that_is_resumed_tries_again_before_its_first_step_only(tmp_p
     resume = f"{tmp_path}/checkpoint-3"
     _, callback = train(tmp_path, "rigl", at=3, resume=resume, **STEPS)
     assert callback.cursor.is_over and callback.sparse.is_at_target
-    with pytest.raises(GrowpruneError, match="broke off at step 5 of 8"):
+    with pytest.raises(GrowpruneError, match="was interrupted at step 5 of 8"):
         train(tmp_path, "rigl", at=5, resume=resume, **STEPS)
 
 

@@ -26,7 +26,7 @@ def replica(folder: Path) -> dict[Any, Any]:
         allowed = (6, 8) if method == "cyclic_gap" else (3, 6, 8)  # where none is grown
         assert trainer.state.best_global_step in allowed
         ends[method, resume] = {name: tensor.numpy() for name, tensor in trainer.model.state_dict().items()}
-    with pytest.raises(GrowpruneError, match="storage='compact' does not work in several processes"):
+    with pytest.raises(GrowpruneError, match="storage='compact' does not work with DDP"):
         train(folder, "bert", storage="compact", args=args)
     return ends
 

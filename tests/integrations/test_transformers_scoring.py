@@ -11,8 +11,8 @@ import transformers as hf
 from transformers_cases import assert_same_bits, make_data, make_model, make_trainer, train
 
 from growprune import By, SparseModel
-from growprune.integrations.common import heads
 from growprune.integrations.transformers import GrowPruneCallback
+from growprune.masks.heads import heads
 
 
 class Noting(hf.Trainer):

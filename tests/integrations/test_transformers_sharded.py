@@ -103,7 +103,7 @@ def documented(folder: Path) -> float:
 
 
 def refused(folder: Path) -> str:
-    callback = GrowPruneCallback("rigl", storage="compact")
+    callback = GrowPruneCallback("rigl", sparsity=0.9, storage="compact")
     with pytest.raises(gp.GrowpruneError) as caught:
         make_trainer(folder, callback, 2, activation_checkpointing=True).train()
     return str(caught.value)

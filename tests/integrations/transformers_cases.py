@@ -17,12 +17,14 @@ GPT2 = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions"
 MOE = {**LONG, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
 IMAGE = {**TEXT, "intermediate_size": 32, "image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
 IMAGE.pop("vocab_size")
+T5 = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
 
 MODELS: dict[str, Any] = {
     "bert": lambda: hf.BertForSequenceClassification(hf.BertConfig(**LONG, num_labels=3)),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, bos_token_id=0, eos_token_id=0)),
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LONG, num_key_value_heads=2, tie_word_embeddings=False)),
     "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**MOE)),
+    "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5, decoder_start_token_id=0)),
     "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**IMAGE)),
 }
 

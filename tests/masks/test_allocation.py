@@ -107,5 +107,5 @@ def test_every_allocation_keeps_the_asked_share_of_all_groups(name: str, pattern
 
 
 def test_an_unknown_allocation_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="allocation is 'gobal', but must be one of uniform, erk, global"):
+    with pytest.raises(ValueError, match="allocation must be one of uniform, erk, global, got 'gobal'"):
         parse_allocation("gobal")

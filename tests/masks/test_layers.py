@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -168,7 +169,7 @@ def test_keep_dense_may_name_what_is_dense_anyway() -> None:
 
 def test_include_adds_parameters_of_other_modules() -> None:
     assert names(Scaled()) == ["fc.weight"]
-    assert names(Scaled(), include=["matrix", "vector"]) == ["fc.weight", "matrix", "vector"]
+    assert names(Scaled(), include=["matrix"]) == ["fc.weight", "matrix"]
 
 
 def test_include_adds_a_parameter_once_however_often_it_is_named() -> None:
@@ -179,40 +180,55 @@ def test_include_can_make_a_tied_embedding_sparse() -> None:
     assert names(Language(tied=True), include=["embed"]) == ["body.weight", "embed.weight"]
 
 
-def test_include_refuses_a_single_number() -> None:
-    with pytest.raises(ValueError, match="'number', which is a single number"):
-        names(Scaled(), include=["number"])
+@pytest.mark.parametrize(("pattern", "meant"), [("number", "number"), ("vector", "vector"), ("fc.b*", "fc.bias")])
+def test_include_refuses_what_matches_only_numbers_and_vectors(pattern: str, meant: str) -> None:
+    expected = f"include has {pattern!r}, but {meant} cannot be pruned: weights need at least two dimensions"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        names(Scaled(), include=["matrix", pattern])
+
+
+def test_include_takes_the_matrices_of_what_a_glob_matches() -> None:
+    assert names(Scaled(), include=["*"]) == ["fc.weight", "matrix"]
 
 
 @pytest.mark.parametrize("argument", ["keep_dense", "include"])
 def test_a_name_that_matches_nothing_is_an_error_that_lists_some(argument: str) -> None:
     with pytest.raises(
-        ValueError, match=rf"{argument} has 'conv\*', which matches no parameter; there are weight, bias"
+        ValueError, match=rf"{argument} has 'conv\*', which matches no parameter; the model has weight, bias"
     ):
         names(nn.Linear(4, 4), **{argument: ["conv*"]})
 
 
 @pytest.mark.parametrize("argument", ["keep_dense", "include"])
 def test_a_bare_text_instead_of_a_list_is_an_error(argument: str) -> None:
-    with pytest.raises(ValueError, match=rf"{argument} is the text 'weight', but must be a list"):
+    with pytest.raises(ValueError, match=rf"{argument} must be a list of names or globs, got 'weight'"):
         names(nn.Linear(4, 4), **{argument: "weight"})
 
 
 def test_a_model_without_layers_has_nothing_to_prune() -> None:
-    with pytest.raises(ValueError, match="nothing to prune: it has no Linear, convolution or attention weight"):
+    with pytest.raises(ValueError, match=r"nothing to prune: none of its layers \(Embedding, LayerNorm\) can be"):
         names(nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)))
 
 
 def test_a_model_that_is_kept_dense_as_a_whole_has_nothing_to_prune() -> None:
-    with pytest.raises(ValueError, match="nothing to prune: all are in keep_dense"):
+    with pytest.raises(ValueError, match="nothing to prune: the weights of Linear are all in keep_dense; remove some"):
         names(nn.Linear(4, 4), keep_dense=["*"])
+
+
+def test_what_cannot_be_pruned_is_not_said_to_be_in_keep_dense() -> None:
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    said = "the weights of Linear are all in keep_dense, and Embedding, LayerNorm cannot be pruned"
+    with pytest.raises(ValueError, match=f"nothing to prune: {said}"):
+        names(model, keep_dense=["1"])
+    with pytest.raises(ValueError, match="nothing to prune: it has no parameters that can be pruned"):
+        names(nn.ReLU())
 
 
 @pytest.mark.parametrize("argument", ["keep_dense", "include"])
 def test_names_may_be_an_iterator(argument: str) -> None:
-    expected = {"keep_dense": ["1.weight"], "include": ["0.weight", "1.weight", "0.bias"]}[argument]
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    name = {"keep_dense": "0", "include": "0.bias"}[argument]
+    expected = {"keep_dense": ["1.weight"], "include": ["0.weight", "1.weight", "2.weight"]}[argument]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(4, 4))
+    name = {"keep_dense": "0", "include": "2.weight"}[argument]
     assert names(model, **{argument: (n for n in [name])}) == expected  # type: ignore[arg-type]
 
 

@@ -215,8 +215,17 @@ def test_a_buffer_in_no_part_is_an_error_too() -> None:
 
 
 def test_a_prefix_that_matches_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match="prefix 'head' matches no parameter or buffer"):
+    with pytest.raises(
+        ValueError, match=r"prefix 'head' matches no parameter or buffer of the model; the model has 0, 2$"
+    ):
         Partition.of(mlp(2, 2, 2), [["0"], ["2", "head"]])
+
+
+def test_a_misspelt_prefix_is_named_with_those_that_are_near() -> None:
+    model = nn.ModuleDict({"block": mlp(2, 2, 2), "head": nn.Linear(2, 2)})
+    says = r"prefix 'blok\.0' matches no parameter or buffer of the model; did you mean 'block\.0' or "
+    with pytest.raises(ValueError, match=says):
+        Partition.of(model, [["blok.0"], ["block.2", "head"]])
 
 
 def test_a_prefix_in_two_parts_is_an_error() -> None:
@@ -225,7 +234,7 @@ def test_a_prefix_in_two_parts_is_an_error() -> None:
 
 
 def test_a_bare_text_as_a_part_is_an_error() -> None:
-    with pytest.raises(ValueError, match="part 1 is the text '2', but must be a list"):
+    with pytest.raises(ValueError, match=r"part 1 must be a list of names or globs, got '2'. Did you mean \['2'\]"):
         Partition.of(mlp(2, 2, 2), [["0"], "2"])
 
 
@@ -362,12 +371,12 @@ def test_an_embedding_model_is_cut_between_its_layers() -> None:
 
 @pytest.mark.parametrize("kappa", [0, -1, 1.5, True])
 def test_kappa_must_be_a_positive_count(kappa: int) -> None:
-    with pytest.raises(ValueError, match=r"kappa is .* but must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match=r"parts must be an integer >= 1, got .*"):
         Partition.contiguous(mlp(2, 2, 2), kappa)
 
 
 def test_kappa_may_not_exceed_the_number_of_layers() -> None:
-    with pytest.raises(ValueError, match="kappa is 3, but the model has 2 layers: give at most 2"):
+    with pytest.raises(ValueError, match="parts must be <= the number of layers of the model, 2, got 3"):
         Partition.contiguous(mlp(2, 2, 2), 3)
 
 
@@ -381,27 +390,27 @@ class Bare(nn.Module):
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.matrix, self.vector = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
-        self.lstm = nn.LSTM(4, 4)
+        self.held = nn.ParameterDict({"a": torch.zeros(16, 4), "b": torch.zeros(16, 4), "c": torch.zeros(16)})
 
 
 def test_included_parameters_count_as_layers() -> None:
-    model = nn.LSTM(4, 4, num_layers=2)
-    with pytest.raises(ValueError, match="the model has no layers to cut"):
+    model = nn.ParameterDict({"a": torch.zeros(16, 4), "b": torch.zeros(16, 4)})
+    with pytest.raises(ValueError, match="the model has no layers to divide"):
         Partition.contiguous(model, 1)
-    assert len(Partition.per_layer(model, include=["weight_*"])) == 1
-    with pytest.raises(ValueError, match="kappa is 4, but the model has 3 layers"):
-        Partition.contiguous(Bare(), 4, include=["matrix", "lstm.weight_*"])
-    S = Partition.per_layer(Bare(), include=["matrix", "lstm.weight_*"])
+    assert len(Partition.per_layer(model, include=["a", "b"])) == 1
+    with pytest.raises(ValueError, match="parts must be <= the number of layers of the model, 3, got 4"):
+        Partition.contiguous(Bare(), 4, include=["matrix", "held.*"])
+    S = Partition.per_layer(Bare(), include=["matrix", "held.*"])
     assert [part.tensors for part in S] == [
         ("matrix", "vector"),
         ("first.weight", "first.bias"),
-        ("lstm.weight_ih_l0", "lstm.weight_hh_l0", "lstm.bias_ih_l0", "lstm.bias_hh_l0"),
+        ("held.a", "held.b", "held.c"),
     ]
 
 
 def test_included_parameters_have_their_share_of_the_weights() -> None:
-    S = Partition.contiguous(Bare(), 2, include=["matrix", "lstm.weight_*"])  # 16 + 16, 128
-    assert [part.tensors[0] for part in S] == ["matrix", "lstm.weight_ih_l0"]
+    S = Partition.contiguous(Bare(), 2, include=["matrix", "held.*"])  # 16 + 16, 128
+    assert [part.tensors[0] for part in S] == ["matrix", "held.a"]
 
 
 def test_names_may_be_iterators() -> None:

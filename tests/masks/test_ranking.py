@@ -96,7 +96,7 @@ def test_a_key_of_zero_is_never_chosen() -> None:
 
 @pytest.mark.parametrize("lists", [[[0, 4, 0, 1]], [[]], [[4], [1]], [[0, 0, 0, 0]]])
 def test_more_than_may_be_chosen_is_an_error(lists: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match="3 positions are asked for, but fewer may be chosen"):
+    with pytest.raises(ValueError, match="cannot choose 3 positions: fewer are available"):
         chosen(lists, 3)
 
 

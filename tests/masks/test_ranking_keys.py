@@ -154,13 +154,13 @@ def test_blocks_are_ranked_by_their_sums_and_die_together() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_nan_and_infinity_are_an_error_that_names_the_weight(dtype: torch.dtype, bad: float) -> None:
     values = torch.tensor([[1.0, 2.0, bad, 3.0]], dtype=dtype)
-    with pytest.raises(ValueError, match=r"^w holds NaN or infinity"):
+    with pytest.raises(ValueError, match=r"^w has NaN or infinity"):
         check_finite(values, Weight("w", "w", (1, 4)))
 
 
 def test_a_nan_as_cuda_writes_it_is_told_too() -> None:
     for bits in (torch.tensor([2**31 - 1, 0], dtype=torch.int32), torch.tensor([-1, 0], dtype=torch.int32)):
-        with pytest.raises(ValueError, match="holds NaN or infinity"):
+        with pytest.raises(ValueError, match="has NaN or infinity"):
             check_finite(bits.view(torch.float32), Weight("w", "w", (2,)))
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import growprune as gp
+from growprune.masks.layers import prunable_weights
+from growprune.masks.zeros import already_sparse
 from growprune.sparse.cursor import Cursor
 
 
@@ -30,7 +32,7 @@ def test_just_the_zeros_are_dead_and_nothing_else_changes(storage: str) -> None:
     model = pruned_elsewhere()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     sparse = gp.SparseModel.from_zeros(model, storage=storage)
-    assert (sparse.num_alive, sparse.num_prunable, sparse.sparsity) == (40, 160, 0.75)
+    assert (sparse.num_alive, sparse.num_prunable, sparse.target_sparsity) == (40, 160, 0.75)
     assert sparse.is_at_target
     assert all(torch.equal(mask, before[name] != 0) for name, mask in sparse.masks.items())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -57,14 +59,16 @@ def test_patterns_are_found_again(pattern: str, alive: int, storage: str) -> Non
 
 
 def test_zeros_that_do_not_keep_to_the_pattern_are_refused() -> None:
-    with pytest.raises(gp.GrowpruneError, match=r"zeros of 0.weight do not keep to pattern 1:4: give another"):
+    with pytest.raises(gp.GrowpruneError, match=r"zeros of 0.weight do not have the pattern 1:4: use another"):
         gp.SparseModel.from_zeros(pruned_elsewhere(pattern="2:4", sparsity=0.5), pattern="1:4")
 
 
 def test_a_dense_model_is_refused_and_left_alone() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
     model[0].weight.data[0, :3] = 0
-    message = r"the model is dense: 3 of its 160 prunable weights are zero \(1.88%, .*5% .*SparseModel\(model, sparsity"
+    message = (
+        r"the model is dense: only 3 of its 160 prunable weights are zero \(1.88%, .*5%.*SparseModel\(model, sparsity"
+    )
     with pytest.raises(gp.GrowpruneError, match=message):
         gp.SparseModel.from_zeros(model, storage="compact")
     assert model[0].weight.shape == (8, 16)
@@ -84,7 +88,9 @@ def test_the_zeros_of_what_is_kept_dense_live() -> None:
 def test_a_layer_of_zeros_is_named_in_a_warning() -> None:
     model = pruned_elsewhere()
     model[2].weight.data.zero_()
-    with pytest.warns(UserWarning, match=r"all weights are zero in 2.weight, and stay so: name them in keep_dense"):
+    with pytest.warns(
+        UserWarning, match=r"all weights of 2.weight are zero and will stay zero: add them to keep_dense"
+    ):
         gp.SparseModel.from_zeros(model)
 
 
@@ -97,3 +103,53 @@ def test_a_plan_can_go_on_from_the_zeros_as_they_are() -> None:
     next(phases)
     assert all(torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
     assert [sparse.num_alive for _ in phases][-1] == 40
+
+
+# Models that look pruned
+
+
+def found(model: nn.Module) -> float | None:
+    return already_sparse(model, prunable_weights(model))
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
+
+
+def test_a_model_looks_pruned_from_a_fifth_of_zeros_on() -> None:
+    model = layers()
+    assert found(model) is None
+    model[0].weight.data.view(-1)[:39] = 0  # of 200
+    assert found(model) is None
+    model[0].weight.data.view(-1)[39] = 0
+    assert found(model) == 0.2
+    model[1].weight.data[1:] = 0
+    assert found(model) == 0.65
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_fresh_model_does_not_look_pruned_in_any_dtype(dtype: torch.dtype) -> None:
+    assert found(nn.TransformerEncoderLayer(16, 2).to(dtype)) is None
+
+
+def test_layers_that_are_initialised_to_zero_do_not_look_pruned() -> None:
+    model = layers()
+    nn.init.zeros_(model[1].weight)
+    assert found(model) is None
+    nn.init.zeros_(model[0].weight)
+    assert found(model) is None
+    attention = nn.MultiheadAttention(8, 2)
+    attention.in_proj_weight.data[:8] = 0  # that of q
+    assert found(attention) is None
+    attention.in_proj_weight.data[8:, 2:] = 0
+    assert found(attention) == pytest.approx(2 * 48 / 192)  # of k, v and out
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_weights_that_are_not_there_as_dense_tensors_are_not_looked_at(storage: str) -> None:
+    sparse = gp.SparseModel(layers(), sparsity=0.9, storage=storage)
+    sparse.prune()
+    expected = {"masked": 0.9, "compact": None}[storage]
+    assert already_sparse(sparse.model, sparse.weights) == expected
+    assert found(layers().to("meta")) is None

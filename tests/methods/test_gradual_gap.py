@@ -36,6 +36,36 @@ def test_the_sparsity_rises_evenly_while_the_parts_grow_in_turns() -> None:
     ]
 
 
+def test_the_first_sparsity_is_held_until_begin_while_the_parts_grow() -> None:
+    plan = gradual_gap(FOUR, sparsity=0.9, iterations=20, every=3, start=0.5, begin=0.3, until=0.9)
+    # held for 6 of 20 iterations, then from 0.5 to 0.9 in the next 12
+    assert lines(plan) == [
+        "prune all to 0.5 by random: 0",
+        "prune all to 0.5, grow S0 to dense: 3",
+        "prune all to 0.5, grow S1 to dense: 3",
+        "prune all to 0.5, grow S2 to dense: 3",
+        "prune all to 0.6, grow S3 to dense: 3",
+        "prune all to 0.7, grow S0 to dense: 3",
+        "prune all to 0.8, grow S1 to dense: 3",
+        "prune all to 0.9: 2",
+    ]
+
+
+def test_without_begin_every_number_of_the_plan_is_what_it_was() -> None:
+    plan = list(gradual_gap(FOUR, sparsity=0.9, iterations=977, start=0.37, power=3))
+    assert plan == list(gradual_gap(FOUR, sparsity=0.9, iterations=977, start=0.37, power=3, begin=0.0))
+    risen = [edit.to for phase in plan[1:-1] for edit in phase.edits if edit.action is Action.PRUNE]  # type: ignore[union-attr]
+    assert risen == [0.9 + (0.37 - 0.9) * (1 - t / 733) ** 3 for t in range(0, 733, 16)]
+
+
+def test_a_first_sparsity_that_is_held_to_the_end_of_the_steps_jumps_to_the_target() -> None:
+    plan = gradual_gap(FOUR, sparsity=0.9, iterations=8, every=2, start=0.5, begin=0.5, until=0.5)
+    assert lines(plan)[1:] == ["prune all to 0.5, grow S0 to dense: 2"] + [
+        "prune all to 0.5, grow S1 to dense: 2",
+        "prune all to 0.9: 4",
+    ]
+
+
 def test_it_rises_evenly_and_three_fifths_of_the_weights_live_at_most_if_nothing_is_said() -> None:
     plan = gradual_gap(FOUR, sparsity=0.8, iterations=12, every=6, until=1.0)
     # a quarter is grown, and 0.4 are zero: 0.4 / 0.75 of the rest
@@ -89,7 +119,7 @@ def test_parts_of_unknown_size_count_as_equal() -> None:
 @pytest.mark.parametrize("kappa", [1, 2, 4])
 def test_no_more_weights_live_than_the_peak_density_allows(kappa: int, control: Any) -> None:
     net = nn.Sequential(*(nn.Linear(20, 20) for _ in range(4)))
-    sparse = gp.SparseModel(net, sparsity=0.9)
+    sparse = gp.SparseModel(net, sparsity=0.9, allocation="uniform")
     S = Partition.balanced(net, kappa)
     peak = 1.0 if kappa == 1 else 0.75
     plan = gradual_gap(S, sparsity=0.9, iterations=40, every=2, peak_density=peak, control=control)
@@ -116,7 +146,7 @@ def test_controls_never_grow_from_the_same_start_or_the_same_peak() -> None:
 
 def test_a_peak_density_is_exact_for_parts_that_differ() -> None:
     net = model()
-    sparse = gp.SparseModel(net, sparsity=0.75)
+    sparse = gp.SparseModel(net, sparsity=0.75, allocation="uniform")
     plan = gradual_gap(Partition.balanced(net, 2), sparsity=0.75, iterations=4, every=1, peak_density=0.8, until=1.0)
     # 28 of 52 are grown: (1 - 0.8) / (1 - 28 / 52) of all are zero at first
     assert str(next(iter(plan))) == "prune all to 0.4333 by random"
@@ -160,14 +190,15 @@ def test_sparsity_never_falls(option: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"start": 0.95}, "start is 0.95, but the sparsity to reach is 0.9: give at most that"),
-        ({"start": 0.5, "peak_density": 0.6}, "start is 0.5 and peak_density is 0.6: give one of the two"),
-        ({"peak_density": 0.3}, "a part of 0.25 of the weights grown at a sparsity of 0.9, up to 0.325 of them live"),
-        ({"peak_density": 1.5}, "peak_density is 1.5"),
-        ({"every": 0}, "every is 0"),
-        ({"power": 0}, "power is 0"),
-        ({"control": "both"}, "control is 'both', but must be 'start', 'peak', or None"),
-        ({"until": 1.2}, "until is 1.2"),
+        ({"start": 0.95}, "start must be <= sparsity, got start=0.95 and sparsity=0.9"),
+        ({"start": 0.5, "peak_density": 0.6}, r"pass start or peak_density, not both \(got 0.5 and 0.6\)"),
+        ({"peak_density": 0.3}, "peak_density must be >= 0.325 at sparsity 0.9, because the largest part has 0.25"),
+        ({"peak_density": 1.5}, r"peak_density must be in \[0, 1\], got 1.5"),
+        ({"every": 0}, "every must be an integer >= 1, got 0"),
+        ({"power": 0}, "power must be an integer >= 1, got 0"),
+        ({"control": "both"}, "control must be 'start', 'peak' or None, got 'both'"),
+        ({"until": 1.2}, r"until must be in \[0, 1\], got 1.2"),
+        ({"begin": 0.8}, "begin must be <= until, got begin=0.8 and until=0.75"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
@@ -183,12 +214,12 @@ def test_a_partition_can_be_written_as_text() -> None:
 
 @pytest.mark.parametrize("text", ["balanced", "balanced(x)", "balanced(1, 2)", "thirds(3)", "balanced(4))"])
 def test_a_text_that_is_no_partition_says_which_are(text: str) -> None:
-    with pytest.raises(gp.GrowpruneError, match=r"must be contiguous\(4\), balanced\(4\)"):
+    with pytest.raises(gp.GrowpruneError, match=r"parts must be a number, contiguous\(4\), balanced\(4\)"):
         parse_partition(text)
 
 
 def test_balanced_refuses_more_parts_than_layers() -> None:
-    with pytest.raises(gp.GrowpruneError, match="kappa is 5, but the model has 4 layers: give at most 4"):
+    with pytest.raises(gp.GrowpruneError, match="parts must be <= the number of layers of the model, 4, got 5"):
         Partition.balanced(model(), 5)
 
 
@@ -197,9 +228,9 @@ def test_balanced_refuses_more_parts_than_layers() -> None:
 def test_the_least_peak_that_a_refusal_names_is_accepted(method: Any, sparsity: float) -> None:
     for sizes in [(28, 24), (7, 3, 1), (1, 1, 1), (11, 5, 5, 1)]:
         parts = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(len(sizes))), sizes)
-        with pytest.raises(gp.GrowpruneError, match="live: give at least that") as refusal:
+        with pytest.raises(gp.GrowpruneError, match="peak_density must be >= ") as refusal:
             method(parts, sparsity=sparsity, iterations=100, peak_density=0.01)
-        named = re.search(r"up to ([0-9.]+) of them live", str(refusal.value))
+        named = re.search(r"must be >= ([0-9.]+) at sparsity", str(refusal.value))
         assert named
         assert 0 <= float(named[1]) - (1 - sparsity * (1 - parts.largest_share)) < 1.1e-4
         assert len(list(method(parts, sparsity=sparsity, iterations=100, peak_density=float(named[1])))) > 2
@@ -220,10 +251,9 @@ def test_a_pattern_that_a_first_mask_cannot_have_names_the_options_that_make_it(
     with pytest.raises(gp.GrowpruneError) as refusal:
         next(iter(Cursor(sparse, gradual_gap(parts, sparsity=0.9, iterations=60))))
     assert str(refusal.value) == (
-        "phase 0 (stage 0: prune all to 0.4444 by random), at iteration 0: sparsity is 0.4444, but pattern 2:4 lets at "
-        "most 0.5 of the weights live: give a sparsity of at least 0.5; a method whose sparsity rises is told so by "
-        "`start`, or by a lower `peak_density`"
+        "phase 0 (stage 0: prune all to 0.4444 by random), at iteration 0: sparsity must be >= 0.5 for pattern 2:4 "
+        "(or 0), got 0.4444. If the method's sparsity rises, raise `start` or lower `peak_density`"
     )
     for options in ({"start": 0.5}, {"peak_density": 0.55}):  # 0.45 / 0.9 are a half, to a float's last digit
-        fresh = gp.SparseModel(net, sparsity=0.9, pattern="2:4")
+        fresh = gp.SparseModel(net, sparsity=0.9, pattern="2:4", allocation="uniform")
         assert next(iter(Cursor(fresh, gradual_gap(parts, sparsity=0.9, iterations=60, **options))))

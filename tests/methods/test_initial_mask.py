@@ -70,7 +70,7 @@ def test_only_what_the_first_edit_goes_by_is_another(name: str) -> None:
 @every_one
 def test_another_word_is_refused_where_the_plan_is_written(name: str) -> None:
     with pytest.raises(
-        gp.GrowpruneError, match="initial_mask is 'gradient', but must be one of 'random', 'magnitude', 'as_is'"
+        gp.GrowpruneError, match="initial_mask must be one of 'random', 'magnitude', 'as_is', got 'gradient'"
     ):
         plan_of(name, parts(), initial_mask="gradient")
 
@@ -106,13 +106,13 @@ def test_as_is_leaves_masks_and_weights_alone(name: str, storage: str) -> None:
 @pytest.mark.parametrize(
     ("sparsity", "message"),
     [
-        (0.5, "32 are alive in 0.weight, .* begins with 16 .*initial_mask='magnitude' prunes to that"),
-        (0.875, "8 are alive in 0.weight, .* begins with 16 .*begin with a sparser plan"),
-        (0.0, "64 are alive in 0.weight"),
+        (0.5, "0.weight has 32 live weights, .* starts with 16 .*use initial_mask='magnitude'"),
+        (0.875, "0.weight has 8 live weights, .* starts with 16 .*start the plan at a higher sparsity"),
+        (0.0, "0.weight has 64 live weights"),
     ],
 )
 def test_as_is_refuses_a_model_that_is_denser_or_sparser_than_the_plan(sparsity: float, message: str) -> None:
-    sparse = gp.SparseModel(four_layers(), sparsity=0.75)
+    sparse = gp.SparseModel(four_layers(), sparsity=0.75, allocation="uniform")
     sparse.prune(to=sparsity)
     plan = gp.methods.static_random(
         gp.Partition.per_layer(sparse.model), sparsity=0.75, iterations=1, initial_mask="as_is"
@@ -126,7 +126,9 @@ def test_as_is_looks_at_each_layer_unless_all_are_ranked_together() -> None:
     for i, to in ((0, 0.5), (2, 63 / 64), (4, 0.75), (6, 49 / 64)):
         uneven.prune(Part("S", (f"{i}.weight",)), to=to)
     assert uneven.num_alive == 32 + 1 + 16 + 15
-    with pytest.raises(gp.GrowpruneError, match=r"32 are alive in 0.weight.*allocation='global' counts all layers"):
+    with pytest.raises(
+        gp.GrowpruneError, match=r"0.weight has 32 live weights.*use allocation='global', which counts all layers"
+    ):
         uneven.prune(to=0.75, by=By.AS_IS)
     internals(together).restore(internals(uneven).snapshot())
     together.prune(to=0.75, by=By.AS_IS)
@@ -137,7 +139,7 @@ def test_as_is_looks_at_each_layer_unless_all_are_ranked_together() -> None:
     "bad", [lambda: grow(Part("S", ("w",)), by=By.AS_IS), lambda: prune(Part("S", ("w",)), share=0.5, by=By.AS_IS)]
 )
 def test_only_a_prune_to_a_sparsity_can_go_by_what_is_there(bad: Any) -> None:
-    with pytest.raises(gp.GrowpruneError, match="goes by as_is, which is for prune with to="):
+    with pytest.raises(gp.GrowpruneError, match="got by=as_is, which needs prune with to="):
         bad()
 
 
@@ -150,5 +152,5 @@ def test_the_first_edit_is_printed_and_needs_no_gradients() -> None:
 def test_a_recipe_sets_it_by_name() -> None:
     recipe = override(RECIPES["digits/tiny"](), {"options.initial_mask": "magnitude"})
     assert recipe.options["initial_mask"] == "magnitude"
-    with pytest.raises(gp.GrowpruneError, match="wants one of random, magnitude, as_is"):
+    with pytest.raises(gp.GrowpruneError, match="must be one of random, magnitude, as_is, got gradient"):
         override(recipe, {"options.initial_mask": "gradient"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import runpy
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -24,6 +25,7 @@ MAY_IMPORT = {
     "sparse": "plan methods masks storage",
     "sharding": "plan masks storage sparse",
     "files": f"{LIBRARY} sharding",
+    "training": f"{LIBRARY} files",
     "deployment": f"{LIBRARY} files",
     "tasks": "files.atomic",
     "logs": "files.atomic",
@@ -32,7 +34,7 @@ MAY_IMPORT = {
     "runs": "files methods tasks logs engine",
     "compare": f"{LIBRARY} files tasks engine recipes runs",
     "report": "files methods engine runs",
-    "integrations": f"{LIBRARY} files",
+    "integrations": f"{LIBRARY} files training",
     "cli": f"{LIBRARY} files deployment tasks logs engine recipes runs compare report",
 }
 """What each package may import, lowest first; all may import `errors`. The package itself may import everything."""
@@ -98,6 +100,17 @@ def test_the_design_page_draws_the_layers_of_the_table() -> None:
     page = (ROOT / "docs" / "design.md").read_text()
     drawn = page.split("## Layers")[1].split("```")[1].split("\n")[1:-1]
     assert [line.split()[0] for line in drawn] == [*reversed(MAY_IMPORT)]
+
+
+def test_the_picture_of_the_layers_is_drawn_from_the_table() -> None:
+    names = runpy.run_path(str(ROOT / "docs" / "layers.py"))
+    assert names["read_table"]() == MAY_IMPORT
+    assert names["PICTURE"].read_text(encoding="utf-8") == names["draw"](MAY_IMPORT), "run docs/layers.py"
+
+
+def test_a_line_of_the_picture_that_follows_from_others_is_left_out() -> None:
+    draw = runpy.run_path(str(ROOT / "docs" / "layers.py"))["draw"]
+    assert draw({"low": "", "middle": "low", "high": "low middle.part"}).count("<line") == 2
 
 
 SHARED_NAMES = {"layout", "parameter", "ranking", "tuning", "triton_kernels", "digits"}

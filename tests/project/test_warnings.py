@@ -32,18 +32,18 @@ def tiny() -> nn.Sequential:
 
 def test_a_warning_of_an_edit_names_the_line_that_called_it() -> None:
     sparse = gp.SparseModel(tiny(), sparsity=0.99)
-    with pytest.warns(UserWarning, match="no weight lives in 1") as seen:
+    with pytest.warns(UserWarning, match="layer 1.weight was pruned to zero weights") as seen:
         here = line() + 1
         sparse.prune()
     assert places(seen) == [("test_warnings.py", here)]
 
 
 def test_a_warning_of_a_plan_names_the_line_that_follows_it() -> None:
-    sparse = gp.SparseModel(tiny(), sparsity=0.99)
+    sparse = gp.SparseModel(tiny(), sparsity=0.99, allocation="uniform")
     plan = one_shot(gp.Partition.contiguous(sparse.model, 1), sparsity=0.99, epochs=1, finetune=1)
     phases = iter(Cursor(sparse, plan))
     next(phases)
-    with pytest.warns(UserWarning, match="no weight lives in 1") as seen:
+    with pytest.warns(UserWarning, match="layer 1.weight was pruned to zero weights") as seen:
         here = line() + 1
         next(phases)
     assert places(seen) == [("test_warnings.py", here)]

@@ -50,9 +50,9 @@ def test_only_the_method_dense_is_dense_also_beside_others_at_sparsity_0(tmp_pat
         ["90.00", "-2.00"],
     ]
     page = render(find_runs([tmp_path]), "")
-    assert "Without removing anything, accuracy on test data is 92.00." in page
+    assert "The dense model has accuracy 92.00 on test data." in page
     assert (
-        "At sparsity 0, gmp, the best of 2 on validation data, reaches accuracy 80.00 on test data, 12.00 below" in page
+        "At sparsity 0, gmp (the best of 2 on validation data) reaches accuracy 80.00 on test data, 12.00 below" in page
     )
 
 
@@ -71,7 +71,9 @@ def test_dense_runs_are_told_apart_by_what_differs_and_means_something_to_them(t
 def test_runs_of_one_seed_that_would_count_as_two_are_said(tmp_path: Path) -> None:
     for name, method, seed in (("a", "rigl", 0), ("b", "rigl", 0), ("c", "rigl", 1), ("d", "gmp", 0)):
         write(tmp_path / name, method, 0.9, 88.0, seed)
-    assert notes(find_runs([tmp_path])) == ["a and b have one seed and the same settings: each counts as a seed here."]
+    assert notes(find_runs([tmp_path])) == [
+        "a and b have the same seed and settings, but count as different seeds here."
+    ]
 
 
 def test_sparsities_that_are_nearly_the_same_are_told_apart_in_every_chart(tmp_path: Path) -> None:
@@ -83,19 +85,19 @@ def test_sparsities_that_are_nearly_the_same_are_told_apart_in_every_chart(tmp_p
 
 
 def test_who_misses_the_sparsity_is_not_the_best_at_it(tmp_path: Path) -> None:
-    for method, score in {"rigl": 88.0, "gmp": 87.0, "set_": 90.0}.items():
+    for method, score in {"rigl": 88.0, "gmp": 87.0, "set": 90.0}.items():
         folder = write(tmp_path / method, method, 0.9, score)
     content = json.loads((folder / "result.json").read_text())
     content["sparsity"]["totals"] |= {"alive": 200, "sparsity": 0.8}
     (folder / "result.json").write_text(json.dumps(content))
-    assert "At sparsity 0.9, rigl, the best of 2 on validation data, reaches" in render(find_runs([tmp_path]), "")
+    assert "At sparsity 0.9, rigl (the best of 2 on validation data) reaches" in render(find_runs([tmp_path]), "")
 
 
 # Budgets
 
 
 def test_runs_of_equal_flops_stay_together_when_another_run_is_added(tmp_path: Path) -> None:
-    for method, epochs, flops in (("rigl", 8, 1.00e9), ("gmp", 3, 1.02e9), ("set_", 5, 1.04e9)):
+    for method, epochs, flops in (("rigl", 8, 1.00e9), ("gmp", 3, 1.02e9), ("set", 5, 1.04e9)):
         write(tmp_path / method, method, 0.9, epochs=epochs, training_flops=flops)
     write(tmp_path / "dense", "dense", 0.0, training_flops=9e9)
     (alone,) = groups_of(tmp_path)
@@ -124,7 +126,7 @@ def test_several_budgets_of_equal_flops_are_several_groups(tmp_path: Path) -> No
 
 
 def test_runs_of_one_number_of_epochs_are_one_budget_whatever_their_flops(tmp_path: Path) -> None:
-    for method, epochs, flops in (("rigl", 4, 1e9), ("gmp", 4, 2e9), ("set_", 8, 2e9)):
+    for method, epochs, flops in (("rigl", 4, 1e9), ("gmp", 4, 2e9), ("set", 8, 2e9)):
         write(tmp_path / method, method, 0.9, epochs=epochs, training_flops=flops)
     assert {group.budget: [*labels(group)] for group in groups_of(tmp_path)} == {
         "4 epochs": ["gmp 0.9", "rigl 0.9"],
@@ -141,13 +143,13 @@ def test_a_score_that_is_no_number_leaves_the_page_and_the_other_rows_as_they_we
         write(tmp_path / f"dense{seed}", "dense", 0.0, 92.0, seed)
         write(tmp_path / f"gmp{seed}", "gmp", 0.9, odd if seed else 91.0, seed)
         write(tmp_path / f"rigl{seed}", "rigl", 0.9, 89.0 + seed, seed)
-        write(tmp_path / f"set{seed}", "set_", 0.8, odd if seed else 91.0, seed)
+        write(tmp_path / f"set{seed}", "set", 0.8, odd if seed else 91.0, seed)
     page = render(find_runs([tmp_path]), "")
     rows = {line[0]: line[3:5] for group in groups_of(tmp_path) for line in means(group)}
     assert rows["gmp 0.9"] == ["nan", "nan"]
     assert rows["rigl 0.9"] == ["89.50 ± 0.71", "-2.50"]
-    assert "At sparsity 0.9, rigl, the best of 2 on validation data, reaches accuracy 89.50 ± 0.71" in page
-    assert "At sparsity 0.8, set reaches accuracy nan on test data, which does not compare with dense." in page
+    assert "At sparsity 0.9, rigl (the best of 2 on validation data) reaches accuracy 89.50 ± 0.71" in page
+    assert "At sparsity 0.8, set reaches accuracy nan on test data, which cannot be compared with dense." in page
     charts = re.search(r'id="charts">(.*?)</script>', page, re.DOTALL)
     assert charts is not None
     json.loads(charts[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -183,7 +185,7 @@ def test_a_phase_without_iterations_is_no_division_by_zero(tmp_path: Path) -> No
 
 
 def test_runs_of_unequal_flops_are_not_called_equal_because_one_of_them_is(tmp_path: Path) -> None:
-    for method, epochs, flops in (("rigl", 2, 1.00e9), ("gmp", 2, 2.00e9), ("set_", 4, 1.02e9)):
+    for method, epochs, flops in (("rigl", 2, 1.00e9), ("gmp", 2, 2.00e9), ("set", 4, 1.02e9)):
         write(tmp_path / method, method, 0.9, epochs=epochs, training_flops=flops)
     assert {group.budget: labels(group) for group in groups_of(tmp_path)} == {
         "2 epochs": {"gmp 0.9": 1, "rigl 0.9": 1},
@@ -198,7 +200,7 @@ def test_the_dense_runs_of_the_same_length_are_the_reference_and_are_named(tmp_p
     (group,) = groups_of(tmp_path)
     assert {line[0]: line[4] for line in means(group)}["gmp 0.9"] == "+0.50"
     page = render(find_runs([tmp_path]), "")
-    assert "Without removing anything (dense, epochs 20), accuracy on test data is 90.00." in page
+    assert "The dense model (dense, epochs 20) has accuracy 90.00 on test data." in page
     assert "gmp reaches accuracy 90.50 on test data, 0.50 above dense." in page
 
 
@@ -228,7 +230,7 @@ def test_a_seed_that_is_not_finished_changes_nothing_of_those_that_are(tmp_path:
     write_begun(tmp_path / "begun", "gmp", 0)
     (beside,) = groups_of(tmp_path)
     assert means(beside) == means(alone)
-    assert {line[0]: (line[2], line[5]) for line in means(beside)}["gmp 0.9"] == ("4", "0.5, not 0.9")
+    assert {line[0]: (line[2], line[5]) for line in means(beside)}["gmp 0.9"] == ("4", "0.5 (target 0.9)")
     assert labels(beside) == {"gmp 0.9": 1, "gmp, unfinished 0.9": 1, "rigl 0.9": 1}
     assert "At sparsity 0.9, rigl reaches accuracy 90.50" in render(find_runs([tmp_path]), "")
 

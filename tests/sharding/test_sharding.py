@@ -130,9 +130,11 @@ def test_what_is_gathered_in_bfloat16_is_trained_in_float32(on_two: Run) -> None
 
 
 def plan_of(sparse: gp.SparseModel, method: str, sparsity: float = 0.8) -> Any:
-    parts = Partition.balanced(sparse.model, 2)
+    keep_dense = internals(sparse).keep_dense
+    parts = Partition.balanced(sparse.model, 2, keep_dense=keep_dense)
     if method == "rigl":
-        return methods.rigl(Partition.per_layer(sparse.model), sparsity=sparsity, iterations=6, every=2)
+        layers = Partition.per_layer(sparse.model, keep_dense=keep_dense)
+        return methods.rigl(layers, sparsity=sparsity, iterations=6, every=2)
     if method == "gradual_gap":
         return methods.gradual_gap(parts, sparsity=sparsity, iterations=6, every=2)
     if method == "parallel_gap":
@@ -295,7 +297,8 @@ def planned_blocks(mesh: DeviceMesh | None, method: str) -> tuple[list[dict[str,
     """A plan with blocks that products are taken over: masks after each iteration, and the model at the end."""
     torch.manual_seed(0)
     model = Transformer(64, 1).double()
-    sparse = gp.SparseModel(model, sparsity=0.5, storage="compact", pattern="32x32", keep_dense=["head"], seed=3)
+    settings: dict[str, Any] = {"storage": "compact", "pattern": "32x32", "keep_dense": ["head"], "seed": 3}
+    sparse = gp.SparseModel(model, sparsity=0.5, allocation="uniform", **settings)
     if mesh is not None:
         sparse.shard(mesh, units=["blocks.0.up", "blocks.0"])
     cursor = gp.Cursor(sparse, plan_of(sparse, method, 0.5))
@@ -379,7 +382,7 @@ def sharded_scores(mesh: DeviceMesh) -> Arrays:
 
 
 def test_layers_may_die_and_grow_again(on_two: Run) -> None:
-    with pytest.warns(UserWarning, match="no weight lives in"):
+    with pytest.warns(UserWarning, match="pruned to zero weights"):
         alone = weights_of(scored(None))
     for found in on_two(sharded_scores):
         assert_same(received(found), alone)
@@ -425,9 +428,9 @@ def carried_over(mesh: DeviceMesh) -> None:
     sharded.shard(mesh)
     internals(sharded).restore(internals(alone).snapshot())
     two = sharded.attach(torch.optim.AdamW(sharded.model.parameters(), lr=0.01))
-    sharded.load_optimizer_state(two, alone.optimizer_state(one))
-    found = sharded.optimizer_state(two)["state"]
-    for index, entries in alone.optimizer_state(one)["state"].items():
+    internals(sharded).optimizers.load_live_state(two, internals(alone).optimizers.live_state(one))
+    found = internals(sharded).optimizers.live_state(two)["state"]
+    for index, entries in internals(alone).optimizers.live_state(one)["state"].items():
         assert_same(found[index], entries, tolerance=0)
     assert_same(weights_of(sharded), weights_of(alone), tolerance=0)
 
@@ -537,8 +540,8 @@ def masks_in_parts(mesh: DeviceMesh, folder: str) -> list[int]:
     gp.save(sparse, file)
     for model in (sparse, gp.load(file, Transformer(), storage="compact", **settings)):
         assert_same(weights_of(model), weights_of(whole), tolerance=0)
-    gp.save_state(f"{folder}/state", sparse)
-    gp.load_state(f"{folder}/state", whole)
+    gp.save_sharded_checkpoint(f"{folder}/state", sparse)
+    gp.load_sharded_checkpoint(f"{folder}/state", whole)
     assert_same(weights_of(sparse), weights_of(whole), tolerance=0)
     layouts = [[lay for m in s.model.modules() for lay in layouts_of(m).values()] for s in (sparse, whole)]
     count, join = [0], Ranks.join_alike
@@ -602,23 +605,22 @@ def mistakes(mesh: DeviceMesh) -> list[str]:
 
 def test_what_cannot_be_sharded_is_refused_in_one_line(on_two: Run) -> None:
     expected = [
-        "masked storage cannot be sharded, as each rank would hold and send dense weights: make the SparseModel with "
-        "storage='compact'",
-        "masked storage cannot be sharded, as each rank would hold and send dense weights: make the SparseModel with "
-        "storage='compact'",
-        "0.weight is sharded already (it is a DTensor): make the SparseModel of the plain model, and shard it after "
-        "that",
-        "0.weight was sharded by tensor parallelism before FSDP2, which sparse weights cannot be: shard it with "
-        "fully_shard alone",
-        "rank 1 has another mask of blocks.0.attention.in_proj_weight than rank 0: make the model on all ranks with "
-        "the same seed and edits before it is sharded",
-        "mesh is str, but must be a DeviceMesh: make it with torch.distributed.device_mesh.init_device_mesh after "
+        "a model with storage='masked' cannot be sharded, because each rank would hold and send dense weights: create "
+        "the SparseModel with storage='compact'",
+        "a model with storage='masked' cannot be sharded, because each rank would hold and send dense weights: create "
+        "the SparseModel with storage='compact'",
+        "0.weight is already sharded (it is a DTensor): create the SparseModel from the plain model, then shard it",
+        "0.weight was sharded by tensor parallelism before FSDP2, which sparse weights do not support: use only "
+        "fully_shard",
+        "rank 1 has another mask of blocks.0.attention.in_proj_weight than rank 0: use the same seed and edits on all "
+        "ranks before sharding",
+        "mesh must be a DeviceMesh, got a str: create it with torch.distributed.device_mesh.init_device_mesh after "
         "init_process_group",
-        "units has 'layers.*', but the model has no such module: give names like 'embedding'",
-        "the mesh has ranks [0], but this is rank 1 of 2: make a mesh that has every process",
-        "the model is sharded already: shard it once, with one mesh",
-        "the model is sharded, and no rank may have all of it dense: save it, and load it into a fresh model",
-        "rank 1 would draw other random numbers than rank 0: call torch.manual_seed with one seed on all ranks before "
+        "units has 'layers.*', which matches no module of the model; use names like 'embedding'",
+        "the mesh has ranks [0], but this is rank 1 of 2: create a mesh that contains every process",
+        "the model is already sharded: shard it only once, with one mesh",
+        "a sharded model cannot be made dense on one rank: save it, and load it into a new model",
+        "rank 1 has another random state than rank 0: call torch.manual_seed with the same seed on all ranks before "
         "the model is built",
     ]
     first, second = on_two(mistakes)
@@ -643,10 +645,10 @@ def test_fsdp1_is_refused_before_and_after(on_two: Run) -> None:
 
 
 def test_settings_of_sharding_need_a_mesh(tmp_path: Path) -> None:
-    expected = "sharding is {'units': ['0']}, but there is no mesh to shard over: give mesh too"
+    expected = "sharding={'units': ['0']} needs a mesh to shard over: pass mesh= too"
     settings = {"units": ["0"]}
     assert told(lambda: gp.sparse_init(lambda: nn.Linear(4, 4), sparsity=0.5, sharding=settings)) == expected
-    gp.save(gp.SparseModel(nn.Linear(4, 4), sparsity=0.5), tmp_path / "model.safetensors")
+    gp.save(gp.SparseModel(nn.Linear(4, 4), sparsity=0.0), tmp_path / "model.safetensors")
     assert told(lambda: gp.load(tmp_path / "model.safetensors", nn.Linear(4, 4), sharding=settings)) == expected
 
 

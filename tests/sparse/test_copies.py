@@ -97,7 +97,9 @@ def test_a_compact_average_with_another_mask_of_the_same_count_is_refused() -> N
     sparse.prune(share=0.5)
     sparse.grow(to=0.75, by=By.RANDOM)
     assert sum(p.numel() for p in average.module.parameters()) == sum(p.numel() for p in sparse.model.parameters())
-    with pytest.raises(GrowpruneError, match="weight of the copy is compact with another mask: make it anew after an"):
+    with pytest.raises(
+        GrowpruneError, match="weight of the copy is compact and has another mask: copy the model again after"
+    ):
         sparse.mask_copy(average)
 
 
@@ -108,7 +110,7 @@ def test_a_compact_copy_of_another_count_is_refused_and_nothing_changes(storage:
     other.grow(gp.Part("first", ("0.weight",)))
     other.prune(gp.Part("last", ("2.weight",)), to=0.9)
     before = other.model(x)
-    with pytest.raises(GrowpruneError, match=r"2.weight of the copy is compact with another mask"):
+    with pytest.raises(GrowpruneError, match=r"2.weight of the copy is compact and has another mask"):
         sparse.mask_copy(other.model)
     assert torch.equal(other.model(x), before)
 
@@ -120,7 +122,9 @@ def test_a_compact_copy_of_another_count_is_refused_and_nothing_changes(storage:
 def test_pickling_a_compact_model_says_what_to_do(name: str) -> None:
     sparse, _ = made(name, "compact")
     for write in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
-        with pytest.raises(GrowpruneError, match=r"compact storage cannot be pickled: call sparse\.to_dense_\(\)"):
+        with pytest.raises(
+            GrowpruneError, match=r"compact storage, which cannot be pickled: call sparse\.to_dense_\(\)"
+        ):
             write(sparse.model)
 
 
@@ -129,7 +133,7 @@ def test_pickling_a_sparse_model_or_a_cursor_says_what_to_do(storage: str) -> No
     sparse, _ = made("mlp", storage)
     cursor = gp.Cursor(sparse, gp.methods.dense(gp.Partition.contiguous(sparse.model, 1), epochs=1))
     for thing in (sparse, cursor):
-        with pytest.raises(GrowpruneError, match=r"a SparseModel cannot be pickled: keep its state_dict\(\)"):
+        with pytest.raises(GrowpruneError, match=r"a SparseModel cannot be pickled: save its state_dict\(\)"):
             pickle.dumps(thing)
         assert copy.deepcopy(thing) is not thing
 
@@ -234,10 +238,12 @@ def test_a_model_made_dense_is_edited_no_more_and_its_optimizers_do_not_step(sto
         lambda: gp.Cursor(sparse, gp.methods.one_shot(whole, sparsity=0.5, epochs=1, finetune=1)),
     ]
     for call in calls:
-        with pytest.raises(GrowpruneError, match=r"the model was made dense by to_dense_\(\): make a new SparseModel"):
+        with pytest.raises(
+            GrowpruneError, match=r"the model was made dense by to_dense_\(\): create a new SparseModel"
+        ):
             call()
     sparse.model(x).sum().backward()
-    with pytest.raises(GrowpruneError, match=r"the model was made dense by to_dense_\(\): make the optimizer anew"):
+    with pytest.raises(GrowpruneError, match=r"the model was made dense by to_dense_\(\): create a new optimizer"):
         optimizer.step()
 
 

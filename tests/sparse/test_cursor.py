@@ -28,7 +28,7 @@ every_storage = pytest.mark.parametrize("storage", ["masked", "compact"])
 
 def make(**options: Any) -> tuple[SparseModel, Partition]:
     model = small_net()
-    return SparseModel(model, **({"sparsity": 0.75} | options)), Partition.per_layer(model)
+    return SparseModel(model, **({"sparsity": 0.75, "allocation": "uniform"} | options)), Partition.per_layer(model)
 
 
 def steps_of(S: Partition) -> list[Stage]:
@@ -197,7 +197,7 @@ def test_a_plain_loop_over_a_dataloader_runs_rigl_unchanged() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, 8, generator=generator)
     loader = DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=8)
-    sparse = SparseModel(model, sparsity=0.75)
+    sparse = SparseModel(model, sparsity=0.75, allocation="uniform")
     plan = rigl(Partition.contiguous(model, 1), sparsity=0.75, iterations=4 * len(loader), every=4, drop=0.5)
     cursor = Cursor(sparse, plan)
 
@@ -313,7 +313,7 @@ def test_advancing_backwards_is_refused() -> None:
     cursor = Cursor(sparse, steps_of(S))
     cursor.advance(2)
     with pytest.raises(
-        GrowpruneError, match=r"^advance\(1\) goes backwards: 2 iterations of the plan are done;[^\n]*$"
+        GrowpruneError, match=r"^advance\(1\) goes backwards: 2 iterations of the plan are done\. [^\n]*$"
     ):
         cursor.advance(1)
     cursor.advance(2)
@@ -325,7 +325,10 @@ def test_advancing_backwards_is_refused() -> None:
 def test_iterations_are_whole_numbers(iteration: Any) -> None:
     sparse, S = make()
     cursor = Cursor(sparse, steps_of(S))
-    with pytest.raises(GrowpruneError, match=r"^advance was given .*, but takes how many iterations are done: [^\n]*$"):
+    with pytest.raises(
+        GrowpruneError,
+        match=r"^advance takes the number of iterations that are done, an integer such as 3, got [^\n]*$",
+    ):
         cursor.advance(iteration)
     cursor.advance(torch.tensor(1))  # type: ignore[arg-type]
     assert cursor.iteration == 1 and type(cursor.iteration) is int
@@ -360,8 +363,8 @@ def test_a_state_of_another_plan_is_refused_and_changes_nothing() -> None:
     cursor = Cursor(sparse, gmp(S, sparsity=0.75, iterations=8, every=2))
     cursor.advance(5)
     state = cursor.state_dict()
-    other = Cursor(sparse, gmp(S, sparsity=0.7, iterations=8, every=2))
-    with pytest.raises(GrowpruneError, match=r"^the state is of phase \d of another plan: [^\n]*$"):
+    other = Cursor(make(sparsity=0.7)[0], gmp(S, sparsity=0.7, iterations=8, every=2))
+    with pytest.raises(GrowpruneError, match=r"^the state belongs to phase \d of another plan: [^\n]*$"):
         other.load_state_dict(state)
     assert (other.position, other.iteration) == (-1, 0)
 
@@ -373,7 +376,9 @@ def test_every_option_that_changes_what_was_done_makes_another_plan(change: dict
     cursor = Cursor(sparse, gmp(S, **options))
     cursor.advance(6)
     assert Cursor(sparse, gmp(S, **options)).is_place(cursor.state_dict())
-    assert not Cursor(sparse, gmp(S, **{**options, **change})).is_place(cursor.state_dict())
+    changed = {**options, **change}
+    other, _ = make(sparsity=changed["sparsity"])
+    assert not Cursor(other, gmp(S, **changed)).is_place(cursor.state_dict())
 
 
 def test_a_plan_that_is_over_is_not_one_that_goes_on() -> None:
@@ -403,7 +408,7 @@ def test_epochs_need_their_number_of_iterations_before_anything_is_done() -> Non
 @pytest.mark.parametrize("name", ["iterations_per_epoch", "accumulate"])
 def test_numbers_that_are_no_counts_are_refused(name: str, bad: Any) -> None:
     sparse, S = make()
-    with pytest.raises(GrowpruneError, match=f"^{name} is {bad}, but must be a whole number of at least 1$"):
+    with pytest.raises(GrowpruneError, match=f"^{name} must be an integer >= 1, got {bad}$"):
         Cursor(sparse, steps_of(S), **{name: bad})
 
 
@@ -415,8 +420,8 @@ def test_an_edit_that_cannot_reach_its_count_says_where_it_stands() -> None:
         cursor.advance(iteration)
     with pytest.raises(
         GrowpruneError,
-        match=r"^phase 1 \(stage 1: prune all to 0.5\), at iteration 4: cannot prune to sparsity 0.5: that is \d+ "
-        r"alive, but \d+ are alive in 0.weight; grow first$",
+        match=r"^phase 1 \(stage 1: prune all to 0.5\), at iteration 4: cannot prune 0.weight to sparsity 0.5: "
+        r"that needs \d+ live weights, but \d+ are live; grow first$",
     ):
         cursor.advance(4)
     assert sparse.num_alive == 376
@@ -426,7 +431,9 @@ def test_a_share_that_has_no_room_to_grow_says_where_it_stands() -> None:
     sparse, S = make()
     cursor = Cursor(sparse, [Phase(prune(S.whole, to=0.25), iterations=1), Phase(grow(S.whole, share=0.5))])
     cursor.advance(0)
-    with pytest.raises(GrowpruneError, match=r"at iteration 1: cannot grow 0.5 more of all: .* have room for 288$"):
+    with pytest.raises(
+        GrowpruneError, match=r"at iteration 1: cannot grow 0.5 more of all: .* the pattern allows at most 288$"
+    ):
         cursor.advance(1)
 
 
@@ -450,10 +457,10 @@ def test_growth_by_gradient_needs_an_optimizer_that_is_attached(storage: str) ->
 def test_what_needs_dense_tensors_is_refused_with_compact_storage_before_anything_is_done(by: By) -> None:
     sparse, S = make(storage="compact")
     plan = [Phase(prune(S.whole, to=0.5), iterations=1), Phase(prune(S.whole, to=0.75, by=by), iterations=1)]
-    with pytest.raises(GrowpruneError, match=rf"^by is {by.value}, which needs dense tensors of all weights: use"):
+    with pytest.raises(GrowpruneError, match=rf"^by={by.value} needs dense tensors of all weights: use"):
         Cursor(sparse, plan)
     assert sparse.num_alive == sparse.num_prunable
-    with pytest.raises(GrowpruneError, match=f"by is {by.value}"):
+    with pytest.raises(GrowpruneError, match=f"by={by.value}"):
         sparse.score(by, [])
     Cursor(make()[0], plan)
 
@@ -462,7 +469,7 @@ def test_a_plan_of_another_model_is_refused_before_anything_is_done() -> None:
     sparse, _ = make()
     S = Partition.per_layer(nn.ModuleDict({"other": nn.Linear(3, 3)}))
     with pytest.raises(GrowpruneError, match=r"other\.weight"):
-        Cursor(sparse, static_random(S, sparsity=0.5, iterations=1))
+        Cursor(sparse, static_random(S, sparsity=0.75, iterations=1))
 
 
 # What is to be scored before any training
@@ -526,6 +533,26 @@ def test_of_two_cursors_of_a_model_the_one_attached_last_advances() -> None:
     assert (first.iteration, second.iteration) == (1, 1)
 
 
+@pytest.mark.parametrize("begin", ["attach", "advance", "load"])
+def test_a_model_is_trained_by_one_cursor_while_another_has_not_begun(begin: str) -> None:
+    sparse, S = make()
+    unused, cursor = (Cursor(sparse, static_random(S, sparsity=0.75, iterations=4)) for _ in range(2))
+    optimizer = sparse.attach(sgd(sparse.model.parameters()))
+    with pytest.raises(GrowpruneError, match="the optimizer steps, but the plan has not begun: call cursor"):
+        train_step(sparse.model, optimizer, 0)
+    if begin == "attach":
+        cursor.attach(optimizer)
+    elif begin == "advance":
+        cursor.advance(0)
+    else:
+        other, _ = make()
+        begun = Cursor(other, static_random(S, sparsity=0.75, iterations=4))
+        begun.advance(1)
+        cursor.load_state_dict(begun.state_dict())
+    train_step(sparse.model, optimizer, 0)
+    assert (cursor.position, unused.position) == (0, -1)
+
+
 @pytest.mark.parametrize("mine", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
 def test_iterations_count_the_branches_that_are_trained_elsewhere_too(mine: tuple[int, ...]) -> None:
     sparse, S = make()
@@ -566,7 +593,9 @@ def test_weights_that_compact_storage_would_lose_are_not_loaded_in_silence() -> 
     dense, _ = make(storage="compact")
     sparse, S = make(storage="compact")
     Cursor(sparse, static_random(S, sparsity=0.75, iterations=2)).attach(sgd(sparse.model.parameters()))
-    with pytest.raises(GrowpruneError, match=r"0\.weight has \d+ weights where none live .* load the SparseModel"):
+    with pytest.raises(
+        GrowpruneError, match=r"0\.weight has \d+ non-zero weights where the mask is pruned, .* load the SparseModel"
+    ):
         sparse.model.load_state_dict(dense.model.state_dict())
 
 

@@ -17,7 +17,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "dpf": {"every": 2},
     "rigl": {"every": 2},
     "snfs": {"every": 4},
-    "str_": {},
+    "str": {},
 }
 """Methods with a rule, and those that look at gradients, with options under which a short plan does something."""
 

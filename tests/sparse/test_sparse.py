@@ -56,7 +56,7 @@ def make(model: nn.Module, sparsity: float, **options: object) -> SparseModel:
 def prune_quietly(sparse: SparseModel, parts: Sequence[Part | None] = (None,)) -> None:
     """Prune where layers may be too small to keep anything, which is warned of."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "no weight lives in")
+        warnings.filterwarnings("ignore", "layer.* pruned to zero weights")
         for part in parts:
             sparse.prune(part)
 
@@ -94,7 +94,7 @@ def groups_alive(sparse: SparseModel, weight: Weight) -> int:
         alive, whole = live_blocks(matrix, internals(sparse).pattern.height, internals(sparse).pattern.width)
         assert whole, f"{weight.name} has half a block"
         return alive
-    if isinstance(internals(sparse).pattern, NofM) and sparse.sparsity > 0:
+    if isinstance(internals(sparse).pattern, NofM) and sparse.target_sparsity > 0:
         assert int(matrix.view(-1, internals(sparse).pattern.m).sum(1).max()) <= internals(sparse).pattern.n
     return int(matrix.sum())
 
@@ -111,13 +111,13 @@ def check_counts_are_exact(sparse: SparseModel, parts: Partition | None) -> None
     alive = {weight.name: groups_alive(sparse, weight) for weight in sparse.weights}
     sizes = {weight.name: groups_in(sparse, weight) for weight in sparse.weights}
     if internals(sparse).allocation == "uniform":
-        assert alive == {name: num_kept(sparse.sparsity, size) for name, size in sizes.items()}
+        assert alive == {name: num_kept(sparse.target_sparsity, size) for name, size in sizes.items()}
     elif parts is not None and internals(sparse).scope.value == "part" and internals(sparse).allocation == "global":
         for part in parts:
             names = [weight.name for weight in sparse.weights if weight.parameter in part.tensors]
-            assert sum(alive[n] for n in names) == num_kept(sparse.sparsity, sum(sizes[n] for n in names))
+            assert sum(alive[n] for n in names) == num_kept(sparse.target_sparsity, sum(sizes[n] for n in names))
     else:
-        assert sum(alive.values()) == num_kept(sparse.sparsity, sum(sizes.values()))
+        assert sum(alive.values()) == num_kept(sparse.target_sparsity, sum(sizes.values()))
     for name, mask in sparse.masks.items():
         assert torch.equal(sparse.model.get_parameter(name) != 0, mask)
     assert sparse.num_alive == sum(int(mask.sum()) for mask in sparse.masks.values())
@@ -135,7 +135,7 @@ def test_the_number_alive_is_exact(pattern: str, allocation: str, scope: str, sp
         options = {"allocation": allocation, "scope": scope, "pattern": pattern}
         least = {"2:4": 0.5, "1:4": 0.75}.get(pattern, 0)
         if 0 < sparsity < least:
-            with pytest.raises(ValueError, match=f"sparsity is {sparsity}, but pattern {pattern} lets at most"):
+            with pytest.raises(ValueError, match=f"sparsity must be >= .* for pattern {pattern} .*got {sparsity}"):
                 make(model, sparsity, **options)
             continue
         sparse = make(model, sparsity, **options)
@@ -173,7 +173,7 @@ def test_the_number_alive_is_exact_for_any_layers_sparsity_and_chunks(
     sparse = make(nn.ModuleList(layers), sparsity, pattern=pattern, allocation=allocation)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setattr(patterns, "chunk_elements", lambda device: chunk)
-        warnings.filterwarnings("ignore", "no weight lives in")
+        warnings.filterwarnings("ignore", "layer.* pruned to zero weights")
         sparse.prune(by=by)
     check_counts_are_exact(sparse, None)
 
@@ -192,7 +192,7 @@ def test_the_number_alive_is_exact_in_every_float_type(dtype: torch.dtype, by: B
     assert sparse.num_alive == 240
 
 
-@pytest.mark.filterwarnings("ignore:no weight lives in weight")
+@pytest.mark.filterwarnings("ignore:layer.* pruned to zero weights")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("by", [By.MAGNITUDE, By.RANDOM])
 @pytest.mark.parametrize("pattern", ["unstructured", "1x4", "2:4"])
@@ -227,9 +227,12 @@ def test_the_memory_layout_does_not_matter() -> None:
         assert torch.equal(ours.masks["weight"], theirs.masks["weight"])
 
 
+DEAD = r"^layer 0\.weight was pruned to zero weights"
+
+
 def test_a_layer_too_small_to_keep_anything_is_warned_of_and_is_all_zero() -> None:
     sparse = make(nn.Sequential(nn.Linear(4, 4), nn.Linear(40, 40)), 0.99)
-    with pytest.warns(UserWarning, match=r"no weight lives in 0\.weight: too small for this sparsity; see keep_dense"):
+    with pytest.warns(UserWarning, match=DEAD + ", too small for this sparsity; add it to keep_dense$"):
         sparse.prune()
     assert list(internals(sparse).alive_by_weight().values()) == [0, 16]
     assert int(sparse.model.get_parameter("0.weight").count_nonzero()) == 0
@@ -239,9 +242,23 @@ def test_a_layer_that_one_ranking_leaves_nothing_is_told_from_one_that_is_too_sm
     model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
     model[0].weight.data.mul_(1e-3)
     sparse = make(model, 0.9, allocation="global")
-    with pytest.warns(UserWarning, match=r"no weight lives in 0\.weight: one ranking .* allocation 'uniform' or 'erk'"):
+    with pytest.warns(UserWarning, match=DEAD + "; add it to keep_dense or use allocation='uniform'$"):
         sparse.prune()
     assert list(internals(sparse).alive_by_weight().values()) == [0, 320]
+
+
+def test_a_layer_without_live_weights_is_warned_of_once_and_layers_that_follow_too() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    for layer, size in zip(model, (1e-3, 1e-2, 1e-1, 1), strict=True):
+        layer.weight.data.uniform_(1, 2).mul_(size)
+    sparse = make(model, 0.8, allocation="global")
+    with pytest.warns(UserWarning) as caught:
+        for sparsity in (0.3, 0.4, 0.8, 0.9):
+            sparse.prune(to=sparsity)
+    assert [str(warning.message) for warning in caught] == [
+        "layer 0.weight was pruned to zero weights; add it to keep_dense or use allocation='uniform'",
+        "layers 1.weight, 2.weight were pruned to zero weights; add them to keep_dense or use allocation='uniform'",
+    ]
 
 
 # Prune
@@ -288,7 +305,7 @@ def test_pruning_to_more_than_is_alive_is_an_error() -> None:
     sparse = one_layer([[1.0, 2.0, 3.0, 4.0]], 0.75)
     sparse.prune()
     with pytest.raises(
-        ValueError, match=r"cannot prune to sparsity 0\.5: that is 2 alive, but 1 are alive in weight; grow first"
+        ValueError, match=r"cannot prune weight to sparsity 0\.5: that needs 2 live weights, but 1 are live; grow first"
     ):
         sparse.prune(to=0.5)
 
@@ -303,7 +320,7 @@ def test_pruning_to_dense_changes_nothing() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_pruning_a_diverged_weight_is_an_error_that_names_it(bad: float) -> None:
     sparse = one_layer([[1.0, bad, 3.0, 4.0]])
-    with pytest.raises(ValueError, match="weight holds NaN or infinity, so its weights cannot be ranked"):
+    with pytest.raises(ValueError, match="weight has NaN or infinity, so it cannot be pruned by rank"):
         sparse.prune()
     assert sparse.num_alive == 4
 
@@ -390,7 +407,7 @@ def test_growing_respects_the_pattern() -> None:
 def test_growing_to_fewer_than_are_alive_is_an_error() -> None:
     sparse = one_layer([[1.0, 2.0, 3.0, 4.0]])
     with pytest.raises(
-        ValueError, match=r"cannot grow to sparsity 0\.5: that is 2 alive, but 4 are alive in weight; prune first"
+        ValueError, match=r"cannot grow weight to sparsity 0\.5: that needs 2 live weights, but 4 are live; prune first"
     ):
         sparse.grow(to=0.5)
 
@@ -476,11 +493,11 @@ def test_a_weight_of_two_layers_is_pruned_once_and_in_both() -> None:
     assert int(model[1].weight.count_nonzero()) == 4
 
 
-def test_a_vector_named_in_also_is_pruned() -> None:
-    sparse = make(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), 0.5, include=["1.weight"])
-    sparse.model.get_parameter("1.weight").data.copy_(torch.tensor([1.0, -3.0, 0.5, 2.0]))
+def test_a_matrix_named_in_include_is_pruned() -> None:
+    sparse = make(nn.Sequential(nn.Linear(4, 4), nn.Embedding(2, 2)), 0.5, include=["1.weight"])
+    sparse.model.get_parameter("1.weight").data.copy_(torch.tensor([[1.0, -3.0], [0.5, 2.0]]))
     sparse.prune()
-    assert sparse.masks["1.weight"].tolist() == [False, True, False, True]
+    assert sparse.masks["1.weight"].tolist() == [[False, True], [False, True]]
 
 
 def test_keep_dense_is_never_pruned() -> None:
@@ -492,14 +509,17 @@ def test_keep_dense_is_never_pruned() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"sparsity": 1.0}, "sparsity is 1.0"),
-        ({"sparsity": -0.5}, "sparsity is -0.5"),
-        ({"sparsity": 90}, "sparsity is 90"),
-        ({"allocation": "layerwise"}, "allocation is 'layerwise', but must be one of"),
-        ({"pattern": "8"}, "pattern is '8'"),
-        ({"scope": "layer"}, "scope is 'layer', but must be one of model, part"),
-        ({"storage": "zip"}, "storage is 'zip', but must be one of"),
-        ({"pattern": "2:4", "sparsity": 0.4}, "pattern 2:4 lets at most 0.5"),
+        ({"sparsity": 1.0}, "sparsity must be in .*, got 1.0"),
+        ({"sparsity": -0.5}, "sparsity must be in .*, got -0.5"),
+        ({"sparsity": 90}, "sparsity must be in .*, got 90"),
+        ({"allocation": "layerwise"}, "allocation must be one of uniform, erk, global, got 'layerwise'"),
+        (
+            {"pattern": "8"},
+            "pattern must be 'unstructured', a block like '1x8', or N:M like '2:4' with N <= M, got '8'",
+        ),
+        ({"scope": "layer"}, "scope must be one of model, part, got 'layer'"),
+        ({"storage": "zip"}, "storage must be one of masked, compact, got 'zip'"),
+        ({"pattern": "2:4", "sparsity": 0.4}, "sparsity must be >= 0.5 for pattern 2:4 .*, got 0.4"),
         ({"pattern": "2:3"}, "needs a multiple of 3 inputs, but weight has 4"),
     ],
 )
@@ -509,7 +529,7 @@ def test_bad_options_are_refused(options: dict[str, object], match: str) -> None
 
 
 def test_the_mask_of_an_unknown_parameter_is_an_error_that_lists_the_known() -> None:
-    with pytest.raises(KeyError, match="'bias' is not prunable; prunable are weight"):
+    with pytest.raises(KeyError, match="'bias' is not a prunable parameter; these are: weight"):
         make(nn.Linear(4, 4), 0.5).masks["bias"]
 
 
@@ -540,7 +560,7 @@ def test_an_edit_that_cannot_be_done_changes_nothing() -> None:
     with torch.no_grad():
         model[1].weight[2, 1] = float("nan")
     before = model[0].weight.clone()
-    with pytest.raises(ValueError, match=r"^1\.weight holds NaN or infinity"):
+    with pytest.raises(ValueError, match=r"^1\.weight has NaN or infinity"):
         sparse.prune()
     assert torch.equal(model[0].weight, before)
     assert sparse.num_alive == 32
@@ -552,7 +572,7 @@ def test_a_preview_that_is_refused_leaves_the_model_as_it_was(storage: str) -> N
     sparse = SparseModel(model, sparsity=0.5, storage=storage)
     sparse.prune(Part("last", ("2.weight",)), to=0.9)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(GrowpruneError, match=r"that is 50 alive, but 10 are alive in 2.weight; grow first"):
+    with pytest.raises(GrowpruneError, match=r"that needs 50 live weights, but 10 are live; grow first"):
         internals(sparse).pruned().__enter__()
     assert list(internals(sparse).alive_by_weight().values()) == [100, 100, 10]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

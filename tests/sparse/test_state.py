@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growprune import GrowpruneError, SparseModel, load_state, save_state
+from growprune import GrowpruneError, SparseModel, load_sharded_checkpoint, save_sharded_checkpoint
 
 
 def two_layers() -> SparseModel:
@@ -25,10 +25,10 @@ def two_layers() -> SparseModel:
 @pytest.mark.parametrize(
     ("masks", "message"),
     [
-        ({"1.weight": torch.zeros(3, dtype=torch.uint8)}, r"a mask of 3 bytes is not one of shape \(4, 4\)"),
+        ({"1.weight": torch.zeros(3, dtype=torch.uint8)}, r"a mask of 3 bytes does not fit shape \(4, 4\)"),
         (
             {"2.weight": torch.zeros(2, dtype=torch.uint8)},
-            r"differ in \['2.weight'\]: .*the keep_dense and include of then",
+            r"differ in \['2.weight'\]: .*the same keep_dense and include as when",
         ),
     ],
 )
@@ -63,9 +63,7 @@ def made(**settings: Any) -> SparseModel:
 def test_a_state_is_refused_by_a_model_that_was_made_otherwise(settings: dict[str, Any], its: str, own: str) -> None:
     sparse, other = made(), made(**settings)
     sparse.prune()
-    with pytest.raises(
-        GrowpruneError, match=f"^the state is of a SparseModel with {its}, but this one has {own}: make"
-    ):
+    with pytest.raises(GrowpruneError, match=f"^the state was saved with {its}, but this SparseModel has {own}: use"):
         other.load_state_dict(sparse.state_dict())
     assert other.num_alive == 64
 
@@ -78,7 +76,7 @@ def test_a_state_may_go_to_another_sparsity_and_storage() -> None:
 
 
 def test_a_checkpoint_of_shards_is_refused_by_a_model_that_was_made_otherwise(tmp_path: Path) -> None:
-    save_state(tmp_path / "state", made())
-    with pytest.raises(GrowpruneError, match="with seed=1, but this one has seed=3"):
-        load_state(tmp_path / "state", made(seed=3))
-    load_state(tmp_path / "state", made())
+    save_sharded_checkpoint(tmp_path / "state", made())
+    with pytest.raises(GrowpruneError, match="with seed=1, but this SparseModel has seed=3"):
+        load_sharded_checkpoint(tmp_path / "state", made(seed=3))
+    load_sharded_checkpoint(tmp_path / "state", made())

@@ -127,5 +127,5 @@ def stale(rank: int, meeting: str, wraps_again: bool, results: Any) -> None:
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 def test_replicas_whose_wrapper_is_older_than_an_edit_are_refused() -> None:
     for _, told in on_two_processes(False, stale):
-        assert told == "edits changed weights that DistributedDataParallel holds: wrap the model in it again"
+        assert told == "an edit replaced weights that DistributedDataParallel holds: wrap the model again"
     assert on_two_processes(True, stale) == [(0, ""), (1, "")]

@@ -65,7 +65,7 @@ def test_a_task_that_lacks_a_method_is_refused_by_its_name() -> None:
 
 @pytest.mark.parametrize("task", ["digits", Plain()], ids=["text", "no dataclass"])
 def test_a_task_that_is_no_task_is_refused(task: Any) -> None:
-    with pytest.raises(ValueError, match=r"task is .*, but must be of a frozen dataclass derived from growprune"):
+    with pytest.raises(ValueError, match=r"task must be a frozen dataclass derived from growprune"):
         replace(cyclic(), task=task)
 
 

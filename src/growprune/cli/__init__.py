@@ -1,6 +1,6 @@
 """The command line. Nothing imports it, and `growprune --help` imports no torch.
 
-A verb is a function of its own, in the file of its group; VERBS has them all, in the order of the help.
+Each verb is a function in the file of its group. VERBS lists them in the order of the help.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 import growprune
+from growprune.cli.app import show_usage_errors_in_one_line
 from growprune.cli.comparing import compare, report
 from growprune.cli.converting import convert
 from growprune.cli.deploying import deploy
@@ -34,6 +35,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "doctor": doctor,
 }
 
+show_usage_errors_in_one_line()
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 for name, verb in VERBS.items():
     app.command(name=name)(verb)
@@ -48,16 +50,16 @@ def _show_version(is_asked: bool) -> None:
 @app.callback()
 def growprune_command(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Train sparse neural networks by scheduled grow-and-prune."""
+    """Train sparse neural networks: grow-and-prune and its baselines."""
 
 
 def main() -> None:
-    # without the place in our code, which is of no use to the reader
+    # without the line in our code, which does not help the reader
     warnings.formatwarning = lambda message, *_: f"growprune: warning: {message}\n"
-    # what DDP says of the gradients of 1 x 1 convolutions; users can do nothing about it
+    # DDP warns about the gradients of 1 x 1 convolutions; users can do nothing about it
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     try:
         app()

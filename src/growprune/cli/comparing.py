@@ -1,4 +1,4 @@
-"""The verbs that set runs side by side: report, compare."""
+"""The verbs that compare runs: report, compare."""
 
 from __future__ import annotations
 
@@ -24,25 +24,28 @@ if TYPE_CHECKING:
     from growprune.compare.table import TableRow
 
 ALIKE = ("epochs", "runs")
-"""Columns that are left out where all rows have the same."""
+"""Columns that are hidden if all rows have the same value."""
 
 
 @one_line_errors
 def report(
-    out: Annotated[Path, typer.Option("-o", "--out", help="The page to write, such as page.html.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="HTML file to write, such as page.html. Follows links.")],
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Run folders, folders of runs, or result.json files.")
     ] = [],  # noqa: B006  typer copies defaults
 ) -> None:
-    """Write one page about runs: schedule, curves, comparison. It opens offline."""
+    """Write one HTML page about runs that opens offline.
+
+    It shows schedules, training curves and a comparison.
+    """
     from growprune.report import notes, write_page
     from growprune.runs import find_runs
 
     if not runs:
-        raise GrowpruneError("report was given no run: give run folders, folders of runs, or result.json files")
+        raise GrowpruneError("report needs at least one RUN: a run folder, a folder of runs, or a result.json file")
     records = find_runs(runs)
     if not any(record.recipe or record.damage for record in records):
-        raise GrowpruneError(f"{', '.join(map(str, runs))} holds no run: none has a recipe.json or a result.json")
+        raise GrowpruneError(f"no run found in {', '.join(map(str, runs))}: no recipe.json or result.json there")
     write_page(records, out)
     for note in notes(records):
         print(f"growprune: {note}", file=sys.stderr)
@@ -52,38 +55,49 @@ def report(
 @one_line_errors
 def compare(
     what: Annotated[
-        list[str], typer.Argument(metavar="RECIPE | RUN...", help="A recipe with --methods, or folders of runs.")
+        list[str], typer.Argument(metavar="RECIPE | RUN...", help="A recipe (with --methods), or finished run folders.")
     ] = [],  # noqa: B006
-    methods: Annotated[str, typer.Option(help="Rows: dense,rigl:erk,'gmp until=0.5',...; or all.")] = "",
-    sparsities: Annotated[str, typer.Option(help="Fractions of zeros.")] = "0.9",
-    seeds: Annotated[str, typer.Option(help="Seeds.")] = "0,1,2",
-    epochs: Annotated[int, typer.Option(min=0, help="Of each run; those of the recipe if not given.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Where runs and tables go.")] = None,
+    methods: Annotated[str, typer.Option(help="Rows of the table: dense,rigl:erk,'gmp until=0.5',... or all.")] = "",
+    sparsities: Annotated[str, typer.Option(help="Sparsities (fractions of zeros), comma-separated.")] = "0.9",
+    seeds: Annotated[str, typer.Option(help="Seeds, comma-separated.")] = "0,1,2",
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of each run. Default: those of the recipe.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for runs and tables.")] = None,
     data: Data = "",
     settings: Settings = [],  # noqa: B006
-    budget: Annotated[str, typer.Option(help="What is equal: epochs, flops, or the paper's ratio: paper.")] = "epochs",
-    max_epochs: Annotated[int, typer.Option(min=0, help="The most with --budget flops; 5 times --epochs.")] = 0,
-    allow: Annotated[list[str], typer.Option(metavar="FIELD", help="What may differ among rows.")] = [],  # noqa: B006
-    workers: Annotated[int, typer.Option(min=1, help="How many runs at a time.")] = 1,
-    retry: Annotated[bool, typer.Option("--retry", help="Run again what failed.")] = False,
-    print_jobs: Annotated[
-        bool, typer.Option("--print-jobs", help="Print a command for each run; run nothing.")
-    ] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print markdown, and write comparison.md.")] = False,
+    budget: Annotated[str, typer.Option(help="Equal budget of all rows: epochs, flops or paper (ratio).")] = "epochs",
+    max_epochs: Annotated[int, typer.Option(min=0, help="Epoch limit of --budget flops. 0: 5 times --epochs.")] = 0,
+    tune: Annotated[
+        list[str],
+        typer.Option(metavar="KEY=VALUE,...", help="Tune each row over this grid. x2 means twice the recipe's value."),
+    ] = [],  # noqa: B006
+    allow: Annotated[list[str], typer.Option(metavar="FIELD", help="Recipe field that may differ between rows.")] = [],  # noqa: B006
+    workers: Annotated[int, typer.Option(min=1, help="Number of runs at a time.")] = 1,
+    retry: Annotated[bool, typer.Option("--retry", help="Run failed runs again.")] = False,
+    print_jobs: Annotated[bool, typer.Option("--print-jobs", help="Only print one command per run.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, and write comparison.md.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare methods on equal terms, or runs that are there already."""
+    """Compare methods on equal terms: train them, or use finished runs."""
     from growprune.compare import Request, of_runs
 
     show = functools.partial(_show, out=out, as_markdown=markdown, as_json=as_json)
+    if not methods and tune:
+        raise GrowpruneError("--tune needs a recipe and --methods, such as: digits/dense --methods dense,gmp")
     if not methods:
         return show(of_runs([Path(path) for path in what], allow))
-    request = Request(what, methods, sparsities, seeds, epochs, out, settings, data, budget, max_epochs, allow)
+    request = Request(
+        what, methods, sparsities, seeds, epochs or 0, out, settings, data, budget, max_epochs, allow, tune
+    )
     jobs = request.jobs()
+    request.write_choices(jobs)
     if print_jobs:
-        return print("".join(f"{job.command}\n" for job in jobs if not job.is_finished), end="")
+        return _print_jobs(jobs, is_all=request.is_tuned(jobs))
     with stopping() as should_stop:
         is_done = _carry_out(jobs, workers, should_stop, retry=retry)
+        if is_done and tune:
+            jobs = request.jobs()  # the other seeds of each row's choice are known now
+            request.write_choices(jobs)
+            is_done = _carry_out(jobs, workers, should_stop)
     comparison = request.table(jobs)
     show(comparison)
     if not is_done or comparison.errors:
@@ -91,8 +105,18 @@ def compare(
     return None
 
 
-def _carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool], *, retry: bool) -> bool:
-    """Run what is not finished, saying of each run how it ended; False if it was asked to stop."""
+def _print_jobs(jobs: Sequence[Job], *, is_all: bool) -> None:
+    print("".join(f"{job.command}\n" for job in jobs if not job.is_finished), end="")
+    if not is_all:
+        err().print(
+            "These runs tune. When they are done, run this command again to get the remaining seeds of each row.",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool], *, retry: bool = False) -> bool:
+    """Run all unfinished jobs and print how each ended. Return False if interrupted."""
     from growprune.compare import working
 
     if retry:
@@ -100,19 +124,20 @@ def _carry_out(jobs: Sequence[Job], workers: int, should_stop: Callable[[], bool
             job.failure.unlink(missing_ok=True)
     done = sum(job.is_finished for job in jobs)
     if done:
-        err().print(f"{done} of {len(jobs)} runs were finished before")
+        err().print(f"{done} of {len(jobs)} runs are finished already")
 
     def tell(job: Job, event: str) -> None:
         finished = sum(other.is_finished for other in jobs)
-        why = {"failed": f": {job.error}", "in use": " by another process: left to it"}.get(event, "")
+        why = {"failed": f": {job.error}", "in use": " by another process, skipped"}.get(event, "")
         err().print(f"[{finished}/{len(jobs)}] {job.name}: {event}{why}", highlight=False, soft_wrap=True)
 
     return working.carry_out(jobs, workers=workers, should_stop=should_stop, tell=tell)
 
 
 def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_json: bool = False) -> None:
-    """Show the table, and write it if there is a place for it."""
+    """Print the table, and write it to `out` if given."""
     from growprune.compare.table import COST, QUALITY
+    from growprune.runs.tuned import cells_of
 
     if out is not None:
         comparison.write(out, with_markdown=as_markdown)
@@ -122,20 +147,26 @@ def _show(comparison: Comparison, *, out: Path | None, as_markdown: bool, as_jso
     if as_markdown:
         print(comparison.to_markdown(), end="")
         return
-    _say(f"test {comparison.metric}{comparison.terms}: mean ± deviation over seeds; differences ± standard error")
+    _say(
+        f"test {comparison.metric}{comparison.terms}: mean ± standard deviation over seeds; "
+        f"differences ± standard error"
+    )
     names, cells = _names(comparison.rows), [row.quality_cells() for row in comparison.rows]
     heads = [head for head in QUALITY[2:] if not _is_plain(head, {each[head] for each in cells})]
     console().print(_table(heads, names, cells))
-    _say("cost, as a share of dense:")
+    _say("cost, as a fraction of dense:")
     console().print(_table(COST, names, [row.cost_cells() for row in comparison.rows]))
+    if comparison.tunings:
+        _say("tuning, chosen by the validation metric:")
+        console().print(_tuning_table([cells_of(tuning) for tuning in comparison.tunings]))
     for line in [*comparison.notes, *comparison.errors]:
         _say(line)
     if out is not None:
-        _say(f"in {out}: comparison.json, comparison.csv")
+        _say(f"written to {out}: comparison.json, comparison.csv")
 
 
 def _is_plain(head: str, values: Collection[str]) -> bool:
-    """Whether a column says nothing; runs that are missing are said, even if all rows lack as many."""
+    """True if a column has the same value in all rows. Missing runs are always shown."""
     return head in ALIKE and len(values) == 1 and not any("," in value for value in values)
 
 
@@ -144,14 +175,25 @@ def _say(line: str) -> None:
 
 
 def _names(rows: Sequence[TableRow]) -> list[str]:
-    """What each row is called: its sparsity too, where there are several, or where it is not what was asked for."""
+    """Names of the rows, with the sparsity if there are several, or if a row missed the requested one."""
     is_one = len({row.sparsity for row in rows if row.has_sparsity}) == 1
     plain = [row.name if not row.has_sparsity or (is_one and not row.is_off) else "" for row in rows]
     return [name or f"{row.name} {row.quality_cells()['sparsity']}" for name, row in zip(plain, rows, strict=True)]
 
 
+def _tuning_table(rows: Sequence[Sequence[str]]) -> Table:
+    from growprune.runs.tuned import HEAD
+
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
+    for number, head in enumerate(HEAD):
+        table.add_column(head.replace(" ", "\n"), justify="left" if number < 2 else "right", overflow="fold")
+    for cells in rows:
+        table.add_row(*cells)
+    return table
+
+
 def _table(heads: Sequence[str], names: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
-    """Numbers are shown whole; where there is no room, the names of rows go on in the next line."""
+    """A table that wraps the names of rows if the screen is narrow, but never numbers."""
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
     table.add_column("row", overflow="fold")
     for head in heads:

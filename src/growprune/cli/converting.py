@@ -1,4 +1,4 @@
-"""The verb that turns one file of weights into another: convert."""
+"""The verb that converts files of weights: convert."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from growprune.cli.app import AsJson, one_line_errors
+from growprune.cli.deploying import ExampleShape, example_of, parse_shape
 from growprune.cli.screen import err, new_table, out, print_json, size
 from growprune.errors import GrowpruneError
 
@@ -22,26 +23,38 @@ MAX_ROWS = 40
 
 @one_line_errors
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A file or folder of weights, ours or another's.")],
-    dest: Annotated[Path, typer.Argument(metavar="DEST", help="What to write; its name says which kind.")],
-    to: Annotated[str, typer.Option(help="sparse, dense, hf, onnx or openvino, if the name does not say it.")] = "",
-    format: Annotated[str, typer.Option("--from", help="What SOURCE is, if its content is not to decide.")] = "",
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="File or folder with weights, of growprune or another tool.")
+    ],
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="File or folder to write. Its name sets the format.")],
+    to: Annotated[str, typer.Option(help="Format of DEST: sparse, dense, hf, onnx or openvino.")] = "",
+    format: Annotated[str, typer.Option("--from", help="Format of SOURCE. Default: detected.")] = "",
     model: Annotated[
-        str, typer.Option(metavar="FUNCTION", help="path.py:function or module:function that returns the model.")
+        str, typer.Option(metavar="FUNCTION", help="path.py:function or module:function that builds the model.")
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Replace what is at DEST.")] = False,
+    example_shape: ExampleShape = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite DEST. If it is a link, overwrite its target.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert weights between sparse files, dense ones and folders, and from pruned checkpoints of other tools."""
+    """Convert weights between sparse, dense and other formats.
+
+    It reads pruned checkpoints of other tools too.
+    """
     from growprune.files.convert import convert
 
+    if example_shape and not model:
+        raise GrowpruneError(f"--example-shape needs --model, got only --example-shape {example_shape}: add --model")
     built, example = _build(model) if model else (None, None)
+    if (shape := parse_shape(example_shape)) is not None:
+        example = example_of(shape)
     done = convert(source, dest, to=to or None, format=format or None, model=built, example=example, force=force)
     print_json(_content(done)) if as_json else _show(done)
 
 
 def _build(text: str) -> tuple[Any, Any]:
-    """The model that a function returns, and the example input that may come with it."""
+    """Build the model with the user's function, and the example input if it returns one."""
     from torch import nn
 
     from growprune.engine.source import called
@@ -50,7 +63,7 @@ def _build(text: str) -> tuple[Any, Any]:
     model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise GrowpruneError(
-            f"{text} returned {type(made).__name__}, but must return a module, or a tuple of it and an example input"
+            f"--model {text} must return an nn.Module or a tuple (module, example input), got {type(made).__name__}"
         )
     return model, example
 
@@ -60,17 +73,17 @@ def _find(text: str) -> Any:
 
     place, colon, function = text.rpartition(":")
     if not colon or not place:
-        raise GrowpruneError(f"--model is {text!r}, but must be path.py:function or module:function")
+        raise GrowpruneError(f"--model must be path.py:function or module:function, got {text!r}")
     if place.endswith(".py") or Path(place).is_file():
         return load(text, "model")
     try:
         return getattr(importlib.import_module(place), function)
     except (ImportError, AttributeError) as error:
-        raise GrowpruneError(f"--model is {text!r}, which cannot be found ({error})") from None
+        raise GrowpruneError(f"--model {text!r} was not found ({error}). Check the module and the name") from None
 
 
 def _show(done: Converted) -> None:
-    """Sizes before and after, and the sparse matrices."""
+    """Print the sizes before and after, and the sparse matrices."""
     out().print(_sizes(done))
     if done.matrices:
         out().print(_matrices(done))
@@ -104,7 +117,7 @@ def _sizes(done: Converted) -> Table:
 
 
 def _matrices(done: Converted) -> Table:
-    """A row a sparse matrix, up to a screenful, and one for all."""
+    """One row per sparse matrix, MAX_ROWS at most, and a row with the total."""
     table = new_table("sparse matrix", "shape", "live", "sparsity", text="sparse matrix")
     for matrix in done.matrices[:MAX_ROWS]:
         share = 1 - matrix.alive / math.prod(matrix.shape)
@@ -113,5 +126,5 @@ def _matrices(done: Converted) -> Table:
         table.add_row(f"{more} more")
     table.add_section()
     alive = sum(matrix.alive for matrix in done.matrices)
-    table.add_row("all of them", "", f"{alive:,}", f"{done.sparsity:.4f}")
+    table.add_row("total", "", f"{alive:,}", f"{done.sparsity:.4f}")
     return table

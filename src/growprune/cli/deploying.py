@@ -1,4 +1,4 @@
-"""The verb that makes trained models fast: deploy."""
+"""The verb that makes trained sparse models run faster: deploy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from growprune.cli.app import AsJson, one_line_errors
+from growprune.cli.app import AsJson, Trust, one_line_errors, trusted_origin
 from growprune.cli.screen import out as console
 from growprune.cli.screen import print_json
 from growprune.errors import GrowpruneError
@@ -15,37 +15,44 @@ from growprune.errors import GrowpruneError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 ModelSource = Annotated[
-    str, typer.Option("--model", metavar="FILE.py:FUNCTION", help="For a file: the function that builds its model.")
+    str, typer.Option("--model", metavar="FILE.py:FUNCTION", help="Function that builds the model. Only for FILE.")
 ]
 ExampleShape = Annotated[
-    str, typer.Option("--example-shape", metavar="N,N,...", help="The input's shape; a run knows its own.")
+    str,
+    typer.Option(
+        "--example-shape", metavar="N,N,...", help="Shape of an input, such as 1,3,224,224. A run knows its own."
+    ),
 ]
 ByLayer = Annotated[
-    bool, typer.Option("--by-layer", help="Swap single layers only: for models that decode, such as translators.")
+    bool, typer.Option("--by-layer", help="Replace layers one by one. For models that generate, such as translation.")
 ]
-Seconds = Annotated[float, typer.Option(min=0, help="How long layers may be timed; 0 measures nothing.")]
+Seconds = Annotated[float, typer.Option(min=0, help="Time limit for timing layers. 0: no timing.")]
 
 
 @one_line_errors
 def deploy(
-    path: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="The folder of a finished run, or a sparse file.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="Folder of a finished run, or a sparse file.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
     model: ModelSource = "",
     example_shape: ExampleShape = "",
     seconds: Seconds = 10.0,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where it is to run; timed there, too.")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device to run on. Layers are timed there.")] = "cpu",
     by_layer: ByLayer = False,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a trained sparse model run on sparse kernels: each layer sparse or dense, whichever is faster here."""
+    """Make a trained sparse model run faster on this machine.
+
+    Each layer runs on a sparse or a dense kernel, whichever is faster here.
+    """
     from growprune.deployment.api import checked_device
     from growprune.deployment.api import deploy as deploy_model
     from growprune.files.pretrained import weights_file
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise GrowpruneError(f"{out} exists and is not an empty folder: give another --out")
+        raise GrowpruneError(f"--out must be a new or empty folder, but {out} exists. Choose another --out")
     where = checked_device(device)
-    origin = origin_of(path, model, example_shape)
+    origin = origin_of(path, model, example_shape, trust=trust)
     built, example = build(origin)
     options: Any = {"whole": not by_layer, "device": where}
     deployed = deploy_model(weights_file(path), example, into=built, seconds=seconds, **options)
@@ -54,71 +61,71 @@ def deploy(
         print_json(deployed.table.to_dict())
     else:
         console().print(str(deployed.table), soft_wrap=True, highlight=False)
-        console().print(f"saved in {out}", soft_wrap=True, highlight=False)
+        console().print(f"saved to {out}", soft_wrap=True, highlight=False)
 
 
-def origin_of(path: Path, model: str, example_shape: str) -> dict[str, Any]:
-    """Where the model's code and its example come from, as it is kept with what is deployed."""
+def origin_of(path: Path, model: str, example_shape: str, *, trust: bool = False) -> dict[str, Any]:
+    """Where the code of the model and the example input come from. Saved with the deployed model."""
     from growprune.engine import RunFolder
     from growprune.engine.source import absolute
 
     if path.is_dir():
         if not (path / "recipe.json").is_file():
-            raise GrowpruneError(f"{path} is not the folder of a run: give one, or a sparse file")
+            raise GrowpruneError(f"{path} is not a run folder (no recipe.json). Give a run folder or a sparse file")
         if model:
-            raise GrowpruneError(f"--model is {model}, but {path} is a run, which knows its model: leave it out")
-        origin = RunFolder(path).read_origin()
+            raise GrowpruneError(f"--model is only for files, but {path} is a run; got {model}. Leave --model out")
+        origin = trusted_origin(RunFolder(path), trust)
         if not origin.get("source"):
             raise GrowpruneError(
-                f"{path} was started from Python: deploy its model with growprune.deploy(model, example)"
+                f"{path} was started from Python. Deploy its model with growprune.deploy(model, example)"
             )
         run = {name: origin.get(name) for name in ("source", "settings")}
         return {"run": run, "example_shape": example_shape}
     if not path.is_file():
-        raise GrowpruneError(f"there is no {path}: give the folder of a run, or a sparse file")
+        raise GrowpruneError(f"{path} does not exist. Give a run folder or a sparse file")
     if not model or not example_shape:
         raise GrowpruneError(
-            f"{path} is a file, which has no code: give --model FILE.py:FUNCTION, which builds its model, and "
+            f"{path} is a file and has no model code. Add --model FILE.py:FUNCTION, which builds the model, and "
             f"--example-shape, such as 1,3,224,224"
         )
     return {"model": absolute(model), "example_shape": example_shape}
 
 
 def build(origin: dict[str, Any]) -> tuple[nn.Module, Any]:
-    """A fresh model in eval mode, and an example of its input."""
+    """Build the model in eval mode, and an example input."""
     import torch
 
     from growprune.engine.override import override
     from growprune.engine.source import load
     from growprune.recipes import find
 
-    shape = _shape(origin["example_shape"])
+    shape = parse_shape(origin["example_shape"])
     if "run" in origin:
         run = origin["run"]
         task = override(find(run["source"]), run.get("settings") or {}).task
-        example = task.example() if shape is None else _example(shape)
+        example = task.example() if shape is None else example_of(shape)
         return task.build_model().eval(), example
     if ":" not in origin["model"]:
-        raise GrowpruneError(f"--model is {origin['model']!r}, but must be FILE.py:FUNCTION")
+        raise GrowpruneError(f"--model must be FILE.py:FUNCTION, got {origin['model']!r}")
     built = load(origin["model"], "model")()
     if not isinstance(built, torch.nn.Module):
-        raise GrowpruneError(f"{origin['model']} gave a {type(built).__name__}, but must build a module")
+        raise GrowpruneError(f"--model {origin['model']} must return an nn.Module, got {type(built).__name__}")
     assert shape is not None
-    return built.eval(), _example(shape)
+    return built.eval(), example_of(shape)
 
 
-def _example(shape: tuple[int, ...]) -> Tensor:
-    """The same in every process, so that outputs can be compared."""
+def example_of(shape: tuple[int, ...]) -> Tensor:
+    """A random input, the same in every process, so that outputs can be compared."""
     import torch
 
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def _shape(text: str) -> tuple[int, ...] | None:
-    """1,3,224,224 as numbers."""
+def parse_shape(text: str) -> tuple[int, ...] | None:
+    """Parse a shape such as 1,3,224,224."""
     if not text:
         return None
     sizes = text.replace("x", ",").split(",")
     if not all(size.strip().isdigit() and int(size) > 0 for size in sizes):
-        raise GrowpruneError(f"--example-shape is {text!r}, but must be sizes such as 1,3,224,224")
+        raise GrowpruneError(f"--example-shape must be integers >= 1 such as 1,3,224,224, got {text!r}")
     return tuple(map(int, sizes))

@@ -1,4 +1,4 @@
-"""The verbs that look at what a run, a file or this machine holds: inspect, doctor."""
+"""The verbs that show a run, a file or this machine: inspect, doctor."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ SPLITS = ("validation", "candidate")
 
 @one_line_errors
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="A sparse file, or a run's folder.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="Sparse file or run folder.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show what a sparse file or the folder of a run holds."""
+    """Show the contents of a sparse file or a run folder."""
     _inspect_run(path, as_json) if path.is_dir() else _inspect_file(path, as_json)
 
 
 @one_line_errors
 def doctor(as_json: AsJson = False) -> None:
-    """Show versions, devices and kernels, and what is slow here and why. Exit code 1 if something is broken."""
+    """Check this machine: versions, devices, kernels, speed.
+
+    The exit code is 1 if something is broken.
+    """
     from growprune.cli.machine import examine, show_findings
 
     findings = examine()
@@ -49,16 +52,20 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def _inspect_run(path: Path, as_json: bool) -> None:
+    from growprune.engine import RunFolder
     from growprune.runs import read_run
 
     run = read_run(path)
     if run.damage or not run.recipe:
-        raise GrowpruneError(run.damage or f"{path} holds no run: there is no recipe.json")
+        raise GrowpruneError(run.damage or f"{path} is not a run folder: it has no recipe.json")
     if as_json:
         about = {"recipe": run.recipe, "origin": run.origin, "result": run.result}
         print_json({"kind": "run", "path": str(path), "is_finished": run.is_finished, **about})
     else:
         _show_run(run)
+    folder = RunFolder(path)
+    if run.result is not None and folder.recipe.exists():  # else only the result was kept
+        folder.check_model(run.result)
 
 
 def _show_run(run: Record) -> None:
@@ -77,11 +84,11 @@ def _show_run(run: Record) -> None:
         out().print(f"so far: {', '.join(known)}", highlight=False)
     if run.status == "failed":
         out().print(f"failed: {run.why}", soft_wrap=True, highlight=False)
-    out().print(f"not finished; go on with {RunFolder(run.path).how_to_resume()}", soft_wrap=True)
+    out().print(f"Not finished. Resume with {RunFolder(run.path).how_to_resume()}", soft_wrap=True)
 
 
 def _history(run: Record) -> Table:
-    """How the phases of a run ended; of several metrics, the one that counts."""
+    """A table with the last epoch of each phase and the main metric."""
     rows = _last_of_each_phase(run.history)
     has_branches = any(row["branch"] is not None for row in rows)
     columns = ["stage", *(["branch"] if has_branches else []), "edits", "epoch", "alive", *SPLITS]
@@ -91,12 +98,12 @@ def _history(run: Record) -> Table:
         metrics = [(row.get(split) or {}).get(run.metric.name) for split in SPLITS]
         scores = ["" if score is None else f"{score:.4g}" for score in metrics]
         shown.add_row(str(row["stage"]), *branch, row["edits"], str(row["epoch"]), f"{row['alive']:,}", *scores)
-    shown.caption = f"{run.metric.name} on validation data; candidate: if it were pruned to the end right then"
+    shown.caption = f"{run.metric.name} on validation data; candidate: if pruned to the target right then"
     return shown
 
 
 def _last_of_each_phase(history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of the epochs of a phase, the last that was validated, or the last."""
+    """The last validated epoch of each phase, or its last epoch if none was validated."""
     chosen: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for row in history:
         key = row["stage"], row["branch"], row["edits"]
@@ -109,7 +116,7 @@ def _last_of_each_phase(history: Sequence[Mapping[str, Any]]) -> list[Mapping[st
 
 
 def _inspect_file(path: Path, as_json: bool) -> None:
-    """Show a file and what each of its tensors takes, and raise if any is not as it was saved."""
+    """Show a file and the size of each tensor. Raise if a tensor is damaged."""
     from growprune.files import sparse_file
     from growprune.files.sparse_file import contents
 
@@ -118,11 +125,11 @@ def _inspect_file(path: Path, as_json: bool) -> None:
     damaged = [tensor.name for tensor in tensors if tensor.state == "damaged"]
     if damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        raise GrowpruneError(f"{path} has {damaged[0]}{more} not as saved: it is damaged, fetch or save it again")
+        raise GrowpruneError(f"{path} is damaged: the digest of {damaged[0]}{more} is wrong. Download or save it again")
 
 
 def _print_file(path: Path, about: dict[str, Any], tensors: Sequence[StoredTensor]) -> None:
-    """The manifest, each tensor with what was looked at."""
+    """Print the manifest as JSON, with sparsity, bytes and digest of each tensor."""
     for tensor in tensors:
         looked_at = {"sparsity": tensor.sparsity, "bytes": tensor.num_bytes, "digest": tensor.state}
         about["tensors"][tensor.name] |= looked_at
@@ -141,14 +148,14 @@ def _show_file(path: Path, about: dict[str, Any], tensors: Sequence[StoredTensor
     share = 1 - totals["prunable_nnz"] / totals["prunable"] if totals["prunable"] else 0.0
     out().print(
         f"{totals['prunable_nnz']:,} of {totals['prunable']:,} prunable weights live: sparsity {share:.4f}\n"
-        f"{totals['bytes']:,} bytes with its header; dense, its tensors take {totals['dense_bytes']:,}",
+        f"{totals['bytes']:,} bytes with its header; {totals['dense_bytes']:,} bytes if stored dense",
         highlight=False,
         soft_wrap=True,
     )
 
 
 def _tensor_table(tensors: Sequence[StoredTensor]) -> Table:
-    """A row a prunable tensor; the others, which are many and small, in one."""
+    """One row per prunable tensor, and one row for all others."""
     table = new_table("layer", "shape", "live", "sparsity", "bytes", "digest", text="layer")
     layers = [tensor for tensor in tensors if tensor.is_prunable]
     others = [tensor for tensor in tensors if not tensor.is_prunable]

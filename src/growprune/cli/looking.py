@@ -1,4 +1,4 @@
-"""The verbs that show what there is and what it will cost: list, plan."""
+"""The verbs that show methods, tasks, recipes and schedules: list, plan."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @one_line_errors
 def list_(
-    what: Annotated[str, typer.Argument(help="methods, tasks or recipes; all by default.")] = "",
-    containing: Annotated[str, typer.Argument(help="Only names with this text in them.")] = "",
+    what: Annotated[str, typer.Argument(metavar="KIND", help="methods, tasks or recipes. Default: all.")] = "",
+    containing: Annotated[str, typer.Argument(metavar="NAME", help="Show only names that contain this string.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """List methods, tasks and recipes."""
@@ -39,16 +39,16 @@ def list_(
     if not containing and not as_json:
         kinds["recipes"] = _by_study(kinds["recipes"], {name for name, build in RECIPES.items() if build().claim})
     if what and what not in kinds:
-        raise GrowpruneError(f"there is no list of {what!r}; known are {', '.join(kinds)}")
+        raise GrowpruneError(f"KIND must be one of {', '.join(kinds)}, got {what!r}")
     chosen = {what: kinds[what]} if what else kinds
     found = {kind: {n: text for n, text in things.items() if containing in n} for kind, things in chosen.items()}
     if not any(found.values()):
-        raise GrowpruneError(f"none of the {what or 'methods, tasks and recipes'} has {containing!r} in its name")
+        raise GrowpruneError(f"no {what or 'methods, tasks or recipes'} with {containing!r} in the name")
     print_json(found) if as_json else _show_lists(found)
 
 
 def _by_study(recipes: Mapping[str, str], rows: Container[str]) -> dict[str, str]:
-    """Recipes in few lines: those that are rows of a study, which claim something, in one that names their methods."""
+    """Shorten the list of recipes: all recipes of a study become one line that names their methods."""
     shown: dict[str, str] = {}
     for study, group in itertools.groupby(recipes, key=lambda name: name.partition("/")[0]):
         names = [*group]
@@ -65,7 +65,7 @@ def _summary(thing: object) -> str:
 
 
 def _show_lists(kinds: Mapping[str, Mapping[str, str]]) -> None:
-    """By kind, names and what they are."""
+    """Print a table of names and summaries for each kind."""
     for kind, things in kinds.items():
         table = Table(title=kind, title_justify="left", show_header=False, box=None, padding=(0, 2))
         table.add_column(no_wrap=True)
@@ -74,7 +74,7 @@ def _show_lists(kinds: Mapping[str, Mapping[str, str]]) -> None:
             table.add_row(name, Text(text, no_wrap=name.endswith("/..."), overflow="ellipsis"))
         out().print(table)
         if folded := [name for name in things if name.endswith("/...")]:
-            out().print(f"  A group in full: growprune list {kind} {folded[0].removesuffix('/...')}", highlight=False)
+            out().print(f"  Show a group: growprune list {kind} {folded[0].removesuffix('/...')}", highlight=False)
 
 
 @one_line_errors
@@ -84,7 +84,10 @@ def plan(
     settings: Settings = [],  # noqa: B006  typer copies defaults
     as_json: AsJson = False,
 ) -> None:
-    """Show the schedule of a recipe: phases, epochs, density and FLOPs. Only a method in iterations needs the data."""
+    """Show the schedule, density and FLOPs without training.
+
+    Data is needed only by methods that count iterations.
+    """
     from growprune.engine.cost import estimate
     from growprune.engine.override import override, parse_settings
     from growprune.recipes import find
@@ -99,7 +102,7 @@ def plan(
 
 
 def _plan_content(estimate: Estimate, name: str, claim: str) -> dict[str, Any]:
-    """A plan and its costs, for machines: a row for each run of phases that are alike."""
+    """A plan and its costs as JSON. Similar phases share a row."""
     rows = [
         {
             "stage": row.first.stage,
@@ -138,39 +141,39 @@ def _show_plan(estimate: Estimate, claim: str) -> None:
     about = "" if estimate.is_exact else "~"
     shown = new_table("stage", "branch", "edits", "epochs", "density", "FLOPs", "training", text="edits")
     shown.title = f"{estimate.plan.method.__name__}, {len(estimate.plan.partition)} parts"
-    shown.caption = "FLOPs: forward, for one example; training: of all epochs, for one example"
+    shown.caption = "FLOPs: forward pass, one example; training: all epochs, one example"
     for row, costs in _rows(estimate):
         shown.add_row(*_cells(row, costs, about))
     out().print(shown)
     dense = 3 * estimate.dense_flops * estimate.epochs
-    share = f", {estimate.training_flops / dense:.3f} of dense training for as many" if dense else ""
+    share = f", {estimate.training_flops / dense:.3f} of the FLOPs of dense training" if dense else ""
     inference = estimate.costs[-1].forward_flops / estimate.dense_flops
     out().print(
-        f"{estimate.epochs:g} epochs in all{share}; at most {estimate.peak_density:.3f} of the weights live; "
-        f"inference at {about}{inference:.3f} of the dense FLOPs."
+        f"{estimate.epochs:g} epochs in total{share}. Peak density {estimate.peak_density:.3f}. "
+        f"Inference at {about}{inference:.3f} of the dense FLOPs."
     )
     each = ", ".join(f"{size(estimate.memory.per_rank(r))} on each of {r} ranks" for r in _ranks(estimate))
     out().print(
-        f"Training holds {about}{size(estimate.memory.per_rank())} at most, beside activations: values, gradients, "
+        f"Peak training memory {about}{size(estimate.memory.per_rank())} without activations: values, gradients, "
         f"optimizer state, masks" + (f"; with shard=fsdp, {each}." if each else "."),
         highlight=False,
     )
 
 
 def _rows(estimate: Estimate) -> Iterator[tuple[Row, list[Cost]]]:
-    """Phases that are alike, with what each of them costs."""
+    """Groups of similar phases, with the cost of each phase."""
     costs = iter(estimate.costs)
     for row in fold(cost.scheduled for cost in estimate.costs):
         yield row, [next(costs) for _ in row.phases]
 
 
 def _ranks(estimate: Estimate) -> tuple[int, ...]:
-    """For how many ranks to say what each would hold."""
+    """The numbers of ranks for which to show memory per rank."""
     return (2, 8, 64) if estimate.can_be_sharded else ()
 
 
 def _cells(row: Row, costs: list[Cost], about: str) -> Iterator[str]:
-    """Of phases that are alike: what they do, how often, and what that costs, from the first to the last."""
+    """Cells of a row of similar phases: edits, epochs, and the cost from first to last."""
     from growprune.engine.metric import scaled
 
     yield str(row.first.stage)

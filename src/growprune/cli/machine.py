@@ -1,4 +1,4 @@
-"""What growprune finds on this machine: versions, devices, kernels, and what is slow here and why."""
+"""Checks of this machine for `growprune doctor`: versions, devices, kernels, and causes of slow training."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ MANY_PROCESSES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 class Finding:
     name: str
     state: State
-    """"absent" is what nobody needs who does not ask for it; "slow" works, but could do better; "broken" does not."""
+    """"absent": optional and not installed. "slow": works, but could be faster. "broken": does not work."""
     text: str
     do: str = ""
-    """What to do about it, if there is something."""
+    """What the user can do about it."""
 
 
 def examine() -> list[Finding]:
-    """Look at everything. Loads torch, and runs the kernels on tiny tensors."""
+    """Run all checks. Loads torch, and runs the kernels on tiny tensors."""
     return [*_versions(), *_extras(), *_devices(), *_kernels(), *_compiler(), *_threads(), *_settings()]
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
-    """A line each, with what to do below it, and how many there are of each kind."""
+    """Print one line per finding with what to do about it, then a summary."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -65,7 +65,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
     out().print(table, highlight=False)
     counts = Counter(finding.state for finding in findings)
     wrong = [f"{counts[state]} {state}" for state in ("broken", "slow") if counts[state]]
-    out().print(f"{', '.join(wrong)}: see above" if wrong else "nothing is broken, and nothing slow was found")
+    out().print(f"{', '.join(wrong)}: see above" if wrong else "All checks passed: nothing is broken or slow")
 
 
 def _versions() -> Iterator[Finding]:
@@ -106,32 +106,32 @@ def _devices() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         text = f"{about.name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         state: State = "ok" if free > total / 2 else "slow"
-        do = "" if state == "ok" else "another process has most of it: see nvidia-smi"
+        do = "" if state == "ok" else "another process uses most of the memory: see nvidia-smi"
         yield Finding(f"cuda:{index}", state, text, do)
 
 
 def _no_cuda() -> Iterator[Finding]:
     if torch.version.cuda is None and shutil.which("nvidia-smi"):
-        yield Finding("cuda", "slow", "there is an NVIDIA driver, but this torch is built for the CPU", "install torch")
+        yield Finding("cuda", "slow", "NVIDIA driver found, but this torch is CPU-only", "install torch with CUDA")
     elif torch.version.cuda is not None:
         yield Finding(
-            "cuda", "absent", f"torch is built for CUDA {torch.version.cuda}, but sees no GPU", "see nvidia-smi"
+            "cuda", "absent", f"torch is built for CUDA {torch.version.cuda}, but finds no GPU", "see nvidia-smi"
         )
     else:
-        yield Finding("cuda", "absent", "no GPU, and torch is built for the CPU")
+        yield Finding("cuda", "absent", "no GPU, and torch is CPU-only")
 
 
 # Kernels
 
 
 def _kernels() -> Iterator[Finding]:
-    """Whether packing and expanding masks works where models will be: a wrong kernel trains a wrong model."""
+    """Test the mask kernels on each device. A wrong kernel would train a wrong model."""
     yield _try_kernels(torch.device("cpu"))
     version = _version("triton")
     if not torch.cuda.is_available():
         yield Finding("triton", "absent", f"{version}, but no GPU to use it" if version else "not installed; no GPU")
     elif version is None:
-        text = "not installed: masks on CUDA are read in torch operations, several times as slow"
+        text = "not installed: masks on CUDA use torch operations, which are several times slower"
         yield Finding("triton", "slow", text, "pip install triton")
     else:
         yield _try_kernels(torch.device("cuda"))
@@ -141,17 +141,17 @@ def _try_kernels(device: torch.device) -> Finding:
     name = "kernels" if device.type == "cpu" else f"triton {_version('triton')}"
     try:
         is_right = kernels_work(device)
-    except Exception as error:  # whatever a compiler or a driver raises is what is asked for here
-        text = f"the kernels cannot run: {' '.join(str(error).split())[:200]}"
-        return Finding(name, "broken", text, "install a C compiler, or a Triton that fits torch and the driver")
+    except Exception as error:  # report whatever a compiler or a driver raises
+        text = f"the kernels do not run: {' '.join(str(error).split())[:200]}"
+        return Finding(name, "broken", text, "install a C compiler, or a Triton that matches torch and the driver")
     if not is_right:
         return Finding(name, "broken", f"the kernels give wrong results on {device}", "please report it as a bug")
-    how = "Triton kernels run" if device.type == "cuda" else "masks are packed and expanded"
-    return Finding(name, "ok", f"{how} on {device} with the right result")
+    kind = "Triton kernels" if device.type == "cuda" else "mask kernels"
+    return Finding(name, "ok", f"{kind} give correct results on {device}")
 
 
 def kernels_work(device: torch.device) -> bool:
-    """Whether a mask of 3,000 weights survives packing, and values their way into a dense tensor and back."""
+    """True if packing a mask of 3,000 weights, expanding its values and compressing them give correct results."""
     mask = torch.arange(3000, device=device) % 7 == 3
     values = torch.arange(1.0, 1 + int(mask.sum()), device=device)
     bits = kernels.pack(mask)
@@ -164,7 +164,7 @@ def kernels_work(device: torch.device) -> bool:
 
 
 def _compiler() -> Iterator[Finding]:
-    """torch.compile on a CPU needs one, and Triton a C compiler."""
+    """Look for the C++ compiler that torch.compile needs on a CPU."""
     names = (*os.environ.get("CXX", "").split()[:1], "c++", "g++", "clang++")
     if found := next(filter(None, map(shutil.which, names)), None):
         yield Finding("C++ compiler", "ok", found)
@@ -182,29 +182,29 @@ def _threads() -> Iterator[Finding]:
     text = f"torch uses {threads} threads of {cores} cores"
     launched = next((int(os.environ[name]) for name in MANY_PROCESSES if os.environ.get(name, "").isdigit()), 1)
     if threads > cores:
-        yield Finding("threads", "slow", f"{text}: more than there are", f"set OMP_NUM_THREADS={cores}")
+        yield Finding("threads", "slow", f"{text}: too many", f"set OMP_NUM_THREADS={cores}")
     elif launched > 1 and launched * threads > cores:
         best = max(1, cores // launched)
         yield Finding("threads", "slow", f"{text}, in each of {launched} processes", f"set OMP_NUM_THREADS={best}")
     elif "OMP_NUM_THREADS" in os.environ and threads < cores:
         do = "unset OMP_NUM_THREADS if a single process trains here"
-        yield Finding("threads", "ok", f"{text}, as OMP_NUM_THREADS says", do)
+        yield Finding("threads", "ok", f"{text}, set by OMP_NUM_THREADS", do)
     else:
-        yield Finding("threads", "ok", text, "for several processes on a machine, set OMP_NUM_THREADS")
+        yield Finding("threads", "ok", text, "set OMP_NUM_THREADS if you train with several processes")
     yield from _load(threads, cores)
 
 
 def _load(threads: int, cores: int) -> Iterator[Finding]:
-    """Threads that wait for one another wait for the one that another process keeps from its core."""
+    """Warn if other processes use the cores: each parallel step waits for its slowest thread."""
     busy = os.getloadavg()[0]
     if threads > 1 and busy + threads > cores + 1:
         free = max(1, round(cores - busy))
-        text = f"other processes keep {busy:.1f} of {cores} cores busy: torch's threads wait for one another"
+        text = f"other processes use {busy:.1f} of {cores} cores: torch's threads wait for each other"
         yield Finding("load", "slow", text, f"wait for them, or set OMP_NUM_THREADS={free}")
 
 
 def _settings() -> Iterator[Finding]:
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        yield Finding("CUDA_LAUNCH_BLOCKING", "slow", "every kernel is waited for", "unset CUDA_LAUNCH_BLOCKING")
+        yield Finding("CUDA_LAUNCH_BLOCKING", "slow", "torch waits for every kernel", "unset CUDA_LAUNCH_BLOCKING")
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         yield Finding("TRITON_INTERPRET", "slow", "Triton kernels run in Python", "unset TRITON_INTERPRET")

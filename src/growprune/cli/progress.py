@@ -1,6 +1,6 @@
-"""A run as it goes. On a terminal it is drawn in place, and what it came to stays on the screen.
+"""Progress of a run. On a terminal it is drawn in place, and the final state stays on the screen.
 
-digits/cyclic-90 seed 0   ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━   71 %   0:09 gone, 0:04 left
+digits/cyclic-90 seed 0   ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━   71 %   0:09 elapsed, 0:04 left
   phase 7 of 10: prune S1 to 0.9, grow S2 to dense
   epoch 25   loss 0.0312   accuracy 97.22   density 0.2154   lr 0.042
 """
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from growprune.engine import Event
 
 Bar = tuple[int, int]
-"""How much is done, of how much."""
+"""Done, and total."""
 
 
 @contextmanager
 def progress(title: str = "") -> Iterator[Callable[[Event], None]]:
-    """Gives the listener that shows a run as it goes."""
+    """Yield the listener that shows the progress of a run."""
     console = err()
     if not console.is_terminal or console.is_dumb_terminal:
         yield lambda event: _show_line(title, event)
@@ -41,7 +41,7 @@ def progress(title: str = "") -> Iterator[Callable[[Event], None]]:
 
 
 def _show_line(title: str, event: Event) -> None:
-    """Plain lines, where there is no terminal."""
+    """Print a plain line, where there is no terminal."""
     match event:
         case {"event": "phase"} if event["epochs"] or event["index"] in (0, event["last"]):
             length = f"{event['epochs']} epochs" if event["epochs"] else f"{event['iterations']} iterations"
@@ -60,11 +60,11 @@ def _show_line(title: str, event: Event) -> None:
 
 
 class Drawing:
-    """What is known of a run, and how it looks.
+    """The state of a run, drawn on a terminal.
 
     Args:
-        console: on which it is drawn.
-        clock: gives seconds.
+        console: the console to draw on.
+        clock: returns seconds.
     """
 
     def __init__(self, title: str, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,7 +72,7 @@ class Drawing:
         self._began = clock()
         self._run: Bar = (0, 0)
         self._first: tuple[float, int] | None = None
-        """When the first iteration of this process was heard of, and how many of the run were done then."""
+        """Time of the first event with an iteration, and the iterations of the run that were done by then."""
         self._phase, self._remark = "", ""
         self._figures: dict[str, str] = {}
         self._others: dict[int, tuple[str, Bar]] = {}
@@ -105,11 +105,11 @@ class Drawing:
         self._phase = f"phase {event['index'] + 1} of {event['last'] + 1}{branch}: {event['edits']}"
         self._figures |= _figures(event)
         self._remark = ""
-        if event["branch"] is None:  # a fork that there was is over
+        if event["branch"] is None:  # no fork, or the fork is over
             self._others = {}
 
     def _hear_of_other(self, event: Event) -> None:
-        """Of the branch that another process trains."""
+        """Handle an event of a branch that another process trains."""
         if event["event"] == "phase":
             title = f"branch {event['branch']} (rank {event['rank']}): {event['edits']}"
             self._others[event["rank"]] = title, (0, event["iterations"] or 1)
@@ -131,10 +131,10 @@ class Drawing:
     def _time(self) -> str:
         share = f"{100 * self._run[0] / self._run[1]:.0f} %   " if self._run[1] else ""
         left = "" if self._is_finished or (seconds := self.seconds_left()) is None else f", {duration(seconds)} left"
-        return f"{share}{duration(self._clock() - self._began)}{' gone' if left else ''}{left}"
+        return f"{share}{duration(self._clock() - self._began)}{' elapsed' if left else ''}{left}"
 
     def seconds_left(self) -> float | None:
-        """Of the whole run, if its other iterations take as long as those that this process has done."""
+        """Time left for the whole run, at the mean pace of this process."""
         if self._first is None or self._run[0] <= self._first[1]:
             return None
         began, done_before = self._first
@@ -146,7 +146,7 @@ ORDER = ("epoch", "loss", "metric", "density", "lr")
 
 
 def _figures(event: Event) -> dict[str, str]:
-    """What an event tells, as it is shown."""
+    """The numbers of an event, formatted."""
     found = {}
     if event.get("loss") is not None:
         found["loss"] = f"loss {event['loss']:.4f}"
@@ -160,8 +160,7 @@ def _figures(event: Event) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds.
-
+    """Format seconds as hours, minutes and seconds.
     >>> duration(75), duration(3600 * 30 + 62)
     ('1:15', '30:01:02')
     """
@@ -172,7 +171,7 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class BarRow:
-    """A bar between a title and what is said after it; the title gives way if there is no room."""
+    """A progress bar between a title and a label. A narrow screen cuts the title."""
 
     title: str
     bar: Bar

@@ -1,4 +1,4 @@
-"""Where the command line prints, and how tables and numbers look."""
+"""Consoles, tables and number formats of the command line."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from rich.table import Table
 
 
 def out() -> Console:
-    """Stdout. It is asked for its width, and for whose turn it is to speak, each time: neither is known at import."""
-    return Console(quiet=not _is_first(), markup=False, emoji=False)  # texts are shown as they are
+    """Console for stdout. Made anew each time, because width and rank are not known at import."""
+    return Console(quiet=not _is_first(), markup=False, emoji=False)  # strings are shown as they are
 
 
 def err() -> Console:
-    """Stderr."""
+    """Console for stderr."""
     return Console(stderr=True, quiet=not _is_first(), markup=False, emoji=False)
 
 
 def _is_first() -> bool:
-    """Under torchrun, the first process speaks for all."""
+    """True for the process that prints: rank 0 under torchrun."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def print_json(content: Mapping[str, Any]) -> None:
-    """One JSON object on stdout, and nothing else there."""
+    """Print one JSON object to stdout."""
     if _is_first():
         print(json.dumps(content, indent=2))
 
 
 def new_table(*columns: str, text: str) -> Table:
-    """Numbers are shown whole, to the right; where there is no room, the column of texts goes on in the next line."""
+    """A table that wraps the column `text` if the screen is narrow, but never numbers."""
     table = Table()
     for name in columns:
         if name == text:
@@ -46,8 +46,7 @@ def new_table(*columns: str, text: str) -> Table:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as people say them.
-
+    """Format a number of bytes with a unit.
     >>> [size(count) for count in (999, 4096, 1.5 * 2**30)]
     ['999 B', '4.0 KiB', '1.5 GiB']
     """

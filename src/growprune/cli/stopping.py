@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the run is saved and ends, and can be resumed."""
+"""Ctrl-C and SIGTERM: write a checkpoint and exit, so that the run can be resumed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import typer
 
 
 class StopFlag:
-    """Remembers a signal that asked to stop; calling it tells whether there was one. A second one ends it at once."""
+    """Remembers a signal; calling it returns True after one arrived. A second signal ends the process at once."""
 
     def __init__(self) -> None:
         self.signal = 0
         self.is_seen = False
-        """Whether the run has noticed, and is about to save and end."""
+        """True once the run has seen the signal and is about to save and exit."""
 
     def __call__(self) -> bool:
         self.is_seen = self.signal != 0
@@ -36,7 +36,7 @@ class StopFlag:
 
 @contextmanager
 def stopping() -> Iterator[StopFlag]:
-    """While it lasts, Ctrl-C and SIGTERM ask to stop instead of breaking off."""
+    """Inside this context, Ctrl-C and SIGTERM set a flag instead of ending the process."""
     flag = StopFlag()
     before = {number: signal.signal(number, flag.receive) for number in (signal.SIGINT, signal.SIGTERM)}
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -49,9 +49,9 @@ def stopping() -> Iterator[StopFlag]:
 
 
 def _end_soon_after_a_signal(flag: StopFlag, grace_seconds: float = 3.0) -> None:
-    """A process that waits for another cannot look at the flag: end it if it does not soon.
+    """End a process that does not check the flag soon after a signal, because it waits for another process.
 
-    Nothing is lost: what was saved is whole, and what was not is trained again.
+    Nothing is lost: checkpoints are written atomically, and the epochs after the last one are trained again.
     """
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
@@ -74,5 +74,5 @@ def say_how_to_resume(folder: Path, flag: StopFlag) -> Iterator[None]:
         yield
     except Interrupted as stop:
         command = shlex.join(["growprune", "resume", str(folder)])
-        print(f"growprune: stopped and saved; go on with `{command}`", file=sys.stderr)
+        print(f"growprune: Interrupted; checkpoint saved. Resume with: {command}", file=sys.stderr)
         raise typer.Exit(128 + flag.signal) from stop

@@ -11,7 +11,17 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from growprune.cli.app import Data, Log, RecipeName, Settings, one_line_errors, place, with_absolute_weights
+from growprune.cli.app import (
+    Data,
+    Log,
+    RecipeName,
+    Settings,
+    Trust,
+    one_line_errors,
+    place,
+    trusted_origin,
+    with_absolute_weights,
+)
 from growprune.cli.progress import progress
 from growprune.cli.screen import out, show_result, spread
 from growprune.cli.stopping import StopFlag, say_how_to_resume, stopping
@@ -20,13 +30,13 @@ from growprune.errors import GrowpruneError
 
 @one_line_errors
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the run folders go.")] = Path("runs/demo"),
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run.")] = 3,
+    out: Annotated[Path, typer.Option(help="Folder for the run folders.")] = Path("runs/demo"),
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 3,
 ) -> None:
-    """Train handwritten digits dense and 90 % sparse, and compare them."""
+    """Train digits dense and 90 % sparse, and print one table."""
     import torch
 
-    torch.set_num_threads(1)  # of so small a model, threads only wait for one another
+    torch.set_num_threads(1)  # more threads only slow down such a small model
 
     out = _unused(out)
     with stopping() as should_stop:
@@ -63,13 +73,13 @@ def _show_demo(rows: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
 @one_line_errors
 def train(
     recipe: RecipeName,
-    out: Annotated[Path, typer.Option(help="The folder of the run; must be new or empty.")],
+    out: Annotated[Path, typer.Option(help="Run folder to write. Must be new or empty.")],
     data: Data = "",
     settings: Settings = [],  # noqa: B006  typer copies defaults
-    resume: Annotated[bool, typer.Option("--resume", help="Go on if the folder holds this run already.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume if --out already has this run.")] = False,
     log: Log = [],  # noqa: B006
 ) -> None:
-    """Carry a recipe out in a new folder."""
+    """Train a recipe and write the run to --out."""
     from growprune.engine.override import parse_settings
 
     with stopping() as should_stop:
@@ -79,22 +89,23 @@ def train(
 
 @one_line_errors
 def resume(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    extend: Annotated[int, typer.Option(min=0, help="Search this many steps more after a finished run.")] = 0,
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    extend: Annotated[int, typer.Option(min=0, help="Add this many search steps to a finished run.")] = 0,
     data: Data = "",
     settings: Settings = [],  # noqa: B006  typer copies defaults
     log: Log = [],  # noqa: B006
+    trust: Trust = False,
 ) -> None:
-    """Go on with a run exactly where it stood."""
+    """Resume a run from its last checkpoint."""
     from growprune import engine
     from growprune.engine.override import override, parse_settings
     from growprune.recipes import find
 
-    origin = engine.RunFolder(folder).read_origin()
+    origin = trusted_origin(engine.RunFolder(folder), trust)
     if not origin.get("source"):
-        raise GrowpruneError(f"{folder} was started from Python: resume it with growprune.resume(recipe, folder)")
+        raise GrowpruneError(f"{folder} was started from Python. Resume it with growprune.resume(recipe, folder)")
     recipe = find(origin["source"])
-    # without them the recipe is not the one that was stored, and resume says so
+    # without the stored settings the recipe would differ from the stored one, and resume would refuse it
     given = with_absolute_weights(parse_settings(settings)) | _logged(log) | place(data, recipe)
     origin["settings"] = (origin.get("settings") or {}) | given
     recipe = override(recipe, origin["settings"])
@@ -107,7 +118,7 @@ def resume(
 
 
 def _logged(names: list[str]) -> dict[str, str]:
-    """The setting that `--log` stands for; kept with the run, so that it goes on when the run is resumed."""
+    """Turn `--log` into a setting. It is stored with the run, so that a resumed run keeps logging."""
     return {"log": json.dumps(names)} if names else {}
 
 
@@ -133,7 +144,7 @@ def _train(
         except HoldsRun:
             if not go_on:
                 raise
-            return engine.resume(recipe, out, **how)  # another process has begun it in the meantime
+            return engine.resume(recipe, out, **how)  # another process has started it in the meantime
 
 
 def _unused(path: Path) -> Path:

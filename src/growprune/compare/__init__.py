@@ -1,6 +1,6 @@
-"""Compares methods on equal terms: `Request(...)` says what to run, and makes the table of what came of it.
+"""Compares methods on equal terms: `Request(...)` describes the runs, and makes the table of their results.
 
-`of_runs` makes the table of runs that are there already. How to use it, and the rules: docs/comparing.md.
+`of_runs` makes the table of existing runs. Usage and rules: docs/comparing.md.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from growprune.compare import table
+from growprune.compare import choice, table
 from growprune.compare.budget import Budget, num_epochs, num_iterations_per_epoch
+from growprune.compare.grid import Grid, parse_grid
 from growprune.compare.jobs import Job, make_jobs
 from growprune.compare.parsing import parse_rows
 from growprune.compare.table import Comparison
@@ -22,7 +23,7 @@ from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
 from growprune.recipes import find
 from growprune.runs import Record, find_runs
-from growprune.runs.comparable import Terms, check, terms_of, with_rows
+from growprune.runs.comparable import Terms, check, terms_of, with_rows, without_tried
 
 __all__ = ["Comparison", "Job", "Request", "of_runs"]
 
@@ -31,15 +32,15 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asks for, as typed."""
+    """The arguments of `growprune compare`, as typed."""
 
     recipes: Sequence[str]
-    """The recipe that all rows are made from: one."""
+    """The recipe that all rows are made from. Must be one."""
     methods: str
     sparsities: str
     seeds: str
     epochs: int = 0
-    """Of dense training; 0 for those of the recipe."""
+    """Epochs of dense training; 0 for those of the recipe."""
     out: Path | None = None
     settings: Sequence[str] = ()
     data: str = ""
@@ -47,22 +48,67 @@ class Request:
     max_epochs: int = 0
     """0 for five times the epochs."""
     allow: Sequence[str] = ()
+    tune: Sequence[str] = ()
+    """Grid to tune every row with, such as ["optimizer.lr=x1,x2"]. Empty: no tuning."""
 
     def jobs(self) -> list[Job]:
-        """Every run, after all that can be refused was."""
-        if self.out is None:
-            raise GrowpruneError("--out is not given: say where the runs go, such as --out runs/comparison")
-        rows, source = parse_rows(self.methods), self._source
-        sparsities, seeds = numbers("--sparsities", self.sparsities, float), numbers("--seeds", self.seeds, int)
-        jobs = make_jobs(source, rows, sparsities, seeds, self.budget, self.out, self._settings, self.allow)
-        self._check(jobs)
+        """Every run that is known so far. Raise if the request is invalid.
+
+        For tuned rows, these are the points of the grid with the first seed, and, once those are done, the other seeds
+        of the best point.
+        """
+        jobs = self._all_jobs()
+        if self._grid:
+            known = {job for trials in self._trials(jobs).values() for job in self._due(trials, jobs)}
+            jobs = [job for job in jobs if job in known]
         for job in jobs:
             job.check_folder(self._iterations_per_epoch(job.recipe))
         return jobs
 
+    def is_tuned(self, jobs: Sequence[Job]) -> bool:
+        """True if every row is tuned, so that no more jobs will follow."""
+        return not self._grid or all(map(choice.is_tuned, self._trials(jobs).values()))
+
+    def write_choices(self, jobs: Sequence[Job]) -> None:
+        """Write tuning.json beside the runs of each row, with the choice so far."""
+        for trials in self._trials(jobs).values() if self._grid else ():
+            choice.write(trials, self._grid)
+
+    def _all_jobs(self) -> list[Job]:
+        """Every possible run: all points with all seeds."""
+        if self.out is None:
+            raise GrowpruneError("--out is missing. Give a folder for the runs, such as --out runs/comparison")
+        rows, source = parse_rows(self.methods), self._source
+        sparsities, seeds = numbers("--sparsities", self.sparsities, float), numbers("--seeds", self.seeds, int)
+        settings, grid = self._settings, self._grid
+        jobs = make_jobs(source, rows, sparsities, seeds, self.budget, self.out, settings, self.allow, grid)
+        self._check(jobs)
+        return jobs
+
+    def _trials(self, jobs: Sequence[Job]) -> dict[tuple[str, float], list[Job]]:
+        """For each line of the table, the tuning runs: those with the first seed."""
+        trials: dict[tuple[str, float], list[Job]] = {}
+        for job in [job for job in jobs if job.seed == jobs[0].seed]:
+            trials.setdefault(job.cell, []).append(job)
+        return trials
+
+    def _due(self, trials: Sequence[Job], jobs: Sequence[Job]) -> list[Job]:
+        """The runs of a line of the table that can start now."""
+        chosen, first = choice.chosen_of(trials, self._grid), trials[0]
+        others = [job for job in jobs if job.cell == first.cell and job.seed != first.seed]
+        return [*trials, *(job for job in others if chosen is not None and job.point == chosen.point)]
+
+    @cached_property
+    def _grid(self) -> Grid:
+        grid = parse_grid(self.tune)
+        if grid and not self._base.task.has_validation_data:
+            name = type(self._base.task).__name__
+            raise GrowpruneError(f"--tune needs validation data, but the task {name} has none. Leave --tune out")
+        return grid
+
     def table(self, jobs: Sequence[Job]) -> Comparison:
-        """What came of the runs so far."""
-        found = [replace(job.read(), recipe=describe(job.recipe)) for job in jobs]
+        """The table of the runs so far."""
+        found = without_tried([replace(job.read(), recipe=describe(job.recipe)) for job in jobs])
         differing = self._check(jobs)
         check([terms_of(run, epochs=run.final_epochs if self._is_equal else None) for run in found], self.allow)
         return table.build(
@@ -74,12 +120,12 @@ class Request:
         )
 
     def _check(self, jobs: Sequence[Job]) -> list[str]:
-        """Raise if rows differ in what they may not; returns what they differ in."""
+        """Raise if rows differ in fields that must be equal. Return the allowed differences."""
         terms: dict[str, Terms] = {}
         for job in jobs:
             name = f"{job.row.name} {in_full(job.sparsity)}"
             epochs = job.epochs if self._is_equal else None
-            planned = Record(job.folder, recipe=describe(job.recipe))
+            planned = Record(job.folder, recipe=describe(job.recipe), tuning={"grid": self._grid} if self._grid else {})
             terms.setdefault(name, terms_of(planned, epochs=epochs, name=name))
         return check([*terms.values()], self.allow)
 
@@ -90,18 +136,18 @@ class Request:
 
     @property
     def _is_equal(self) -> bool:
-        """Whether all rows have the same epochs."""
+        """True if all rows have the same epochs."""
         return self.budget_kind == "epochs"
 
     @cached_property
     def budget(self) -> Budget:
         epochs = self.epochs or num_epochs(self._base, self._usual_iterations_per_epoch)
         if epochs != int(epochs) or epochs < 1:
-            raise GrowpruneError(f"{self._source} trains for {epochs:g} epochs: give --epochs")
+            raise GrowpruneError(f"epochs must be an integer >= 1, but {self._source} has {epochs:g}. Give --epochs")
         return Budget(self.budget_kind, int(epochs), self.max_epochs or 5 * int(epochs))
 
     def _iterations_per_epoch(self, recipe: Recipe) -> int:
-        """Of a row; the data are looked at again only where a row has a task of its own."""
+        """Iterations per epoch of a row. Data is read again only if the row has a task of its own."""
         base = self._base
         is_same = (recipe.task, recipe.accumulate) == (base.task, base.accumulate)
         return self._usual_iterations_per_epoch if is_same else num_iterations_per_epoch(recipe)
@@ -114,7 +160,7 @@ class Request:
     def _source(self) -> str:
         if len(self.recipes) != 1:
             raise GrowpruneError(
-                f"--methods wants one recipe, and {len(self.recipes)} were given: name the one whose task is used"
+                f"--methods needs exactly one recipe, got {len(self.recipes)}. Give the one whose task is used"
             )
         return self.recipes[0]
 
@@ -127,17 +173,17 @@ class Request:
         settings = parse_settings([*self.settings])
         if self.data:
             if not find(self._source).task.reads_files:
-                raise GrowpruneError(f"--data is {self.data}, but the task of {self._source} reads no files")
+                raise GrowpruneError(f"--data is not used by the task of {self._source}; got {self.data}. Leave it out")
             settings["task.data"] = str(Path(self.data).resolve())
         return settings
 
 
 def of_runs(paths: Sequence[Path], allow: Sequence[str] = ()) -> Comparison:
-    """The table of runs that are there: folders of runs, folders with some below, or result.json files."""
+    """The table of existing runs: run folders, folders of runs, or result.json files."""
     if missing := [path for path in paths if not path.exists()]:
-        raise GrowpruneError(f"there is no {missing[0]}: give folders of runs, or a recipe with --methods")
-    if not (found := with_rows(find_runs(paths), allow)):
-        raise GrowpruneError("there is nothing to compare: give folders of runs, or a recipe with --methods")
+        raise GrowpruneError(f"{missing[0]} does not exist. Give run folders, or a recipe with --methods")
+    if not (found := with_rows(without_tried(find_runs(paths)), allow)):
+        raise GrowpruneError("nothing to compare. Give run folders, or a recipe with --methods")
     if damaged := [run.damage for run in found if run.damage]:
         raise GrowpruneError(damaged[0])
     differing = check([terms_of(run, epochs=run.final_epochs) for run in found if run.recipe], allow)
@@ -146,17 +192,17 @@ def of_runs(paths: Sequence[Path], allow: Sequence[str] = ()) -> Comparison:
 
 
 def _check_apart(runs: Sequence[Record]) -> None:
-    """Raise if two runs are of one row and seed."""
+    """Raise if two runs have the same row and seed."""
     seen: dict[tuple[str, float, int], Record] = {}
     for run in runs:
         if (other := seen.setdefault((run.row, run.sparsity, run.seed), run)) is not run:
-            raise GrowpruneError(f"{other.folder} and {run.folder} are the same row and seed: leave one of them out")
+            raise GrowpruneError(f"{other.folder} and {run.folder} have the same row and seed. Leave one of them out")
 
 
 def numbers(what: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
-    """ "0,1,2" -> [0, 1, 2]"""
+    """Parse numbers: "0,1,2" -> [0, 1, 2]"""
     try:
         return [kind(item) for item in text.split(",") if item.strip()]
     except ValueError as error:
-        wanted = "whole numbers" if kind is int else "numbers"
-        raise GrowpruneError(f"{what} is {text!r}, but wants {wanted} with commas between them") from error
+        wanted = "integers" if kind is int else "numbers"
+        raise GrowpruneError(f"{what} must be comma-separated {wanted}, got {text!r}") from error

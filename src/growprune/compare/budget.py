@@ -1,4 +1,4 @@
-"""Budgets: how many epochs a row trains for, and the options with which its method spends exactly those."""
+"""Budgets: the number of epochs of a row, and the options with which its method uses exactly those."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe, own_options
 from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
-from growprune.masks.partition_kinds import parse_partition
+from growprune.masks.partition_kinds import PARTS, parse_partition
 from growprune.plan import Plan
-from growprune.plan.lengths import PARTS, fill_lengths, plan_length
+from growprune.plan.lengths import fill_lengths, plan_length
 from growprune.plan.settings import check_counts
 
 KINDS = ("epochs", "flops", "paper")
 PAPER_RATIO = {"cyclic_gap": 4, "parallel_gap": 4, "random_gap": 4, "gradual_gap": 4, "parallel_gradual_gap": 4}
-"""How many times as long as dense the GaP methods train in the paper, about."""
+"""Training length of the GaP methods in the paper, about, as a multiple of dense."""
 
 
 @dataclass(frozen=True)
 class Budget:
     kind: str
     epochs: int
-    """Those of dense training."""
+    """Epochs of dense training."""
     max_epochs: int
-    """What no row goes beyond where FLOPs are equal."""
+    """Limit of every row with equal FLOPs."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise GrowpruneError(f"--budget is {self.kind!r}, but must be one of {', '.join(KINDS)}")
+            raise GrowpruneError(f"--budget must be one of {', '.join(KINDS)}, got {self.kind!r}")
         check_counts(1, epochs=self.epochs)
         check_counts(self.epochs, max_epochs=self.max_epochs)
 
@@ -44,19 +44,22 @@ class Budget:
             return f"as many training FLOPs as {self.epochs} dense epochs, in at most {self.max_epochs} epochs"
         return f"{self.epochs} epochs" + (", and 4 times as many for GaP" if self.kind == "paper" else "")
 
-    def epochs_of(self, method: Callable[..., Plan], at: Callable[[int], Recipe]) -> int:
-        """How many a row trains for; `at` gives its recipe for a number of epochs."""
+    def epochs_of(self, method: Callable[..., Plan], at: Callable[[int], Recipe], share: float = 1.0) -> int:
+        """The number of epochs of a row. `at` returns its recipe for a number of epochs.
+
+        For a small model, `share` is the cost of its forward pass as a fraction of the full one.
+        """
         if self.kind == "paper":
             return self.epochs * PAPER_RATIO.get(method.__name__, 1)
         if self.kind == "flops":
             least = _fewest(at, self.epochs, self.max_epochs)
-            target = 3 * estimate(at(least)).dense_flops * self.epochs
+            target = round(3 * estimate(at(least)).dense_flops / share * self.epochs)
             return nearest(lambda epochs: estimate(at(epochs)).training_flops, target, least, self.max_epochs)
         return self.epochs
 
 
 def _fewest(at: Callable[[int], Recipe], least: int, most: int) -> int:
-    """The fewest epochs that a method can do with, such as one for each part; raises if the most are too few."""
+    """The fewest epochs that a method needs, such as one per part. Raise if `most` is too few."""
 
     def is_enough(epochs: int) -> bool:
         try:
@@ -65,14 +68,14 @@ def _fewest(at: Callable[[int], Recipe], least: int, most: int) -> int:
             return False
         return True
 
-    at(most)  # what is wrong with every number of epochs is said here
+    at(most)  # raises errors that do not depend on the number of epochs
     return least + bisect.bisect_left(range(least, most), True, key=is_enough)
 
 
 def nearest(price: Callable[[int], int], target: int, least: int, most: int) -> int:
     """The number of epochs whose price is nearest to a target.
 
-    The price grows with the epochs, by leaps where a step gets one more; a little back and forth is looked past.
+    The price grows with the epochs, with jumps where a step gets one more. Small decreases are ignored.
     """
     price = functools.cache(price)
     above = least + bisect.bisect_left(range(least, most), target, key=price)
@@ -81,8 +84,8 @@ def nearest(price: Callable[[int], int], target: int, least: int, most: int) -> 
 
 
 def spend(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> Recipe:
-    """Return the recipe with options that make its plan last the epochs; options it has already stay as they are."""
-    recipe = _with_kappa(recipe, recipe.partition.num_parts or PARTS)
+    """Return the recipe with options that make its plan as long as `epochs`. Options that are set stay."""
+    recipe = _with_kappa(recipe, recipe.parts.num_parts or PARTS)
     S = _parts_of(recipe)
     if "iterations" in own_options(recipe.method):
         lengths = _in_iterations(recipe, S, epochs, iterations_per_epoch)
@@ -92,45 +95,45 @@ def spend(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> Recipe:
 
 
 def check_length(recipe: Recipe, epochs: int, iterations_per_epoch: int) -> None:
-    """Raise unless a recipe trains for the epochs."""
+    """Raise if a recipe does not train for `epochs` epochs."""
     total = num_epochs(recipe, iterations_per_epoch)
     if round(total) != epochs:  # branches in iterations may leave a few over
         options = ", ".join(f"{name}={value}" for name, value in recipe.options.items())
         raise GrowpruneError(
-            f"{recipe.method.__name__} trains for {total:g} epochs with {options}, but the budget is {epochs}: give it "
-            f"options that add up to that, or --allow epochs"
+            f"{recipe.method.__name__} trains for {total:g} epochs with {options}, but the budget is {epochs}. Change "
+            f"its options, or add --allow epochs"
         )
 
 
 def num_epochs(recipe: Recipe, iterations_per_epoch: int) -> float:
-    """Return the epochs of all phases, those of all branches included, as the paper counts them."""
+    """Epochs of all phases and all branches, as the paper counts them."""
     return _length(recipe, _parts_of(recipe), iterations_per_epoch)
 
 
 def _parts_of(recipe: Recipe) -> Partition:
     with torch.device("meta"):
         model = recipe.task.build_model()
-    return recipe.partition.cut(model, keep_dense=recipe.keep_dense, include=recipe.include)
+    return recipe.cut(model)
 
 
 def cut_as_usual(recipe: Recipe) -> Recipe:
-    """Return the recipe with the kind of partition that its method is meant for, in as many parts as it has."""
-    kind, parts = getattr(recipe.method, "partition", "contiguous"), recipe.partition.num_parts
+    """Return the recipe with the kind of partition that suits its method, and the same number of parts."""
+    kind, parts = getattr(recipe.method, "partition", "contiguous"), recipe.parts.num_parts
     recipe = _with_kappa(recipe, parts or PARTS)
     if kind == "contiguous" and parts:  # which may be cut by hand
         return recipe
-    return replace(recipe, partition=parse_partition(kind, kappa=parts or PARTS))
+    return replace(recipe, parts=parse_partition(kind, kappa=parts or PARTS))
 
 
 def _with_kappa(recipe: Recipe, kappa: int) -> Recipe:
-    """A method that draws its own sets of layers is given their number."""
+    """Set kappa for a method that draws its own sets of layers."""
     parameter = inspect.signature(recipe.method).parameters.get("kappa")
     is_asked = parameter is not None and parameter.default is inspect.Parameter.empty
     return replace(recipe, options={"kappa": kappa, **recipe.options}) if is_asked else recipe
 
 
 def _in_iterations(recipe: Recipe, S: Partition, epochs: int, per_epoch: int) -> dict[str, int]:
-    """All epochs; of a method whose machines count their own, as many iterations as make about that many in all."""
+    """Options for a method in iterations. If branches count their own, choose iterations that total about `epochs`."""
 
     def at(**length: int) -> float:
         return _length(replace(recipe, options={**recipe.options, **length}), S, per_epoch)
@@ -155,8 +158,8 @@ def _in_epochs(recipe: Recipe, S: Partition, epochs: int) -> dict[str, int]:
     needed = lengths.get("steps", 0) * branches * lengths.get("epochs", 0)
     if needed > epochs:
         raise GrowpruneError(
-            f"{recipe.method.__name__} needs {needed} epochs for {lengths['steps']} steps, but the budget is {epochs}: "
-            f"give more --epochs, or fewer parts with --set partition=contiguous(2)"
+            f"{recipe.method.__name__} needs {needed} epochs for {lengths['steps']} steps, but the budget is {epochs}. "
+            f"Increase --epochs, or use fewer parts with --set parts=contiguous(2)"
         )
     return lengths
 

@@ -1,4 +1,4 @@
-"""Rows of a comparison: a method, an allocation, and options of its own, as a person types them."""
+"""Parses the rows of a comparison: a method, an allocation and options."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from growprune.engine.override import find_method
 from growprune.engine.source import absolute, is_source
 from growprune.errors import GrowpruneError, shorten
 from growprune.methods import METHODS
+from growprune.runs.record import DENSE, EQUAL, SMALL_DENSE, small_name
 
 CONTROLS = ("start", "peak")
-"""The same plan never growing, and never growing from as many live weights as the plan has at its peak."""
+"""Controls: the same plan without growing, from its density at the start or at its peak."""
 ALLOCATIONS = ("uniform", "erk", "global")
 ELSEWHERE = {
     "method": "first in the row",
@@ -22,9 +23,9 @@ ELSEWHERE = {
     "seed": "with --seeds",
     "options": "as key=value for each",
 }
-"""What a row does not set for itself: its name, or the folder of its runs, would say another than they do."""
+"""Fields that a row cannot set with key=value, and where to give them instead."""
 LONGEST = 255
-"""Characters that file systems let the name of a folder have."""
+"""Maximum length of a folder name."""
 
 
 @dataclass(frozen=True)
@@ -35,52 +36,54 @@ class Row:
     """One of `METHODS`, or path.py:function."""
     allocation: str
     settings: tuple[tuple[str, str], ...] = ()
-    """Options of the method, or fields of the recipe, as they were typed."""
+    """Options of the method, or fields of the recipe, as typed."""
+    equal: str = ""
+    """For a small dense model: the quantity in which it equals a sparse one, one of `EQUAL`."""
 
     @property
     def takes_sparsity(self) -> bool:
-        """Whether its method does; one that does not, as dense, is run once, and has no allocation."""
-        return "sparsity" in inspect.signature(find_method(self.method)).parameters
+        """True if its method takes a sparsity. Others, such as dense, run once and have no allocation."""
+        return bool(self.equal) or "sparsity" in inspect.signature(find_method(self.method)).parameters
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
-        method = self.method.rpartition(":")[2]
-        allocated = f"{method}:{self.allocation}" if self.takes_sparsity else method
+        """Name of the row in the table."""
+        method = small_name(self.equal) or self.method.rpartition(":")[2]
+        allocated = f"{method}:{self.allocation}" if self.allocation and self.takes_sparsity else method
         return " ".join([allocated, *(f"{key}={value}" for key, value in self.settings)])
 
     @property
     def folder(self) -> str:
-        """Its name as that of a folder."""
+        """Folder name of the row."""
         return re.sub(r"[^A-Za-z0-9_.=]+", "-", self.name).strip("-.")
 
 
 def parse_rows(text: str) -> list[Row]:
-    """The rows that `--methods` asks for, each once, in its order.
+    """Parse the rows of `--methods`, each once, in the given order.
 
     >>> [row.name for row in parse_rows("dense,rigl,gmp:uniform until=0.5")]
     ['dense', 'rigl:erk', 'gmp:uniform until=0.5']
     """
-    texts = [part.strip() for part in _split(text)]
+    texts = [part.strip() for part in split(text)]
     texts = [name for part in texts for name in (METHODS if part == "all" else (part,)) if name]
     rows = [row for part in dict.fromkeys(texts) for row in _with_controls(_parse(part))]
     rows = list(dict.fromkeys(rows))
     if not rows:
-        raise GrowpruneError(f"--methods is {text!r}, but wants one or more rows, such as dense,rigl:erk,gmp")
+        raise GrowpruneError(f"--methods must be one or more rows, such as dense,rigl:erk,gmp, got {text!r}")
     _check_names(rows)
     return rows
 
 
 def _with_controls(row: Row) -> list[Row]:
-    """A row, and its controls: where a method has the option, what it is without what it claims to help."""
+    """A row and its controls, if the method has the option `control`: the same method without growing."""
     is_controlled = "control" in inspect.signature(find_method(row.method)).parameters
     if not is_controlled or "control" in dict(row.settings):
         return [row]
     return [row, *(replace(row, settings=(*row.settings, ("control", kind))) for kind in CONTROLS)]
 
 
-def _split(text: str) -> list[str]:
-    """At commas, but for those inside brackets."""
+def split(text: str) -> list[str]:
+    """Split at commas outside brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "[({") - (letter in "])}")
@@ -95,16 +98,27 @@ def _parse(text: str) -> Row:
     head, *words = _words(text)
     for word in words:
         if word.find("=") < 1:
-            raise GrowpruneError(f"the row {text!r} has {word!r}, but after its method a row has only key=value")
-    method, allocation = _method_and_allocation(head)
-    find_method(method)  # an unknown one is said now
+            raise GrowpruneError(f"the row {text!r} must be a method and key=value pairs, got {word!r}")
     settings = tuple((key, value) for key, _, value in (word.partition("=") for word in words))
     _check_keys(text, [key for key, _ in settings])
+    if head.partition(":")[0] == SMALL_DENSE:
+        return Row(DENSE, "", settings, _parse_equal(head))
+    method, allocation = _method_and_allocation(head)
+    find_method(method)  # raises if it is unknown
     return Row(method, allocation, settings)
 
 
+def _parse_equal(head: str) -> str:
+    """Parse small_dense or small_dense:flops."""
+    equal = head.partition(":")[2] or EQUAL[0]
+    if equal not in EQUAL:
+        known = " or ".join(f"{SMALL_DENSE}:{each}" for each in EQUAL)
+        raise GrowpruneError(f"the row must be {known}, got {head!r}")
+    return equal
+
+
 def _words(text: str) -> list[str]:
-    """At spaces, but for those in the path of a file."""
+    """Split at spaces, except in the path of a file."""
     path, colon, rest = text.rpartition(".py:")
     head, *words = f"{colon}{rest}".split()
     return [path + head, *words]
@@ -113,19 +127,19 @@ def _words(text: str) -> list[str]:
 def _check_keys(text: str, keys: Sequence[str]) -> None:
     for key in keys:
         if (field := key.partition(".")[0]) in ELSEWHERE:
-            raise GrowpruneError(f"the row {text!r} sets {key}: write it {ELSEWHERE[field]}")
+            raise GrowpruneError(f"the row {text!r} cannot set {key}. Give it {ELSEWHERE[field]}")
         if keys.count(key) > 1:
-            raise GrowpruneError(f"the row {text!r} has {key} twice: leave one of them out")
+            raise GrowpruneError(f"the row {text!r} has {key} twice. Leave one of them out")
 
 
 def _method_and_allocation(head: str) -> tuple[str, str]:
-    """rigl, rigl:erk, path.py:function or path.py:function:erk"""
+    """Parse rigl, rigl:erk, path.py:function or path.py:function:erk."""
     method, colon, allocation = head.rpartition(":")
     if not colon or method.endswith(".py"):
         method, allocation = head, getattr(find_method(head), "allocation", "uniform")
     if allocation not in ALLOCATIONS:
         raise GrowpruneError(
-            f"the row {head!r} has the allocation {allocation!r}, but it must be one of {', '.join(ALLOCATIONS)}"
+            f"the allocation of a row must be one of {', '.join(ALLOCATIONS)}, got {allocation!r} in {head!r}"
         )
     return (absolute(method) if is_source(method) else method), allocation
 
@@ -135,8 +149,8 @@ def _check_names(rows: Sequence[Row]) -> None:
     for row in rows:
         if len(row.folder) > LONGEST:
             raise GrowpruneError(
-                f"the row {shorten(row.name, 100)!r} has a name of {len(row.folder)} characters, but its folder can "
-                f"have {LONGEST}: leave options out, or write a method of your own that has them as defaults"
+                f"the row {shorten(row.name, 100)!r} has a name of {len(row.folder)} characters, but folder names can "
+                f"have {LONGEST}. Leave options out, or write a method with these options as defaults"
             )
         if (other := folders.setdefault(row.folder, row)) != row:
-            raise GrowpruneError(f"the rows {other.name!r} and {row.name!r} would share a folder: name them apart")
+            raise GrowpruneError(f"the rows {other.name!r} and {row.name!r} would share a folder. Give different names")

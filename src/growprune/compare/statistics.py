@@ -1,4 +1,4 @@
-"""Means, spreads and paired differences over seeds. Validation chooses the rival, test reports."""
+"""Means, spreads and paired differences over seeds. Validation data selects the baseline, test data is reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BySeed = Mapping[int, float]
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Mean and standard deviation; null where there are too few.
+    """Mean and standard deviation. None where there are too few numbers.
 
     >>> spread([1.0, 3.0])
     {'mean': 2.0, 'deviation': 1.4142135623730951, 'count': 2}
@@ -21,7 +21,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def paired(ours: BySeed, theirs: BySeed) -> dict[str, Any] | None:
-    """Ours minus theirs over the seeds that both have: the mean, and its standard error.
+    """Mean difference (ours minus theirs) over common seeds, and its standard error.
 
     >>> paired({0: 5.0, 1: 7.0, 2: 9.0}, {0: 4.0, 1: 4.0})
     {'mean': 2.0, 'standard_error': 1.0, 'count': 2}
@@ -35,10 +35,10 @@ def paired(ours: BySeed, theirs: BySeed) -> dict[str, Any] | None:
 
 
 def best_rival(row: int, validation: Sequence[BySeed], rivals: Sequence[int], metric: Metric) -> int | None:
-    """Of the rivals that have the most seeds in common with a row, the one with the best mean validation metric there.
+    """The best baseline of a row by mean validation metric, among those with the most seeds in common with it.
 
-    A rival that lacks seeds would be chosen for its luck with the others. Means are of differences to the row, so that
-    those of different seeds compare. Of equals it is the first; one that has no number there is nobody's best.
+    A baseline with missing seeds could win by luck. Means are of differences to the row, so that different seeds
+    compare. Among equals, the first wins. A baseline with a mean of nan is never chosen.
 
     >>> best_rival(0, [{0: 9.0}, {0: 1.0, 1: 99.0}, {0: 2.0}], [1, 2], Metric("accuracy"))
     2

@@ -1,6 +1,6 @@
-"""The table of a comparison: rows with the raw figures of each seed, and what they sum up to.
+"""The table of a comparison: rows with the numbers of each seed, and a summary.
 
-`comparison.json` has all of it (its fields are in docs/comparing.md), `comparison.csv` and `comparison.md` the rows.
+`comparison.json` has everything (its fields are in docs/comparing.md), `comparison.csv` and `comparison.md` the rows.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from growprune.engine.metric import Metric, decimals, in_full, mean
 from growprune.errors import GrowpruneError
 from growprune.files.atomic import replacing
 from growprune.runs.comparable import TOLERANCE
-from growprune.runs.record import DENSE, Record
+from growprune.runs.record import DENSE, Record, say_small
+from growprune.runs.tuned import HEAD as TUNING_HEAD
+from growprune.runs.tuned import cells_of, errors_of, notes_of
 
 FORMAT = 1
-"""Of comparison.json."""
+"""Format version of comparison.json."""
 SHARES = ("training_flops", "inference_flops", "peak_alive", "average_alive")
-QUALITY = ("row", "sparsity", "epochs", "test", "vs rival", "vs dense", "runs")
+QUALITY = ("row", "sparsity", "epochs", "test", "vs baseline", "vs dense", "runs")
 COST = ("training FLOPs", "inference FLOPs", "peak alive", "average alive", "memory", "seconds")
-"""Columns that say how good a row is, and what it costs."""
+"""Columns for the quality and the cost of a row."""
 
 
 @dataclass
@@ -38,10 +40,14 @@ class TableRow:
     allocation: str
     options: Mapping[str, Any]
     sparsity: float
-    """What was asked for."""
+    """The target sparsity."""
     epochs: float | None
     runs: list[dict[str, Any]]
     summary: dict[str, Any] = field(default_factory=dict)
+    small: dict[str, Any] | None = None
+    """For a small dense model, the sparse model that it equals."""
+    tuning: dict[str, Any] | None = None
+    """How the row was tuned, as in `tuning.json`."""
 
     @property
     def is_dense(self) -> bool:
@@ -49,29 +55,32 @@ class TableRow:
 
     @property
     def has_sparsity(self) -> bool:
-        """Whether one was asked for; of the dense reference none is, and of a run that has not begun none is known."""
+        """True if the row has a target sparsity. The dense baseline has none; before a run starts it is unknown."""
         return bool(self.method) and not self.is_dense
 
     @property
     def is_off(self) -> bool:
-        """True if it ends at another sparsity than its target."""
+        """True if it ends at another sparsity than its target. Always False for a small dense model."""
+        if self.small:
+            return False
         reached = self.summary["reached"]
         return reached is not None and abs(reached - self.sparsity) > TOLERANCE
 
     def values(self, figure: str) -> dict[int, float]:
-        """By seed, a figure of the runs that have it."""
+        """A number of each run by seed, for runs that have it."""
         return {run["seed"]: run[figure] for run in self.runs if run.get(figure) is not None}
 
     def quality_cells(self) -> dict[str, str]:
-        """How good it is, by column, as text."""
+        """The cells of the quality columns."""
         sparsity = in_full(self.sparsity) + (f" (reached {_reached(self)})" if self.is_off else "")
+        sparsity += f" ({say_small(self.small)})" if self.small else ""
         epochs = "-" if self.epochs is None else f"{self.epochs:g}"
         test = _mean_and(self.summary["test"], "deviation", _places(self))
         rest = [test, _gap(self, "minus_rival"), _gap(self, "minus_dense"), _runs(self)]
         return dict(zip(QUALITY, [self.name, sparsity, epochs, *rest], strict=True))
 
     def cost_cells(self) -> dict[str, str]:
-        """What it costs, by column, as text."""
+        """The cells of the cost columns."""
         shares = ["-" if self.summary[name] is None else f"{self.summary[name]:.3f}" for name in SHARES]
         peak, seconds = self.summary["peak_bytes"], self.summary["seconds"]
         memory = "-" if peak is None else f"{peak / 2**20:.0f} MiB"
@@ -81,19 +90,19 @@ class TableRow:
 @dataclass
 class Comparison:
     base: str
-    """The recipe, or nothing for runs that were there already."""
+    """The recipe. Empty for existing runs."""
     budget: Mapping[str, Any]
-    """kind, epochs and max_epochs; empty for runs that were there already."""
+    """kind, epochs and max_epochs. Empty for existing runs."""
     metric: str
     lower_is_better: bool
-    """Whether a better row has less of the metric; differences are plain ones, whatever is better."""
+    """True if a lower metric is better. Differences keep their sign either way."""
     notes: list[str]
-    """What the reader must know: what differs, and what was capped."""
+    """Notes for the reader: differences between rows, and rows at the epoch limit."""
     rows: list[TableRow]
 
     @property
     def terms(self) -> str:
-        """What all rows have in common, in words."""
+        """Recipe, sparsity and epochs, as far as all rows share them."""
         sparsities = {row.sparsity for row in self.rows if row.has_sparsity}
         epochs = {row.epochs for row in self.rows}
         words = [f" on {self.base}"] if self.base else []
@@ -103,12 +112,21 @@ class Comparison:
 
     @property
     def errors(self) -> list[str]:
-        """Of each run that failed, in one line."""
-        failed = [(row, run) for row in self.rows for run in row.runs if run["status"] == "failed"]
-        return [f"{row.name} {in_full(row.sparsity)} seed {run['seed']} failed: {run['error']}" for row, run in failed]
+        """One line for each failed run, including tuning runs."""
+        rows = [row for row in self.rows if not row.tuning or row.tuning["chosen"]]
+        failed = [(row, run) for row in rows for run in row.runs if run["status"] == "failed"]
+        said = [line for tuning in self.tunings for line in errors_of(tuning)]
+        for row, run in failed:
+            said.append(f"{row.name} {in_full(row.sparsity)} seed {run['seed']} failed: {run['error']}")
+        return said
+
+    @property
+    def tunings(self) -> list[dict[str, Any]]:
+        """How each row was tuned. Empty without tuning."""
+        return [row.tuning for row in self.rows if row.tuning]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: null for what is no number too."""
+        """The content of comparison.json. nan and infinity become null."""
         return {"format": FORMAT, **finite(asdict(self))}
 
     def write(self, folder: Path, *, with_markdown: bool = False) -> None:
@@ -121,7 +139,7 @@ class Comparison:
                 file.write(text.encode())
 
     def to_csv(self) -> str:
-        """A line a row, numbers in full."""
+        """One line per row, with all digits."""
         text = io.StringIO()
         lines = [{"row": row.name, "sparsity": row.sparsity, "epochs": row.epochs, **_flat(row)} for row in self.rows]
         writer = csv.DictWriter(text, list(lines[0]) if lines else [], lineterminator="\n")
@@ -135,6 +153,9 @@ class Comparison:
         for row in self.rows:
             cells = row.quality_cells() | row.cost_cells()
             lines.append("| " + " | ".join(cells[head] for head in heads) + " |")
+        if self.tunings:
+            lines += ["", "| " + " | ".join(TUNING_HEAD) + " |", "|---|---|" + "---:|" * (len(TUNING_HEAD) - 2)]
+            lines += ["| " + " | ".join(cells_of(tuning)) + " |" for tuning in self.tunings]
         return "\n".join([*lines, "", *(f"- {note}" for note in [*self.notes, *self.errors])]) + "\n"
 
 
@@ -146,7 +167,7 @@ def build(
     planned: Mapping[tuple[str, float], float] | None = None,
     notes: Sequence[str] = (),
 ) -> Comparison:
-    """The table of runs with rows; `planned` are the epochs of rows of which no run is finished."""
+    """Build the table. `planned` has the epochs of rows without a finished run."""
     metric = _metric([run.result for run in found if run.result is not None])
     groups: dict[tuple[str, float], list[Record]] = {}
     for run in found:
@@ -159,27 +180,35 @@ def build(
         trained = (run.final_epochs for run in group if run.is_finished)
         epochs = next(trained, (planned or {}).get((name, sparsity)))
         runs = [_figures(run, metric.name, reference) for run in group]
-        recipe = group[0].recipe
-        options, allocation = recipe.get("options") or {}, str(recipe.get("allocation", ""))
-        rows.append(TableRow(name, str(recipe.get("method", "")), allocation, options, sparsity, epochs, runs))
+        rows.append(_row(name, group[0], epochs, runs))
     _sum_up(rows, metric, next((row for row in rows if row.name == dense), None))
     lower = [f"a lower {metric.name} is better"] if metric.lower_is_better else []
     several = sum(row.is_dense for row in rows) > 1
-    which = [f"vs dense is against {dense}, of all dense rows the best by validation"] if dense and several else []
-    said = [*lower, *notes, *which, *_notes(found, rows)]
+    which = [f"vs dense compares with {dense}, the best dense row by validation"] if dense and several else []
+    tunings = [row.tuning for row in rows if row.tuning]
+    said = [*lower, *notes, *which, *_notes(found, rows), *notes_of(tunings)]
     return Comparison(base, budget or {}, metric.name, metric.lower_is_better, said, rows)
 
 
+def _row(name: str, run: Record, epochs: float | None, runs: list[dict[str, Any]]) -> TableRow:
+    """A row of runs that differ only by seed. `run` is one of them."""
+    method = run.method if run.small else str(run.recipe.get("method", ""))
+    options, allocation = run.recipe.get("options") or {}, str(run.recipe.get("allocation", ""))
+    made = TableRow(name, method, allocation, options, run.sparsity, epochs, runs)
+    made.small, made.tuning = run.small or None, run.tuning or None
+    return made
+
+
 def _metric(results: Sequence[Mapping[str, Any]]) -> Metric:
-    """The number that says how good a model is."""
+    """The metric of all results."""
     metric = Metric.of(results[0]) if results else Metric("")
     if not all(metric.name in result[split] for result in results for split in ("validation", "test")):
-        raise GrowpruneError(f"the metric is {metric.name!r}, but not all results have it: they are of different tasks")
+        raise GrowpruneError(f"not all results have the metric {metric.name!r}. Compare runs of one task only")
     return metric
 
 
 def _reference(runs: Sequence[Record], metric: Metric) -> str | None:
-    """The name of the dense row that others are compared with; of several, as with other lengths, the best."""
+    """Name of the dense row that others are compared with. If there are several, the best by validation."""
     scores: dict[str, list[float]] = {}
     for run in runs:
         if run.is_dense and run.result is not None:
@@ -193,8 +222,9 @@ def _figures(record: Record, metric: str, reference: float | None) -> dict[str, 
     run |= {"error": record.why if record.status == "failed" else ""}
     if (result := record.result) is None:
         return run
-    totals, prunable = result["sparsity"]["totals"], result["sparsity"]["totals"]["prunable"]
-    flops, epochs = totals.get("flops_dense"), record.epochs
+    totals, small = result["sparsity"]["totals"], record.small  # shares are of the full model
+    prunable, epochs = record.num_prunable, record.epochs
+    flops = totals.get("flops_dense") and totals["flops_dense"] / small.get("flops", 1)
     dense = 0.0
     if result.get("training_examples") and flops and epochs:
         dense = 3 * flops * result["training_examples"] * (reference or epochs) / epochs
@@ -234,12 +264,13 @@ def _sum_up(rows: Sequence[TableRow], metric: Metric, dense: TableRow | None) ->
 
 
 def _rivals(row: TableRow, rows: Sequence[TableRow]) -> list[int]:
-    """Other methods at its sparsity, if they reach it.
+    """The baselines of a row: other methods at its sparsity that reach it.
 
-    Those that miss it are rivals only where all do. Its own method with other options, as controls are, only where
+    Methods that miss it count only if all do. The same method with other options, such as controls, counts only if
     there is no other.
     """
-    sparse = [i for i, other in enumerate(rows) if other.sparsity == row.sparsity and not other.is_dense]
+    alike = [i for i, other in enumerate(rows) if other.sparsity == row.sparsity]
+    sparse = [i for i in alike if not rows[i].is_dense and not rows[i].small]
     fair = [i for i in sparse if not rows[i].is_off] or sparse
     return [i for i in fair if rows[i].method != row.method] or fair
 
@@ -250,22 +281,24 @@ def _mean(row: TableRow, figure: str) -> float | None:
 
 def _notes(runs: Sequence[Record], rows: Sequence[TableRow]) -> list[str]:
     places = {str(run.result["environment"].get("device")) for run in runs if run.result is not None}
-    notes = [f"runs were on different devices ({', '.join(sorted(places))}): seconds do not compare"]
+    notes = [f"runs used different devices ({', '.join(sorted(places))}): do not compare seconds"]
     notes = notes if len(places) > 1 else []
     off = [row for row in rows if row.is_off]
     for sparsity in dict.fromkeys(row.sparsity for row in rows if row.summary["rival"]):
         notes.append(_say_rivals([row for row in rows if row.sparsity == sparsity and row.summary["rival"]]))
-    return [*notes, *(f"{row.name} does not reach {in_full(row.sparsity)} exactly: {_reached(row)}" for row in off)]
+    small = [f"{row.name} {in_full(row.sparsity)}: {say_small(row.small, at_length=True)}" for row in rows if row.small]
+    notes += small
+    return [*notes, *(f"{row.name} missed sparsity {in_full(row.sparsity)}: it reached {_reached(row)}" for row in off)]
 
 
 def _say_rivals(rows: Sequence[TableRow]) -> str:
-    """All rows have the same best rival, but for those of its own method, and for rows that lack some seeds."""
+    """Name the best baseline. It is the same for all rows except those of its own method or with missing seeds."""
     by_rival: dict[str, list[str]] = {}
     for row in rows:
         by_rival.setdefault(row.summary["rival"], []).append(row.name)
     (usual, _), *others = sorted(by_rival.items(), key=lambda item: -len(item[1]))
-    exceptions = "".join(f"; that of {', '.join(names)} is {rival}" for rival, names in others)
-    return f"best rival at {in_full(rows[0].sparsity)}, by validation: {usual}{exceptions}"
+    exceptions = "".join(f"; for {', '.join(names)} it is {rival}" for rival, names in others)
+    return f"best baseline at {in_full(rows[0].sparsity)}, by validation: {usual}{exceptions}"
 
 
 # What is shown
@@ -303,4 +336,6 @@ def _flat(row: TableRow) -> dict[str, Any]:
     for name, more in spreads.items():
         numbers = row.summary[name] or {}
         flat |= {f"{name}_mean": numbers.get("mean"), f"{name}_{more}": numbers.get(more)}
-    return flat | {name: value for name, value in row.summary.items() if name not in spreads}
+    flat |= {name: value for name, value in row.summary.items() if name not in spreads}
+    tuning = row.tuning or {"chosen": None, "size": None, "points": []}
+    return flat | {"chosen": tuning["chosen"], "grid": tuning["size"], "tuning_runs": len(tuning["points"])}

@@ -1,4 +1,4 @@
-"""Carries runs out, several processes at a time, each the command that `--print-jobs` prints."""
+"""Runs the jobs of a comparison, several processes at a time. Each runs the command that `--print-jobs` prints."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from growprune.engine.folder import is_in_use
 from growprune.tasks.cores import num_cores
 
 STOPPED = {code for number in (signal.SIGINT, signal.SIGTERM) for code in (128 + number, -number)}
-"""Exit statuses of a run that was asked to stop: after it saved, or before there was anything to save."""
+"""Exit codes of an interrupted run, with or without a checkpoint."""
 REFUSED = 2
-"""That of one whose input or folder was refused."""
+"""Exit code of a run with invalid input or folder."""
 
 Tell = Callable[[Job, str], None]
-"""Told of a job, and of what became of it: started, finished, failed, stopped, or in use by somebody else."""
+"""Called with a job and its new state: started, finished, failed, stopped or in use by another process."""
 
 
 def carry_out(jobs: Sequence[Job], *, workers: int, should_stop: Callable[[], bool], tell: Tell) -> bool:
-    """Run what is not finished and has not failed; False if it was asked to stop, which saves all that runs."""
+    """Run all jobs that are not finished or failed. Return False if interrupted; running jobs then save checkpoints."""
     waiting = deque(job for job in jobs if not job.is_finished and not job.error)
     running: dict[Job, subprocess.Popen[bytes]] = {}
     is_stopping = False
@@ -61,7 +61,7 @@ def _begin(job: Job, running: dict[Job, subprocess.Popen[bytes]], workers: int, 
 
 
 def _environment(workers: int) -> Mapping[str, str]:
-    """Processes side by side share the cores, where nobody has said otherwise."""
+    """Environment of a run. Parallel runs share the cores, unless OMP_NUM_THREADS is set."""
     threads = {} if workers == 1 else {"OMP_NUM_THREADS": str(max(1, num_cores() // workers))}
     return threads | dict(os.environ)
 
@@ -84,9 +84,9 @@ def _end(job: Job, status: int) -> str:
 
 
 def last_words(log: Path, status: int) -> str:
-    """The error of a run, in one line: the last that it said, but for warnings."""
+    """The error of a run in one line: the last line of its output that is not a warning."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     said = [line for line in lines if line and not line.startswith("growprune: warning:")]
     if status < 0:
         return f"killed by signal {-status}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
-    return said[-1].removeprefix("growprune: ") if said else f"ended with status {status}"
+    return said[-1].removeprefix("growprune: ") if said else f"ended with exit code {status}"

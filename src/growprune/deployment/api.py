@@ -28,7 +28,7 @@ from growprune.deployment.example import Example, first_line, keeps_state, resto
 from growprune.deployment.graph.trace import NotTraceable
 from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.parts import Part, deploy_parts
-from growprune.deployment.skeleton import Skeleton, empty, fill_in, module_of, skeleton_of
+from growprune.deployment.skeleton import Skeleton, blank_copy, empty, fill_in, module_of, skeleton_of
 from growprune.errors import GrowpruneError, warn
 from growprune.files import sparse_file as file
 from growprune.sparse.internals import internals
@@ -36,10 +36,11 @@ from growprune.sparse.model import SparseModel
 
 SECONDS = 10.0
 """How long layers are timed by default."""
+SPINNING = 0.01
+"""Seconds until torch's threads, which wait for more work by spinning, have gone to sleep."""
 STATEFUL = (
-    "the model gives something else when it is called again with the same input, as it keeps a state from call to "
-    "call, which a program of ours would not: it stays in torch; with whole=False its single layers are swapped, and "
-    "its own code keeps the state"
+    "the model keeps a state from call to call (a second call with the same input gives another output): it stays in "
+    "torch; with whole=False only its layers are replaced, and its own code keeps the state"
 )
 
 
@@ -52,16 +53,16 @@ def deploy(
     seconds: float = SECONDS,
     whole: bool = True,
 ) -> Deployed:
-    """Make a trained sparse model run on sparse kernels. The model is left as it is, and not needed afterwards.
+    """Make a trained sparse model run on sparse kernels. The model itself is not changed.
 
-    Each layer is timed sparse and dense, on this machine, and the faster one stays; see `table`. What is not known
-    stays in torch, and so does a model that keeps a state from call to call, with a warning.
+    Each layer is timed sparse and dense on this machine, and the faster one is used; see `table`. Unknown operations
+    stay in torch. So does a model that keeps a state from call to call, with a warning.
 
     Args:
-        model: a SparseModel, or any module whose zeros are dead, or the path of a sparse file.
-        example: the input, or a tuple of positional or a dict of keyword arguments. The model is made for its shape;
-            for others it makes itself ready when they come.
-        into: for a file, the model that was saved, freshly made.
+        model: a SparseModel, a module whose pruned weights are zero, or the path of a sparse file.
+        example: an input, a tuple of positional arguments or a dict of keyword arguments. The model is prepared for its
+            shape; other shapes are prepared when they first come.
+        into: for a file, the model that was saved. Only its code is used; it is not changed.
         device: "cpu" or "cuda". On a GPU single linear layers are swapped, for the number of samples (tokens) that the
             example brings them, in the model's own dtype: give the input of a decode step. See `graphed` in
             `growprune.deployment.cuda`, too.
@@ -82,8 +83,10 @@ def deploy(
     found = _model(model, into)
     if where.type == "cuda":
         return deploy_on_gpu(found, given, device=where, seconds=seconds, known={})
-    if any(tensor.device.type != "cpu" for tensor in module_of(found).parameters()):
-        raise GrowpruneError("the model is not on the CPU, where it is to be deployed: call model.cpu() first")
+    if elsewhere := [tensor.device for tensor in module_of(found).parameters() if tensor.device.type != "cpu"]:
+        raise GrowpruneError(
+            f"device is 'cpu', but the model is on {elsewhere[0]}: call model.cpu() first, or give device='cuda'"
+        )
     return _deploy_on_cpu(found, given, seconds=seconds, whole=whole, known={})
 
 
@@ -94,7 +97,7 @@ def checked_device(device: str | torch.device) -> torch.device:
     except RuntimeError:
         found = torch.device("meta")
     if found.type not in ("cpu", "cuda"):
-        raise GrowpruneError(f"device is {str(device)!r}, but models are deployed on 'cpu' or 'cuda'")
+        raise GrowpruneError(f"device must be 'cpu' or 'cuda', got {str(device)!r}")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise GrowpruneError(
             f"device is {str(device)!r}, but torch sees no CUDA device here: deploy where the GPU is, or on 'cpu'"
@@ -106,31 +109,37 @@ def _model(model: Any, into: nn.Module | None) -> nn.Module | SparseModel:
     if isinstance(model, (nn.Module, SparseModel)):
         return model
     if not isinstance(model, (str, os.PathLike)):
-        raise GrowpruneError(f"deploy was given a {type(model).__name__}: give a SparseModel, a module, or a file")
+        raise GrowpruneError(
+            f"deploy takes a SparseModel, a module or the path of a sparse file, got {type(model).__name__}"
+        )
     if into is None:
-        raise GrowpruneError(f"{os.fspath(model)} is a file, which has no code: give the model that was saved as into=")
+        raise GrowpruneError(
+            f"{os.fspath(model)} is a file, which has no code: give into=model, the model that was saved"
+        )
     return _load_sparse(model, into)
 
 
 def _load_sparse(path: str | os.PathLike[str], into: nn.Module) -> SparseModel:
-    """A file in compact storage, so that its sparse weights are never dense."""
+    """A file in compact storage, so that its sparse weights are never dense; in a copy of the model."""
+    blank = blank_copy(into)
     try:
-        return file.load(path, into, storage="compact")
+        return file.load(path, blank, storage="compact")
     except GrowpruneError as error:
         if "compact" not in str(error):
             raise
-        return file.load(path, into)
+        return file.load(path, blank)
 
 
 def load_deployed(
     folder: str | os.PathLike[str], model: nn.Module, *, seconds: float = SECONDS, example: Any = None
 ) -> Deployed:
-    """Load a folder that `Deployed.save` wrote.
+    """Load a deployed model from a folder that `Deployed.save` wrote.
 
     Args:
-        model: the model that was deployed, freshly made (its weights may be on the meta device); it is filled.
-        seconds: how long layers may be timed, if the folder is from another kind of machine.
-        example: an input of another shape to be made ready for.
+        folder: the folder.
+        model: the model that was deployed. Only its code is used: its weights may be on the meta device.
+        seconds: how long layers may be timed if the folder comes from another kind of machine.
+        example: an input of another shape to prepare for.
     """
     folder = Path(folder)
     about = read_about(folder)
@@ -165,8 +174,7 @@ def _blaming(path: Path) -> Iterator[None]:
         yield
     except (*UNREADABLE, RuntimeError) as error:
         raise GrowpruneError(
-            f"the model cannot be run with the example of {path} ({first_line(error)}): give another example, or "
-            f"deploy it again"
+            f"the model failed on the example in {path} ({first_line(error)}): give example=, or deploy the model again"
         ) from error
 
 
@@ -202,7 +210,7 @@ def _deploy_on_cpu(
 
 def _of_other_dtypes(module: nn.Module) -> str:
     found = {str(p.dtype) for p in module.parameters() if p.dim() > 1 and p.is_floating_point()} - {"torch.float32"}
-    return f" in float32, which kernels on a CPU are for, but some in {', '.join(sorted(found))}" if found else ""
+    return f" in float32, which the CPU kernels need, but some in {', '.join(sorted(found))}" if found else ""
 
 
 def deploy_on_gpu(
@@ -251,15 +259,18 @@ def _times(skeleton: Skeleton, swapped: Swapped, example: Example, seconds: floa
         example.call(skeleton.module)
         swapped.put(deployed=True)
 
-    times = milliseconds_in_turns([lambda: example.call(swapped.module), in_torch], seconds)
+    times = milliseconds_in_turns([lambda: example.call(swapped.module), in_torch], seconds, SPINNING)
     if isinstance(swapped.module, Part):
         empty(skeleton)
     return times
 
 
-def milliseconds_in_turns(calls: Sequence[Callable[[], object]], seconds: float) -> tuple[float, float]:
+def milliseconds_in_turns(
+    calls: Sequence[Callable[[], object]], seconds: float, pause: float = 0.0
+) -> tuple[float, float]:
     """Of each of two calls, in turns, the 30th percentile."""
-    first, second = (1e3 * sorted(times)[int(0.3 * (len(times) - 1))] for times in seconds_in_turns(calls, seconds))
+    found = seconds_in_turns(calls, seconds, pause)
+    first, second = (1e3 * sorted(times)[int(0.3 * (len(times) - 1))] for times in found)
     return first, second
 
 
@@ -267,5 +278,5 @@ def _settings_of(model: nn.Module | SparseModel) -> dict[str, Any]:
     """What a sparse file says of the model."""
     if not isinstance(model, SparseModel):
         return {}
-    names = ("sparsity", "allocation", "pattern", "keep_dense", "include", "seed")
-    return {name: getattr(internals(model), name) for name in names}
+    names = ("allocation", "pattern", "keep_dense", "include", "seed")
+    return {"sparsity": model.target_sparsity} | {name: getattr(internals(model), name) for name in names}

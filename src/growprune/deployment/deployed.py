@@ -1,4 +1,4 @@
-"""What `deploy` returns: a model whose parts are deployed, that refuses what would take it apart."""
+"""What `deploy` returns: a model with deployed parts, which refuses to be copied, moved or trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from growprune.deployment.layer_table import Row, Table
 from growprune.deployment.skeleton import Skeleton, fill_in
 from growprune.errors import GrowpruneError
 
-DEPLOY_AGAIN = "change the model itself, and deploy it again, on device='cpu' or 'cuda'"
+DEPLOY_AGAIN = "change the original model and deploy it again, with device='cpu' or 'cuda'"
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def refuse_to_copy(module: nn.Module, protocol: object) -> Any:
     """Refuse copy, deepcopy, pickle and torch.save: kernels are bound to memory that no copy would have."""
     del protocol
     raise GrowpruneError(
-        f"{type(module).__name__} is deployed, and can be neither copied nor pickled: call save(folder) of what deploy "
-        f"returned, then growprune.load_deployed(folder, model); or deploy the model once more"
+        f"{type(module).__name__} is deployed and can be neither copied nor pickled: use deployed.save(folder) and "
+        f"growprune.load_deployed(folder, model), or deploy the model again"
     )
 
 
@@ -72,25 +72,24 @@ def _check_no_change(change: Callable[[Tensor], Tensor], tensor: Tensor) -> None
         changed = change(tensor)
     except (AssertionError, RuntimeError) as error:  # AssertionError: torch has no CUDA here
         said = first_line(error)
-        raise GrowpruneError(f"a deployed model cannot be changed like this ({said}): {DEPLOY_AGAIN}") from None
+        raise GrowpruneError(f"a deployed model cannot be converted ({said}): {DEPLOY_AGAIN}") from None
     if changed.device != tensor.device:
         raise GrowpruneError(
-            f"the model is deployed on {tensor.device}, and cannot be moved to {changed.device}: {DEPLOY_AGAIN}"
+            f"the model is deployed on {tensor.device} and cannot be moved to {changed.device}: {DEPLOY_AGAIN}"
         )
     if changed.dtype != tensor.dtype:
         is_of_kernels = (tensor.device.type, tensor.dtype) == ("cpu", torch.float32)
-        advice = "keep to it, as kernels on a CPU are for no other" if is_of_kernels else DEPLOY_AGAIN
-        raise GrowpruneError(f"the model is deployed in {tensor.dtype}, and cannot become {changed.dtype}: {advice}")
+        advice = "the CPU kernels only support float32" if is_of_kernels else DEPLOY_AGAIN
+        raise GrowpruneError(f"the model is deployed in {tensor.dtype} and cannot become {changed.dtype}: {advice}")
 
 
 class Deployed(nn.Module):
-    """A model that takes what the model took, and returns what it returned, on sparse kernels. Made by `deploy`.
+    """A model on sparse kernels, with the inputs and outputs of the original model. Made by `deploy`.
 
     Attributes:
-        module: what runs: a module of the model's own class, if it could not be taken as a whole or was asked for by
-            its layers. Its other methods are there too.
-        table: how each layer runs, with what was measured.
-        device: where it runs.
+        module: the module that runs. It has the original class, with its other methods, if only layers were replaced.
+        table: how each layer runs, with the measured times.
+        device: the device it runs on.
     """
 
     __reduce_ex__ = refuse_to_copy
@@ -114,25 +113,25 @@ class Deployed(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> Self:
-        """Only `train(False)`, which is eval(), and changes nothing."""
+        """Refuse training mode; `train(False)` does nothing."""
         if mode:
-            raise GrowpruneError("a deployed model cannot be trained: train the model itself, and deploy it again")
+            raise GrowpruneError("a deployed model cannot be trained: train the original model and deploy it again")
         return super().train(False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Only of what stays in torch: what kernels read is no state dict, and one without it would look whole."""
+        """Return the state if the model runs in torch; raise otherwise, since sparse kernels hold none."""
         self._check_in_torch()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Only into what stays in torch."""
+        """Load a state if the model runs in torch; raise otherwise."""
         self._check_in_torch()
         return super().load_state_dict(*args, **kwargs)
 
     def _check_in_torch(self) -> None:
         if not self.is_in_torch:
             raise GrowpruneError(
-                "a deployed model has no state dict: deployed.save(FOLDER) keeps it, and the model itself has one"
+                "a deployed model has no state_dict: use deployed.save(folder), or the state_dict of the original model"
             )
 
     @torch.no_grad()
@@ -141,11 +140,11 @@ class Deployed(nn.Module):
 
     @property
     def is_in_torch(self) -> bool:
-        """Whether nothing of it runs on sparse kernels."""
+        """True if nothing of it runs on sparse kernels."""
         return self.module is self._skeleton.module and not self._swapped.replaced
 
     def stay_in_torch(self) -> None:
-        """Run the model in torch after all."""
+        """Run the whole model in torch."""
         fill_in(self._skeleton)
         self._swapped.put(deployed=False)
         self.module = self._skeleton.module
@@ -155,6 +154,7 @@ class Deployed(nn.Module):
         """Write a folder that `load_deployed` reads: the weights as a sparse file, the table and choices as JSON.
 
         Args:
+            folder: the folder to write.
             origin: where the model's code is, for the command line.
         """
         self._swapped.put(deployed=False)

@@ -63,9 +63,9 @@ def _of_zeros(module: nn.Module, settings: Mapping[str, Any]) -> SparseModel:
     """As `SparseModel.from_zeros`, however few: what is dense may outweigh the layers that are not."""
     sparse = SparseModel(module, **{"sparsity": 0.0, "allocation": "global", **settings})
     own = internals(sparse)
-    for name, mask in masks_of_zeros(module, sparse.weights, own.pattern).items():
+    for name, mask in masks_of_zeros(module.get_parameter, sparse.weights, own.pattern).items():
         own.stored[name].set_mask(mask)
-    own.sparsity = settings.get("sparsity", 1 - sparse.num_alive / sparse.num_prunable)
+    own.target_sparsity = settings.get("sparsity", 1 - sparse.num_alive / sparse.num_prunable)
     return sparse
 
 
@@ -96,7 +96,10 @@ def encoded(value: Any) -> Any:
         return {"dict": {key: encoded(item) for key, item in value.items()}}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
-    raise GrowpruneError(f"the example has a {type(value).__name__}, which cannot be saved: give tensors")
+    raise GrowpruneError(
+        f"the example contains a {type(value).__name__}, which cannot be saved: use tensors, numbers, strings, lists, "
+        f"tuples and dicts"
+    )
 
 
 # Reading
@@ -106,14 +109,16 @@ def read_about(folder: Path) -> dict[str, Any]:
     """The JSON of a folder."""
     path = folder / ABOUT
     if not path.is_file():
-        raise GrowpruneError(f"{folder} holds no deployed model: give a folder that Deployed.save or deploy wrote")
+        raise GrowpruneError(
+            f"{folder} holds no deployed model: give a folder that Deployed.save or `growprune deploy` wrote"
+        )
     try:
         about = json.loads(path.read_text())
         known, device = about["format"], about.get("device")
     except UNREADABLE as error:
         raise damaged(folder, error) from None
     if known != FORMAT:
-        raise GrowpruneError(f"{path} has format {known!r}, this growprune reads {FORMAT}: update growprune")
+        raise GrowpruneError(f"{path} has format {known!r}, but this growprune reads {FORMAT}: update growprune")
     if device not in ("cpu", "cuda"):
         raise damaged(folder, ValueError(f"its device is {str(device)[:20]!r}"))
     return dict(about)
@@ -132,7 +137,7 @@ def read_table(about: Mapping[str, Any], *, is_gpu: bool = False) -> Table:
 def read_example(content: Any) -> Example:
     args, kwargs = (_decode(part) for part in content)
     if not isinstance(args, tuple) or not isinstance(kwargs, dict):
-        raise TypeError("the example is no arguments")
+        raise TypeError("the example is not a tuple and a dict")
     return Example(args, kwargs)
 
 
@@ -189,13 +194,13 @@ def _tensor(about: Mapping[str, Any]) -> Tensor:
 
 def _whole(number: object, low: int, high: int) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
-        raise ValueError(f"{str(number)[:20]} is not from {low} to {high}")
+        raise ValueError(f"{str(number)[:20]} is not an integer from {low} to {high}")
     return number
 
 
 def _number(number: object, high: float, what: str) -> float:
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number <= high:
-        raise ValueError(f"{str(number)[:20]} is no {what}")
+        raise ValueError(f"{str(number)[:20]} is not a valid {what}")
     return float(number)
 
 
@@ -205,5 +210,5 @@ def _milliseconds(number: object) -> float | None:
 
 def _text(text: object) -> str:
     if not isinstance(text, str):
-        raise TypeError(f"{str(text)[:20]} is no text")
+        raise TypeError(f"{str(text)[:20]} is not a string")
     return text

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from growprune.errors import GrowpruneError
+from growprune.storage.adapters import leaving_masks
 
 TOLERANCE = 1e-5
 """How far two calls of one model may be apart, of the largest number: sums are not always in the same order."""
@@ -62,7 +63,8 @@ def of_the_example() -> Iterator[None]:
         yield
     except Exception as error:  # whatever the code of a user does
         raise GrowpruneError(
-            f"the model failed on the example ({first_line(error, 600)}): give one in a shape and dtype that it takes"
+            f"the model failed on the example ({first_line(error, 600)}): give an input of a shape and dtype that it "
+            f"takes"
         ) from error
 
 
@@ -73,7 +75,7 @@ def keeps_state(module: nn.Module, example: Example) -> bool:
     It is a copy that is called, with a state of its own. Its parameters are the model's: sparse weights stay compact.
     """
     memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
-    copied, outputs = copy.deepcopy(module, memo).eval(), []
+    copied, outputs = copy.deepcopy(module, memo | leaving_masks(module)).eval(), []
     for _ in range(2):
         again = example.mapped(_copied)  # some models write to their input
         with of_the_example(), torch.random.fork_rng(devices=[]):

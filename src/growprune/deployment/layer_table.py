@@ -12,7 +12,7 @@ from growprune.deployment.cuda.products import Tile as GpuTile
 
 @dataclass(frozen=True)
 class Row:
-    """A layer, and how it runs."""
+    """How a layer runs."""
 
     layer: str
     shape: str
@@ -29,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True)
 class GpuRow(Row):
-    """A layer, and how it runs on a GPU."""
+    """How a layer runs on a GPU."""
 
     format: str = ""
     """"offsets", "columns", "bitmask", "2:4" or "dense"."""
@@ -39,7 +39,7 @@ class GpuRow(Row):
 
 @dataclass(frozen=True)
 class Table(Sequence[Row]):
-    """How each layer runs, and why. Print it."""
+    """A printable table of how each layer runs, with the measured times."""
 
     rows: tuple[Row, ...]
     deployed_ms: float | None = None

@@ -23,7 +23,7 @@ from growprune.deployment.example import Example
 from growprune.deployment.graph.fuse import fuse
 from growprune.deployment.graph.lower import Lowering
 from growprune.deployment.graph.operations import KNOWN
-from growprune.deployment.graph.program import Program
+from growprune.deployment.graph.program import Program, is_ours
 from growprune.deployment.graph.trace import NotTraceable, drop_identities, fold_constants, trace
 from growprune.deployment.layer_table import Row
 from growprune.deployment.skeleton import Skeleton, does_more, fill_in
@@ -87,18 +87,18 @@ class Part(_InPlaceOf):
         for leaf in example.leaves:
             if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
                 raise GrowpruneError(
-                    f"an input is on {leaf.device}, but the model is deployed on the CPU: move it there"
+                    f"an input is on {leaf.device}, but the model is deployed on the CPU: call .cpu() on it"
                 )
         name = type(self.__dict__["_module"]).__name__
         if len(self.plans) == 1:
             warn(
-                f"{name} is deployed for other inputs than these: a plan is made for each new shape, which takes a "
-                f"while, and {MOST_PLANS} are kept"
+                f"{name} was deployed with other input shapes: each new shape is prepared once, which takes a while, "
+                f"and the last {MOST_PLANS} are kept"
             )
         try:
             return self._compile(example, min(self._seconds, 2.0), {})[0]
         except NotTraceable as error:
-            warn(f"{name} runs in torch with these inputs: {error}")
+            warn(f"{name} runs in torch for these inputs: {error}")
             fill_in(self._skeleton)
             return None
 
@@ -116,8 +116,9 @@ class Part(_InPlaceOf):
         fold_constants(traced, skeleton, names)
         fuse(traced.graph, skeleton, names)
         lowered = Lowering(traced, KNOWN).run()
-        specs = [step.fused for step in lowered.layers]
-        chosen = choose(specs, seconds=seconds, threads=torch.get_num_threads(), known=known)
+        specs, all_else_is_ours = [step.fused for step in lowered.layers], is_ours(lowered.steps)
+        options: Any = {"threads": torch.get_num_threads(), "known": known, "all_else_is_ours": all_else_is_ours}
+        chosen = choose(specs, seconds=seconds, **options)
         for step, (layer, _) in zip(lowered.layers, chosen, strict=True):
             step.layer = layer
         return Program(lowered, traced.out_spec), [row for _, row in chosen], lowered.in_torch

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,11 @@ from growprune.deployment.cpu.matrix import (
     matrix_of_zeros,
     pattern_of,
 )
-from growprune.masks.layers import Weight, dense_shape, layer_weights
+from growprune.masks.layers import Weight, dense_shape, layer_weights, shape_of
 from growprune.masks.patterns import Pattern, Unstructured
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
+from growprune.storage.adapters import leaving_masks
 from growprune.storage.compact_modules import layouts_of, make_plain
 
 
@@ -56,24 +58,39 @@ def module_of(model: nn.Module | SparseModel) -> nn.Module:
 
 
 def skeleton_of(model: nn.Module | SparseModel) -> Skeleton:
-    """Take a model apart. What of a plain model is zero counts as dead."""
+    """Split a model into its code and its sparse weights. Zeros of a plain model count as pruned."""
     sparse, module = model if isinstance(model, SparseModel) else None, module_of(model)
     groups = _weights_by_parameter(module, sparse)
     matrices = _matrices(module, sparse, groups)
+    bare = _copied_with(module, {name: _empty(module, name) for name in matrices})
+    transposed = frozenset(name for name in matrices if groups[name][0].transposed)
+    return Skeleton(bare.eval(), matrices, transposed)
+
+
+def blank_copy(module: nn.Module) -> nn.Module:
+    """A copy of a model, to be filled from a file: plain, its parameters on the meta device and all else on the CPU."""
+    blank = {
+        name: nn.Parameter(torch.empty(shape_of(module, name), dtype=p.dtype, device="meta"), p.requires_grad)
+        for name, p in module.named_parameters()
+    }
+    copied = _copied_with(module, blank)
+    copied._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # type: ignore[no-untyped-call]
+    return copied
+
+
+def _copied_with(module: nn.Module, replaced: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A plain copy of a model with other parameters of these names; those of the model are not copied."""
     parameters = dict(module.named_parameters())
-    empty = {name: _empty(module, name) for name in matrices}
-    bare: nn.Module = copy.deepcopy(module, {id(parameters[name]): parameter for name, parameter in empty.items()})
-    for name, parameter in empty.items():
+    memo: dict[int, Any] = {id(parameters[name]): parameter for name, parameter in replaced.items()}
+    bare: nn.Module = copy.deepcopy(module, memo | leaving_masks(module))
+    for name in replaced:
         path, _, local = name.rpartition(".")
-        owner = bare.get_submodule(path)
-        owner._parameters[local] = parameter
-        if layouts := layouts_of(owner):
+        if layouts := layouts_of(bare.get_submodule(path)):
             layouts[local] = None  # it holds nothing that could be made dense
     for part in bare.modules():
         if layouts_of(part):
             make_plain(part)
-    transposed = frozenset(name for name in matrices if groups[name][0].transposed)
-    return Skeleton(bare.eval(), matrices, transposed)
+    return bare
 
 
 def fill_in(skeleton: Skeleton) -> None:
@@ -94,9 +111,7 @@ def empty(skeleton: Skeleton) -> None:
 
 def _empty(module: nn.Module, name: str) -> nn.Parameter:
     """A parameter that has its shape and takes no memory."""
-    path, _, local = name.rpartition(".")
-    shape = dense_shape(module.get_submodule(path), local)
-    return nn.Parameter(torch.zeros(()).expand(shape), requires_grad=False)
+    return nn.Parameter(torch.zeros(()).expand(shape_of(module, name)), requires_grad=False)
 
 
 def _weights_by_parameter(module: nn.Module, sparse: SparseModel | None) -> dict[str, list[Weight]]:

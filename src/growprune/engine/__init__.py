@@ -1,11 +1,10 @@
 """Trains recipes: `train` starts a run in a folder, `resume` continues one.
 
-recipe       recipe.py, optim.py, partitions.py: all that decides a run; override.py and source.py: recipes from text;
-             cost.py: what one will cost; metric.py: which of two scores is better
+recipe       recipe.py, optim.py: the settings of a run; override.py, source.py: recipes from strings and files;
+             cost.py: cost estimates; metric.py: comparing scores
 run          start.py: train and resume; run.py: the order of events; building.py, trainer.py, batches.py, backward.py,
-             evaluation.py, accounting.py: what happens in them; events.py: who is told; device.py: where it runs
-store        folder.py: the files of a run; json_file.py; run_checkpoints.py; compatibility.py: what must stay the
-             same
+             evaluation.py, accounting.py: the steps of a run; events.py: listeners; device.py: the device
+store        folder.py: the files of a run; json_file.py; run_checkpoints.py; compatibility.py: checks before a resume
 distributed  mesh.py: several processes
 """
 

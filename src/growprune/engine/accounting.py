@@ -1,10 +1,10 @@
-"""What a run counts as it trains: its live weights, the FLOPs of training them, and how much of the model it explores.
+"""Counters of a run: live weights, training FLOPs, and how much of the model was explored.
 
-docs/decisions.md, "Runs and comparisons", says what is explored, what churn is, and where live weights are counted. An
-iteration costs three forward passes (one forward, two for the gradients) of each of its examples, at the densities the
-layers have then. All branches of a fork count, wherever they are trained: what came of a branch is written to the run
-folder, and added up where the fork ends, by one process as by many. The figures of a branch are of what went before the
-fork and of itself; what follows has explored what any of them has.
+docs/decisions.md, "Runs and comparisons", defines explored and churn, and says where live weights are counted. An
+iteration costs three forward passes (one forward, two for the gradients) per example, at the densities the layers have
+then. All branches of a fork count, wherever they are trained: each branch writes its counts to the run folder, and they
+are added up at the end of the fork. The figures of a branch cover everything before the fork and the branch itself.
+After the fork, a weight is explored if any branch explored it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from growprune.engine.folder import RunFolder
 from growprune.errors import GrowpruneError
-from growprune.files.atomic import replacing
+from growprune.files.atomic import plain_file, replacing
 from growprune.masks.bits import Snapshot
 from growprune.plan import ScheduledPhase
 from growprune.sparse.flops import Flops, count_flops
@@ -63,9 +63,9 @@ class Accounting:
     sparse: SparseModel
     example: Any
     total: Tally = field(default_factory=Tally)
-    """Of what is not in a branch, and of the forks that are over."""
+    """Counts outside branches, and of the forks that are over."""
     branch: Tally | None = None
-    """Of the branch the run is in."""
+    """Counts of the current branch."""
 
     def __post_init__(self) -> None:
         self._sizes = {weight.name: weight.numel for weight in self.sparse.weights}
@@ -74,7 +74,7 @@ class Accounting:
 
     @cached_property
     def _flops(self) -> Flops:
-        """Counted where a run begins or goes on, once it is known that the model is the right one."""
+        """Counted when a run starts or resumes, after the model was checked."""
         return count_flops(self.sparse.model, self.example)
 
     @property
@@ -82,22 +82,22 @@ class Accounting:
         return self.total if self.branch is None else self.branch
 
     def enter(self, *, is_branch: bool) -> None:
-        """A phase begins, and its edits are done."""
+        """Begin a phase, after its edits."""
         self.branch = Tally() if is_branch else None
         self.measure()
 
     @property
     def alive(self) -> int:
-        """How many weights lived when this was last measured: asking the model makes a GPU wait."""
+        """Number of live weights at the last measurement. Asking the model would make a GPU wait."""
         return sum(self._alive.values())
 
     @property
     def densities(self) -> dict[str, float]:
-        """By weight, the share that lived when this was last measured."""
+        """Density of each weight at the last measurement."""
         return {name: count / self._sizes[name] if self._sizes[name] else 1.0 for name, count in self._alive.items()}
 
     def measure(self) -> int:
-        """Look at how many weights live now, and return their number."""
+        """Count the live weights now, and return their number."""
         self._price(internals(self.sparse).alive_by_weight())
         return self.alive
 
@@ -107,7 +107,7 @@ class Accounting:
         self._now.peak_alive = max(self._now.peak_alive, self.alive)
 
     def count(self, num_examples: int) -> None:
-        """An iteration is over."""
+        """Count one finished iteration."""
         now = self._now
         now.flops += 3 * self._forward * num_examples
         now.iterations += 1
@@ -115,14 +115,14 @@ class Accounting:
         now.alive_sum += self.alive
 
     def branch_dict(self) -> dict[str, Any]:
-        """What came of the branch the run is in, for `add_branch` of whoever combines it."""
+        """Counts of the current branch, for `add_branch` of the process that combines the fork."""
         return asdict(self.branch or Tally())
 
     def add_branch(self, stored: Mapping[str, Any]) -> None:
         self.total += Tally(**stored)
 
     def merge(self, combined: Snapshot) -> None:
-        """The branches of a fork are put together: what lives then counts in the peak, however soon it is pruned."""
+        """Count the live weights of a combined fork in the peak, even if they are pruned at once."""
         alive = sum(values.numel() for values, mask in combined.values() if mask is not None)
         self.total.peak_alive = max(self.total.peak_alive, alive)
 
@@ -131,7 +131,7 @@ class Accounting:
         return {"total": asdict(self.total), "branch": branch, "alive": self._alive}
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_branch: bool = False) -> None:
-        """Count on from a checkpoint."""
+        """Continue counting from a checkpoint."""
         if is_branch:
             self.branch = Tally(**state["branch"])
         else:
@@ -139,7 +139,7 @@ class Accounting:
         self._price(state["alive"])
 
     def figures(self) -> dict[str, Any]:
-        """For `result.json`."""
+        """The counts as `result.json` stores them."""
         total = self.total
         return {
             "training_flops": total.flops,
@@ -151,12 +151,12 @@ class Accounting:
 
 
 class Exploration:
-    """Keeps count, in two bits a weight of the CPU's memory: did it ever live, and did it in the last phase?
+    """Tracks which weights ever lived, and which lived in the last phase. Needs two bits of CPU memory per weight.
 
     Args:
-        folder: where branches leave what they explored until they are combined.
-        is_on: if not, nothing is kept, and `figures` stays empty.
-        is_writer: whether this process writes for the branch it trains.
+        folder: where branches write what they explored until they are combined.
+        is_on: if False, nothing is tracked, and `figures` stays empty.
+        is_writer: True if this process writes for the branch it trains.
     """
 
     def __init__(self, sparse: SparseModel, folder: RunFolder, *, is_on: bool, is_writer: bool) -> None:
@@ -164,10 +164,10 @@ class Exploration:
         self._ever: Tensor | None = None
         self._before: Tensor | None = None
         self.figures: dict[str, float | None] = {}
-        """`explored` and `churn` as of the edits done last; the churn of the first phase is None."""
+        """`explored` and `churn` after the last edits. The churn of the first phase is None."""
 
     def enter(self, scheduled: ScheduledPhase) -> None:
-        """Look at the masks of a phase whose edits are done."""
+        """Record the masks of a phase after its edits."""
         if not self._is_on:
             return
         live = pack_masks(self._sparse)
@@ -181,13 +181,13 @@ class Exploration:
             _write(self._folder.explored(scheduled.stage, scheduled.branch), explored)
 
     def look_again(self) -> None:
-        """Look at the masks within a phase, whose rule may have changed them; not those of branches."""
+        """Record the masks within a phase, because its rule may have changed them. Branches are skipped."""
         if self._is_on and self._ever is not None:
             self._ever = self._ever | pack_masks(self._sparse)
             self.figures["explored"] = kernels.count_bits(self._ever) / max(1, self._sparse.num_prunable)
 
     def combine(self, stage: int, num_branches: int) -> None:
-        """At the end of a fork: what any of its branches has explored."""
+        """At the end of a fork, add what its branches explored."""
         for branch in range(num_branches) if self._is_on else ():
             explored = _read(self._folder.explored(stage, branch))
             self._ever = explored if self._ever is None else self._ever | explored
@@ -196,21 +196,21 @@ class Exploration:
         return {"ever": self._ever, "before": self._before, "figures": self.figures} if self._is_on else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting; where nothing was counted until now, the rest would tell nothing, so it is off from here."""
+        """Continue from a checkpoint. Tracking turns off if the checkpoint has none, because it would be incomplete."""
         self._is_on = self._is_on and bool(state)
         if self._is_on:
             self._ever, self._before, self.figures = state["ever"], state["before"], dict(state["figures"])
 
 
 def pack_masks(sparse: SparseModel) -> Tensor:
-    """The bits of all masks of a model, one after the other, on the CPU; a GPU is asked once."""
+    """Pack all masks of a model into one tensor of bits on the CPU, with one copy from the GPU."""
     names = dict.fromkeys(weight.parameter for weight in sparse.weights)
     packed = [kernels.pack(internals(sparse).stored[name].mask().clone().reshape(-1)) for name in names]
     return torch.cat(packed).cpu() if packed else torch.zeros(0, dtype=torch.uint8)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """0 for equal masks, 1 for masks without a common weight."""
+    """Distance of two masks: 0 if equal, 1 if they have no weight in common."""
     total = kernels.count_bits(one) + kernels.count_bits(other)
     return kernels.count_bits(one ^ other) / total if total else 0.0
 
@@ -223,8 +223,8 @@ def _write(path: Path, bits: Tensor) -> None:
 
 def _read(path: Path) -> Tensor:
     try:
-        return safetensors.torch.load(path.read_bytes())["explored"]
+        return safetensors.torch.load(plain_file(path).read_bytes())["explored"]
     except (OSError, SafetensorError, KeyError) as error:
         raise GrowpruneError(
-            f"{path}, what a branch has explored, cannot be read ({error}): resume the run, which writes it again"
+            f"cannot read {path}, the explored weights of a branch ({error}). Resume the run to write it again"
         ) from error

@@ -32,11 +32,11 @@ from growprune.sparse.model import SparseModel
 from growprune.tasks.task import leaves_of, map_tensors
 
 WARM_UP = 3
-"""How many batches of one shape are passed before they are recorded: libraries choose their kernels in the first."""
+"""Number of batches of one shape before recording. Libraries choose their kernels in the first ones."""
 
 
 class Backward:
-    """Adds the gradients of a batch to those of a model's parameters, and gives its loss."""
+    """Runs the backward pass of a batch and returns its loss."""
 
     def __init__(self, recipe: Recipe, sparse: SparseModel, device: torch.device, mesh: Mesh) -> None:
         self.recipe, self.sparse, self.device, self.mesh = recipe, sparse, device, mesh
@@ -44,14 +44,14 @@ class Backward:
         self._parameters: list[int] = []
         self._compiled = torch.compile(self.loss, dynamic=False) if recipe.compile and self._is_recorded else self.loss
         self._graphs: dict[Any, Graph] = {}
-        """By the shape of their batches."""
+        """CUDA graphs by the shape of their batches."""
 
     @property
     def _is_recorded(self) -> bool:
         return self.recipe.is_recorded(self.device) and self.mesh.data_group is None
 
     def __call__(self, batch: Any, weight: Any) -> Tensor:
-        """The loss times its weight, summed over all replicas; its gradients are added to the parameters' own."""
+        """Return the weighted loss, summed over replicas, and add its gradients to those of the parameters."""
         # in this thread: in one of autograd's own a compact step took 44 ms instead of 32 (docs/memory.md)
         with torch.autograd.set_multithreading_enabled(self.mesh.data_group is not None):
             if self._is_recorded and not internals(self.sparse).gradients.is_watching:
@@ -66,7 +66,7 @@ class Backward:
         return self.mesh.sum_over_replicas(loss.detach().double())
 
     def loss(self, batch: Any) -> Tensor:
-        """The loss of a batch, with no gradients yet."""
+        """The loss of a batch, before the backward pass."""
         return self._loss(self.sparse.model, batch)
 
     def _loss(self, forward: nn.Module, batch: Any) -> Tensor:
@@ -92,7 +92,7 @@ class Backward:
         return [p for p in self.sparse.model.parameters() if p.requires_grad]
 
     def _forward(self) -> nn.Module:
-        """The model, or what keeps the gradients of its replicas the same: wrapped anew if it has other parameters."""
+        """The model, wrapped in DistributedDataParallel if there are replicas. Wrapped anew if parameters changed."""
         if self.mesh.data_group is None or internals(self.sparse).ranks is not None:
             return self.sparse.model
         parameters = [id(parameter) for parameter in self.sparse.model.parameters()]
@@ -106,13 +106,13 @@ class Backward:
         return self._wrapped
 
     def own_stream(self) -> Any:
-        """A CUDA graph cannot be recorded on the default stream, nor if what went before was on another one."""
+        """A CUDA stream for recording. CUDA graphs cannot be recorded on the default stream."""
         if not self.recipe.is_recorded(self.device):
             return contextlib.nullcontext()
         return torch.cuda.stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
     def unwrap(self) -> None:
-        """Let the model be alone again: what it is wrapped in holds parameters that an edit may replace."""
+        """Remove the DistributedDataParallel wrapper, because an edit may replace parameters that it holds."""
         self._wrapped = None
         part(self.sparse.model)
 
@@ -163,7 +163,7 @@ class Graph:
 
 
 def shape_of(batch: Any) -> Any:
-    """Equal for batches of one task that a graph can take for one another."""
+    """The shapes and dtypes of a batch. Batches with equal ones can share a CUDA graph."""
     leaves = leaves_of(batch)
     return tuple((tuple(x.shape), x.dtype, x.stride()) if isinstance(x, Tensor) else x for x in leaves)
 
@@ -175,7 +175,7 @@ def _copy_into(target: Any, batch: Any) -> None:
 
 
 def synchronise(model: nn.Module, group: Any) -> None:
-    """Let every BatchNorm of a model, while it trains, use what all replicas of a process group see."""
+    """Make every BatchNorm in training mode use the examples of all replicas of a process group."""
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not hasattr(module, "_group"):
             # mypy takes a class for one of its instances here, and finds no __hash__
@@ -192,12 +192,12 @@ def part(model: nn.Module) -> None:
 
 
 _here = SimpleNamespace(weight=1)
-"""What the examples of this replica count. Not a context variable: autograd computes again in threads of its own."""
+"""Weight of this replica's examples. Not a context variable, because autograd recomputes in threads of its own."""
 
 
 @contextmanager
 def counting(is_counted: bool) -> Iterator[None]:
-    """While a replica goes through a share of a batch: whether its examples are part of the batch."""
+    """Inside this context, BatchNorm counts the examples of this replica, or ignores them."""
     _here.weight = int(is_counted)
     try:
         yield
@@ -219,7 +219,7 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
     count = torch.full((), weight * x.numel() / x.shape[1], device=x.device)  # filled there: a copy would be waited for
     dist.all_reduce(count, group=norm._group)
     if not count.is_cuda and count <= 1:  # a GPU would have to be waited for
-        raise GrowpruneError("BatchNorm needs more than one value per channel, but a batch leaves one: leave such out")
+        raise GrowpruneError("BatchNorm needs more than one value per channel, got a batch with one. Drop such batches")
     mean = _sum(weight * seen.sum(axes), norm._group) / count
     centred = seen - _along(mean, x)
     # of the differences: a difference of squares cancels
@@ -233,7 +233,7 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
 
 
 class SumOverReplicas(torch.autograd.Function):
-    """The sum of what each replica has; its gradient is the sum of theirs."""
+    """Sum over replicas. Its gradient is summed too."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:

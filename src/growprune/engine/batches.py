@@ -1,6 +1,6 @@
-"""The batches of a run: which they are, how replicas share them, and a fingerprint to compare the data of two runs.
+"""The batches of a run, how replicas split them, and a fingerprint to compare the data of two runs.
 
-On a GPU each batch is made while the model still trains on the one before.
+On a GPU each batch is made while the model still trains on the previous one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from growprune.tasks.task import leaves_of, map_tensors, num_examples
 
 
 class Batches:
-    """The batches of a run. Which they are depends on the seed, the branch and the epoch."""
+    """The batches of a run. They depend on the seed, the branch and the epoch."""
 
     def __init__(self, recipe: Recipe, task: Any, device: torch.device, per_epoch: int) -> None:
         self._recipe, self._task, self._device, self._per_epoch = recipe, task, device, per_epoch
@@ -32,7 +32,7 @@ class Batches:
         """The place of a batch that was made before it was asked for, and the batch."""
 
     def of(self, branch: int | None, iteration: int) -> Iterator[Any]:
-        """Those of an iteration, made one by one; take them all before those of the next."""
+        """Yield the batches of an iteration. Use them all before asking for the next iteration."""
         if self._prepared is not None and self._prepared[0] == (branch, iteration):
             first = self._prepared[1]
             if self._stream is not None:
@@ -46,7 +46,7 @@ class Batches:
         return itertools.chain([first], itertools.islice(self._open, self._recipe.accumulate - 1))
 
     def prepare(self, branch: int | None, iteration: int) -> None:
-        """Make the first batch of an iteration beside what the GPU is at. Nothing happens on a CPU."""
+        """Make the first batch of an iteration while the GPU is busy. Does nothing on a CPU."""
         if self._stream is not None and self._place == (branch, iteration):
             with torch.cuda.stream(self._stream):
                 self._prepared = (branch, iteration), self._first(branch, iteration)
@@ -60,21 +60,21 @@ class Batches:
         first = next(self._open, None)
         if first is None:
             raise GrowpruneError(
-                f"the task has no more batches in iteration {number + 1} of an epoch, but num_batches() promised "
-                f"{self._task.num_batches()}: both must go by the same data"
+                f"batches() of the task ended in iteration {number + 1} of an epoch, but num_batches() returned "
+                f"{self._task.num_batches()}. Both must count the same batches"
             )
         return first
 
 
 def seed_of_epoch(seed: int, branch: int | None, epoch: int) -> int:
-    """What decides the order and the augmentation of an epoch."""
+    """The seed for the order and the augmentation of an epoch."""
     return salt_of(seed, "data", branch, epoch) >> 1
 
 
 def fingerprint(recipe: Recipe, num_batches: int) -> dict[str, Any]:
-    """How many batches an epoch has, and a digest of the first batch of the run, as it is made on a CPU.
+    """The number of batches of an epoch, and a digest of the first batch as made on a CPU.
 
-    Runs with the same data, batch size, augmentation and seed have the same one, whatever their method.
+    Runs with the same data, batch size, augmentation and seed have the same fingerprint, whatever their method.
     """
     seed = seed_of_epoch(recipe.seed, None, 0)
     first = next(iter(recipe.task.batches(seed=seed, start=0, device=torch.device("cpu"))), None)
@@ -83,9 +83,9 @@ def fingerprint(recipe: Recipe, num_batches: int) -> dict[str, Any]:
 
 
 def split(batch: Any, index: int, count: int) -> tuple[Any, float]:
-    """A replica's share of a batch, and what share it is: every count-th example, from number `index` on.
+    """A replica's examples of a batch (every count-th from `index` on), and their fraction of the batch.
 
-    A replica for which no example is left gets one of another, which counts nothing.
+    A replica without examples gets one of another replica, which has no weight in the loss.
     """
     if count == 1:
         return batch, 1.0
@@ -96,7 +96,7 @@ def split(batch: Any, index: int, count: int) -> tuple[Any, float]:
 
 
 def digest(batch: Any) -> str:
-    """A text that is equal for equal batches."""
+    """A string that is equal for equal batches."""
     if isinstance(batch, Tensor):
         return hashlib.sha256(batch.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
     items = batch.items() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else None

@@ -1,5 +1,5 @@
-"""Building the model of a run: made sparse as it is built, where its plan begins with a random mask; or filled with
-weights that were trained before. Then it may be sharded."""
+"""Builds the model of a run: sparse from the start if the plan begins with a random mask, or with trained weights. Then
+shards it if asked."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from growprune.sparse.rng import seed_all
 
 
 def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseModel, Plan, bool]:
-    """The model, its plan, and whether the first edit of the plan is done already.
+    """Build the model and its plan. Also return True if the first edit of the plan is already done.
 
-    A task that can initialise its model module by module has it built so, whatever the storage, so that the bits are
-    the same; in compact storage, no more than one layer is then ever dense.
+    If the task can initialise its model module by module, the model is built that way for every storage, so that the
+    bits are the same. With compact storage, only one layer is then dense at a time.
     """
     task = recipe.task
     seed_all(recipe.seed, "model")
@@ -29,7 +29,7 @@ def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseM
     recipe.optimizer.build(model)  # on trial: if it cannot be built, better to hear of it before there is a folder
     if task.initialises_modules:
         if recipe.storage == "compact" and not recipe.weights and _begins_at_random(plan, recipe.sparsity):
-            sparse = sparse_init(task.build_model, initialise=task.initialise, **recipe.sparse_settings())
+            sparse = sparse_init(task.build_model, initialise=task.initialise, **recipe.sparse_settings(model))
             sparse.model.to(device)
             return sparse, plan, True
         model = dense_init(task.build_model, initialise=task.initialise)
@@ -44,7 +44,7 @@ def build(recipe: Recipe, device: torch.device, per_epoch: int) -> tuple[SparseM
 
 
 def _begins_at_random(plan: Plan, sparsity: float) -> bool:
-    """Whether the first edit is a random mask of the whole model at its sparsity, and the first phase has no other."""
+    """True if the only edit of the first phase is a random mask of the whole model at its sparsity."""
     first = next(iter(plan), None)
     if not isinstance(first, Phase) or len(first.edits) != 1:
         return False
@@ -52,7 +52,7 @@ def _begins_at_random(plan: Plan, sparsity: float) -> bool:
 
 
 def shard(sparse: SparseModel, recipe: Recipe, mesh: Mesh, device: torch.device) -> None:
-    """Shard a model over the replicas of this process' group, if the recipe says so and there are several."""
+    """Shard a model over the replicas of this process group, if the recipe asks for it and there are several."""
     if recipe.shard == "none" or mesh.data_group is None:
         return
     check_shardable(sparse.model)
@@ -63,16 +63,16 @@ def shard(sparse: SparseModel, recipe: Recipe, mesh: Mesh, device: torch.device)
 
 
 def check_shardable(model: torch.nn.Module) -> None:
-    """Raise if a model has statistics that the replicas of a sharded recipe would not share."""
+    """Raise if a model has BatchNorm layers, whose statistics a sharded recipe cannot share."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             raise GrowpruneError(
-                f"shard is 'fsdp', but {name} is a BatchNorm, which recipes cannot shard: use replicas instead"
+                f"shard='fsdp' does not support BatchNorm, but {name} is one. Use replicas instead (shard='none')"
             )
 
 
 def about_weights(recipe: Recipe) -> dict[str, str] | None:
-    """The name and the digest of the file that a run begins with."""
+    """Name and digest of the weights file that a run starts from."""
     if not recipe.weights:
         return None
     file = weights_file(recipe.weights)

@@ -1,4 +1,4 @@
-"""What must be the same for a run to go on: its recipe, and the tensors of its model."""
+"""Checks before a run is resumed: its recipe and the tensors of its model must be the same."""
 
 from __future__ import annotations
 
@@ -35,67 +35,67 @@ weights lie, what they lead to is looked at itself."""
 
 
 def check_same_recipe(folder: RunFolder, recipe: Recipe) -> None:
-    """Raise, naming the first field that differs, unless a run was started with this recipe."""
+    """Raise if a run was started with another recipe. The error names the first field that differs."""
     given, stored = fields_of(recipe), flat(folder.read_recipe()["recipe"])
     for name in [name for name in {**given, **stored} if name not in MAY_CHANGE]:
         if name not in given:
             raise GrowpruneError(
-                f"{folder.path} was started with {name}={_short(stored[name])}, but the recipe now has no {name}: put "
-                f"it back, or start a new run"
+                f"{folder.path} was started with {name}={_short(stored[name])}, but the recipe has no {name} now. "
+                f"Restore it, or start a new run"
             )
         if name not in stored or stored[name] != given[name]:
             with_what = f"with {name}={_short(stored[name])}" if name in stored else f"without {name}"
             raise GrowpruneError(
-                f"{folder.path} was started {with_what}, but the recipe now says {_short(given[name])}: put it back, "
-                f"or start a new run"
+                f"{folder.path} was started {with_what}, but the recipe has {_short(given[name])} now. Restore it, or "
+                f"start a new run"
             )
 
 
 def check_same_plan(folder: RunFolder, plan: Plan) -> None:
-    """Raise, naming the first phase that differs, if the same recipe now gives another plan.
+    """Raise if the same recipe now gives another plan. The error names the first phase that differs.
 
-    A default has changed then, or the code of a method.
+    This happens if a default or the code of a method has changed.
     """
     began, now = folder.read_plan(), json.loads(json.dumps(phases_of(plan)))
     for old, new in zip_longest(began["phases"], now) if began else ():
         if old != new:
             raise GrowpruneError(
-                f"{folder.path} was started with another plan: where it has {_short(_edits(old))}, its recipe now "
-                f"gives {_short(_edits(new))}; {_SAME_CODE}"
+                f"{folder.path} was started with another plan: it has {_short(_edits(old))}, but the recipe gives "
+                f"{_short(_edits(new))} now. {_SAME_CODE}"
             )
     if began and began["sha256"] != digest_of(plan):  # a way from one sparsity to another is one row of phases
         raise GrowpruneError(
-            f"{folder.path} was started with another plan: its phases look the same in plan.json, but not each number "
-            f"in them is; {_SAME_CODE}"
+            f"{folder.path} was started with another plan: its phases look the same in plan.json, but some numbers "
+            f"in them differ. {_SAME_CODE}"
         )
 
 
 def check_same_parts(folder: RunFolder, plan: Plan) -> None:
-    """Raise, naming the first part that differs, if the model is another, or cut otherwise.
+    """Raise if the model or its parts differ from those of the run. The error names the first part that differs.
 
-    Of a run that is not finished, the checkpoint tells the same of every tensor.
+    For an unfinished run, `check_same_tensors` checks every tensor of the checkpoint.
     """
     began, now = folder.read_plan().get("parts", {}), parts_of(plan)
     for name in {**began, **now} if began else ():
         if began.get(name) != now.get(name):
             raise GrowpruneError(
-                f"{folder.path} was started with another model, or cut otherwise: its part {name} was "
-                f"{_short(began.get(name, 'not there'))}, and is {_short(now.get(name, 'not there'))} now; {_SAME_CODE}"
+                f"{folder.path} was started with another model or other parts: part {name} was "
+                f"{_short(began.get(name, 'missing'))}, and is {_short(now.get(name, 'missing'))} now. {_SAME_CODE}"
             )
 
 
-_SAME_CODE = "go on with the version of growprune, and of your own code, that began it, or start anew"
+_SAME_CODE = "Resume with the versions of growprune and of your code that started it, or start a new run"
 
 
 def check_same_work(folder: RunFolder, recipe: Recipe, iterations_per_epoch: int) -> None:
-    """Raise unless a run was of the plan, and of the parts, that its recipe gives now."""
+    """Raise if the recipe of a run now gives another plan or other parts."""
     plan = recipe.plan(recipe.shapes(), iterations_per_epoch)
     check_same_plan(folder, plan)
     check_same_parts(folder, plan)
 
 
 def check_same_result(folder: RunFolder, recipe: Recipe, result: Mapping[str, Any]) -> None:
-    """As `check_same_work`, of a run that is finished: its result says how long an epoch is, so no data are read."""
+    """`check_same_work` for a finished run. Its result has the length of an epoch, so no data is read."""
     num_batches = (result.get("data") or {}).get("num_batches")
     if num_batches or not recipe.counts_iterations:
         check_same_work(folder, recipe, math.ceil((num_batches or 1) / recipe.accumulate))
@@ -111,7 +111,7 @@ def fields_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def flat(content: Any, prefix: str = "") -> dict[str, Any]:
-    """{"task": {"width": 3}} -> {"task.width": 3}"""
+    """Flatten nested dicts: {"task": {"width": 3}} -> {"task.width": 3}"""
     if not isinstance(content, dict) or not content:
         return {prefix.removesuffix("."): content}
     return {name: value for key, inside in content.items() for name, value in flat(inside, f"{prefix}{key}.").items()}
@@ -122,7 +122,7 @@ def _short(value: Any) -> str:
 
 
 def tensors_of(sparse: SparseModel) -> dict[str, str]:
-    """Every parameter and buffer of a model, and what it is, whatever its storage.
+    """Kind, dtype and shape of every parameter and buffer of a model, for any storage.
 
     >>> tensors_of(SparseModel(torch.nn.Linear(4, 2), sparsity=0.5))
     {'weight': 'prunable float32 (2, 4)', 'bias': 'float32 (2,)'}
@@ -141,11 +141,11 @@ def _describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def check_same_tensors(sparse: SparseModel, stored: Mapping[str, str]) -> None:
-    """Raise, naming the first that differs, unless a model has the tensors that a checkpoint has (`tensors_of`)."""
+    """Raise if a model has other tensors than a checkpoint. The error names the first that differs."""
     found = tensors_of(sparse)
     for name in {**found, **stored}:
         if found.get(name) != stored.get(name):
             raise GrowpruneError(
-                f"the model is not the one that was trained: {name} is {found.get(name, 'not there')} now, and "
-                f"{stored.get(name, 'not there')} in the checkpoint; go back to that code, or start a new run"
+                f"the model differs from the one in the checkpoint: {name} is {found.get(name, 'missing')} now, and "
+                f"{stored.get(name, 'missing')} in the checkpoint. Restore the code of the model, or start a new run"
             )

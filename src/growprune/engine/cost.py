@@ -1,4 +1,4 @@
-"""What a recipe will cost, before anyone pays for it: density and FLOPs of each phase, from shapes alone."""
+"""Cost estimates without training: density and FLOPs of each phase, from shapes alone."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 Densities = dict[str, float]
-"""By weight, the share of it that lives."""
+"""The density of each weight."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One phase of a plan, priced for one example of the data."""
+    """Density and FLOPs of one phase, for one example of the data."""
 
     scheduled: ScheduledPhase
     density: float
-    """The share of the prunable weights that live."""
+    """The fraction of prunable weights that are alive."""
     forward_flops: int
     epochs: float
     training_flops: int
-    """Of the whole phase: forward and twice as much backward, in every epoch."""
+    """FLOPs of the whole phase: one forward pass and twice that for the backward pass, in every epoch."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What training holds at its peak, in bytes, beside activations and, with compact storage, one dense layer."""
+    """Peak training memory in bytes, without activations and, with compact storage, without one dense layer."""
 
     shared: int
-    """Values, gradients and optimizer state in float32: what sharding shares out."""
+    """Values, gradients and optimizer state in float32, which sharding divides among ranks."""
     masks: int
-    """What every rank has."""
+    """Bytes that every rank holds."""
 
     def per_rank(self, ranks: int = 1) -> int:
         return -(-self.shared // ranks) + self.masks
@@ -50,13 +50,13 @@ class Estimate:
     dense_flops: int
     plan: Plan
     is_exact: bool
-    """False for a global ranking, and for growth by momentum that layers share: how they will is not known before."""
+    """False if densities of layers are known only in training: global allocation, and growth by momentum."""
     memory: Memory
     can_be_sharded: bool
-    """Whether the recipe's storage can be."""
+    """True if the recipe's storage supports sharding."""
     merged_density: float
-    """The largest share of the weights that lives where the branches of a fork are put together, before any training;
-    0 without forks. Under one ranking they are dense there: they can be pruned only when all are together."""
+    """The peak density where the branches of a fork are combined, before any training; 0 without forks. With global
+    allocation all parts are dense there, because they can be pruned only together."""
 
     @property
     def training_flops(self) -> int:
@@ -72,7 +72,7 @@ class Estimate:
 
 
 def estimate(recipe: Recipe) -> Estimate:
-    """Go through a recipe's plan with a model without weights. Only a plan in iterations needs data, to count them."""
+    """Estimate the cost of a recipe from shapes alone. Only a plan in iterations needs the data, to count them."""
     per_epoch = 1
     if recipe.counts_iterations:
         per_epoch = math.ceil(recipe.task.num_batches() / recipe.accumulate)
@@ -80,7 +80,7 @@ def estimate(recipe: Recipe) -> Estimate:
     with torch.device("meta" if recipe.task.initialises_modules else "cpu"):
         example = recipe.task.example()
     # masked, whatever it will be: only shapes are looked at, and compact layers compute on no meta device
-    sparse, plan = SparseModel(model, **recipe.sparse_settings()), recipe.plan(model, per_epoch)
+    sparse, plan = SparseModel(model, **recipe.sparse_settings(model)), recipe.plan(model, per_epoch)
     flops = count_flops(model, example)
     now = before_fork = after_fork = dict.fromkeys((w.name for w in sparse.weights), 1.0)
     costs, merged = [], 0.0
@@ -119,7 +119,7 @@ def _alive(sparse: SparseModel, density: Densities) -> float:
 def _pruned_early(
     sparse: SparseModel, scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase], density: Densities
 ) -> Densities:
-    """The densities of what a branch prunes before it returns its part, as a cursor does."""
+    """The densities after a branch prunes its part before returning it, as a cursor does."""
     assert scheduled.returns is not None
     own = set(scheduled.returns.tensors)
     sizes, alive = _groups(sparse, density)
@@ -130,13 +130,13 @@ def _pruned_early(
 
 
 def _groups(sparse: SparseModel, density: Densities) -> tuple[dict[str, int], dict[str, int]]:
-    """By weight, how many groups of its pattern it has, and how many of them live."""
+    """For each weight: the number of groups of its pattern, and how many are alive."""
     sizes = {w.name: internals(sparse).pattern.num_groups(w) for w in sparse.weights}
     return sizes, {name: round(density[name] * size) for name, size in sizes.items()}
 
 
 def _edited(sparse: SparseModel, scheduled: ScheduledPhase, density: Densities) -> Densities:
-    """The densities after the edits of a phase. Weights ranked together are taken to share alike."""
+    """The densities after the edits of a phase. Weights ranked together are assumed to get equal densities."""
     density, counts = dict(density), internals(sparse).editor.counts
     for edit in scheduled.phase.edits:
         if edit.to == 0 and edit.within is None:

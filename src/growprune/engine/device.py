@@ -1,4 +1,4 @@
-"""The device a run trains on, and what is measured of it."""
+"""The device of a run, its peak memory, and the software environment."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def check_device(name: str) -> None:
     try:
         torch.device("cpu" if name == "auto" else name)
     except (RuntimeError, TypeError) as error:
-        raise GrowpruneError(f"device is {name!r}, but must be auto, cpu, cuda, or one such as cuda:1") from error
+        raise GrowpruneError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
 
 
 def choose_device(name: str) -> torch.device:
-    """The device a recipe names, set up to give the same bits each time."""
+    """The device of a recipe, set up for deterministic results."""
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise GrowpruneError(f"device is {name!r}, but torch sees no CUDA device: set device=cpu or device=auto")
+        raise GrowpruneError(f"device is {name!r}, but torch finds no CUDA device. Use device=cpu or device=auto")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     if device.type == "cuda":
         if device.index is not None:
@@ -39,19 +39,19 @@ def choose_device(name: str) -> torch.device:
 
 
 def _make_current(device: torch.device) -> None:
-    """Streams, events and graphs are of the current device, and must be of the one that trains."""
+    """Make the training device the current one, because streams, events and graphs use the current device."""
     if device.index >= (count := torch.cuda.device_count()):
-        raise GrowpruneError(f"device is '{device}', but torch sees only cuda:0 to cuda:{count - 1}: name one of those")
+        raise GrowpruneError(f"device must be one of cuda:0 to cuda:{count - 1} on this machine, got '{device}'")
     torch.cuda.set_device(device)
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """A tensor, or a tuple, list or dict of them, on another device."""
+    """Move a tensor, or a tuple, list or dict of tensors, to another device."""
     return map_tensors(lambda tensor: tensor.to(device), value)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a result depends on beside its recipe."""
+    """Versions and hardware that a result depends on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "growprune": growprune.__version__,
@@ -64,7 +64,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of the checkout growprune runs from, marked if it has been changed since; nothing if it was installed."""
+    """The git commit of growprune's source, marked if there are local changes. Empty for an installed package."""
     package = Path(__file__).parents[1]
     root = package.parents[1]
     if not (root / ".git").exists() or package != root / "src" / "growprune":
@@ -83,7 +83,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory used at a time: of the GPU's if the run used one, of the whole process if not."""
+    """Peak memory: of the GPU if the run used one, else of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,6 +1,6 @@
-"""How good the model of a run is: evaluating it, keeping the best one, and the result in the end.
+"""Evaluates the model of a run, keeps the best one, and makes the result.
 
-Validation data choose the best model. Test data select nothing.
+Validation data selects the best model. Test data selects nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class Best:
-    """The best of the models considered so far.
+    """The best model so far.
 
     Args:
         path: the file it is kept in.
-        metric: the number that says which is better.
-        is_writer: whether this process keeps it; the others only know how good it was.
+        metric: decides which model is better.
+        is_writer: True if this process writes the file. Other processes only keep the score.
     """
 
     def __init__(self, path: Path, metric: Metric, *, is_writer: bool) -> None:
@@ -41,19 +41,19 @@ class Best:
         self._model: Snapshot = {}
 
     def consider(self, sparse: SparseModel, metrics: dict[str, float], **where: Any) -> None:
-        """Keep a model if none before was better; of equals, the one trained longer."""
+        """Keep a model if it is as good as the best so far. Among equals, the later one wins."""
         name = self._metric.name
         best = self.found["validation"][name] if self.found else math.nan
         if self._metric.is_as_good(metrics[name], than=best):
             self.found = {"validation": metrics, **where}
             if self._is_writer:
                 self._model = internals(sparse).snapshot(device="cpu")
-                file.save(sparse, self._path)
+                file.write_file(sparse, self._path)
 
     def put_into(self, sparse: SparseModel) -> None:
-        """Turn a model into the best one, and write its file, which a kill may have left one ahead."""
+        """Load the best weights into a model, and write its file again: after a kill it may be newer than the state."""
         internals(sparse).restore(self._model)
-        file.save(sparse, self._path)
+        file.write_file(sparse, self._path)
 
     def state_dict(self) -> dict[str, Any]:
         return {"found": self.found, "model": self._model}
@@ -74,19 +74,21 @@ class Evaluation:
 
     @torch.no_grad()
     def evaluate(self, split: Any) -> dict[str, float]:
-        """The metrics of the model, as it is now, on a split of the task's data."""
+        """The metrics of the current model on a split of the task's data."""
         task, model = self._recipe.task, self._sparse.model.eval()
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._recipe.precision == "bf16"):
             metrics = task.evaluate(model, split, device=self._device)
         if task.metric not in metrics:
-            raise GrowpruneError(f"the task's metric is {task.metric!r}, but evaluate() gave {', '.join(metrics)}")
+            raise GrowpruneError(
+                f"evaluate() of the task must return its metric {task.metric!r}, got {', '.join(metrics)}"
+            )
         return {name: float(value) for name, value in metrics.items()}  # tensors and numpy's numbers too
 
     def validate(self, row: dict[str, Any], *, is_phase_end: bool) -> None:
-        """Write into the row of an epoch how good the model is, and consider it as the best.
+        """Add the validation metrics to the row of an epoch, and consider the model as the best.
 
         Args:
-            is_phase_end: whether the epoch ends with its phase.
+            is_phase_end: True if the phase ends with this epoch.
         """
         row["validation"] = self.evaluate("validation")
         if row["branch"] is None and self._recipe.sparsity > 0:
@@ -95,7 +97,7 @@ class Evaluation:
             self._consider(row, is_candidate_due=is_phase_end or is_sparse_by_rule)
 
     def _consider(self, row: dict[str, Any], *, is_candidate_due: bool) -> None:
-        """Keep the best model at the target sparsity: this one, or what it would be if it were pruned now."""
+        """Keep the best model at the target sparsity: the model itself, or the model pruned to it now."""
         where = {name: row[name] for name in ("stage", "epoch")}
         if self._sparse.is_at_target:
             self._best.consider(self._sparse, row["validation"], **where)
@@ -105,7 +107,7 @@ class Evaluation:
                 self._best.consider(self._sparse, row["candidate"], **where)
 
     def best_tested(self) -> dict[str, Any] | None:
-        """The best model by validation data, with its test metrics, which select nothing. The model becomes it."""
+        """Test metrics of the best model by validation data. Its weights replace those of the current model."""
         if not self._best.found:
             return None
         self._best.put_into(self._sparse)
@@ -113,7 +115,7 @@ class Evaluation:
 
 
 def result_of(run: Run) -> dict[str, Any]:
-    """What a run was, and what came out of it. Its model is trained and saved, and becomes the best one here."""
+    """The content of `result.json`. Save the trained model first: this loads the best weights into it."""
     result = {
         "recipe": describe(run.recipe),
         "origin": run.folder.portable_origin(),

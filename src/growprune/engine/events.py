@@ -1,4 +1,4 @@
-"""What happens in a run, told to whoever listens: the log, the console, and others."""
+"""Events of a run, and their listeners: the log, the console and others."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from growprune.files.atomic import plain_file
 from growprune.plan import ScheduledPhase
 
 Event: TypeAlias = dict[str, Any]
 Listener: TypeAlias = Callable[[Event], None]
 
 SHOW_SECONDS, LOOK_SECONDS = 0.2, 1.0
-"""How often iterations are shown, and the logs of other processes looked at."""
+"""Seconds between updates of the display, and between reads of the logs of other processes."""
 
 
 class Timer:
-    """Tells when some seconds are over; at once, the first time, unless it was put off."""
+    """`is_due` becomes True some seconds after `put_off`, and is True at first."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._due = seconds, 0.0
@@ -33,11 +34,11 @@ class Timer:
 
 
 class Events:
-    """Tells listeners. What is *logged* goes to all of them; what is only *shown* to those who show it.
+    """Sends events to listeners. Events are either *logged*, or only *shown*.
 
     Args:
-        log: keeps every event that is logged.
-        listeners: are told of what is logged and of what is shown.
+        log: receives logged events.
+        listeners: receive logged and shown events.
     """
 
     def __init__(self, log: Listener, listeners: Sequence[Listener], last: int) -> None:
@@ -48,7 +49,7 @@ class Events:
         self._log(self.show(event, scheduled, **details))
 
     def show(self, event: str, scheduled: ScheduledPhase | None = None, **details: Any) -> Event:
-        """Tell an event without logging it."""
+        """Send an event to listeners without logging it."""
         entry: Event = {"event": event} | ({} if scheduled is None else self._place(scheduled)) | details
         for listener in self._listeners:
             listener(entry)
@@ -62,20 +63,23 @@ class Events:
 
 
 class OtherLogs:
-    """What other processes of a run have logged since one last looked.
+    """New events in the logs of other processes of a run.
 
     Args:
-        logs: the log of each, by its rank.
+        logs: the log of each process, by rank.
     """
 
     def __init__(self, logs: Mapping[int, Path]) -> None:
         self._read = {rank: (log, log.stat().st_size if log.exists() else 0) for rank, log in logs.items()}
 
     def news(self) -> Iterator[Event]:
-        """Their new events, each with the rank that logged it."""
+        """The new events, each with the rank that logged it."""
         for rank, (log, start) in self._read.items():
             new = b""
-            with contextlib.suppress(FileNotFoundError), log.open("rb") as lines:  # it has nothing to say yet
+            with (
+                contextlib.suppress(FileNotFoundError),
+                plain_file(log).open("rb") as lines,
+            ):  # it has nothing to say yet
                 lines.seek(start)
                 new = lines.read()
             whole = new[: new.rfind(b"\n") + 1]

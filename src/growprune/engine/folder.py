@@ -20,11 +20,12 @@ from growprune.engine.mesh import job
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
 from growprune.files import atomic
+from growprune.files.reader import open_sparse
 from growprune.plan import Plan, walk
 from growprune.plan.folding import Row, fold
 
 FORMAT = 3
-"""Of run folders. A run of another format is refused."""
+"""Format version of run folders. A run of another format is refused."""
 
 PATIENCE = 15.0
 """Seconds to wait for the lock of a folder."""
@@ -37,6 +38,7 @@ _RECIPE: json_file.Names = {
     "recipe.seed?": int,
     "recipe.accumulate?": int,
     "format?": int,
+    "inode?": int,
     "job?": str,
     "source?": str,
     "settings?": dict,
@@ -70,15 +72,19 @@ RESULT: json_file.Names = {
 }
 
 
+_OWN = ("recipe", "format", "inode", "job")
+"""Keys of recipe.json that are not part of the origin."""
+
+
 class HoldsRun(GrowpruneError):
-    """A folder in which a run was to begin has one already, perhaps of a process that came first."""
+    """The folder for a new run already has a run, perhaps of a process that came first."""
 
 
 class RunFolder:
     """The files of a run.
 
     Args:
-        rank: which of the processes of the run this is; the first keeps the log of the run.
+        rank: rank of this process. Rank 0 writes the log of the run.
     """
 
     def __init__(self, path: Path, rank: int = 0) -> None:
@@ -94,11 +100,11 @@ class RunFolder:
         self.result = path / "result.json"
 
     def branch(self, stage: int, branch: int) -> Path:
-        """Checkpoints of one branch of a fork, by the processes that train it."""
+        """Folder for the checkpoints of one branch of a fork."""
         return self.checkpoints / "branches" / f"{stage}-{branch}"
 
     def explored(self, stage: int, branch: int) -> Path:
-        """Which weights a branch of a fork has explored."""
+        """File with the weights that a branch of a fork explored."""
         return self.branch(stage, branch) / "explored.safetensors"
 
     def remove_branches(self, before: int) -> None:
@@ -111,22 +117,22 @@ class RunFolder:
         """Raise unless the folder is new or empty."""
         if self.recipe.exists():
             same = self.read_recipe()["recipe"] == describe(recipe)
-            whose = "this recipe's" if same else "another recipe's"
-            go_on = f"go on with {self.how_to_resume()}, or " if same else ""
-            raise HoldsRun(f"{self.path} holds {whose} run: {go_on}give another --out")
+            whose = "this" if same else "another"
+            remedy = f"Resume it with {self.how_to_resume()}, or choose" if same else "Choose"
+            raise HoldsRun(f"{self.path} already has a run of {whose} recipe. {remedy} another --out")
         if self.path.exists() and (not self.path.is_dir() or any(map(_is_of_others, self.path.iterdir()))):
-            raise GrowpruneError(f"{self.path} exists and is not an empty folder, nor a run: give another --out")
+            raise GrowpruneError(f"--out must be a new or empty folder, but {self.path} exists. Choose another --out")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """While it lasts, no other run can write here; only the first process of a run asks."""
+        """Hold the lock of the folder, so that no other run can write here. Only rank 0 takes it."""
         if self.rank:
             yield
             return
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             if not _lock(descriptor, PATIENCE):
-                raise GrowpruneError(f"{self.path} is in use by another process: wait for it, or stop it first")
+                raise GrowpruneError(f"{self.path} is in use by another process. Wait for it, or stop it first")
             for folder in (self.path, self.checkpoints, *self.checkpoints.glob("branches/*")):
                 atomic.remove_leftovers(folder)
             yield
@@ -134,39 +140,44 @@ class RunFolder:
             os.close(descriptor)
 
     def make(self) -> None:
-        """Make the folder itself, so that it can be locked; one that is there stays as it is."""
+        """Make the folder if it does not exist, so that it can be locked."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(f"cannot write to {self.path}: {error}") from error
 
     def write_recipe(self, recipe: Recipe, origin: dict[str, Any]) -> None:
-        """Say what runs here; `origin` says how to find the recipe again."""
-        started_by = {"job": job()} if job() else {}
-        json_file.write(self.recipe, {"format": FORMAT, **started_by, **origin, "recipe": describe(recipe)})
+        """Write recipe.json. `origin` says how to find the recipe again."""
+        here = {"inode": self.path.stat().st_ino} | ({"job": job()} if job() else {})
+        json_file.write(self.recipe, {"format": FORMAT, **here, **origin, "recipe": describe(recipe)})
+
+    def is_made_here(self) -> bool:
+        """True if this user started the run in this folder. A copied or unpacked folder has another inode."""
+        found = self.path.stat()
+        return found.st_uid == os.geteuid() and self.read_recipe().get("inode") == found.st_ino
 
     def read_recipe(self) -> dict[str, Any]:
-        """What `write_recipe` wrote; raises GrowpruneError if the folder holds no run, or one of another format."""
+        """Read recipe.json. Raise GrowpruneError if the folder has no run, or one of another format."""
         try:
-            content = json_file.read(self.recipe, _RECIPE, "put a copy of it back, or start a new run elsewhere")
+            content = json_file.read(self.recipe, _RECIPE, "restore a copy of it, or start a new run elsewhere")
         except OSError as error:
-            raise GrowpruneError(f"{self.path} holds no run: {self.recipe.name} cannot be read ({error})") from error
+            raise GrowpruneError(f"{self.path} is no run folder: cannot read {self.recipe.name} ({error})") from error
         if (found := content.get("format") or 1) != FORMAT:
             age, remedy = ("a newer", "upgrade growprune") if found > FORMAT else ("an older", "start a new run")
             raise GrowpruneError(
-                f"{self.path} was started by {age} growprune (format {found}, and this one reads {FORMAT}): use that "
-                f"version, or {remedy}"
+                f"{self.path} was started by {age} growprune: it has format {found}, this version reads {FORMAT}. Use "
+                f"that version, or {remedy}"
             )
         return content
 
     def store_files(self, files: Mapping[str, bytes]) -> None:
-        """Keep what a task made of its data, by file name; what is there already must be the same."""
+        """Store files that a task made from its data. Raise if a stored file differs."""
         for name, content in files.items():
             path = self.path / name
-            if path.exists() and path.read_bytes() != content:
+            if path.exists() and atomic.plain_file(path).read_bytes() != content:
                 raise GrowpruneError(
-                    f"{path} is not what the data gives now: the data, or the weights it begins with, changed since "
-                    f"the run began; put it back, or start a new run"
+                    f"{path} differs from what the data gives now: the data, or the file of initial weights, changed "
+                    f"since the run started. Restore it, or start a new run"
                 )
             if not path.exists() and self.rank == 0:
                 with atomic.replacing(path) as file:
@@ -174,13 +185,13 @@ class RunFolder:
 
     def read_origin(self) -> dict[str, Any]:
         """How to find the recipe again."""
-        return {name: value for name, value in self.read_recipe().items() if name not in ("recipe", "format", "job")}
+        return {name: value for name, value in self.read_recipe().items() if name not in _OWN}
 
     def portable_origin(self) -> dict[str, Any]:
-        """How to find the recipe again on any machine: without where files lie on this one."""
+        """How to find the recipe again on any machine, without the paths of this one."""
         try:
             origin = self.read_origin()
-        except GrowpruneError:  # the outcome of a run is worth more than what is known of its beginning
+        except GrowpruneError:  # a result without its origin is better than no result
             return {}
         path, colon, function = str(origin.get("source") or "").rpartition(":")
         named = {"source": f"{Path(path).name}:{function}"} if colon else {}
@@ -189,20 +200,32 @@ class RunFolder:
         return origin | named | ({"settings": settings} if "settings" in origin else {})
 
     def how_to_resume(self) -> str:
-        """The command line finds the recipe again if it started the run; one from Python only Python has."""
+        """The command that resumes the run, or the Python call for a run that was started from Python."""
         if self.read_origin().get("source"):
             return f"`growprune resume {shlex.quote(str(self.path))}`"
         return f"growprune.resume(recipe, {str(self.path)!r})"
 
     def read_result(self) -> dict[str, Any]:
-        remedy = "remove it and resume the run, which makes it again"
+        remedy = "remove it and resume the run to write it again"
         return json_file.read(self.result, RESULT, remedy)
 
+    def check_model(self, result: Mapping[str, Any]) -> None:
+        """Raise if the model file of a finished run is missing or has another length or a damaged header."""
+        try:
+            length = atomic.plain_file(self.model).stat().st_size
+            if length != result["file_bytes"]:
+                raise GrowpruneError(f"it has {length} bytes instead of {result['file_bytes']}")
+            with open_sparse(self.model):
+                pass
+        except (GrowpruneError, OSError) as error:
+            remedy = f"remove {self.result} and resume the run to write both again"
+            raise GrowpruneError(f"{self.model} is missing or damaged ({error}): {remedy}") from error
+
     def read_rows(self, stage: int, branch: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """What came of a branch of a fork, epoch by epoch, and what it cost."""
+        """Read the history and the cost of a branch of a fork."""
         folder = self.branch(stage, branch)
         names = {"rows": list, "cost": dict, **{f"rows.*.{name}": kind for name, kind in _ROW.items()}}
-        remedy = f"remove {folder} and resume, which trains that branch again"
+        remedy = f"remove {folder} and resume the run to train that branch again"
         content = json_file.read(folder / "rows.json", names, remedy)
         return content["rows"], content["cost"]
 
@@ -212,19 +235,19 @@ class RunFolder:
         json_file.write(folder / "rows.json", {"rows": list(rows), "cost": dict(cost)})
 
     def write_plan(self, plan: Plan) -> None:
-        """The parts, and the phases with those that are alike folded into one row; a long plan has thousands."""
+        """Write the parts and the phases. Similar phases share a row, because a long plan has thousands."""
         content = {"parts": parts_of(plan), "phases": phases_of(plan), "sha256": digest_of(plan)}
         json_file.write(self.plan, content)
 
     def read_plan(self) -> dict[str, Any]:
-        """What `write_plan` wrote; nothing if the file is lost or damaged, since no training depends on it."""
+        """Read plan.json. Empty if the file is missing or damaged, because training does not depend on it."""
         try:
             return json_file.read(self.plan, {"parts": dict, "phases": list, "sha256": str}, "")
         except (OSError, GrowpruneError):
             return {}
 
     def append(self, event: Event) -> None:
-        """Add a line to the log. A line cut short by a kill is ended first, so that it spoils no other."""
+        """Append a line to the log. If a kill cut the last line short, end it first."""
         line = json.dumps({"time": round(time.time(), 3), **event}) + "\n"
         try:
             with self.log.open("a+b") as log:
@@ -235,13 +258,13 @@ class RunFolder:
             raise OSError(f"cannot write to {self.log}: {error}") from error
 
     def kept(self) -> list[int]:
-        """Checkpoints that stay whatever comes."""
-        with contextlib.suppress(FileNotFoundError, ValueError):  # damaged, it keeps the run only from being extended
-            return [int(self.search_end.read_text())]
+        """Numbers of the checkpoints that are never removed."""
+        with contextlib.suppress(OSError, ValueError):  # damaged, it keeps the run only from being extended
+            return [int(atomic.plain_file(self.search_end).read_text())]
         return []
 
     def set_aside(self) -> None:
-        """Move the outcome of a finished run out of the way of one that goes on."""
+        """Move the result of a finished run into a subfolder before the run is extended."""
         earlier = self.path / "earlier"
         target = earlier / str(1 + sum(1 for _ in earlier.glob("*")))
         target.mkdir(parents=True)
@@ -251,12 +274,12 @@ class RunFolder:
 
 
 def phases_of(plan: Plan) -> list[dict[str, Any]]:
-    """The phases of a plan as plan.json has them."""
+    """The phases of a plan as plan.json stores them."""
     return [row.to_dict() for row in fold(walk(plan))]
 
 
 def digest_of(plan: Plan) -> str:
-    """Tells plans apart that look alike when folded, as two ways from one sparsity to another do."""
+    """Digest of all phases of a plan. It differs for plans that look alike when folded."""
     phases = [Row((scheduled,)).to_dict() for scheduled in walk(plan)]
     return hashlib.sha256(json.dumps(phases).encode()).hexdigest()
 
@@ -267,12 +290,12 @@ def parts_of(plan: Plan) -> dict[str, list[str]]:
 
 
 def _is_of_others(path: Path) -> bool:
-    """Whether a file is more than what a kill leaves of a run that was just about to start."""
+    """True for files that are not leftovers of a run killed at its start."""
     return not path.name.startswith(".recipe.json.")
 
 
 def _lock(descriptor: int, patience: float) -> bool:
-    """Whether nobody else has the lock; tries for some seconds, since workers of a killed process hold it too."""
+    """Take the lock and return True, or False after some seconds. Workers of a killed process may still hold it."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -288,7 +311,7 @@ def _lock(descriptor: int, patience: float) -> bool:
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether another process has the lock of a folder."""
+    """True if another process holds the lock of a folder."""
     if not path.is_dir():
         return False
     descriptor = os.open(path, os.O_RDONLY)

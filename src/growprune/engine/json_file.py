@@ -1,4 +1,4 @@
-"""JSON files of ours: written whole, and read with suspicion, since a disk or a person may have changed them."""
+"""Read and write JSON files: written atomically, and validated when read."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from growprune.errors import GrowpruneError, shorten
-from growprune.files.atomic import replacing
+from growprune.files.atomic import plain_file, replacing
 
 Kind = type | tuple[type, ...]
 Names = Mapping[str, Kind]
-"""What a file must have. Dots reach inside, `*` is every item, and a name with `?` may be missing or null."""
+"""Required names and types of a file. Dots name nested values, `*` is every item, and names with `?` are optional."""
 
 NUMBER = (int, float)
 _MISSING: Any = object()
 
 
 def read(path: Path, names: Names, remedy: str) -> dict[str, Any]:
-    """The content of a JSON file in which some names must be.
+    """Read a JSON file and check that it has all required names.
 
     Raises:
-        GrowpruneError: in one line, with the remedy, if it is damaged.
+        GrowpruneError: if the file is damaged; it ends with the remedy.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(plain_file(path).read_text())
     except (ValueError, RecursionError) as error:
         raise GrowpruneError(f"{path} is damaged ({error}): {remedy}") from error
     if wrong := fault(content, names):
@@ -36,13 +36,13 @@ def read(path: Path, names: Names, remedy: str) -> dict[str, Any]:
 
 
 def write(path: Path, value: Any) -> None:
-    """Replace a JSON file as a whole or not at all."""
+    """Write a JSON file atomically."""
     with replacing(path) as file:
         file.write((json.dumps(value, indent=2) + "\n").encode())
 
 
 def fault(content: Any, names: Names) -> str:
-    """What is wrong with the content of a file, or of a line of one; nothing if it has all names.
+    """Describe what is wrong with the content of a file or a line of it. Empty if nothing is.
 
     >>> fault({"epoch": "one"}, {"epoch": int}), fault({"epoch": 1}, {"epoch": int, "loss?": NUMBER})
     ("its epoch is 'one'", '')
@@ -57,7 +57,7 @@ def fault(content: Any, names: Names) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The same with null for what is no number, or endless: JSON knows neither, though Python writes both."""
+    """Replace nan and infinity by None, because JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -66,7 +66,7 @@ def finite(value: Any) -> Any:
 
 
 def _find(content: Any, name: str) -> Iterator[Any]:
-    """Every value that a name stands for, and `_MISSING` where there is none."""
+    """Find every value that matches a name, or `_MISSING`."""
     if not name:
         yield content
         return
@@ -87,5 +87,5 @@ def _is_of(value: Any, kind: Kind) -> bool:
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if isinstance(value, int) and abs(value) > sys.float_info.max:  # no count of ours, and nothing to reckon with
         return False
-    # true is a whole number to isinstance
+    # bool is an int to isinstance
     return isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)

@@ -1,8 +1,8 @@
-"""Several processes: how those that torchrun started find each other, and what each of them does.
+"""Several processes: how those that torchrun started find each other, and the task of each.
 
-They lie on two axes: mask groups, which take the branches of a fork, and data replicas inside each group. Ranks count
-through the replicas first: with 2 groups of 3 replicas, ranks 0-2 are group 0. One process is a mesh of one group with
-one replica, and runs the same code.
+They form two axes: mask groups, which take the branches of a fork, and data replicas inside each group. Replicas of a
+group have consecutive ranks: with 2 groups of 3 replicas, ranks 0-2 are group 0. A single process is a mesh of one
+group with one replica, and runs the same code.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from growprune.sparse.model import SparseModel
 
 
 class PeerFailed(RuntimeError):
-    """Another process did not come to where this one waits for it, or came with something else."""
+    """Another process failed, did not arrive in time, or has other data than this one."""
 
 
 def join(device: torch.device, timeout_seconds: float) -> int:
-    """Join the processes that torchrun started, if it did, and return the rank of this one."""
+    """Join the processes of torchrun, if there are any, and return the rank of this one."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         wait = timedelta(seconds=timeout_seconds)
         backend = take_a_gpu(device) if device.type == "cuda" else "gloo"
@@ -45,7 +45,7 @@ def join(device: torch.device, timeout_seconds: float) -> int:
 
 
 def take_a_gpu(device: torch.device) -> str:
-    """Choose this process' GPU, unless the recipe does, and how to talk: NCCL, which lets no processes share a GPU."""
+    """Choose the GPU of this process, unless the recipe names one, and the backend. NCCL needs a GPU per process."""
     gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.index is None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
@@ -61,16 +61,16 @@ def _find_store(wait: timedelta) -> tuple[Any, int, int]:
     except (dist.DistError, dist.DistNetworkError, dist.DistStoreError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise PeerFailed(
-            f"cannot meet at {where} ({reason_of(error)}): choose a free port of a machine that all others reach"
+            f"cannot connect to {where} ({reason_of(error)}). Use a free port on a machine that all others can reach"
         ) from error
     return store, rank, world
 
 
 def _meeting_name(store: Any, rank: int, world: int, timeout_seconds: float) -> str:
-    """A name that the processes of this start agree on, and no earlier start had.
+    """A name that all processes of this start agree on, and that no earlier start had.
 
-    torchrun keeps one store while it starts processes again, and what dead ones wrote there would be taken for the
-    living: so every process asks under a name of its own, and the first answers until all have heard it.
+    torchrun keeps one store over restarts, so entries of dead processes are still there. Therefore every process asks
+    under a unique name, and rank 0 answers until all have received the answer.
     """
     mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_seconds
     if rank > 0:
@@ -87,31 +87,31 @@ def _meeting_name(store: Any, rank: int, world: int, timeout_seconds: float) -> 
                 waiting.remove(other)
         time.sleep(0.01)
     if waiting:
-        raise PeerFailed(f"rank 0 gave up while starting: rank {min(waiting)} did not come in {timeout_seconds:g} s")
+        raise PeerFailed(f"rank 0 gave up while starting: rank {min(waiting)} did not join in {timeout_seconds:g} s")
     return mine
 
 
 def may_be_restarted() -> bool:
-    """Whether torchrun started this process, which it does again after a fault: a run that is there is then ours."""
+    """True if torchrun started this process. After a failure it starts it again, and the run then exists already."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def job() -> str:
-    """A name for the job that torchrun is carrying out, the same after each restart; empty without torchrun.
+    """A name for the torchrun job, the same after each restart. Empty without torchrun.
 
-    Its run id alone would not do, which is "none" unless a user gives one: the folder of its logs is a fresh one.
+    The run id alone is not enough: it is "none" unless the user gives one. The log folder is new for each job.
     """
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # <logs of the job>/attempt_0/<rank>/error.json
     return error_file.parent.parent.parent.name or os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def is_restart_of(earlier_job: str) -> bool:
-    """Whether torchrun has started this process again, after a fault, in a job."""
+    """True if torchrun restarted this process in a job after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and job() == earlier_job
 
 
 def ask_first(flag: bool) -> bool:
-    """What the first process says, on all of them: they look at one folder, but not from one machine."""
+    """The answer of rank 0, on all ranks. Other machines may see an older state of the folder."""
     if not dist.is_initialized():
         return flag
     answer = torch.tensor(int(flag), device="cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -130,30 +130,29 @@ def wait_for_all() -> None:
 def _starting() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # as torch tells of a connection that is gone
+    except RuntimeError as error:  # torch raises it for a lost connection
         raise PeerFailed(f"rank {dist.get_rank()} gave up while starting: {reason_of(error)}") from error
 
 
 def leave() -> None:
-    """Part from the other processes, at the end."""
+    """Leave the process group at the end."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def reason_of(error: Exception) -> str:
-    """What an error says, in one line of bearable length."""
+    """The message of an error in one short line."""
     return shorten(" ".join(str(error).split()), 300)
 
 
 ASK_EVERY = 16
-"""How many iterations to wait, on GPUs, before the replicas are asked again whether to stop."""
+"""On GPUs, iterations between checks whether any replica wants to stop."""
 
 
 class Mesh:
-    """Where this process stands among the others.
-
+    """The groups and replicas of a run, and the place of this process among them.
     Args:
-        replicas: how many processes train each branch together; 0 for as many as the plan can use that way.
+        replicas: number of processes that train each branch together; 0 for as many as the plan can use.
         timeout_seconds: how long to wait for another process.
     """
 
@@ -168,33 +167,33 @@ class Mesh:
         self.group, self.replica = divmod(self.rank, self.replicas)
         self.bytes_received = 0
         self.phase = "starting"
-        """What the run is at, for whoever has to be told that it hangs there."""
+        """The current phase of the run, for error messages."""
         ranks = [range(g * self.replicas, (g + 1) * self.replicas) for g in range(self.groups)]
         self.data_group = self._axis(ranks)
         """The process group of this branch's replicas; None if there is one only."""
         self._mask_group = self._axis(list(zip(*ranks, strict=True)))
 
     def _axis(self, lines: Sequence[Sequence[int]]) -> Any:
-        """The process group of the line this rank is on; every rank has to make them all."""
+        """The process group of this rank along an axis. Every rank has to create all groups."""
         made = [dist.new_group(list(line), timeout=self._timeout) if len(line) > 1 else None for line in lines]
         return next(group for group, line in zip(made, lines, strict=True) if self.rank in line)
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes what all share."""
+        """True if this process writes the shared files."""
         return self.rank == 0
 
     @property
     def leads_group(self) -> bool:
-        """Whether this process writes what its group alone knows."""
+        """True if this process writes the files of its group."""
         return self.replica == 0
 
     def is_local(self, branch: int) -> bool:
-        """Whether this process' group trains a branch; with fewer groups than branches, they go in waves."""
+        """True if this process' group trains a branch. With fewer groups than branches, each group trains several."""
         return branch % self.groups == self.group
 
     def barrier(self, where: str) -> None:
-        """Wait until every process is here; one that does not come is named."""
+        """Wait until every process arrives. The error names a process that does not."""
         if self.world > 1:
             with self.waiting(where):
                 if dist.get_backend() == "gloo":
@@ -203,7 +202,7 @@ class Mesh:
                     dist.barrier()
 
     def agree(self, what: dict[str, str], where: str) -> None:
-        """Raise on every process if they differ in any of these texts, naming the process and what differs."""
+        """Raise on every process if they differ in any string. The error names the rank and what differs."""
         if self.world == 1:
             return
         mine = torch.tensor([_number(text) for text in what.values()], dtype=torch.int64, device=self.device())
@@ -213,17 +212,17 @@ class Mesh:
         for rank, theirs in enumerate(all_of_them):
             for name, here, there in zip(what, all_of_them[0].tolist(), theirs.tolist(), strict=True):
                 if here != there:
-                    raise PeerFailed(f"{where}: rank {rank} has another {name} than rank 0: all must have the same")
+                    raise PeerFailed(f"{where}: {name} on rank {rank} differs from rank 0. All must be equal")
 
     def agree_on_masks(self, sparse: SparseModel, where: str) -> None:
-        """Every process prunes by itself; that they prune alike is not left to hope."""
+        """Check that all processes have the same masks, because every process prunes by itself."""
         if self.world > 1:
             packed = {name: pack(mask).cpu().numpy().tobytes() for name, mask in sparse.masks.items()}
             digests = {f"mask of {name}": hashlib.sha256(bits).hexdigest() for name, bits in packed.items()}
             self.agree(digests, where)
 
     def any(self, flag: bool, iteration: int) -> bool:
-        """Whether the flag is up on any replica of this group. Asked seldom where the answer makes a GPU wait."""
+        """True if the flag is set on any replica of this group. On GPUs, checked only every ASK_EVERY iterations."""
         if self.data_group is None:
             return flag
         if self.device().type == "cuda" and iteration % ASK_EVERY:
@@ -238,12 +237,12 @@ class Mesh:
         return value
 
     def combine(self, returned: Snapshot, parts: Sequence[Sequence[str]], like: Snapshot) -> Snapshot:
-        """Every part of a fork, each from the group that trained its branch.
+        """Collect every part of a fork from the group that trained its branch.
 
         Args:
-            returned: the tensors of the parts that the branches trained by this process' group return.
-            parts: by branch, the names of the tensors it returns.
-            like: any copy of all of them, for shapes and dtypes.
+            returned: the tensors that the branches of this process' group return.
+            parts: the names of the tensors that each branch returns.
+            like: tensors with the same names, for shapes and dtypes.
         """
         if self.groups == 1:
             return returned
@@ -273,7 +272,7 @@ class Mesh:
 
     @contextlib.contextmanager
     def waiting(self, where: str) -> Iterator[None]:
-        """Around what waits for other processes: if they do not come, says who waited, and where."""
+        """Context for waiting on other processes. If they do not arrive, the error says who waited and where."""
         try:
             yield
         except RuntimeError as error:
@@ -288,7 +287,7 @@ class Mesh:
 
 
 def _is_about_peers(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised it because a peer is late, or gone; gloo has no kind of error of its own."""
+    """True if torch.distributed raised an error because a peer is late or gone. gloo has no error class of its own."""
     words = ("gloo", "NCCL", "ProcessGroup", "monitoredBarrier")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
@@ -306,11 +305,10 @@ def _number(text: str) -> int:
 
 def check_shape(world: int, replicas: int, branches: int) -> None:
     if world % replicas:
-        raise GrowpruneError(
-            f"{world} processes cannot be groups of {replicas} replicas: start a multiple of {replicas}"
-        )
+        raise GrowpruneError(f"the number of processes must be a multiple of replicas={replicas}, got {world}")
     if world // replicas > branches:
         raise GrowpruneError(
-            f"{world} processes with {replicas} replicas each are {world // replicas} groups, but the plan has only "
-            f"{branches} branches: start at most {branches * replicas}, or set replicas={-(-world // branches)}"
+            f"{world} processes with replicas={replicas} make {world // replicas} groups, but the plan has only "
+            f"{branches} branches. Start at most {branches * replicas} processes, or set "
+            f"replicas={-(-world // branches)}"
         )

@@ -1,4 +1,4 @@
-"""Which of two scores is the better one: decided here, for the best model of a run, for comparisons and for reports."""
+"""Metrics: which of two scores is better, for runs, comparisons and reports."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Metric:
-    """The number that says how good a model is."""
+    """Name and direction of the number that measures a model."""
 
     name: str
     lower_is_better: bool = False
-    """Of an accuracy a better model has more, of a loss less."""
+    """False for an accuracy, True for a loss."""
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Metric:
-        """As a result or an event of a log says it; without a name if it does not."""
+        """The metric of a result or a logged event. The name is empty if there is none."""
         return cls(str(result.get("metric") or ""), bool(result.get("lower_is_better", False)))
 
     def is_as_good(self, score: float, than: float) -> bool:
-        """Whether a score is as good as another, or better; any is better than what is no number, which is never.
+        """True if a score is as good as another, or better. nan is worse than any number.
 
         >>> Metric("accuracy").is_as_good(2.0, than=1.0), Metric("loss", True).is_as_good(2.0, than=1.0)
         (True, False)
@@ -35,7 +35,7 @@ class Metric:
         return score <= than if self.lower_is_better else score >= than
 
     def best(self, scores: Mapping[Key, float]) -> Key | None:
-        """Whose score is the best; of equals, the first. What is no number is nobody's best.
+        """The name with the best score, the first among equals. nan is never the best.
 
         >>> Metric("accuracy").best({"a": 1.0, "b": 2.0}), Metric("loss", True).best({"a": 1.0, "b": 2.0})
         ('b', 'a')
@@ -46,12 +46,12 @@ class Metric:
 
     @property
     def direction(self) -> str:
-        """In words, where a reader would not expect it."""
+        """A note if lower is better. Empty otherwise."""
         return " (lower is better)" if self.lower_is_better else ""
 
 
 def mean(values: Collection[float]) -> float | None:
-    """Of some figures; nan if any of them is no number, or endless: a diverged run is not left out of its row.
+    """Mean of some numbers. nan if any is nan or infinite, so that a diverged run still counts.
 
     >>> mean([1.0, 2.0]), mean([1.0, math.inf]), mean([])
     (1.5, nan, None)
@@ -62,7 +62,7 @@ def mean(values: Collection[float]) -> float | None:
 
 
 def deviation(values: Collection[float]) -> float | None:
-    """The standard deviation over seeds; none if there is one only, or if any figure is no number.
+    """Standard deviation over seeds. None for a single number, or if any is nan.
 
     >>> deviation([1.0, 3.0]), deviation([1.0, math.nan])
     (1.4142135623730951, None)
@@ -72,7 +72,7 @@ def deviation(values: Collection[float]) -> float | None:
 
 
 def in_full(number: float) -> str:
-    """A number with all its digits, and no more than it needs: sparsities that differ are never written alike.
+    """Format a number with all its digits, so that different sparsities never look the same.
 
     >>> in_full(0.9), in_full(0.0), in_full(0.9000001)
     ('0.9', '0', '0.9000001')
@@ -81,7 +81,7 @@ def in_full(number: float) -> str:
 
 
 def decimals(score: float | None) -> int:
-    """How many decimals of scores of this size to show: bits per byte are told apart by the third.
+    """Number of decimals to show for scores of this size. Bits per byte need three.
 
     >>> decimals(39.3), decimals(1.47)
     (2, 3)
@@ -90,7 +90,7 @@ def decimals(score: float | None) -> int:
 
 
 def scaled(count: float) -> str:
-    """A count in three digits, such as 3.12 G.
+    """Format a count with three digits and a unit, such as 3.12 G.
 
     >>> scaled(3_120_000_000), scaled(12)
     ('3.12 G', '12')

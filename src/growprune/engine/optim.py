@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules, as settings; and how settings are checked where they are made."""
+"""Settings for optimizers and learning-rate schedules, and checks of settings."""
 
 from __future__ import annotations
 
@@ -24,43 +24,43 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 FUSED = ("sgd", "adam", "adamw")
-"""Those that step in one kernel on a GPU."""
+"""Optimizers with a fused kernel on GPUs."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Which optimizer a recipe trains with, and its settings."""
+    """The optimizer of a recipe, and its settings."""
 
     kind: str = "sgd"
     """A name in `OPTIMIZERS`."""
     lr: float = 0.1
     """The peak of the learning-rate schedule."""
     weight_decay: float = 0.0
-    """On weights only: norms and biases do not decay."""
+    """Applies to weights only, not to norms and biases."""
     momentum: float | None = None
-    """sgd and rmsprop."""
+    """For sgd and rmsprop."""
     nesterov: bool = False
-    """sgd."""
+    """For sgd."""
     betas: tuple[float, float] | None = None
-    """adam and adamw."""
+    """For adam and adamw."""
     eps: float | None = None
-    """All but sgd."""
+    """For all but sgd."""
 
     def __post_init__(self) -> None:
         require(self.kind in OPTIMIZERS, "kind", self.kind, f"one of {', '.join(OPTIMIZERS)}")
-        require(0 <= self.lr < math.inf, "lr", self.lr, "0 or more")
-        require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
-        require(self.momentum is None or 0 <= self.momentum < 1, "momentum", self.momentum, "from 0 to below 1")
-        require(all(0 <= beta < 1 for beta in self.betas or ()), "betas", self.betas, "from 0 to below 1, both")
-        require(self.eps is None or 0 < self.eps < math.inf, "eps", self.eps, "above 0")
+        require(0 <= self.lr < math.inf, "lr", self.lr, ">= 0")
+        require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, ">= 0")
+        require(self.momentum is None or 0 <= self.momentum < 1, "momentum", self.momentum, "in [0, 1)")
+        require(all(0 <= beta < 1 for beta in self.betas or ()), "betas", self.betas, "in [0, 1) each")
+        require(self.eps is None or 0 < self.eps < math.inf, "eps", self.eps, "> 0")
 
     @property
     def num_states(self) -> int:
-        """How many numbers it keeps of each weight."""
+        """Number of state values per weight."""
         return {"adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1}.get(self.kind, 0) + bool(self.momentum)
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer of a model's parameters, those that decay in a group of their own."""
+        """Build the optimizer of a model. Parameters with weight decay are in a group of their own."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         decaying = _matrices(model)
         groups: list[dict[str, Any]] = [
@@ -78,11 +78,11 @@ class OptimizerConfig:
         try:
             return OPTIMIZERS[self.kind]([g for g in groups if g["params"]], lr=self.lr, **options)
         except (TypeError, ValueError) as error:
-            raise GrowpruneError(f"optimizer {self.kind} does not take all of {', '.join(options)}: {error}") from error
+            raise GrowpruneError(f"optimizer {self.kind} does not accept {', '.join(options)}: {error}") from error
 
 
 def _matrices(model: nn.Module) -> set[int]:
-    """Parameters of two or more dimensions, however they are stored."""
+    """Ids of the parameters with two or more dimensions, for any storage."""
     return {
         id(parameter)
         for module in model.modules()
@@ -93,32 +93,32 @@ def _matrices(model: nn.Module) -> set[int]:
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The learning rate from one restart of the plan to the next, as a factor of its peak."""
+    """Learning-rate schedule from one restart of the plan to the next, as a factor of the peak."""
 
     shape: Literal["cosine", "step", "inverse_sqrt", "constant"] = "cosine"
     warmup_epochs: float = 0.0
-    """Linear from (nearly) zero to the peak."""
+    """Epochs of linear warm-up from (nearly) zero to the peak."""
     warmup_iterations: int = 0
-    """The same in iterations; counts instead of epochs if it is not 0."""
+    """Iterations of warm-up. Replaces warmup_epochs if not 0."""
     milestones: tuple[float, ...] = ()
-    """step: the shares of the schedule after which the rate drops."""
+    """step: fractions of the schedule after which the rate drops."""
     every_epochs: float = 0.0
-    """step: drop each time so many epochs are over; counts instead of milestones if it is not 0."""
+    """step: epochs between drops. Replaces milestones if not 0."""
     gamma: float = 0.1
-    """step: what the rate is multiplied by at each drop."""
+    """step: factor of each drop."""
     floor: float = 0.0
-    """step: the least factor."""
+    """step: smallest factor."""
 
     def __post_init__(self) -> None:
         check_choices(self)
         for name in ("warmup_epochs", "warmup_iterations", "every_epochs"):
-            require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "0 or more")
-        require(all(0 <= share <= 1 for share in self.milestones), "milestones", self.milestones, "from 0 to 1, each")
-        require(0 < self.gamma <= 1, "gamma", self.gamma, "above 0 and at most 1")
-        require(0 <= self.floor <= 1, "floor", self.floor, "from 0 to 1")
+            require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), ">= 0")
+        require(all(0 <= share <= 1 for share in self.milestones), "milestones", self.milestones, "in [0, 1] each")
+        require(0 < self.gamma <= 1, "gamma", self.gamma, "in (0, 1]")
+        require(0 <= self.floor <= 1, "floor", self.floor, "in [0, 1]")
 
     def factor(self, iteration: int, *, total: int, per_epoch: int) -> float:
-        """The factor for an iteration, counted from 0, of `total`, with `per_epoch` of them an epoch."""
+        """The factor for an iteration (from 0) out of `total`, with `per_epoch` iterations per epoch."""
         warmup = self.warmup_iterations or round(self.warmup_epochs * per_epoch)
         # 1) linear warm-up; its first iteration already moves
         if iteration < warmup:
@@ -142,11 +142,11 @@ class LRSchedule:
 
 def require(holds: bool, name: str, value: object, must: str) -> None:
     if not holds:
-        raise GrowpruneError(f"{name} is {value!r}, but must be {must}")
+        raise GrowpruneError(f"{name} must be {must}, got {value!r}")
 
 
 def check_choices(settings: object) -> None:
-    """Raise if a field of a dataclass that is annotated `Literal[...]` holds something else: Python does not look."""
+    """Raise if a dataclass field annotated `Literal[...]` has another value."""
     kind: Any = type(settings)
     for name, allowed in _choices(kind).items():
         value = getattr(settings, name)
@@ -155,6 +155,6 @@ def check_choices(settings: object) -> None:
 
 @cache
 def _choices(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
-    """What the fields annotated `Literal[...]` may hold. Kept, as reading annotations is slow, and comparisons make
-    thousands of recipes."""
+    """Allowed values of the fields annotated `Literal[...]`. Cached, because reading annotations is slow, and
+    comparisons make thousands of recipes."""
     return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}

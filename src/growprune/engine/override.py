@@ -1,4 +1,4 @@
-"""`--set key=value`: change a field of a recipe by its name, checked against the field's type."""
+"""`--set key=value`: change a field of a recipe by name, with a check of its type."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 from growprune import methods
 from growprune.engine.recipe import Recipe, own_options
 from growprune.engine.source import is_source, load
-from growprune.errors import GrowpruneError
-from growprune.masks.partition_kinds import parse_partition
+from growprune.errors import MAX_VALUE, GrowpruneError, shorten
+from growprune.masks.partition_kinds import parse_parts
 from growprune.plan import Plan
 
 
 def override(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
-    """The recipe with some fields changed; dots reach inside, as in `task.width` or `options.steps`."""
+    """Change fields of a recipe. Dots name nested fields, as in `task.width` or `options.steps`."""
     if "method" in settings:  # first, because the options that may be set are the method's
         recipe = _with_method(recipe, settings["method"])
     for key, text in settings.items():
@@ -30,10 +30,10 @@ def override(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
 
 
 def parse_settings(texts: list[str]) -> dict[str, str]:
-    """["a=1", "b.c=x"] -> {"a": "1", "b.c": "x"}"""
+    """Parse settings: ["a=1", "b.c=x"] -> {"a": "1", "b.c": "x"}"""
     for text in texts:
         if "=" not in text:
-            raise GrowpruneError(f"--set got {text!r}, but wants key=value, such as sparsity=0.8")
+            raise GrowpruneError(f"--set must be KEY=VALUE, such as sparsity=0.8, got {text!r}")
     return {key.strip(): value.strip() for key, _, value in (text.partition("=") for text in texts)}
 
 
@@ -42,16 +42,19 @@ def _with_method(recipe: Recipe, name: str) -> Recipe:
     taken, options = own_options(method), dict(recipe.options)
     if "iterations" in taken and "finetune" in options:  # then epochs were those of a step, and not of all
         options.pop("epochs", None)
-    return replace(recipe, method=method, options={k: v for k, v in options.items() if k in taken})
+    is_default = recipe.allocation == getattr(recipe.method, "allocation", "uniform")
+    allocation = "" if is_default else recipe.allocation  # the new method's own instead of the old one's
+    options = {name: value for name, value in options.items() if name in taken}
+    return replace(recipe, method=method, options=options, allocation=allocation)
 
 
 def find_method(name: str) -> Callable[..., Plan]:
-    """One of `METHODS`, or what `path.py:function` names."""
+    """Find a method by its name in `METHODS`, or as `path.py:function`."""
     if not is_source(name):
         return methods.find_method(name, otherwise=", or give path.py:function")
     found = load(name, "method")
     if not hasattr(found, "__wrapped__"):
-        raise GrowpruneError(f"{name} is no method: write @growprune.method above it")
+        raise GrowpruneError(f"{name} is not a method. Decorate it with @growprune.method")
     return found
 
 
@@ -60,26 +63,31 @@ def _set(value: Any, path: list[str], text: str, key: str) -> Any:
         return _with_all_options(value, text)
     if isinstance(value, Recipe) and path[0] == "options":
         return _with_options(value, _option(value, path[1:], text, key))
-    if isinstance(value, Recipe) and path == ["partition"]:
-        return replace(value, partition=parse_partition(text))
-    known = {f.name: get_type_hints(type(value))[f.name] for f in fields(value)}
+    if isinstance(value, Recipe) and path == ["parts"]:
+        kind = getattr(value.method, "partition", "contiguous")
+        return replace(value, parts=parse_parts(int(text) if text.isdecimal() else text, kind=kind))
+    hints = get_type_hints(type(value))
+    known = {f.name: hints[f.name] for f in fields(value)}
     if path[0] not in known:
-        raise GrowpruneError(f"--set {key}: there is no {path[0]!r}; known are {', '.join(known)}")
+        raise GrowpruneError(f"--set {key}: unknown field {path[0]!r}. Fields are: {', '.join(known)}")
     inside = getattr(value, path[0])
     if is_dataclass(inside):
         if len(path) == 1:
-            raise GrowpruneError(f"--set {key}: name a field of it, such as {key}.{fields(inside)[0].name}=...")
+            raise GrowpruneError(f"--set {key}: set one of its fields, such as {key}.{fields(inside)[0].name}=...")
         return replace(value, **{path[0]: _set(inside, path[1:], text, key)})
     if len(path) > 1:
-        raise GrowpruneError(f"--set {key}: {path[0]} has no fields inside")
+        raise GrowpruneError(f"--set {key}: {path[0]} has no nested fields. Set {path[0]} itself")
     return replace(value, **{path[0]: convert(text, known[path[0]], key)})
 
 
 def _with_all_options(recipe: Recipe, text: str) -> Recipe:
-    """A JSON object takes the place of all options there were."""
+    """Replace all options by those of a JSON object."""
     wanted = next((value for value in _readings(text) if isinstance(value, dict)), None)
     if wanted is None:
-        raise GrowpruneError(f'--set options={text}: wants a JSON object, such as {{"steps": 4}}, or set options.steps')
+        given = shorten(text, MAX_VALUE)
+        raise GrowpruneError(
+            f'--set options must be a JSON object, such as {{"steps": 4}}, got {given}. Or set options.steps'
+        )
     recipe = replace(recipe, options={})
     for name, value in wanted.items():
         option = _option(recipe, [name], value if isinstance(value, str) else json.dumps(value), f"options.{name}")
@@ -99,12 +107,12 @@ def _option(recipe: Recipe, path: list[str], text: str, key: str) -> dict[str, A
     method = recipe.method
     if len(path) != 1 or path[0] not in [*list(inspect.signature(method).parameters)[1:], *own_options(method)]:
         known = ", ".join(f"options.{name}" for name in own_options(method))
-        raise GrowpruneError(f"--set {key}: {method.__name__} takes {known or 'no options'}")
+        raise GrowpruneError(f"--set {key}: unknown option of {method.__name__}. Options are: {known or 'none'}")
     return {path[0]: convert(text, _type_of_option(recipe, path[0]), key)}
 
 
 def _type_of_option(recipe: Recipe, name: str) -> Any:
-    """As the method annotates it; if it does not, that of its default, or of the present value; else anything."""
+    """The type of an option: its annotation, else the type of its default or current value, else object."""
     hints = get_type_hints(recipe.method)
     if name in hints:
         return hints[name]
@@ -117,7 +125,7 @@ def _type_of_option(recipe: Recipe, name: str) -> Any:
 
 
 def convert(text: str, hint: Any, key: str) -> Any:
-    """The value a text stands for, if it has the type a field wants: as JSON, as Python writes numbers, or as it is.
+    """Convert a string to the type of a field. It is read as JSON, as a Python number, or as it is.
 
     >>> convert(".9", float, "sparsity"), convert("true", bool, "restart"), convert('["a"]', tuple[str, ...], "x")
     (0.9, True, ('a',))
@@ -125,7 +133,7 @@ def convert(text: str, hint: Any, key: str) -> Any:
     readings = [text] if hint is str else [*_readings(text), text]
     fitted = next((v for v in (_fit(reading, hint) for reading in readings) if v is not _MISFIT), _MISFIT)
     if fitted is _MISFIT:
-        raise GrowpruneError(f"--set {key}={text}: wants {_say(hint)}")
+        raise GrowpruneError(f"--set {key} must be {_say(hint)}, got {shorten(text, MAX_VALUE)}")
     return fitted
 
 
@@ -180,10 +188,10 @@ def _say(hint: Any) -> str:
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_say(argument) for argument in get_args(hint))
     names = {
-        int: "a whole number",
+        int: "an integer",
         float: "a number",
         bool: "true or false",
-        str: "text",
+        str: "a string",
         types.NoneType: "null",
     }
     return names.get(hint, 'a list, such as ["a", "b"]')

@@ -1,4 +1,4 @@
-"""A recipe: everything that decides a run, as one frozen value."""
+"""A recipe: all settings of a run, in one frozen dataclass."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from growprune.engine.device import check_device
 from growprune.engine.optim import LRSchedule, OptimizerConfig, check_choices, require
 from growprune.errors import GrowpruneError
 from growprune.logs import check_names
+from growprune.masks.heads import heads
 from growprune.masks.partition import Partition
-from growprune.masks.partition_kinds import Contiguous, PartitionConfig
+from growprune.masks.partition_kinds import PARTS, PartitionConfig, parse_parts
 from growprune.plan import Plan
 from growprune.plan.settings import check_counts, plain
 from growprune.sparse.learning_rates import parse_lr_scaling
@@ -23,132 +24,160 @@ from growprune.sparse.model import SparseModel
 from growprune.tasks.task import Task
 
 SHARED = ("sparsity", "seed")
-"""Fields of a recipe that its method is given too, if it takes them."""
+"""Fields of a recipe that are passed to its method, if it accepts them."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides a run. Write a function that returns one; derive others with `dataclasses.replace`."""
+    """All settings of a run. Write a function that returns one; derive others with `dataclasses.replace`."""
 
     task: Task
     method: Callable[..., Plan]
     options: Mapping[str, Any]
-    """The method's own arguments, such as steps, epochs and finetune. Where a method counts in `iterations`, `epochs`
-    may be given instead."""
+    """Arguments of the method, such as steps, epochs and finetune. A method that takes `iterations` accepts `epochs`
+    instead."""
     weights: str = ""
-    """Begin with these: a safetensors file, sparse or dense, or the folder of a run. If the plan begins with masks as
-    they are (initial_mask="as_is"), those of the file come along, or its zeros; else all weights live at first."""
+    """Initial weights: a safetensors file, sparse or dense, or a run folder. With initial_mask="as_is" the masks (or
+    zeros) of the file are kept. Otherwise all weights are alive at first, and a method that starts sparse keeps the
+    largest ones (initial_mask="magnitude") unless its options say otherwise."""
     sparsity: float = 0.0
-    partition: PartitionConfig = field(default_factory=Contiguous)
-    """How the model is cut into parts: contiguous(4), balanced(4), named([...]) or per_layer()."""
-    allocation: str = "uniform"
+    parts: PartitionConfig = None  # type: ignore[assignment]  # always set after __post_init__
+    """The parts that grow in turn: balanced(4), contiguous(4), per_layer(), named([...]), or their number. Default:
+    four parts of the kind that suits the method."""
+    allocation: str = ""
+    """How layers share the sparsity: "uniform", "global" or "erk". Default: the one that suits the method."""
     pattern: str = "unstructured"
     scope: str = "model"
-    keep_dense: tuple[str, ...] = ()
+    keep_dense: tuple[str, ...] | Literal["auto"] = "auto"
+    """Names or globs of layers that are never pruned. "auto": output layers."""
     include: tuple[str, ...] = ()
     storage: Literal["masked", "compact"] = "masked"
     lr_scaling: float | Literal["auto"] = "auto"
-    """Let learning rates follow density: a layer of density d trains at lr * d ** -lr_scaling, at most 10 * lr."""
+    """Scale learning rates by density: a layer of density d trains at lr * d ** -lr_scaling, at most 10 * lr."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
-    """From each phase that restarts to the next that does; over the whole plan, if none does."""
+    """Runs from each restart to the next, or over the whole plan if there is none."""
     clip: float | None = None
-    """The largest norm of the gradient; None for any."""
+    """Maximum gradient norm. None: no clipping."""
     accumulate: int = 1
-    """Batches to an iteration."""
+    """Batches per iteration."""
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
     """On a GPU, compile the model, and replay forward and backward passes of batches of one shape as a CUDA graph."""
     graph: bool = False
-    """On a GPU, the same without compiling: for small models, whose kernels are done before Python has started the
-    next, and batches of more shapes than one wants to compile for. What a forward pass does in Python is done once: a
-    number that it draws with `random`, say, stays the same."""
+    """On a GPU, replay CUDA graphs without compiling: for small models, where starting kernels is the bottleneck, and
+    for batches of many shapes. Python code of the forward pass runs only once: a number that it draws with `random`
+    stays the same."""
     evaluate_every: int = 1
-    """Validate after each so many epochs, and after the last."""
+    """Epochs between validations. The last epoch is always validated."""
     candidates: bool = True
-    """Where a phase ends with an epoch that is validated, also evaluate what the model would be if it were pruned now.
-    The best of all models at the target sparsity, by validation data, is kept."""
+    """At the end of a phase, also evaluate the model pruned to the target sparsity. The best model at the target
+    sparsity, by validation data, is kept."""
     seed: int = 0
     device: str = "auto"
-    """"auto" for a GPU if there is one, or as torch names it: "cpu", "cuda", "cuda:1"."""
+    """"auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1"."""
     replicas: int = 0
-    """Under torchrun: how many processes share each batch. 0: one for each branch of a fork; all without forks."""
+    """Under torchrun: number of processes that split each batch. 0: one per branch of a fork, or all without forks."""
     shard: Literal["none", "fsdp"] = "none"
-    """Under torchrun: "fsdp" shards the model over the processes that share each batch, by torch's FSDP2, so that each
-    holds its share of the live weights and of the optimizer's state. Needs storage="compact"."""
+    """Under torchrun: "fsdp" shards live weights and optimizer state with FSDP2 over the processes that split a batch.
+    Needs storage="compact"."""
     sync_batchnorm: bool = True
-    """Whether BatchNorm sees the examples of all replicas, as in one process, or only its own, which is faster."""
+    """True: BatchNorm uses the examples of all replicas, as in one process. False: only its own, which is faster."""
     timeout_seconds: float = 600.0
-    """Under torchrun: how long to wait for another process."""
+    """Under torchrun: seconds to wait for another process."""
     checkpoint_seconds: float = 60.0
-    """The time between checkpoints; there is one after every branch of a fork too. No influence on results."""
+    """Seconds between checkpoints. Each branch of a fork ends with one too. Does not change results."""
     exploration: bool = True
-    """Whether to keep count of the weights that ever lived, and of how much the masks change, for the report. Takes two
-    bits a weight of the CPU's memory. No influence on results."""
+    """Track which weights ever lived and how much the masks change, for the report. Needs two bits of CPU memory per
+    weight. Does not change results."""
     log: tuple[str, ...] = ()
-    """What the run writes for people to look at: "csv", "tensorboard" (see growprune.logs). No influence on results."""
+    """Log formats: "csv", "tensorboard", "wandb" (growprune.logs). Does not change results."""
     claim: str = ""
-    """What the recipe is expected to reach, and where."""
+    """The expected result, and on which hardware."""
 
     def __post_init__(self) -> None:
         is_task = isinstance(self.task, Task) and is_dataclass(self.task)
-        require(is_task, "task", self.task, "of a frozen dataclass derived from growprune.tasks.Task")
+        require(is_task, "task", self.task, "a frozen dataclass derived from growprune.tasks.Task")
         check_choices(self)
         check_device(self.device)
-        object.__setattr__(self, "lr_scaling", parse_lr_scaling(self.lr_scaling))  # results say the number
+        self._fill()
         check_counts(1, accumulate=self.accumulate, evaluate_every=self.evaluate_every)
         check_counts(0, replicas=self.replicas)
-        require(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or None for no clipping")
+        require(self.clip is None or self.clip > 0, "clip", self.clip, "> 0, or None for no clipping")
         check_names(self.log)
         is_stored = self.shard == "none" or self.storage == "compact"
-        require(is_stored, "storage", self.storage, "'compact' with shard='fsdp': of masked weights nothing is saved")
+        require(is_stored, "storage", self.storage, "'compact' with shard='fsdp' (masked saves no memory)")
         self._check_options()
+
+    def _fill(self) -> None:
+        """Fill in the defaults of the method, so that results contain them."""
+        meant = getattr(self.method, "allocation", "uniform"), getattr(self.method, "partition", "contiguous")
+        object.__setattr__(self, "lr_scaling", parse_lr_scaling(self.lr_scaling))
+        object.__setattr__(self, "allocation", self.allocation or meant[0])
+        parts: Any = PARTS if self.parts is None else self.parts
+        if isinstance(parts, int | str):
+            parts = parse_parts(parts, kind=meant[1])
+        object.__setattr__(self, "parts", parts)
+
+    def kept_dense(self, model: nn.Module) -> tuple[str, ...]:
+        """Names of the layers of a model that are never pruned."""
+        return heads(model) if self.keep_dense == "auto" else self.keep_dense
 
     def _check_options(self) -> None:
         known = own_options(self.method)
         for name, value in self.options.items():
             if name in SHARED:  # the plan would go by the option, and the model by the field
-                raise GrowpruneError(f"options has {name}={value!r}: set the recipe's own field: {name}={value!r}")
+                raise GrowpruneError(f"{name} is not an option. Set the recipe's own field: {name}={value!r}")
             if name not in known:
-                raise GrowpruneError(f"{self.method.__name__} has no option {name!r}; it takes {', '.join(known)}")
+                raise GrowpruneError(
+                    f"unknown option {name!r} of {self.method.__name__}. Options are: {', '.join(known)}"
+                )
         if self.counts_iterations and {"epochs", "iterations"} <= self.options.keys():
-            raise GrowpruneError(f"options has epochs and iterations of {self.method.__name__}: give one of the two")
+            raise GrowpruneError(f"options of {self.method.__name__} has both epochs and iterations. Give one of them")
 
     def is_recorded(self, device: torch.device) -> bool:
-        """Whether forward and backward passes become CUDA graphs."""
+        """True if forward and backward passes become CUDA graphs."""
         return (self.compile or self.graph) and device.type == "cuda"
 
     @property
     def counts_iterations(self) -> bool:
-        """Whether the method counts in iterations: its plan's length in epochs depends on the data then."""
+        """True if the method takes iterations. The length of its plan in epochs then depends on the data."""
         return "iterations" in inspect.signature(self.method).parameters
 
     def plan(self, model: nn.Module, iterations_per_epoch: int = 0) -> Plan:
         """The recipe's plan for a model."""
-        partition = self.partition.cut(model, keep_dense=self.keep_dense, include=self.include)
-        return self.plan_over(partition, iterations_per_epoch)
+        return self.plan_over(self.cut(model), iterations_per_epoch)
+
+    def cut(self, model: nn.Module) -> Partition:
+        """Cut a model into the parts that grow in turn."""
+        return self.parts.cut(model, keep_dense=self.kept_dense(model), include=self.include)
 
     def plan_over(self, partition: Partition, iterations_per_epoch: int = 0) -> Plan:
         """The recipe's plan for any partition."""
         signature = inspect.signature(self.method)
         shared = {name: getattr(self, name) for name in SHARED if name in signature.parameters}
-        options = dict(self.options)
+        if "kappa" in signature.parameters and "kappa" not in self.options:
+            shared["kappa"] = min(PARTS, len(partition))
+        is_trained = self.weights and "initial_mask" in signature.parameters
+        options = ({"initial_mask": "magnitude"} if is_trained else {}) | dict(self.options)
         if self.counts_iterations and "epochs" in options and "epochs" not in signature.parameters:
             options["iterations"] = options.pop("epochs") * iterations_per_epoch
         try:
             signature.bind(partition, **shared, **options)
         except TypeError as error:
             instead = ", or epochs instead" if "iterations" in signature.parameters else ""
-            raise GrowpruneError(f"{self.method.__name__}: {error}; give it with options{instead}") from error
+            raise GrowpruneError(f"{self.method.__name__}: {error}. Give it in options{instead}") from error
         return self.method(partition, **shared, **options)
 
-    def sparse_settings(self) -> dict[str, Any]:
-        """What a SparseModel is told beside its model and its storage."""
-        names = ("sparsity", "allocation", "pattern", "scope", "keep_dense", "include", "seed", "lr_scaling")
-        return {name: getattr(self, name) for name in names}
+    def sparse_settings(self, model: nn.Module) -> dict[str, Any]:
+        """The arguments of SparseModel, without model and storage."""
+        names = ("allocation", "pattern", "scope", "include", "seed", "lr_scaling")
+        is_pruned = "sparsity" in inspect.signature(self.method).parameters
+        target = {"sparsity": self.sparsity if is_pruned else 0.0, "keep_dense": self.kept_dense(model)}
+        return target | {name: getattr(self, name) for name in names}
 
     def shapes(self) -> nn.Module:
-        """The task's model for its names and shapes; without weights, if it can be built so."""
+        """Build the task's model for its names and shapes, on the meta device if possible."""
         with torch.device("meta" if self.task.initialises_modules else "cpu"):
             return self.build_model()
 
@@ -156,34 +185,34 @@ class Recipe:
         model: object = self.task.build_model()
         if not isinstance(model, nn.Module):
             name, kind = type(self.task).__name__, type(model).__name__
-            raise GrowpruneError(f"build_model of {name} returned {kind}, but must return a torch.nn.Module")
+            raise GrowpruneError(f"build_model() of {name} must return a torch.nn.Module, got {kind}")
         return model
 
     def sparse_model(self, model: nn.Module) -> SparseModel:
-        """A model as the recipe makes it sparse; all its weights are alive still."""
-        return SparseModel(model, storage=self.storage, **self.sparse_settings())
+        """Wrap a model in a SparseModel with the settings of the recipe. All weights are still alive."""
+        return SparseModel(model, storage=self.storage, **self.sparse_settings(model))
 
     def extended(self, steps: int) -> Recipe:
         """The same recipe with a longer search."""
         check_counts(1, extend=steps)
         if not self.can_be_extended:
-            raise GrowpruneError(f"method {self.method.__name__} has no steps to extend")
+            raise GrowpruneError(f"{self.method.__name__} cannot be extended, because it has no option steps")
         return replace(self, options={**self.options, "steps": self.options["steps"] + steps})
 
     @property
     def can_be_extended(self) -> bool:
-        """Whether its method has a search, of so many steps, that can be lengthened."""
+        """True if its method has search steps, so that the search can be extended."""
         return "steps" in self.options
 
 
 def own_options(method: Callable[..., Plan]) -> list[str]:
-    """What a method takes beside the partition and what the recipe itself says; epochs stand for iterations."""
+    """Options of a method, without the partition and the fields of the recipe. epochs may replace iterations."""
     names = [name for name in list(inspect.signature(method).parameters)[1:] if name not in SHARED]
     return [*names, "epochs"] if "iterations" in names and "epochs" not in names else names
 
 
 def describe(value: Any) -> Any:
-    """A recipe, or anything in one, as plain JSON values; functions by their names."""
+    """Convert a recipe, or any value in it, to plain JSON values. Functions become their names."""
     if is_dataclass(value) and not isinstance(value, type):
         named = {} if isinstance(value, Recipe | OptimizerConfig | LRSchedule) else {"name": type(value).__name__}
         return named | {f.name: describe(getattr(value, f.name)) for f in fields(value)}

@@ -1,7 +1,7 @@
-"""A run: a recipe carried out in a folder, whose files docs/design.md lists.
+"""A run: trains a recipe in a folder. docs/design.md lists the files of the folder.
 
-A run can be killed at any moment; it resumes to the bits it would have reached. This file is the order of events; what
-they do is in building.py, trainer.py, evaluation.py, run_checkpoints.py, accounting.py and events.py.
+A run can be killed at any time, and resuming it is bit-exact. This file has the order of events. The steps are in
+building.py, trainer.py, evaluation.py, run_checkpoints.py, accounting.py and events.py.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from growprune.sparse.internals import internals
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, has written a checkpoint, and can be resumed."""
+    """The run was interrupted. Its checkpoint is written, and it can be resumed."""
 
 
 class Run:
     """One recipe in one folder.
 
     Args:
-        listeners: told of everything that happens.
-        should_stop: asked after each iteration; True ends the run with a checkpoint and `Interrupted`.
+        listeners: called with every event.
+        should_stop: called after each iteration; True ends the run with a checkpoint and `Interrupted`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Run:
         self._should_stop = should_stop
         self.device = choose_device(recipe.device)
         self.weights = about_weights(recipe)
-        """Which weights it begins with."""
+        """The file of initial weights."""
         self.num_batches = self.task.num_batches()  # first, because it looks at the data, and data may be missing
         check_counts(1, num_batches=self.num_batches)
         per_epoch = math.ceil(self.num_batches / recipe.accumulate)
@@ -79,7 +79,7 @@ class Run:
         self.evaluation = Evaluation(recipe, self.sparse, self.device, self.best)
         self.exploration = Exploration(self.sparse, folder, is_on=recipe.exploration, is_writer=self.mesh.leads_group)
         self.history: list[dict[str, Any]] = []
-        """A row for each epoch; those of a branch are in `branch_rows` until it is combined."""
+        """One row per epoch. Rows of a branch are in `branch_rows` until the fork is combined."""
         self.branch_rows: list[dict[str, Any]] = []
         self.seconds, self._since = 0.0, time.monotonic()
         heads = range(self.mesh.replicas, self.mesh.world, self.mesh.replicas) if self.mesh.is_first else ()
@@ -103,11 +103,11 @@ class Run:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the replicas have a share of the model each, not all of it."""
+        """True if each replica holds a shard of the model instead of all of it."""
         return internals(self.sparse).ranks is not None
 
     def _takes_part(self, *, is_branch: bool = False) -> bool:
-        """Whether this process does what it takes to write what all share, or, of a branch, what its group knows.
+        """True if this process takes part in writing shared files, or the files of its branch.
 
         One does; of a sharded model all that have a share of it.
         """
@@ -116,7 +116,7 @@ class Run:
         return self.mesh.is_first or (self.is_sharded and self.mesh.group == 0)
 
     def execute(self) -> dict[str, Any]:
-        """Carry the plan out, from where the run stands to its end, and return the result."""
+        """Train from the current place in the plan to its end, and return the result."""
         reset_peak(self.device)
         if self.is_sharded:
             shares = [parameter.to_local().numel() for parameter in self.sparse.model.parameters()]  # type: ignore[attr-defined]
@@ -134,15 +134,15 @@ class Run:
 
     @property
     def done(self) -> int:
-        """How many iterations of the current phase are done."""
+        """Number of finished iterations of the current phase."""
         return self.cursor.iteration - self.cursor.start
 
     def _iteration(self, scheduled: ScheduledPhase) -> int:
-        """The iteration of the run, in which the branches of a fork lie side by side, that a phase stands at."""
+        """The current iteration of the run. Branches of a fork count in parallel."""
         return self.training.spans[scheduled.index].start + self.done
 
     def _progress(self, scheduled: ScheduledPhase) -> dict[str, int]:
-        """How much of all that this process trains is done."""
+        """Finished and total iterations of this process."""
         return {"run_done": self._work[scheduled.index] + self.done, "run_iterations": self._work[-1]}
 
     def _density(self, alive: int) -> float:
@@ -151,7 +151,7 @@ class Run:
     # Phases
 
     def _enter(self, scheduled: ScheduledPhase) -> None:
-        """A phase begins, and its edits are done."""
+        """Begin a phase, after its edits."""
         self.mesh.phase = str(scheduled)
         self.accounting.enter(is_branch=scheduled.branch is not None)
         self.training.enter(scheduled)
@@ -169,14 +169,14 @@ class Run:
             self.events.log_event("phase", scheduled, **phase)
 
     def _leave(self, scheduled: ScheduledPhase) -> None:
-        """A phase is over; the edits of the next come next."""
+        """End a phase, before the edits of the next one."""
         if scheduled.branch is not None:
             self._end_branch(scheduled)
         elif self._is_search_end(scheduled) or self._is_after_fork(scheduled) or scheduled.index == self.last:
             self._save(scheduled)
 
     def _is_search_end(self, scheduled: ScheduledPhase) -> bool:
-        """Whether it is the phase before the last of a search that can be extended."""
+        """True for the phase after which a search can be extended: the one before the last."""
         return scheduled.index == self.last - 1 and self.recipe.can_be_extended
 
     def _is_after_fork(self, scheduled: ScheduledPhase) -> bool:
@@ -184,7 +184,7 @@ class Run:
         return before is not None and before.branch is not None
 
     def _score(self, by: By) -> None:
-        """Look at the first batches of the data, for an edit by gradient before there was any training."""
+        """Compute gradients of the first batches, for an edit by gradient before any training."""
         self.accounting.measure()  # what lives now is seen by no phase, but all of it takes part
         self.training.backward.unwrap()  # each replica looks by itself
         self.sparse.model.train()
@@ -236,15 +236,15 @@ class Run:
         if epoch % self.recipe.evaluate_every == 0 or is_last:
             self.evaluation.validate(row, is_phase_end=self.cursor.left == 1)
         (self.history if scheduled.branch is None else self.branch_rows).append(row)
-        told = {name: value for name, value in row.items() if name not in ("stage", "branch")}
-        told |= {"density": self._density(row["alive"]), "layers": self.accounting.densities}
-        told |= {"metric": self.task.metric, "lower_is_better": self.task.lower_is_better}
-        self.events.log_event("epoch", scheduled, done=self.done + 1, **told)
+        logged = {name: value for name, value in row.items() if name not in ("stage", "branch")}
+        logged |= {"density": self._density(row["alive"]), "layers": self.accounting.densities}
+        logged |= {"metric": self.task.metric, "lower_is_better": self.task.lower_is_better}
+        self.events.log_event("epoch", scheduled, done=self.done + 1, **logged)
 
     # Forks
 
     def _end_branch(self, scheduled: ScheduledPhase) -> None:
-        """Note what came of a branch where all processes find it when it is combined."""
+        """Write the history and cost of a branch to the folder, for all processes to read at the end of the fork."""
         assert scheduled.branch is not None
         if self.mesh.leads_group:
             tally = self.accounting.branch_dict()
@@ -252,7 +252,7 @@ class Run:
         self._save(scheduled)
 
     def _restore_branch(self, scheduled: ScheduledPhase) -> None:
-        """Go on with a branch where its newest checkpoint stands, if there is one."""
+        """Resume a branch from its newest checkpoint, if there is one."""
         found = self.checkpoints.load_branch(scheduled)
         if found is not None:
             number, state = found
@@ -260,7 +260,7 @@ class Run:
             self.events.log_event("resumed", scheduled, number=number, iteration=self._iteration(scheduled))
 
     def _combine(self, returned: Snapshot, parts: list[tuple[str, ...]], like: Snapshot) -> Snapshot:
-        """At the end of a fork, collect the parts of its branches, and what was noted of them."""
+        """At the end of a fork, collect the parts, history and cost of its branches."""
         stage = self.cursor.schedule[self.cursor.position].stage
         self.mesh.barrier(f"waiting for the branches of stage {stage}")
         self._show_others()
@@ -276,7 +276,7 @@ class Run:
         return combined
 
     def _show_others(self) -> None:
-        """Show how far the other branches of a fork are; the first process speaks for all."""
+        """Show the progress of the other branches of a fork. Only rank 0 prints."""
         for event in self._others.news():
             if event.get("branch") is not None:
                 self.events.show(**event)
@@ -284,7 +284,7 @@ class Run:
     # Checkpoints
 
     def _save(self, scheduled: ScheduledPhase) -> None:
-        """Write a checkpoint: of the run by the first process, of a branch by the first of those that train it."""
+        """Write a checkpoint: rank 0 for the run, or the first process of a group for a branch."""
         self.training.check_finite(scheduled, self.done)  # what diverged must not replace a good checkpoint
         self._clock()
         if scheduled.branch is None and self._takes_part():
@@ -299,7 +299,7 @@ class Run:
         self.checkpoints.timer.put_off()
 
     def restore(self, number: int, state: dict[str, Any]) -> None:
-        """Go back to exactly where a checkpoint was written."""
+        """Restore the exact state of a checkpoint."""
         load_run_state(self, state)
         current = self.cursor.current
         is_end = current is not None and self._is_search_end(current) and self.cursor.left == 0
@@ -314,7 +314,7 @@ class Run:
         self.training.backward.unwrap()
         if not self._takes_part():
             return self._wait_for_result()
-        file.save(self.sparse, self.folder.model)
+        file.write_file(self.sparse, self.folder.model)
         result = result_of(self)
         if not self.mesh.is_first:
             return self._wait_for_result()
@@ -323,7 +323,7 @@ class Run:
         return result
 
     def _wait_for_result(self) -> dict[str, Any]:
-        """By looking, not in a barrier, which would time out: the first process may take long to evaluate."""
+        """Poll for the result. A barrier would time out, because rank 0 may take long to evaluate."""
         while not self.folder.result.exists():
             if self._should_stop():
                 raise Interrupted
@@ -336,6 +336,6 @@ class Run:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """What the folder keeps of what the run was made of, to see that it is the same when it goes on."""
+        """Files stored in the folder to check that data and initial weights are the same on resume."""
         about = {} if self.weights is None else {"weights.json": json.dumps(self.weights).encode()}
         return {**self.task.files(), **about}

@@ -1,8 +1,7 @@
-"""The checkpoints of a run: what they hold, and when they are removed.
+"""The checkpoints of a run: their content, and when they are removed.
 
-Those of the run and of the branches of a fork hold the model as it is trained. The place in the plan, the history and
-the best model are in those of the run only: a branch is resumed when the run, taken back to before the fork, enters it
-again.
+Checkpoints of the run and of branches hold the model in training. The place in the plan, the history and the best model
+are only in checkpoints of the run: to resume a branch, the run returns to the start of the fork and enters it again.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ class Checkpoints:
     """The checkpoints of a run, and of the branches of the fork it is in.
 
     Args:
-        seconds: the time from one to the next.
+        seconds: time between checkpoints.
     """
 
     def __init__(self, folder: RunFolder, events: Events, seconds: float) -> None:
         self._folder, self._events = folder, events
         self.timer = Timer(seconds)
-        """Of when the next one is due."""
+        """Says when the next checkpoint is due."""
         self.timer.put_off()
         self._number = max(numbers(folder.checkpoints), default=0)  # even if none of them can be loaded
         self._previous = 0
 
     def save(self, scheduled: ScheduledPhase, state: State, *, is_search_end: bool) -> None:
-        """Write one of the run; the two newest stay, and the one from which a search can be extended."""
+        """Write a checkpoint of the run. Keep the two newest, and the one from which a search can be extended."""
         folder = self._folder
         self._number += 1
         save(folder.checkpoints, self._number, state)
@@ -60,19 +59,19 @@ class Checkpoints:
         remove_old(folder, [number - 1, number])
 
     def load_branch(self, scheduled: ScheduledPhase) -> tuple[int, State] | None:
-        """The number of a branch's newest whole checkpoint and what it holds, if there is one."""
+        """Number and content of the newest complete checkpoint of a branch, if there is one."""
         assert scheduled.branch is not None
         return load_newest(self._folder.branch(scheduled.stage, scheduled.branch), self._events.warn)
 
     def go_back_to(self, number: int, *, is_search_end: bool) -> None:
-        """Count on from a checkpoint that was loaded."""
+        """Continue numbering from a loaded checkpoint."""
         if is_search_end:
             json_file.write(self._folder.search_end, number)
         self._number, self._previous = max(numbers(self._folder.checkpoints)), number
 
 
 def run_state(run: Run) -> State:
-    """All that a run needs to go on between two iterations, or where a phase is over."""
+    """The full state of a run, to resume it between two iterations or at the end of a phase."""
     return {
         **_trained_state(run),
         "sparse": run.sparse.state_dict(),
@@ -84,7 +83,7 @@ def run_state(run: Run) -> State:
 
 
 def branch_state(run: Run) -> State:
-    """All that the branch needs to go on that a run is in."""
+    """The full state of the current branch, to resume it."""
     rule = {} if run.cursor.rule is None else run.cursor.rule.state_dict()
     return {**_trained_state(run), "branch_rows": run.branch_rows, "rule": rule}
 
@@ -103,7 +102,7 @@ def _trained_state(run: Run) -> State:
 
 
 def load_run_state(run: Run, state: State) -> None:
-    """Take back what `run_state` gave."""
+    """Load a state made by `run_state`."""
     check_same_tensors(run.sparse, state["tensors"])
     internals(run.sparse).restore(state["model"])
     run.sparse.load_state_dict(state["sparse"])
@@ -117,7 +116,7 @@ def load_run_state(run: Run, state: State) -> None:
 
 
 def load_branch_state(run: Run, state: State) -> None:
-    """Take back what `branch_state` gave, in a run that has just entered the branch."""
+    """Load a state made by `branch_state`, in a run that has just entered the branch."""
     check_same_tensors(run.sparse, state["tensors"])
     internals(run.sparse).restore(state["model"])
     run.training.load_state_dict(state["training"])

@@ -1,7 +1,7 @@
-"""Starting a run in a new folder, and going on with one.
+"""Start a run in a new folder, or resume one.
 
-Whoever writes to a folder has its lock. What can be refused is refused before there is a folder; what depends on the
-folder is looked at again under the lock, since another process may have come first.
+A process that writes to a folder holds its lock. Invalid input is refused before the folder is made. Checks of the
+folder are repeated under the lock, because another process may have come first.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def train(
     on_event: Callable[[Event], None] = lambda event: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Carry a recipe out in a new folder, and return what `result.json` holds."""
+    """Train a recipe in a new folder, and return the content of `result.json`."""
     _check_recipe(recipe)
     folder = RunFolder(Path(out), join(choose_device(recipe.device), recipe.timeout_seconds))
     if ask_first(_is_ours(folder)):
         if folder.result.exists():
-            _say(folder, on_event, f"{folder.path} was finished before this restart: its result stands")
+            _say(folder, on_event, f"{folder.path} was finished before this restart. Its result is kept")
         return resume(recipe, out, origin=origin, on_event=on_event, should_stop=should_stop)
     folder.check_free(recipe)
     run = Run(recipe, folder, listeners=[on_event], should_stop=should_stop)  # one that cannot run leaves no folder
@@ -57,14 +57,14 @@ def train(
 
 
 def _check_recipe(recipe: object) -> None:
-    how = "a growprune.Recipe: for one with a name, `from growprune.recipes import find`, and give find(name)"
+    how = "a growprune.Recipe (for a named one, use growprune.recipes.find(name))"
     require(isinstance(recipe, Recipe), "recipe", recipe, how)
 
 
 def _is_ours(folder: RunFolder) -> bool:
-    """Whether torchrun, which starts processes again after a fault, has us find the run that we began.
+    """True if the folder has the run of this job, because torchrun restarted the processes after a failure.
 
-    One that is not finished is gone on with whoever began it; the outcome of an earlier job is not taken for ours.
+    An unfinished run is resumed, whoever started it. The result of an earlier job is not taken for ours.
     """
     if not may_be_restarted() or not folder.recipe.exists():
         return False
@@ -83,11 +83,11 @@ def _write_what_runs(run: Run, origin: dict[str, Any]) -> None:
 
 
 def check_processes_agree(run: Run) -> None:
-    """Make sure that all processes of a run do the same, before they do it."""
+    """Raise if the processes of a run have different recipes, plans or data."""
     if run.mesh.world == 1:
         return
     run.mesh.barrier("starting")
-    sees = run.folder.recipe.read_text() if run.folder.recipe.exists() else "nothing"
+    sees = run.folder.recipe.read_text() if run.folder.recipe.is_file() else "nothing"
     batch = next(iter(run.task.batches(seed=0, start=0, device=torch.device("cpu"))), None)
     recipe = fields_of(run.recipe) | {"task.data": None, "weights": None}  # which may lie elsewhere on each machine
     version = environment(run.device) | {"commit": None}  # which a machine without git does not know
@@ -110,9 +110,9 @@ def resume(
     on_event: Callable[[Event], None] = lambda event: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Go on with a run where its newest whole checkpoint stands; with `extend`, search that many steps more.
+    """Resume a run from its newest complete checkpoint. With `extend`, add that many search steps to a finished run.
 
-    The recipe must be the one the run was started with, but for what has no influence on results (`MAY_CHANGE`).
+    The recipe must be the one the run was started with, except for fields that do not change results (`MAY_CHANGE`).
     """
     _check_recipe(recipe)
     folder = RunFolder(Path(out), join(choose_device(recipe.device), recipe.timeout_seconds))
@@ -125,6 +125,7 @@ def resume(
         elif ask_first(folder.result.exists()):
             result = folder.read_result()
             check_same_result(folder, recipe, result)
+            folder.check_model(result)
             return result
         run = Run(recipe, folder, listeners=[on_event], should_stop=should_stop)
         if not extend:
@@ -141,22 +142,23 @@ def resume(
 
 
 def _extend(folder: RunFolder, recipe: Recipe, steps: int) -> Recipe:
-    """Take a finished run back to the end of its search, and lengthen the search."""
+    """Return a finished run to the end of its search, and add steps to the search."""
     longer = recipe.extended(steps)
     if not folder.result.exists():
         raise GrowpruneError(
-            f"{folder.path} is not finished, so it cannot be extended: resume it without --extend first"
+            f"{folder.path} cannot be extended, because it is not finished. Resume it without --extend first"
         )
     number = folder.kept()
     if not number:
-        raise GrowpruneError(f"{folder.path} has no checkpoint at the end of its search, so it cannot be extended")
+        raise GrowpruneError(f"{folder.path} cannot be extended, because it has no checkpoint at the end of its search")
     state = checkpoint.load(folder.checkpoints / f"{number[0]:08d}")
     model = recipe.task.build_model()
     old, new = list(walk(recipe.plan(model))), list(walk(longer.plan(model)))
     done = state["cursor"]["position"] + 1
     if old[:done] != new[:done]:
         raise GrowpruneError(
-            f"{folder.path} cannot be extended: with more steps, its method would have begun otherwise"
+            f"{folder.path} cannot be extended: with more steps, its method would have a different start. Train a new "
+            f"run with options.steps={longer.options['steps']}"
         )
     wait_for_all()  # until here every process looks; from here the first one changes what they looked at
     if folder.rank == 0:

@@ -1,4 +1,4 @@
-"""Training: one iteration after another, with the batches and the learning rate that belong to it."""
+"""Training, one iteration at a time, with the batches and the learning rate of each."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from growprune.engine.batches import Batches
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.plan import ScheduledPhase
+from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rng import seed_all
 from growprune.tasks.task import num_examples
 
 
 class TrainingDiverged(RuntimeError):
-    """The loss is no longer a number."""
+    """The loss became nan or infinite."""
 
 
 class Training:
     """Trains a sparse model through the phases of a plan, one iteration at a time.
 
     Args:
-        per_epoch: how many iterations an epoch has.
+        per_epoch: number of iterations per epoch.
     """
 
     def __init__(
@@ -52,17 +53,17 @@ class Training:
         self.lr = 0.0
         """The learning rate of the last iteration."""
         self.num_examples = 0
-        """How many the last iteration had, those of all replicas."""
+        """Number of examples of the last iteration, over all replicas."""
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._num_losses = 0
         self._late_sum, self._shown_sum, self._num_shown = LateReader(device), LateReader(device), 0
         self._was_branch = False
 
     def enter(self, scheduled: ScheduledPhase) -> None:
-        """Begin a phase, whose edits are done."""
+        """Begin a phase, after its edits."""
         if scheduled.branch is not None or self._was_branch:
             # It does not matter who trains a branch, or what ran before; and machines that part, and machines that have
-            # combined, have no common optimizer state to go on with.
+            # combined, have no common optimizer state to continue with.
             seed_all(self.recipe.seed, "phase", scheduled.stage, scheduled.branch)
             self.optimizer = None
         if scheduled.phase.restart:
@@ -72,7 +73,7 @@ class Training:
             self.optimizer = self._build_optimizer()
 
     def iterate(self, scheduled: ScheduledPhase, done: int) -> None:
-        """Train one iteration of a phase of which so many are done."""
+        """Train one iteration of a phase with `done` finished iterations."""
         optimizer, model = self.optimizer, self.sparse.model
         assert optimizer is not None
         iteration = self.spans[scheduled.index].start + done
@@ -92,7 +93,7 @@ class Training:
             self._check(scheduled, done, self._late_sum.read(self._loss_sum))
 
     def _add_gradients(self, batches: Iterator[Any]) -> Tensor:
-        """Those of all batches of an iteration; returns their mean loss."""
+        """Compute the gradients of all batches of an iteration, and return the mean loss."""
         if self.recipe.accumulate == 1:
             batch = next(batches)
             self.num_examples = num_examples(batch) or 1
@@ -109,9 +110,9 @@ class Training:
         return loss_sum / sum(weights)
 
     def first_losses(self) -> list[Callable[[], Tensor]]:
-        """Functions that compute the losses of the first iteration's batches, which add up to that of the iteration.
+        """Functions that compute the losses of the batches of the first iteration. Their sum is its loss.
 
-        Of the whole batches on every replica: BatchNorm and second derivatives (GraSP) then are as in one process.
+        Every replica computes whole batches, so that BatchNorm and second derivatives (GraSP) are as in one process.
         """
         batches = list(Batches(self.recipe, self.recipe.task, self.device, self.per_epoch).of(None, 0))
         weights = [self.recipe.task.weigh(batch) for batch in batches]
@@ -121,13 +122,13 @@ class Training:
         return self.backward.loss(batch) * share
 
     def shown_loss(self) -> float | None:
-        """The mean loss of the epoch, on a GPU as it was when this was last asked."""
+        """The mean loss of the epoch so far. On a GPU, the value of the previous call."""
         total, self._num_shown, num = self._shown_sum.read(self._loss_sum), self._num_losses, self._num_shown
         num = num if self.device.type == "cuda" else self._num_losses
         return total / num if num else None
 
     def end_epoch(self) -> float:
-        """The mean loss of the epoch, which is over."""
+        """End the epoch and return its mean loss."""
         mean = float(self._loss_sum) / max(1, self._num_losses)
         self._loss_sum.zero_()
         self._num_losses = 0
@@ -144,22 +145,22 @@ class Training:
         )
 
     def check_finite(self, scheduled: ScheduledPhase, done: int) -> None:
-        """Raise if any loss of the epoch so far was not finite; cheap on a CPU, a wait on a GPU."""
+        """Raise if any loss of the epoch so far was not finite. Cheap on a CPU, but waits for a GPU."""
         self._check(scheduled, done, float(self._loss_sum))
 
     def _check(self, scheduled: ScheduledPhase, done: int, loss_sum: float) -> None:
         if not math.isfinite(loss_sum):
             epoch = (self.spans[scheduled.index].start + done) // self.per_epoch + 1
             raise TrainingDiverged(
-                f"the loss became {loss_sum} in {scheduled}, epoch {epoch} of the run, at learning rate {self.lr:.3g}: "
-                f"lower optimizer.lr, lengthen lr_schedule.warmup_epochs, or set clip"
+                f"the loss became {loss_sum} in {scheduled}, epoch {epoch} of the run, at learning rate {self.lr:.3g}. "
+                f"Lower optimizer.lr, increase lr_schedule.warmup_epochs, or set clip"
             )
 
     def state_dict(self, device: str | None = None) -> dict[str, Any]:
-        """Its state, of which tensors go to a device."""
-        optimizer = self.optimizer
+        """The state to resume from. Its tensors belong on the device."""
+        optimizer, own = self.optimizer, internals(self.sparse)
         return {
-            "optimizer": None if optimizer is None else self.sparse.optimizer_state(optimizer, device=device),
+            "optimizer": None if optimizer is None else own.optimizers.live_state(optimizer, device),
             "was_branch": self._was_branch,
             "loss_sum": float(self._loss_sum),
             "num_losses": self._num_losses,
@@ -171,11 +172,11 @@ class Training:
         self.optimizer = None
         if state["optimizer"] is not None:
             self.optimizer = self._build_optimizer()
-            self.sparse.load_optimizer_state(self.optimizer, state["optimizer"])
+            internals(self.sparse).optimizers.load_live_state(self.optimizer, state["optimizer"])
 
 
 class LateReader:
-    """Reads a number off a device as it was when this was last asked, since reading it right now makes a GPU wait."""
+    """Reads a number from a device one call late, because reading it now would make the CPU wait for the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -193,17 +194,17 @@ class LateReader:
 
 @dataclass(frozen=True)
 class Span:
-    """A phase in time. The branches of a fork run side by side, however many machines there are."""
+    """The iterations of a phase. Branches of a fork count in parallel, on any number of machines."""
 
     start: int
     length: int
     schedule_start: int = 0
-    """At which iteration the learning-rate schedule began that the phase is part of."""
+    """First iteration of the learning-rate schedule that the phase belongs to."""
     schedule_length: int = 0
 
 
 def timeline(schedule: Sequence[ScheduledPhase], per_epoch: int) -> list[Span]:
-    """The span of each phase. A learning-rate schedule goes from one phase that restarts to the next that does."""
+    """The span of each phase. A learning-rate schedule runs from one restart to the next."""
     spans: list[Span] = []
     begins, now = [0], 0
     for _, group in groupby(schedule, key=lambda scheduled: scheduled.stage):
@@ -220,16 +221,16 @@ def timeline(schedule: Sequence[ScheduledPhase], per_epoch: int) -> list[Span]:
 def work_before(
     schedule: Sequence[ScheduledPhase], spans: Sequence[Span], is_local: Callable[[int], bool]
 ) -> list[int]:
-    """How many iterations one process trains before each phase, branch after branch, and last how many in all.
+    """Number of iterations that one process trains before each phase. The last entry is the total.
 
     Args:
-        is_local: which branches of a fork it trains.
+        is_local: True for the branches of a fork that the process trains.
     """
     mine = (scheduled.branch is None or is_local(scheduled.branch) for scheduled in schedule)
     return [0, *accumulate(span.length if is_mine else 0 for span, is_mine in zip(spans, mine, strict=True))]
 
 
 def last_trained(schedule: Sequence[ScheduledPhase]) -> int:
-    """The number of the last phase that is trained, after which others may only edit."""
+    """Index of the last phase with training. Later phases only edit masks."""
     trained = [scheduled for scheduled in schedule if scheduled.phase.is_trained]
     return trained[-1].index if trained and trained[-1].branch is None else len(schedule) - 1

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole or not at all."""
+"""Replace files atomically: completely or not at all."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` at once, and only if the block ends well and it is safely on disk.
+    """Open a new file that replaces `path` only if the block succeeds and the file is safely on disk.
 
-    A link stays, and what it means is replaced. What is not a plain file, as a device, is an OSError.
+    A link stays, and its target is replaced. Anything but a plain file, such as a device, raises OSError.
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
@@ -31,8 +31,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         temporary.replace(target)
     except OSError as error:
-        what = f"cannot write {path}: {error.strerror or error}; make room or choose another folder"
-        raise OSError(error.errno, f"{what} (an old file of that name is as it was)") from error
+        what = f"cannot write {path}: {error.strerror or error}; free disk space or use another path"
+        raise OSError(error.errno, f"{what} (an existing file of that name is unchanged)") from error
     finally:
         with contextlib.suppress(OSError):  # it is gone if all went well, and was never there on a read-only disk
             temporary.unlink()
@@ -40,22 +40,28 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def meant(path: Path) -> Path:
-    """The file that a path means, through links; an OSError if there is something that is not a plain file."""
+    """Resolve links to the target file. Raise OSError if something other than a plain file is there."""
     with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError(errno.EINVAL, "it is not a plain file, so give another name", str(path))
+        plain_file(path)
     return Path(os.path.realpath(path))
 
 
+def plain_file(path: Path) -> Path:
+    """Return the path of a plain file or of a link to one; else raise OSError: reading a pipe could block."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+    return path
+
+
 def remove_leftovers(folder: Path) -> None:
-    """Remove the new files of `replacing` that a kill left in a folder, in which nobody writes now."""
+    """Remove temporary files of `replacing` that a killed process left in a folder. No process may be writing there."""
     for path in folder.glob(".*.tmp"):
         if _TEMPORARY.fullmatch(path.name) and path.is_file():
             path.unlink(missing_ok=True)
 
 
 def sync(*paths: Path) -> None:
-    """Make files, and renamings in folders where the system can open those, last through a power cut."""
+    """Flush files to disk, and renames in folders where the system supports it, to survive a power failure."""
     for path in paths:
         if path.is_dir() and not hasattr(os, "O_DIRECTORY"):
             continue

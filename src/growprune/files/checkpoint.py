@@ -1,13 +1,13 @@
-"""Checkpoints: a nest of plain values and tensors, written to a numbered folder as a whole or not at all.
+"""Checkpoints: nested plain values and tensors, written atomically to a numbered folder.
 
 The folder `<number>/` has
 
     tensors.safetensors   every tensor, under a running number
-    state.json            the nest, with {"tensor": "<number>"} where a tensor was
+    state.json            the nested values, with {"tensor": "<number>"} in place of each tensor
     COMPLETE              JSON with the digests of the two files; written last
 
-It is written under a temporary name, each file is fsynced, and the folder is renamed at the end. What lacks a valid
-COMPLETE is never loaded. Nothing in it runs code when read.
+It is written under a temporary name, each file is fsynced, and the folder is renamed at the end. A folder without a
+valid COMPLETE is never loaded. Reading it runs no code.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from growprune.errors import GrowpruneError
-from growprune.files.atomic import sync
+from growprune.files.atomic import plain_file, sync
 
 FILES = ("tensors.safetensors", "state.json")
 _NAME = re.compile("[0-9]{8,12}")
 
 
 def save(folder: Path, number: int, state: dict[str, Any]) -> Path:
-    """Write a checkpoint; on any failure nothing is left behind and the earlier ones are untouched."""
+    """Write a checkpoint. On failure, nothing is left behind and earlier checkpoints are unchanged."""
     final = folder / f"{number:08d}"
     temporary = folder / f".writing-{number:08d}"
     tensors: dict[str, Tensor] = {}
@@ -49,46 +50,47 @@ def save(folder: Path, number: int, state: dict[str, Any]) -> Path:
         sync(folder)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+        if isinstance(error, OSError | SafetensorError):
             raise OSError(f"cannot write checkpoint {final}: {error}; earlier checkpoints are intact") from error
         raise
     return final
 
 
 def load(checkpoint: Path) -> dict[str, Any]:
-    """Read a checkpoint whose COMPLETE matches; raises ValueError if it does not."""
+    """Read a checkpoint. Raise GrowpruneError if it is incomplete or damaged."""
     try:
-        digests = json.loads((checkpoint / "COMPLETE").read_text())
+        digests = json.loads(plain_file(checkpoint / "COMPLETE").read_text())
         wrong = [name for name in FILES if _digest(checkpoint / name) != digests[name]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise GrowpruneError(f"checkpoint {checkpoint} is incomplete ({error})") from error
     if wrong:
-        raise GrowpruneError(f"checkpoint {checkpoint} is damaged: {', '.join(wrong)} is not what was written")
-    tensors = load_file(checkpoint / FILES[0])
-    state = decode(json.loads((checkpoint / FILES[1]).read_text()), tensors)
-    assert isinstance(state, dict)
-    return state
+        raise GrowpruneError(f"checkpoint {checkpoint} is damaged: {', '.join(wrong)} has changed since it was written")
+    try:
+        state = decode(json.loads((checkpoint / FILES[1]).read_text()), load_file(checkpoint / FILES[0]))
+        return dict(state)
+    except (SafetensorError, OSError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise GrowpruneError(f"checkpoint {checkpoint} is damaged ({error}), although its digests match") from error
 
 
 def load_newest(folder: Path, warn: Callable[[str], None]) -> tuple[int, dict[str, Any]] | None:
-    """The newest checkpoint that is whole, with its number; `warn` is told of each newer one that is not."""
+    """Return the newest valid checkpoint with its number; call `warn` for each newer one that is invalid."""
     found = numbers(folder)
     for number in reversed(found):
         try:
             return number, load(folder / f"{number:08d}")
         except ValueError as error:
-            remedy = "going back to the one before" if number > found[0] else "it was the last one, so starting over"
+            remedy = "using the previous checkpoint" if number > found[0] else "no other checkpoint, so starting over"
             warn(f"{error}; {remedy}")
     return None
 
 
 def numbers(folder: Path) -> list[int]:
-    """The numbers of the checkpoints in a folder, whole or not, in order."""
+    """Return the numbers of the checkpoints in a folder, valid or not, in order."""
     return sorted(int(path.name) for path in folder.glob("*") if _NAME.fullmatch(path.name))
 
 
 def remove_old(folder: Path, keep: Sequence[int]) -> None:
-    """Remove all checkpoints but some, and what interrupted writes left."""
+    """Remove all checkpoints except `keep`, and the leftovers of interrupted writes."""
     for path in folder.glob("*"):
         is_old = _NAME.fullmatch(path.name) and int(path.name) not in keep
         if path.is_dir() and (is_old or path.name.startswith(".writing-")):  # a file of such a name is not ours
@@ -127,5 +129,5 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
+    with plain_file(path).open("rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()

@@ -1,7 +1,7 @@
-"""From one file or folder of weights to another: ours, dense safetensors, folders of transformers, ONNX, OpenVINO.
+"""Convert weights between formats: growprune, dense safetensors, folders of transformers, ONNX, OpenVINO.
 
-Without the model's code, names and shapes are all that is known: a matrix is a tensor of two dimensions and more, and
-is sparse if the source has a mask for it, or if at least 5 % of it is zero.
+Without the model's code, only names and shapes are known: a tensor with two or more dimensions is a matrix. It is
+sparse if the source has a mask for it, or if at least 5 % of it is zero.
 """
 
 from __future__ import annotations
@@ -16,31 +16,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
+from growprune.files.atomic import replacing
 from growprune.files.exporters import to_dense, to_onnx, to_openvino, write_dense
 from growprune.files.importers import Imported, read
 from growprune.files.importers.imported import bare_model
+from growprune.files.model_card import write_model_card
 from growprune.files.pretrained import save_pretrained, weights_file
 from growprune.masks.bits import pack
 from growprune.masks.layers import first_names, matches
+from growprune.sparse.checks import named_tensors
 from growprune.sparse.model import SparseModel
 
 FORMATS = ("sparse", "dense", "hf", "onnx", "openvino")
-"""What can be written."""
+"""The formats that can be written."""
 
 SUFFIXES = {".onnx": "onnx", ".xml": "openvino", "": "hf"}
 
 MAX_GLOBS = 1000
-"""How many globs may be needed to name the matrices of a model without code: each is held against all names."""
+"""The most globs that may name the matrices of a model without code. Each is matched against all names."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".index.json", "growprune.json")
-"""The endings of what is not taken over with a folder."""
+"""The endings of files in a folder that are not copied."""
 
 COMPRESSED = ("quantization_config", "compression_config", "sparsity_config")
-"""What a config says of compressed weights, which are no longer so."""
+"""Entries of a config about compressed weights, which no longer apply."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +55,21 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written, and from what."""
+    """The result of a conversion: what was written, and from what."""
 
     source: Path
     dest: Path
     format: str
-    """What the source was read as."""
+    """The format of the source."""
     to: str
     source_bytes: int
     dest_bytes: int
     dense_bytes: int
-    """What all tensors take when dense."""
+    """The bytes of all tensors when dense."""
     matrices: tuple[Matrix, ...]
-    """The sparse ones."""
+    """The sparse matrices."""
     sparsity: float
-    """Of these."""
+    """The sparsity of these matrices."""
     notes: tuple[str, ...]
 
 
@@ -80,15 +83,15 @@ def convert(
     example: Any = None,
     force: bool = False,
 ) -> Converted:
-    """Write the weights of a source in another format, all at once or not at all.
+    """Write the weights of a source in another format, completely or not at all.
 
     Args:
         source: a file or folder that growprune or another tool wrote; see `growprune.files.importers.read`.
-        to: one of FORMATS; by the name of `dest` if not given, where a .safetensors is sparse, unless the source is.
-        format: what the source is; found out by its content, if not given.
-        model: the model of the weights. ONNX and OpenVINO need it. It also says what is prunable, and how.
-        example: an input of it, for ONNX and OpenVINO.
-        force: whether what is at `dest` may be replaced.
+        to: one of FORMATS; by default chosen by the name of `dest`. A .safetensors is sparse, unless the source is.
+        format: the format of the source; by default recognized by its content.
+        model: the model of the weights, needed for ONNX and OpenVINO. It also defines which weights are prunable.
+        example: an input of the model, for ONNX and OpenVINO.
+        force: allow `dest` to be replaced; if it is a link, its target.
     """
     source, dest = Path(source), Path(dest)
     found = read(source, format=format)
@@ -113,21 +116,21 @@ def convert(
 
 
 def target_by_name(dest: Path, format: str) -> str:
-    """What the name of a file or folder asks for."""
+    """Return the format that the name of a file or folder implies."""
     if dest.is_dir():
         return "hf"
     if dest.suffix == ".safetensors":
         return "dense" if format == "growprune" else "sparse"
     if dest.suffix not in SUFFIXES:
         raise GrowpruneError(
-            f"{dest} does not say what to write: end it with .safetensors, .onnx or .xml, let it have no ending for a "
-            f"folder, or choose one of {', '.join(FORMATS)}"
+            f"the name {dest} does not say which format to write: use the ending .safetensors, .onnx or .xml, or none "
+            f"for a folder, or choose one of {', '.join(FORMATS)}"
         )
     return SUFFIXES[dest.suffix]
 
 
 def num_bytes(path: Path) -> int:
-    """Of a file, or of all files in a folder; of a graph, with the weights beside it."""
+    """Return the bytes of a file (with the weights beside a graph), or of all files in a folder."""
     if path.is_dir():
         return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     beside = {".xml": path.with_suffix(".bin"), ".onnx": path.with_name(f"{path.name}.data")}.get(path.suffix)
@@ -136,17 +139,24 @@ def num_bytes(path: Path) -> int:
 
 def _check(source: Path, dest: Path, to: str, model: nn.Module | None, example: Any, force: bool) -> None:
     if to not in FORMATS:
-        raise GrowpruneError(f"to is {to!r}, but known are {', '.join(FORMATS)}")
+        raise GrowpruneError(f"to must be one of {', '.join(FORMATS)}, got {to!r}")
     if to in ("onnx", "openvino") and (model is None or example is None):
-        raise GrowpruneError(f"{to} is a graph, which is made of the model's code: give the model and an example input")
+        raise GrowpruneError(
+            f"{to} is a graph and needs the model's code: pass --model and --example-shape, or a --model that returns "
+            f"the model and an example"
+        )
     if dest.exists() and dest.resolve() == source.resolve():
-        raise GrowpruneError(f"{dest} is the source itself: write to another place")
-    if dest.exists() and not force:
-        raise GrowpruneError(f"{dest} is there already: give another name, or --force to replace it")
+        raise GrowpruneError(f"{dest} is the source itself: use another destination")
+    if os.path.lexists(dest) and not force:
+        what = os.path.realpath(dest)
+        link = f" (a link to {what})" if dest.is_symlink() else ""
+        replaced = what if link else "it"
+        raise GrowpruneError(f"{dest} already exists{link}: use another name, or --force to replace {replaced}")
     if dest.is_dir() != (to == "hf") and dest.exists():
-        raise GrowpruneError(f"{dest} is {'a folder' if dest.is_dir() else 'a file'}, which {to} is not: give another")
+        now, needs = ("folder", "file") if dest.is_dir() else ("file", "folder")
+        raise GrowpruneError(f"{dest} is a {now}, but {to} writes a {needs}: use another name")
     if dest.is_dir() and any(dest.iterdir()) and not any((dest / name).is_file() for name in _MODELS):
-        raise GrowpruneError(f"{dest} is a folder without a model, and is not replaced: give another name")
+        raise GrowpruneError(f"{dest} is a folder without a model, so it is not replaced: use another name")
 
 
 _MODELS = ("model.safetensors", "config.json", "growprune.json", "model.safetensors.index.json")
@@ -154,7 +164,9 @@ _MODELS = ("model.safetensors", "config.json", "growprune.json", "model.safetens
 
 def _write(found: Imported, source: Path, dest: Path, to: str, model: nn.Module | None, example: Any) -> None:
     if to == "sparse" and found.format == "growprune" and model is None:
-        raise GrowpruneError(f"{source} is a sparse file already: give --model to write it anew, or another --to")
+        with weights_file(source).open("rb") as read, replacing(dest) as written:
+            shutil.copyfileobj(read, written)  # it was checked when it was read, and has settings that no name says
+        return
     if to == "dense" and model is None:
         write_dense(found.tensors, found.aliases, dest)
         return
@@ -172,25 +184,34 @@ def _write(found: Imported, source: Path, dest: Path, to: str, model: nn.Module 
 
 
 def _sparse_model(found: Imported, source: Path, model: nn.Module | None) -> SparseModel:
-    """What was read, in the model; without one, in a bare one that has the names."""
+    """Return the imported weights in the model; without one, in a bare module with the same names."""
     if model is None:
         return bare_sparse_model(found, str(source))
+    _take_dtypes(found, model)
     return file.load(weights_file(source), model) if found.format == "growprune" else found.into(model)
 
 
+def _take_dtypes(found: Imported, model: nn.Module) -> None:
+    """Convert the tensors of a model to the dtypes of the imported ones."""
+    for name, tensor in named_tensors(model).items():
+        theirs = found.tensors.get(found.aliases.get(name, name))
+        if theirs is not None and theirs.dtype != tensor.dtype and tensor.is_floating_point():
+            tensor.data = tensor.data.to(theirs.dtype)
+
+
 def bare_sparse_model(found: Imported, where: str) -> SparseModel:
-    """What was read, in a model that has names and shapes, and no code; the masks are taken out of `found`.
+    """Return the imported weights in a bare module without code, and move the masks out of `found`.
 
     Its prunable weights are the sparse matrices, read as (out, in, ...); if there are none, all matrices.
     """
-    names = [name for name, tensor in found.tensors.items() if tensor.ndim >= 2 and tensor.is_floating_point()]
+    names = [name for name, tensor in found.tensors.items() if _is_matrix(tensor)]
     if not names:
-        raise GrowpruneError(f"{where} has no matrix that could be sparse: write it with --to dense")
+        raise GrowpruneError(f"{where} has no matrix that can be sparse: write it with --to dense")
     chosen = [name for name in names if name in found.masks] or names
     include = _globs(chosen, {*found.tensors, *found.aliases} - set(chosen))
     keep_dense = _globs(sorted(set(names) - set(chosen)), [*chosen, *found.aliases])
     if (count := len(include) + len(keep_dense)) > MAX_GLOBS:
-        raise GrowpruneError(f"{where} has matrices of {count} kinds of names, more than {MAX_GLOBS}: give --model")
+        raise GrowpruneError(f"{where} has matrices with {count} kinds of names, more than {MAX_GLOBS}: pass --model")
     model = bare_model(found.tensors, found.aliases)
     sparse = SparseModel(
         model,
@@ -206,8 +227,12 @@ def bare_sparse_model(found: Imported, where: str) -> SparseModel:
     return sparse
 
 
+def _is_matrix(tensor: Tensor) -> bool:
+    return tensor.ndim >= 2 and tensor.is_floating_point() and tensor.numel() > 0
+
+
 def _globs(names: Iterable[str], others: Collection[str]) -> list[str]:
-    """What matches all the names and none of the others: globs of names that differ in numbers, or the names.
+    """Return globs that match all the names and none of the others; names that have no such glob stay as they are.
 
     >>> _globs(["layers.0.fc.weight", "layers.1.fc.weight", "head.1.weight"], {"head.2.weight"})
     ['layers.*.fc.weight', 'head.1.weight']
@@ -225,24 +250,25 @@ def _globs(names: Iterable[str], others: Collection[str]) -> list[str]:
 def _notes(found: Imported, source: Path, to: str, model: nn.Module | None) -> tuple[str, ...]:
     notes = list(found.notes)
     if not found.masks:
-        notes.append("nothing in it is sparse: no matrix has a mask, or 5 % zeros")
+        notes.append("the source has no sparse weights: no matrix has a mask, or 5 % zeros")
     if model is None and to in ("sparse", "hf") and found.masks:
         notes.append(
-            "matrices are read as (out, in, ...): transposed layers, stacked experts, tied weights need --model"
+            "matrices are read as (out, in, ...): transposed layers, stacked experts and tied weights need --model"
         )
     if to == "hf" and not source.is_dir() and not hasattr(model, "save_pretrained"):
-        notes.append("there is no config.json in it: transformers needs that of the model beside it")
+        notes.append("the folder has no config.json: add that of the model, transformers needs it")
     return tuple(notes)
 
 
 def _write_folder(sparse: SparseModel, source: Path, dest: Path) -> None:
-    """Write a folder that takes its place when it is whole; what was there before goes last. A link stays one."""
+    """Write a folder and move it into place when it is complete. The old one is removed last; a link stays a link."""
     dest, token = dest.resolve(), secrets.token_hex(4)
     new, old = dest.with_name(f".{dest.name}.{token}.tmp"), dest.with_name(f".{dest.name}.{token}.old")
     try:
-        save_pretrained(sparse, new)
+        save_pretrained(sparse, new, model_card=False)
         if source.is_dir():
             _copy_others(source, new)
+        write_model_card(sparse, new, file.manifest(weights_file(new)), name=dest.name)
         if dest.exists():
             dest.replace(old)
         new.replace(dest)
@@ -254,7 +280,7 @@ def _write_folder(sparse: SparseModel, source: Path, dest: Path) -> None:
 
 
 def _copy_others(source: Path, folder: Path) -> None:
-    """The config, the tokenizer and what else lies beside the weights, but what a model has written itself."""
+    """Copy the config, the tokenizer and other files beside the weights, except those that the model wrote itself."""
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.endswith(WEIGHTS) and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)

@@ -1,7 +1,7 @@
-"""Sparse models for other runtimes: ONNX, OpenVINO, folders as transformers has, dense safetensors.
+"""Export sparse models to other runtimes: ONNX, OpenVINO, folders of transformers, dense safetensors.
 
-What is written is dense, with every zero kept exactly: as large and as fast as the dense model, unless a runtime makes
-use of zeros by itself. A file is there as a whole or not at all.
+The exports are dense, with exact zeros: as large and as fast as the dense model, unless a runtime uses the zeros. Files
+are written completely or not at all.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 MAX_ONNX_BYTES = 1 << 30
-"""Above it, the weights lie beside the graph, in NAME.onnx.data: a file of protobuf holds less than 2 GiB."""
+"""Above it, weights are written beside the graph, to NAME.onnx.data: protobuf files hold less than 2 GiB."""
 
 
 def to_onnx(model: SparseModel | nn.Module, path: str | os.PathLike[str], example: Any, **options: Any) -> None:
-    """Write an ONNX graph that onnxruntime runs. Its initializers have just the zeros of the model.
+    """Write an ONNX graph for onnxruntime. Its initializers have exactly the zeros of the model.
 
     Args:
         example: an input of the model, or a tuple of them.
@@ -51,13 +51,13 @@ def to_onnx(model: SparseModel | nn.Module, path: str | os.PathLike[str], exampl
 
 
 def to_openvino(model: SparseModel | nn.Module, path: str | os.PathLike[str], example: Any) -> None:
-    """Write OpenVINO's IR: PATH, which ends with .xml, and the weights beside it, in a file that ends with .bin.
+    """Write OpenVINO's IR: the graph to PATH, which ends with .xml, and the weights to a .bin file beside it.
 
     Args:
         example: an input of the model, or a tuple of them.
     """
     if Path(path).suffix != ".xml":
-        raise GrowpruneError(f"{path} is to be OpenVINO's IR, whose name ends with .xml: give such a name")
+        raise GrowpruneError(f"the path of OpenVINO's IR must end with .xml, got {path}")
     path = meant(Path(path))
     openvino = need("openvino", "openvino", "growprune needs the package openvino to write OpenVINO's IR")
     with plain(model) as module, _to_be_moved(path) as folder, _quiet():
@@ -75,22 +75,22 @@ def to_dense(model: SparseModel | nn.Module, path: str | os.PathLike[str]) -> No
 
 
 def write_dense(tensors: Mapping[str, Tensor], aliases: Mapping[str, str], path: Path) -> None:
-    """Tensors as safetensors; what a tensor is called otherwise is in the metadata, as safetensors itself has it."""
+    """Write tensors as safetensors. Other names of a tensor go to the metadata, as safetensors itself does it."""
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
-            raise GrowpruneError(f"{name} is {tensor.dtype}, which safetensors cannot hold here: convert it first")
+            raise GrowpruneError(f"{name} has dtype {tensor.dtype}, which cannot be written here: convert it first")
     with replacing(path) as file:
         write_safetensors(file, dict(sorted(tensors.items())), {"format": "pt", **aliases})
 
 
 @contextlib.contextmanager
 def plain(model: SparseModel | nn.Module) -> Iterator[nn.Module]:
-    """The model as plain layers in eval mode, while it lasts; a compact one is copied, all else is as it was after."""
+    """Yield the model with plain layers in eval mode, and restore it at the end. A compact model is copied."""
     module = model.model if isinstance(model, SparseModel) else model
     if isinstance(model, SparseModel) and internals(model).storage == "compact":
         module = copy.deepcopy(model).to_dense_()
     elif any(map(is_compact, module.modules())):
-        raise GrowpruneError("the model is stored compact: give its SparseModel")
+        raise GrowpruneError("the model has storage='compact': pass its SparseModel instead")
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:
@@ -102,7 +102,7 @@ def plain(model: SparseModel | nn.Module) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def _quiet(logger: str = "") -> Iterator[None]:
-    """Without the warnings of exporters, about themselves and Python in the model, and without what a logger says."""
+    """Silence a logger, and the warnings of exporters about themselves and Python code in the model."""
     logged = logging.getLogger(logger or __name__)
     level = logged.level
     logged.setLevel(logging.ERROR)
@@ -116,7 +116,7 @@ def _quiet(logger: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _to_be_moved(path: Path) -> Iterator[Path]:
-    """A folder beside a path, whose files take their places when all of them are written, that of the path last."""
+    """Yield a folder beside a path. Its files are moved into place when all are written, the path itself last."""
     folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     folder.mkdir(parents=True)
     try:
@@ -135,7 +135,9 @@ def _check_zeros(module: nn.Module, graph: Any, to_array: Callable[[Any], Any], 
         if name in stored and tensor.ndim >= 2:
             array = to_array(stored[name])
             if (found := int((array != 0).sum())) != (alive := int(torch.count_nonzero(tensor))):
-                raise GrowpruneError(f"{path} would have {found} weights of {name}, not {alive}: it was not written")
+                raise GrowpruneError(
+                    f"the exporter changed {name} from {alive} to {found} non-zero weights: {path} was not written"
+                )
 
 
 def _as_tuple(example: Any) -> tuple[Any, ...]:

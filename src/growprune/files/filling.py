@@ -1,4 +1,4 @@
-"""Fill a sparse model, whatever its settings, with the tensors of a file or of another model."""
+"""Fill a sparse model with the tensors of a file or of another model, with any settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from growprune.sparse.model import SparseModel
 
 
 class _Source(NamedTuple):
-    """The dense tensors of a file, and which of their weights live, by all names that they have."""
+    """The dense tensors of a file and their masks, by all of their names."""
 
     shapes: Mapping[str, tuple[int, ...]]
     tensor: Callable[[str], Tensor]
@@ -28,11 +28,11 @@ class _Source(NamedTuple):
 
 
 def load_weights(sparse: SparseModel, path: str | os.PathLike[str], *, with_masks: bool = False) -> None:
-    """Fill a model, all of whose weights live, from a safetensors file that has exactly its tensors.
+    """Fill a model whose weights are all live from a safetensors file that has exactly its tensors.
 
     Args:
         path: a sparse file, plain safetensors, or a folder with one of them.
-        with_masks: keep only those weights alive that live in the file; of a plain file, those that are not zero.
+        with_masks: apply the masks of the file; in a plain file, the non-zero weights are live.
     """
     path = weights_file(path)
     with open_safetensors(path) as handle:
@@ -53,15 +53,15 @@ def _sparse_source(path: Path, handle: Any) -> _Source:
 
 
 def _plain_source(handle: Any) -> _Source:
-    """Safetensors without masks: what is zero is dead."""
+    """Read safetensors without masks, where zeros are pruned."""
     shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
     return _Source(shapes, handle.get_tensor, lambda name: handle.get_tensor(name) != 0)
 
 
 def matching_names(theirs: Mapping[str, Any], model: nn.Module, where: str) -> dict[str, str]:
-    """The source's name of each tensor of a model; raises unless all are there with their shapes, and no others.
+    """Map each tensor of a model to its name in the source. Raise unless exactly these exist, with these shapes.
 
-    Names of the source may have one word more than the model's, as "model." in a checkpoint of Lightning.
+    The names of the source may have one common prefix more, such as "model." in a checkpoint of Lightning.
     """
     ours, aliases = tensors_of(model)
     prefix = "" if {*ours, *aliases} & set(theirs) else _common_word(theirs)
@@ -74,7 +74,7 @@ def matching_names(theirs: Mapping[str, Any], model: nn.Module, where: str) -> d
             has = f"it has names like {next(iter(theirs), 'none')!r}"
             raise GrowpruneError(f"{where} lacks {name}, which the model has; {has}: build the same model")
         if tuple(shapes[here]) != (shape := _shape(model, name, tensor)):
-            has = f"{tuple(shapes[here])}, but the model with {shape}"
+            has = f"{tuple(shapes[here])}, but the model has {shape}"
             raise GrowpruneError(f"{where} has {here} with shape {has}: build the same model")
         names[name] = prefix + here
     if unknown := sorted(set(shapes) - set(ours) - set(aliases)):
@@ -83,7 +83,7 @@ def matching_names(theirs: Mapping[str, Any], model: nn.Module, where: str) -> d
 
 
 def _common_word(names: Mapping[str, Any]) -> str:
-    """What all names begin with, up to the first dot; empty if they differ in it."""
+    """Return the common prefix of all names, up to the first dot; empty if they differ."""
     words = {name.partition(".")[0] for name in names if "." in name}
     return f"{words.pop()}." if len(words) == 1 and all("." in name for name in names) else ""
 
@@ -103,9 +103,9 @@ def fill_model(
     """Fill a new SparseModel, one tensor at a time.
 
     Args:
-        names: of the model's tensors.
-        tensor: gives the dense tensor for a name.
-        mask: gives the mask of a prunable one; None if all of it lives.
+        names: the names of the model's tensors.
+        tensor: returns the dense tensor for a name.
+        mask: returns the mask of a prunable tensor; None if all of it is live.
     """
     for name in names:
         dense = tensor(name)

@@ -1,4 +1,4 @@
-"""What the header of a sparse file says: its version, its manifest, and an entry for each tensor.
+"""The header of a sparse file: its version, its manifest, and an entry for each tensor.
 
 The format is specified in docs/file-format.md.
 """
@@ -46,7 +46,7 @@ MAX_BLOCK_SIDE, MAX_DIMENSIONS = 1024, 64
 
 
 class Digest(NamedTuple):
-    """Checksums of a tensor's bytes: CRC-32 detects damage in less than half the time that SHA-256 takes."""
+    """Checksums of a tensor's bytes. CRC-32 detects damage in less than half the time of SHA-256."""
 
     sha256: str
     crc32: int
@@ -67,15 +67,15 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     values: Digest
-    """Of the tensor, or of its live values."""
+    """The checksums of the tensor, or of its live values."""
     weights: tuple[Weight, ...] = ()
     """The matrices of a prunable parameter, in order."""
     target: float | None = None
     nnz: int = 0
     mask: Digest | None = None
-    """Of a prunable parameter."""
+    """The checksums of the mask, for a prunable parameter."""
     gaps: Gaps | None = None
-    """Given if its mask is stored as gaps."""
+    """The gaps, if the mask is stored as gaps."""
 
     @property
     def numel(self) -> int:
@@ -87,7 +87,7 @@ class Entry:
 
     @property
     def num_outside(self) -> int:
-        """How many elements lie in no matrix, and are always alive."""
+        """The number of elements that belong to no matrix and are always live."""
         return num_outside(self.shape, self.weights)
 
     @property
@@ -96,7 +96,7 @@ class Entry:
 
     @property
     def mask_name(self) -> str:
-        """What the tensor is called that holds the mask of a sparse one."""
+        """The name of the tensor that holds the mask."""
         return f"{self.name}.mask" if self.gaps is None else f"{self.name}.gaps"
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Entry:
 
 
 def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
-    """An entry from the manifest. Nothing in it is trusted."""
+    """Parse an entry of the manifest. Nothing in it is trusted."""
     dtypes = {text: dtype for dtype, text in DTYPES.items()}
     if len(about["shape"]) > MAX_DIMENSIONS:
         raise GrowpruneError(f"{name} has more than {MAX_DIMENSIONS} dimensions")
@@ -128,7 +128,7 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
     gaps = _parse_gaps(*about["gaps"]) if "gaps" in about else None
     entry = Entry(name, shape, dtype, values, weights, nnz=nnz, mask=mask, gaps=gaps)
     if not entry.num_outside <= nnz <= entry.numel:
-        raise GrowpruneError(f"{name} has {nnz} alive of {entry.numel}")
+        raise GrowpruneError(f"{name} has {nnz} live weights of {entry.numel}")
     if gaps is not None:
         _check_gaps(entry, gaps)
     return entry
@@ -139,11 +139,14 @@ def _parse_gaps(dtype: str, length: object) -> Gaps:
 
 
 def _check_gaps(entry: Entry, gaps: Gaps) -> None:
-    """Refuse a few gaps that could ask for any amount of memory."""
+    """Raise if gaps belong to a dense tensor, or if a few of them would need a huge amount of memory."""
+    if not entry.is_sparse:
+        raise GrowpruneError(f"{entry.name} has gaps, but all of its weights are live")
     in_file = entry.nnz * entry.dtype.itemsize + gaps.length * gaps.dtype.itemsize
-    if not entry.is_sparse or entry.num_bytes > MAX_EXPANSION * in_file:
+    if entry.num_bytes > MAX_EXPANSION * in_file:
         raise GrowpruneError(
-            f"{entry.name} takes {in_file} bytes and would take {entry.num_bytes}, over {MAX_EXPANSION} times as many"
+            f"{entry.name} has {in_file} bytes in the file but {entry.num_bytes} when dense, more than "
+            f"{MAX_EXPANSION} times as many"
         )
 
 
@@ -171,9 +174,11 @@ def whole(number: object) -> int:
 
 
 def check_blocks(pattern: Pattern) -> None:
-    """Refuse blocks so large that a few bytes of a mask could ask for any amount of memory."""
+    """Raise if blocks are so large that a few bytes of a mask would need a huge amount of memory."""
     if max(pattern.height, pattern.width) > MAX_BLOCK_SIDE:
-        raise GrowpruneError(f"pattern is {pattern.name}, but blocks in a file have sides of at most {MAX_BLOCK_SIDE}")
+        raise GrowpruneError(
+            f"blocks in a file may be at most {MAX_BLOCK_SIDE} wide or high, got pattern {pattern.name}"
+        )
 
 
 def digest(tensor: Tensor) -> Digest:
@@ -189,19 +194,19 @@ def crc32(tensor: Tensor) -> int:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in row-major order: its own memory, where that is possible."""
+    """Return the bytes of a tensor in row-major order, without a copy if possible."""
     data: memoryview = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     return data
 
 
 def write_metadata(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """The strings in the header that say what the file is."""
+    """Return the strings of the header that identify the file."""
     for name, value in manifest.items():
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise GrowpruneError(
-                f"{name} is {repr(value)[:60]}, which a file cannot hold ({error}): make the SparseModel with plain "
+                f"{name}={repr(value)[:60]} cannot be written to a file ({error}): create the SparseModel with plain "
                 f"Python numbers and strings"
             ) from error
     text = json.dumps(manifest)
@@ -210,13 +215,13 @@ def write_metadata(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The manifest, from the metadata of a known version. Whatever is invalid raises."""
+    """Return the manifest from the metadata of a known version. Raise if anything is invalid."""
     text = metadata["manifest"]
     if sha256(text.encode()) != metadata["manifest_sha256"]:
-        raise GrowpruneError("its SHA-256 is not the one beside it")
+        raise GrowpruneError("its SHA-256 does not match")
     manifest = json.loads(text)
     if not isinstance(manifest, dict):
-        raise GrowpruneError("it is not an object")
+        raise GrowpruneError("it is not a JSON object")
     if (needed := _version_of(manifest)) != metadata["version"]:  # so that a changed version is noticed
         kind = "gap-encoded masks need" if needed == WITH_GAPS else "masks without gaps need"
         raise GrowpruneError(f"{kind} file version {needed}, this file says version {metadata['version']}")

@@ -1,13 +1,14 @@
-"""Folders of pretrained models: one that plain transformers loads exactly, and growprune loads sparse.
+"""Folders of pretrained models, which plain transformers loads exactly and growprune loads sparse.
 
-    config.json, ...        what the model itself saves, if it has a `save_pretrained` as those of transformers do
-    model.safetensors       the weights, dense, with zeros: for everybody else (in several files, if it is large)
-    growprune.safetensors   the same model as a sparse file, with its masks: for us
-    growprune.json          the SHA-256 of the dense files, so that later changes to them are noticed
+    config.json, ...        written by the model's own `save_pretrained`, if it has one, as in transformers
+    model.safetensors       the dense weights with zeros, for other tools (in several files if large)
+    growprune.safetensors   the same model as a sparse file with its masks, for growprune
+    README.md               a model card
+    growprune.json          the SHA-256 of the dense files, to detect later changes
 
-The sparse file is a second copy of the live weights, and not the masks alone: transformers may store a model otherwise
-than it is in memory, and compact storage can be filled from it without a dense copy. transformers is not imported: a
-model is known by what it has.
+The sparse file has a second copy of the live weights, not only the masks: transformers may store a model differently
+than in memory, and compact storage can be filled from it without a dense copy. transformers is not imported: a model is
+recognized by its attributes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.nn.parameter import is_lazy
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files.atomic import replacing
+from growprune.files.model_card import write_model_card
 from growprune.files.reader import is_ours, open_safetensors
 from growprune.files.writer import write_safetensors
 from growprune.masks.layers import tensors_of
@@ -37,20 +39,22 @@ from growprune.sparse.model import SparseModel, check_sparse_model
 DENSE, SPARSE, ABOUT = "model.safetensors", "growprune.safetensors", "growprune.json"
 
 
-def save_pretrained(sparse: SparseModel, folder: str | os.PathLike[str]) -> None:
-    """Write a folder that `from_pretrained` of transformers loads exactly, and `growprune.from_pretrained` sparse.
+def save_pretrained(sparse: SparseModel, folder: str | os.PathLike[str], *, model_card: bool = True) -> None:
+    """Write a folder that transformers' `from_pretrained` loads dense and `growprune.from_pretrained` loads sparse.
 
-    A model that has no `save_pretrained` of its own has its dense weights in `model.safetensors`, which
-    `safetensors.torch.load_model` reads. Meanwhile the model's weights are all there dense once more if its storage is
-    compact.
+    For a model without its own `save_pretrained`, the dense weights are in `model.safetensors`, which
+    `safetensors.torch.load_model` reads. With compact storage, saving needs memory for a dense copy of the model.
+
+    Args:
+        model_card: write README.md with the sparsity, the sizes and how to load it, unless you have written one.
     """
     check_sparse_model(sparse, "save_pretrained")
     folder = Path(folder)
     if hasattr(sparse.model, "peft_config"):
         raise GrowpruneError(
-            f"{type(sparse.model).__name__} has adapters: merge them first, sparse.model.merge_and_unload()"
+            f"{type(sparse.model).__name__} has adapters: merge them first with sparse.model.merge_and_unload()"
         )
-    _check_not_sparse(folder, "give another folder")
+    _check_not_sparse(folder, "use another folder")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ABOUT).unlink(missing_ok=True)  # if this is cut short, the folder is known to be incomplete
     file.save(sparse, folder / SPARSE)
@@ -58,6 +62,8 @@ def save_pretrained(sparse: SparseModel, folder: str | os.PathLike[str]) -> None
         own(folder)
     else:
         _save_dense(sparse.model, folder / DENSE)
+    if model_card:
+        write_model_card(sparse, folder, file.manifest(folder / SPARSE))
     about = {"format": 1, "dense": _dense_digests(folder)}
     with replacing(folder / ABOUT) as written:
         written.write((json.dumps(about, indent=1) + "\n").encode())
@@ -75,33 +81,33 @@ def _dense_digests(folder: Path) -> dict[str, str]:
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def weights_file(path: str | os.PathLike[str]) -> Path:
-    """The file that a path means: itself, or the weights of a folder, such as a run or a pretrained model."""
+    """Return the weights file for a path: the file itself, or that of a folder, such as a run or a pretrained model."""
     path = Path(path)
     if path.is_file():
         return path
     if (found := single_file(path)) is None:
         raise GrowpruneError(
-            f"{path} holds no weights: give a .safetensors file, or a folder with {SPARSE} or {DENSE}, such as that "
-            f"of a finished run"
+            f"{path} has no weights: pass a .safetensors file, or a folder with {SPARSE} or {DENSE}, such as that of a "
+            f"finished run"
         )
     return found
 
 
 def single_file(folder: Path) -> Path | None:
-    """The safetensors file with all weights of a folder; the sparse one, while it is up to date."""
+    """Return the safetensors file with all weights of a folder; the sparse one, if it is up to date."""
     if (folder / SPARSE).is_file() and _is_up_to_date(folder):
         return folder / SPARSE
     return folder / DENSE if (folder / DENSE).is_file() else None
 
 
 def _is_up_to_date(folder: Path) -> bool:
-    """True unless dense files of a folder are others than those that its sparse file was saved with."""
+    """True if the dense files of a folder are those that its sparse file was saved with."""
     try:
         found = _dense_digests(folder)
         return not found or bool(json.loads((folder / ABOUT).read_text())["dense"] == found)
@@ -112,13 +118,13 @@ def _is_up_to_date(folder: Path) -> bool:
 def from_pretrained(
     model: nn.Module | Callable[[], nn.Module], folder: str | os.PathLike[str], *, storage: str = "masked"
 ) -> SparseModel:
-    """Load a folder that `save_pretrained` wrote, as the SparseModel that was saved, ready to train on.
+    """Load a folder of `save_pretrained` as the SparseModel that was saved, ready for training.
 
     Args:
-        model: a model to fill; or a class of transformers (`AutoModelForCausalLM`, `BertModel`), which is built from
-            the folder's config and is in eval mode, as transformers has it; or any function that builds the model.
-            What is built here has no dense weights at any time if the storage is compact.
-        storage: see SparseModel; whatever it was when the model was saved.
+        model: a model to fill; a class of transformers (`AutoModelForCausalLM`, `BertModel`), which is built from the
+            folder's config in eval mode, as transformers does; or a function that builds the model. With compact
+            storage, a model that is built here never has dense weights.
+        storage: see SparseModel. It may differ from that of the saved model.
     """
     folder = Path(folder)
     _check(folder)
@@ -130,22 +136,21 @@ def from_pretrained(
 
 
 def _check(folder: Path) -> None:
-    """Refuse a folder that is not, or no longer, what `save_pretrained` wrote."""
+    """Raise if a folder was not written by `save_pretrained`, or was changed since."""
     if not folder.is_dir():
-        raise GrowpruneError(f"{folder} is not a folder: give one that growprune.save_pretrained wrote")
+        raise GrowpruneError(f"{folder} is not a folder: pass one that growprune.save_pretrained wrote")
     _check_not_sparse(folder, f"load it with growprune.load({str(folder / DENSE)!r}, model)")
-    from_zeros = "load it with its own from_pretrained, and take its zeros: growprune.SparseModel.from_zeros(model)"
+    from_zeros = "load the model with its own from_pretrained, then call growprune.SparseModel.from_zeros(model)"
     if not (folder / ABOUT).is_file() or not (folder / SPARSE).is_file():
-        raise GrowpruneError(f"{folder} was not written by growprune.save_pretrained, or not to its end: {from_zeros}")
+        raise GrowpruneError(f"{folder} was not written by growprune.save_pretrained, or is incomplete: {from_zeros}")
     try:
         known = dict(json.loads((folder / ABOUT).read_text())["dense"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise GrowpruneError(f"{folder / ABOUT} is damaged ({error!r}): fetch or save the folder again") from None
+        raise GrowpruneError(f"{folder / ABOUT} is damaged ({error!r}): download or save the folder again") from None
     found = _dense_digests(folder)
     if changed := sorted(name for name in {**known, **found} if known.get(name) != found.get(name)):
         raise GrowpruneError(
-            f"{folder / changed[0]} is not the one that growprune saved beside {SPARSE}, which is out of date: "
-            f"{from_zeros}"
+            f"{folder / changed[0]} was changed after growprune saved it, so {SPARSE} is out of date: {from_zeros}"
         )
 
 
@@ -156,14 +161,14 @@ def _check_not_sparse(folder: Path, remedy: str) -> None:
     with open_safetensors(path) as handle:
         if is_ours(handle):
             raise GrowpruneError(
-                f"{path} is a sparse file of growprune under the name that transformers has for dense weights, and "
-                f"nothing but growprune can read it: {remedy}"
+                f"{path} is a sparse file of growprune under the name of transformers' dense weights, and only "
+                f"growprune can read it: {remedy}"
             )
 
 
 @contextlib.contextmanager
 def empty_parameters() -> Iterator[None]:
-    """While it lasts, parameters lose their content when they become part of a module; buffers are as always."""
+    """Within this context, new parameters of modules have no memory. Buffers are not affected."""
 
     def empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         del module, name
@@ -179,7 +184,7 @@ def empty_parameters() -> Iterator[None]:
 
 
 def _build_by_config(kind: Any, folder: Path) -> nn.Module:
-    """What a class of transformers makes of a folder's config; a class of its Auto kind finds the right one first."""
+    """Build a class of transformers from a folder's config. An Auto class finds the right class first."""
     configs = getattr(kind, "config_class", None) or importlib.import_module("transformers").AutoConfig
     config = configs.from_pretrained(folder)
     before = torch.get_default_dtype()

@@ -47,20 +47,20 @@ SETTINGS: dict[str, type | tuple[type, ...]] = {
     "include": list,
     "seed": int,
 }
-"""The arguments of the SparseModel, and what JSON holds them as."""
+"""The arguments of SparseModel, and their types in JSON."""
 
 MAX_NAME = 1000
-"""How long a name or glob in keep_dense or include may be: matching a longer one could take hours."""
+"""The longest name or glob in keep_dense or include. Matching a longer one could take hours."""
 
 LARGE = 1 << 18
-"""From how many bytes on, dense, a tensor is worth handing to a thread."""
+"""The least bytes, dense, for which a tensor is read in a thread."""
 
 MAX_MESSAGE = 400
-"""How many characters of an error may come from a file, which can be anyone's."""
+"""The most characters of an error that may come from an untrusted file."""
 
 
 class SparseFile:
-    """An open sparse file. Its header has been checked: whatever it says agrees with the tensors it holds."""
+    """An open sparse file, whose header has been checked against its tensors."""
 
     def __init__(self, path: Path, handle: Any, *, thorough: bool = False) -> None:
         self.path, self._thorough = path, thorough
@@ -81,30 +81,30 @@ class SparseFile:
         return [entry for entry in self.entries.values() if entry.weights]
 
     def mask(self, entry: Entry) -> Tensor:
-        """Which weights live, as bools. All must agree with the manifest and with the number of values."""
+        """Return the mask as bools, after checking it against the manifest and the number of values."""
         if not entry.is_sparse:
             return torch.ones(entry.shape, dtype=torch.bool)
         return unpack(self.bits(entry), entry.shape)
 
     def bits(self, entry: Entry) -> Tensor:
-        """Which weights live: one bit each in row-major order, eight to a byte, the first in the lowest bit.
+        """Return the mask as bits in row-major order, eight to a byte, the first in the lowest bit.
 
-        It is checked as `mask` is. Where the file has just these bits, it is a view of the file.
+        It is checked as in `mask`. If the file stores exactly these bits, it is a view of the file.
         """
         if not entry.is_sparse:
             return pack(torch.ones(entry.numel, dtype=torch.bool))
         bits = row_major(self._stored_bits(entry), entry.shape, entry.weights, self.pattern)
         if (alive := count_bits(bits)) != entry.nnz:
-            self.refuse(f"has a mask of {entry.name} with {alive} alive, but {entry.nnz} values")
+            self.refuse(f"has a mask of {entry.name} with {alive} live weights, but {entry.nnz} values")
         return bits
 
     def _stored_bits(self, entry: Entry) -> Tensor:
-        """The bits of the matrices, one a weight or a block."""
+        """Return the bits of the matrices, one per weight or block."""
         count = num_bits(entry.weights, self.pattern)
         stored = self._handle.get_tensor(entry.mask_name)
         assert isinstance(stored, Tensor)
         if entry.gaps is None and count % 8 and int(stored[-1]) >> count % 8:
-            self.refuse(f"has a mask of {entry.name} with bits set behind its end")
+            self.refuse(f"has a mask of {entry.name} with bits set after its end")
         assert entry.mask is not None
         self._check_sum(stored, entry.mask, f"a mask of {entry.name}")
         try:
@@ -113,10 +113,10 @@ class SparseFile:
             self.refuse(f"has a mask of {entry.name} with {error}")
 
     def everything(self, *, copied: bool = False) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Every tensor as `Internals.restore` takes it, all of it checked.
+        """Return every tensor in the form of `Internals.restore`, fully checked.
 
         Args:
-            copied: of prunable tensors, copies that nobody else has; otherwise views of the file where possible.
+            copied: return private copies of prunable tensors; otherwise views of the file where possible.
         """
 
         def checked(entry: Entry) -> tuple[Tensor, Tensor | None]:
@@ -128,16 +128,16 @@ class SparseFile:
         return self.each(checked)
 
     def each(self, read: Callable[[Entry], T]) -> dict[str, T]:
-        """What a function makes of every tensor, by name: of large ones by as many threads as torch uses."""
+        """Apply a function to every tensor, and return the results by name. Large tensors use torch's thread count."""
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # checksums, and what numpy does, let others run
             large = {e.name: threads.submit(read, e) for e in self.entries.values() if e.num_bytes >= LARGE}
             small = {e.name: read(e) for e in self.entries.values() if e.name not in large}
             return {name: large[name].result() if name in large else small[name] for name in self.entries}
 
     def values(self, entry: Entry) -> Tensor:
-        """The tensor; of a prunable parameter, the live values in row-major order. It is a view of the file.
+        """Return a tensor, or the live values of a prunable parameter in row-major order, as a view of the file.
 
-        Its bytes must be those that were saved.
+        Its checksum is checked.
         """
         tensor = self._handle.get_tensor(f"{entry.name}.values" if entry.is_sparse else entry.name)
         assert isinstance(tensor, Tensor)
@@ -145,11 +145,11 @@ class SparseFile:
         return tensor.view(-1) if entry.weights else tensor
 
     def _check_sum(self, tensor: Tensor, saved: Digest, what: str) -> None:
-        """Refuse bytes that are not those that were saved."""
+        """Raise if bytes differ from those that were saved."""
         if crc32(tensor) != saved.crc32:
-            self.refuse(f"has {what} whose CRC-32 is not the one in the manifest")
+            self.refuse(f"has {what} whose CRC-32 does not match the manifest")
         if self._thorough and sha256(bytes_of(tensor)) != saved.sha256:
-            self.refuse(f"has {what} whose SHA-256 is not the one in the manifest")
+            self.refuse(f"has {what} whose SHA-256 does not match the manifest")
 
     def dense(self, entry: Entry) -> Tensor:
         if not entry.is_sparse:
@@ -167,7 +167,7 @@ class SparseFile:
         except (KeyError, TypeError, ValueError) as error:
             raise GrowpruneError(f"{self.path} does not fit the model: {one_line(error)}") from error
 
-    def refuse(self, why: str, what_to_do: str = "it is damaged, fetch or save it again") -> NoReturn:
+    def refuse(self, why: str, what_to_do: str = "it is damaged, download or save it again") -> NoReturn:
         raise GrowpruneError(f"{self.path} {one_line(why)}: {what_to_do}")
 
     def _check_version(self, metadata: Mapping[str, str]) -> str:
@@ -189,7 +189,7 @@ class SparseFile:
                 raise GrowpruneError(f"{name} is {manifest[name]!r}")
         for name in (*manifest["keep_dense"], *manifest["include"]):
             if not isinstance(name, str) or len(name) > MAX_NAME:
-                raise GrowpruneError(f"a name is {repr(name)[:60]}, but must be text of at most {MAX_NAME} characters")
+                raise GrowpruneError(f"a name must be a string of at most {MAX_NAME} characters, got {repr(name)[:60]}")
         self.manifest = {name: manifest[name] for name in (*SETTINGS, "num_edits", "aliases", "tensors")}
         self.pattern = parse_pattern(manifest["pattern"])
         check_blocks(self.pattern)
@@ -198,16 +198,16 @@ class SparseFile:
         self.aliases = {str(alias): str(name) for alias, name in manifest["aliases"].items()}
 
     def _check_weights(self, model: nn.Module) -> None:
-        """Refuse a model that would be pruned in other places, before it is made sparse."""
+        """Raise if the model would be pruned in other places, before it is made sparse."""
         names = {name: self.manifest[name] for name in ("keep_dense", "include")}
         weights = prunable_weights(model, **names)
         for name in dict.fromkeys([*(w.parameter for w in weights), *(e.name for e in self.prunable)]):
             mine = [(w.rows, w.transposed) for w in weights if w.parameter == name]
             if mine != [(w.rows, w.transposed) for w in self.entries[name].weights]:
-                raise GrowpruneError(f"the file prunes {name} otherwise: build the model that was saved")
+                raise GrowpruneError(f"the file has other matrices in {name}: build the model that was saved")
 
     def _check_header(self) -> None:
-        """Whether there are just the tensors that the manifest promises, with its dtypes and shapes."""
+        """Raise unless the file has exactly the tensors of the manifest, with its dtypes and shapes."""
         expected: dict[str, tuple[str, list[int]]] = {}
         for entry in self.entries.values():
             dtype = DTYPES[entry.dtype]
@@ -222,7 +222,7 @@ class SparseFile:
             found = self._handle.get_slice(name)
             if (found.get_dtype(), found.get_shape()) != (dtype, shape):
                 has = f"{found.get_dtype()} {found.get_shape()}"
-                self.refuse(f"has tensor {name} as {has}, but its manifest asks for {dtype} {shape}")
+                self.refuse(f"has tensor {name} as {has}, but its manifest says {dtype} {shape}")
         for alias, name in self.aliases.items():
             if alias in self.entries or name not in self.entries:
                 self.refuse(f"has {alias} as another name of {name}, which is invalid")
@@ -231,13 +231,13 @@ class SparseFile:
         if entry.gaps is None:
             return "U8", [num_mask_bytes(entry.weights, self.pattern)]
         if not self.pattern.bit_pattern.is_single:
-            self.refuse(f"has gaps for {entry.name}, but blocks have bits")
+            self.refuse(f"has gaps for {entry.name}, but masks of blocks are stored as bits")
         return GAP_DTYPES[entry.gaps.dtype], [entry.gaps.length]
 
 
 @contextlib.contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file, or raise one line that says why not."""
+    """Open a safetensors file, or raise an error of one line."""
     try:
         handle: Any = safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -246,7 +246,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
             is_zip = file.read(2) == b"PK"
         instead = "it looks like a checkpoint of torch, which `growprune convert` reads" if is_zip else ""
         raise GrowpruneError(
-            f"{path} is not a safetensors file, or not all of it ({reason}): {instead or 'fetch or save it again'}"
+            f"{path} is not a safetensors file, or is incomplete ({reason}): {instead or 'download or save it again'}"
         ) from None
     with handle:
         yield handle
@@ -266,47 +266,52 @@ def open_sparse(path: str | os.PathLike[str], *, thorough: bool = False) -> Iter
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file: give the path of a file that growprune saved")
+        raise FileNotFoundError(f"{path} is not a file: pass the path of a file that growprune saved")
     with open_safetensors(path) as handle:
         yield SparseFile(path, handle, thorough=thorough)
 
 
 def one_line(content: object) -> str:
-    """A text, or error, that may come from a file, without line breaks and control characters, and not too long."""
+    """Shorten a string or error from an untrusted file, and remove line breaks and control characters."""
     text = str(content) or type(content).__name__
     shown = text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
     return "".join(character if character.isprintable() else " " for character in shown)
 
 
 def _wrapping(names: Iterable[str]) -> str:
-    """What torch.compile or DataParallel put before all names."""
+    """Return the prefix that torch.compile or DataParallel adds to all names."""
     return next((prefix for prefix in ("_orig_mod.", "module.") if all(n.startswith(prefix) for n in names)), "")
 
 
 def match_model(file: SparseFile, model: nn.Module) -> None:
-    """Refuse a model whose tensors are not those of the file in name, shape and dtype."""
+    """Raise unless a model has the tensors of the file, with the same names, shapes and dtypes."""
     if any(map(is_compact, model.modules())):
-        file.refuse("cannot be loaded into a model that is stored compact", "load it into a fresh one")
+        file.refuse("cannot be loaded into a model with storage='compact'", "load it into a new model")
     tensors, aliases = tensors_of(model)
     build = "build the model that was saved"
     in_file, needed = {**file.entries, **file.aliases}, {**tensors, **aliases}
     if (here := _wrapping(needed)) != (there := _wrapping(in_file)):
-        file.refuse(f"has names that begin with {there!r}, and those of the model with {here!r}", "wrap both alike")
+        file.refuse(
+            f"has names that begin with {there!r}, but those of the model begin with {here!r}",
+            "wrap the model as saved",
+        )
     for name in sorted(in_file.keys() ^ needed.keys()):
         file.refuse(
             f"lacks {name}, which the model has" if name in needed else f"has {name}, which the model lacks", build
         )
     for alias, name in sorted(aliases.items() ^ file.aliases.items()):
         where = "model" if alias in aliases else "file"
-        file.refuse(f"does not fit the model: {alias} and {name} are one tensor in the {where} only", build)
+        file.refuse(f"does not fit the model: {alias} and {name} are tied only in the {where}", build)
     for name, buffer in model.named_buffers():
         if name not in tensors and buffer.is_meta:
-            file.refuse(f"cannot fill {name}, a buffer on the meta device that no file has", "build it on a device")
+            file.refuse(
+                f"cannot fill {name}, a non-persistent buffer on the meta device", "build that buffer on a real device"
+            )
     for name, tensor in tensors.items():
         entry = file.entries[name]
         if entry.shape != tuple(tensor.shape):
-            file.refuse(f"has {name} with shape {entry.shape}, but the model with {tuple(tensor.shape)}", build)
+            file.refuse(f"has {name} with shape {entry.shape}, but the model has {tuple(tensor.shape)}", build)
         if entry.dtype != tensor.dtype:
             file.refuse(
-                f"has {name} as {entry.dtype}, but the model as {tensor.dtype}", f"call model.to({entry.dtype}) first"
+                f"has {name} as {entry.dtype}, but the model has {tensor.dtype}", f"call model.to({entry.dtype}) first"
             )

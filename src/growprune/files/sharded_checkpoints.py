@@ -1,8 +1,8 @@
-"""Checkpoints of sharded training, by torch's distributed checkpoint (DCP): each rank writes what it has.
+"""Checkpoints of sharded training with torch's distributed checkpoint (DCP): each rank writes its own shards.
 
-A checkpoint is a folder with DCP's files (values, optimizer state, masks, gradients that an edit to come looks at), and
-an index, `growprune.json`, which is written last: a folder without it is not complete. It can be read on any number of
-ranks, one process without sharding among them. The metadata of DCP is a pickle of torch's: read your own folders only.
+A checkpoint is a folder with DCP's files (values, optimizer state, masks, gradients for the next edit) and an index,
+`growprune.json`, which is written last: a folder without it is incomplete. It can be read on any number of ranks,
+including a single process without sharding. The metadata of DCP is a pickle: read only folders that you trust.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ INDEX = "growprune.json"
 VERSION = 2
 
 
-def save_state(
+def save_sharded_checkpoint(
     folder: str | os.PathLike[str],
     sparse: SparseModel,
     optimizer: Optimizer | None = None,
     *,
     cursor: Cursor | None = None,
 ) -> None:
-    """Write a checkpoint to a new folder; all ranks call it.
+    """Write a checkpoint of a sharded model to a new folder. All ranks must call it.
 
     Args:
-        cursor: the place in a plan, if the model is trained by one.
+        cursor: the cursor of the plan, if the model is trained with one.
     """
     folder, own = Path(folder), internals(sparse)
     own.notice_shards()
     if (folder / INDEX).exists():
-        raise GrowpruneError(f"{folder} has a checkpoint already: give a new folder, such as state-{{iteration}}")
+        raise GrowpruneError(f"{folder} already has a checkpoint: use a new folder, such as state-{{iteration}}")
     place = None if cursor is None else cursor.state_dict()
     if place is not None and (place["base"] is not None or place["rule"]):
         # a fork holds copies of whole parts, which would have to be checkpointed on every rank
-        raise GrowpruneError("a sharded model cannot be checkpointed inside of a fork, or of a phase with a rule")
+        raise GrowpruneError("a sharded model cannot be checkpointed inside a fork, or inside a phase with a rule")
     averages = {f"averages.{name}": average for name, average in own.gradients.averages.items()}
     tensors = {**_model(sparse), **_masks(sparse), **_optimizer_tensors(sparse, optimizer), **_gradients(sparse)}
     tensors |= averages
@@ -82,23 +82,23 @@ def save_state(
         distributed.barrier()
 
 
-def load_state(
+def load_sharded_checkpoint(
     folder: str | os.PathLike[str],
     sparse: SparseModel,
     optimizer: Optimizer | None = None,
     *,
     cursor: Cursor | None = None,
 ) -> None:
-    """Resume from a checkpoint, on as many ranks as there are now; all of them call it.
+    """Resume from a sharded checkpoint, on any number of ranks. All ranks must call it.
 
-    The model is built, sharded and given its optimizer as before; weights, masks and state are then those of the
-    checkpoint. The optimizer must be attached.
+    Build and shard the model and attach its optimizer first, as in the first run. Then this loads the weights, masks
+    and optimizer state of the checkpoint.
     """
     folder, own = Path(folder), internals(sparse)
     own.notice_shards()
     index = read_index(folder)
     if differing := sorted(set(index["alive"]) ^ set(own.stored)):
-        raise GrowpruneError(f"{folder} is of another model: it and this one differ in {differing[0]}")
+        raise GrowpruneError(f"{folder} belongs to another model: only one of the two has {differing[0]}")
     masks = {
         f"masks.{name}": torch.zeros(-(-p.shape.numel() // 8), dtype=torch.uint8) for name, p in own.stored.items()
     }
@@ -119,21 +119,21 @@ def load_state(
         cursor.load_state_dict(index["cursor"])
 
 
-def newest_state(folder: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint in a folder of checkpoints that was completed last; None if there is none."""
+def newest_sharded_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the newest complete checkpoint in a folder of checkpoints; None if there is none."""
     found = [index.parent for index in Path(folder).glob(f"*/{INDEX}")]
     return max(found, key=lambda path: (path / INDEX).stat().st_mtime_ns, default=None)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """What the index of a checkpoint says."""
+    """Read the index of a checkpoint."""
     path = folder / INDEX
     if not path.is_file():
         is_cut_short = folder.is_dir()
         raise GrowpruneError(
             f"{folder} has no {INDEX}, "
-            + ("so its checkpoint was cut short" if is_cut_short else "as there is no such folder")
-            + ": resume from one that has it (gp.newest_state finds it)"
+            + ("so its checkpoint is incomplete" if is_cut_short else "because the folder does not exist")
+            + ": resume from a complete checkpoint (gp.newest_sharded_checkpoint finds it)"
         )
     index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if index.get("format") != "growprune-state" or index.get("version") != VERSION:
@@ -156,7 +156,7 @@ def _read(folder: Path, tensors: dict[str, Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DCP warns of a single process, which is as good as several."""
+    """Silence DCP's warning about a single process, which is supported."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -175,7 +175,7 @@ def _names(sparse: SparseModel) -> dict[int, str]:
 
 
 def _states(sparse: SparseModel, optimizer: Optimizer) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """The state of each parameter of the model that has any, by its name."""
+    """Yield the state of each parameter of the model that has any, by name."""
     names = _names(sparse)
     for parameter, entries in optimizer.state.items():
         if id(parameter) in names:
@@ -194,7 +194,7 @@ def _optimizer_tensors(sparse: SparseModel, optimizer: Optimizer | None) -> dict
 
 
 def _optimizer_index(sparse: SparseModel, optimizer: Optimizer) -> dict[str, Any]:
-    """What of an optimizer is no tensor, and which tensors there are."""
+    """Return the settings of an optimizer that are not tensors, and the names of those that are."""
     names, groups = _names(sparse), []
     for group in optimizer.param_groups:
         plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
@@ -211,13 +211,16 @@ def _optimizer_index(sparse: SparseModel, optimizer: Optimizer) -> dict[str, Any
 
 
 def prepare_optimizer(folder: Path, sparse: SparseModel, optimizer: Optimizer, index: Mapping[str, Any]) -> None:
-    """Give an optimizer the settings it had, and state of the right shapes to be filled."""
+    """Restore an optimizer's settings, and allocate its state to be filled."""
     if index["kind"] != type(optimizer).__name__:
-        raise GrowpruneError(f"{folder} has the state of {index['kind']}, not of {type(optimizer).__name__}")
+        raise GrowpruneError(
+            f"{folder} has the state of {index['kind']}, but the optimizer is {type(optimizer).__name__}: resume with "
+            f"the same optimizer"
+        )
     names, parameters = _names(sparse), dict(sparse.model.named_parameters())
     mine = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
     if mine != [group["params"] for group in index["groups"]]:
-        raise GrowpruneError(f"{folder} has an optimizer with other groups of parameters: make it as it was")
+        raise GrowpruneError(f"{folder} has other parameter groups than the optimizer: resume with the same groups")
     for group, saved in zip(optimizer.param_groups, index["groups"], strict=True):
         group |= {key: _like(group.get(key), value) for key, value in saved.items() if key != "params"}
     on_device = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
@@ -234,31 +237,31 @@ def prepare_optimizer(folder: Path, sparse: SparseModel, optimizer: Optimizer, i
 
 
 def _like(now: Any, saved: Any) -> Any:
-    """JSON has lists for tuples (betas), and numbers for tensors (a learning rate)."""
+    """Convert a saved value to the type it has now: JSON has lists for tuples and numbers for tensors."""
     if isinstance(now, Tensor):
         return torch.as_tensor(saved, dtype=now.dtype, device=now.device)
     return tuple(saved) if isinstance(saved, list) else saved
 
 
 def _gradients(sparse: SparseModel) -> dict[str, Any]:
-    """What an edit to come looks at: of a sharded model, the part of each rank."""
+    """Return the gradients for the next edit; in a sharded model, the part of each rank."""
     parts = internals(sparse).gradients.all_shares()
     return {f"gradients.{name}": _as_sharded(sparse, name, part) for name, part in parts.items()}
 
 
 def _named(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """By the names that parameters have, without that of what it is of them."""
+    """Return tensors by parameter name, without the prefix."""
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
 
 
 def _empty_averages(sparse: SparseModel, keys: list[str]) -> dict[str, Any]:
-    """Room for moving averages of gradients, which are dense: compact storage has none."""
+    """Allocate moving averages of gradients, which are dense. Compact storage has none."""
     stored = {key: internals(sparse).stored[key.removeprefix("averages.")] for key in keys}
     return {key: _zero(parameter).expand(parameter.shape).clone() for key, parameter in stored.items()}
 
 
 def _zero(parameter: SparseParameter) -> Tensor:
-    """As gradients are kept: in float32 at least."""
+    """Return zeros for a gradient, in float32 or wider."""
     stored = parameter.parameter
     return torch.zeros(1, dtype=torch.promote_types(stored.dtype, torch.float32), device=stored.device)
 
@@ -275,7 +278,7 @@ def _empty_gradients(sparse: SparseModel, keys: list[str]) -> dict[str, Any]:
 
 
 def _as_sharded(sparse: SparseModel, name: str, part: Tensor) -> Any:
-    """A rank's part of a flat tensor as DCP knows it."""
+    """Wrap a rank's part of a flat tensor for DCP."""
     parameter = internals(sparse).stored[name]
     if not isinstance(parameter, ShardedCompact):
         return part

@@ -1,4 +1,4 @@
-"""Save and load the sparse file: a model whose pruned weights take no space. docs/file-format.md specifies it."""
+"""Save and load sparse files, in which pruned weights take no space. docs/file-format.md specifies the format."""
 
 from __future__ import annotations
 
@@ -27,21 +27,26 @@ if TYPE_CHECKING:
 
 
 def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
-    """Write a sparse model to a file, all at once: if that fails, an old file of that name is as it was.
+    """Write a sparse model to a file, atomically: on failure, an existing file is unchanged.
 
-    What was written is read back, checked and counted before it takes the name. If the model is sharded, all ranks call
-    it; the first writes, and has no more than one tensor of the model at a time.
+    The file is read back and checked before it gets its name. If the model is sharded, all ranks must call it. The
+    first rank writes, and holds at most one tensor of the model at a time.
     """
     check_sparse_model(sparse, "save")
-    path = Path(path)
+    internals(sparse).notice_shards()
+    warn_of_unfinished(sparse)
+    write_file(sparse, path)
+
+
+def write_file(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
+    """Write a sparse model to a file as `save` does, without the warning about an unfinished plan."""
     warn_of_unsaved(sparse.model)
     own = internals(sparse)
     own.notice_shards()
-    warn_of_unfinished(sparse)
     if own.ranks is None:
-        write(sparse, path)
+        write(sparse, Path(path))
     else:
-        write_sharded(sparse, path, own.ranks)
+        write_sharded(sparse, Path(path), own.ranks)
 
 
 def load(
@@ -53,20 +58,20 @@ def load(
     mesh: DeviceMesh | None = None,
     sharding: Mapping[str, Any] | None = None,
 ) -> SparseModel:
-    """Fill a model from a sparse file, and return it as the SparseModel that was saved, ready to train on.
+    """Fill a model from a sparse file, and return it as the SparseModel that was saved, ready for training.
 
-    The file is checked in full before the model is touched. What of the model lies on the meta device comes to lie on
-    the CPU; of sparse weights with compact storage, only what lives.
+    The file is fully checked before the model is changed. Tensors on the meta device are created on the CPU; with
+    compact storage, only the live values of sparse weights.
 
     Args:
-        storage: how sparse weights are stored, see SparseModel; whatever it was when the file was saved.
-        mapped: with compact storage, leave what lives in the file, which is quicker, and let training copy what it
-            writes to. Nobody may write into the file meanwhile; `save` does not, it puts a new one in its place.
+        storage: how sparse weights are stored; see SparseModel. It may differ from that of the saved model.
+        mapped: with compact storage, keep live values memory-mapped to the file, which is faster, and copy them when
+            training writes to them. No process may write into the file meanwhile. `save` is safe: it replaces the file.
         mesh: shard the model over its ranks, each unit as soon as it is filled; needs storage="compact".
         sharding: further arguments of `SparseModel.shard`.
     """
     if mesh is None and sharding:
-        raise GrowpruneError(f"sharding is {dict(sharding)}, but there is no mesh to shard over: give mesh too")
+        raise GrowpruneError(f"sharding={dict(sharding)} needs a mesh to shard over: pass mesh= too")
     with open_sparse(path) as file:
         match_model(file, model)
         is_compact = storage == "compact"
@@ -101,17 +106,17 @@ def _restore_sharded(
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a sparse file, dense, by name: what `state_dict` of the model that was saved would give."""
+    """Read a sparse file as a dense state dict, like `state_dict()` of the saved model."""
     with open_sparse(path) as file:
         size, limit = sum(entry.num_bytes for entry in file.entries.values()), MAX_EXPANSION * file.num_bytes
         if size > limit:
-            file.refuse(f"would take {size} bytes, over {MAX_EXPANSION} times its size", "load it into its model")
+            file.refuse(f"would need {size} bytes, over {MAX_EXPANSION} times its size", "load it into its model")
         tensors = file.each(file.dense)
         return tensors | {alias: tensors[first] for alias, first in file.aliases.items()}
 
 
 def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What is in a sparse file (see docs/file-format.md), and the totals. Reads and checks the header only."""
+    """Return the manifest of a sparse file (see docs/file-format.md) with totals. Reads and checks only the header."""
     with open_sparse(path) as file:
         totals = {
             "elements": sum(entry.numel for entry in file.entries.values()),
@@ -131,12 +136,12 @@ class StoredTensor:
     shape: tuple[int, ...]
     is_prunable: bool
     alive: int
-    """How many elements live; all of them if it is not prunable."""
+    """The number of live elements; all of them if it is not prunable."""
     num_bytes: int
-    """In the file: values and mask."""
+    """The bytes of values and mask in the file."""
     dense_bytes: int
     state: Literal["ok", "damaged"]
-    """Whether its bytes have the digests that were saved with them."""
+    """The result of the check: "ok" if its bytes match the saved checksums."""
 
     @property
     def sparsity(self) -> float:
@@ -145,7 +150,7 @@ class StoredTensor:
 
 
 def contents(path: str | os.PathLike[str]) -> list[StoredTensor]:
-    """The tensors of a sparse file, in its order. Reads and checks all of it; damage is reported, not raised."""
+    """List the tensors of a sparse file, in order. Reads and checks all of it; damage is reported, not raised."""
     with open_sparse(path, thorough=True) as file:
         return [_stored(file, entry) for entry in file.entries.values()]
 
@@ -167,23 +172,23 @@ def _stored(file: SparseFile, entry: Entry) -> StoredTensor:
 
 
 def live_tensor(path: str | os.PathLike[str], name: str) -> tuple[Tensor, Tensor]:
-    """The live values of a prunable tensor in row-major order, and one bit for each of its weights; all is checked.
+    """Return the live values of a prunable tensor in row-major order, and its mask as bits, both checked.
 
-    Bits are eight to a byte, the first in the lowest. No dense tensor is made, and no mask of bools unless the pattern
-    has blocks.
+    Bits are eight to a byte, the first in the lowest. No dense tensor is created, and no mask of bools unless the
+    pattern has blocks.
     """
     with open_sparse(path) as file:
         if name not in file.entries or not file.entries[name].weights:
-            raise GrowpruneError(f"{path} has no prunable tensor {name!r}: give a name of its manifest")
+            raise GrowpruneError(f"{path} has no prunable tensor {name!r}: use a name from its manifest")
         values, bits = file.values(file.entries[name]), file.bits(file.entries[name])
         return values.clone(), bits.clone()  # views of a file would be lost if the file is written to
 
 
 def _give_memory(model: nn.Module, *, but: Collection[str] = ()) -> None:
-    """Put what lies on the meta device on the CPU, with any content; tied tensors stay tied.
+    """Allocate tensors from the meta device on the CPU, uninitialized. Tied tensors stay tied.
 
     Args:
-        but: names of tensors that stay as they are.
+        but: names of tensors to skip.
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for path, module in model.named_modules():
@@ -191,7 +196,7 @@ def _give_memory(model: nn.Module, *, but: Collection[str] = ()) -> None:
             for local, old in tensors.items():
                 if old is not None and old.is_meta and (f"{path}.{local}" if path else local) not in but:
                     _, new = made.setdefault(id(old), (old, _real(old)))  # keeping `old` keeps its id unique
-                    tensors[local] = new
+                    setattr(module, local, new)  # not past it: recurrent layers keep their parameters twice
 
 
 def _real(old: Tensor) -> Tensor:

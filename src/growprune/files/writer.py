@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from growprune.sharding.ranks import Ranks
 
 MISSED = 0.01
-"""How far a plan may end from the sparsity of its model without a warning: some methods miss it by a few weights."""
+"""How far a model may be from its target sparsity without a warning. Some methods miss it by a few weights."""
 
 
 def write(sparse: SparseModel, path: Path) -> None:
-    """Write the file of a model that is not sharded. Tensors that are not prunable are not copied."""
+    """Write the file of an unsharded model. Tensors that are not prunable are not copied."""
     entries: list[Entry] = []
     tensors: dict[str, Tensor] = {}
     for entry, parts in _each_stored(sparse):
@@ -44,9 +44,9 @@ def write(sparse: SparseModel, path: Path) -> None:
 
 
 def write_sharded(sparse: SparseModel, path: Path, ranks: Ranks) -> None:
-    """Write the file of a sharded model from its first rank, one tensor at a time; all ranks call it.
+    """Write the file of a sharded model from its first rank, one tensor at a time. All ranks must call it.
 
-    Tensors are gathered twice: for their digests, which come first in the file, and to write them.
+    Tensors are gathered twice: for their checksums, which come first in the file, and to write them.
     """
     entries: list[Entry] = []
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -80,7 +80,7 @@ def _write_one_by_one(sparse: SparseModel, path: Path, entries: list[Entry], sha
 
 
 def _check_written(file: BinaryIO, entries: list[Entry]) -> None:
-    """Read a file back before it takes its name."""
+    """Read a file back and check it before it gets its name."""
     file.flush()
     with open_sparse(Path(file.name), thorough=True) as written:
         written.everything()  # refuses what is not as it was saved, and counts what lives
@@ -89,14 +89,14 @@ def _check_written(file: BinaryIO, entries: list[Entry]) -> None:
 
 
 def _each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
-    """One tensor of the model after the other: its entry, and what of it the file holds. All ranks go together."""
+    """Yield each tensor of the model: its entry, and the tensors stored in the file. All ranks iterate together."""
     internals(sparse).check()
     check_blocks(internals(sparse).pattern)
     _check_nothing_was_added(sparse)
     aims = targets(sparse)
     for name, tensor in tensors_of(sparse.model)[0].items():
         if tensor.dtype not in DTYPES:
-            raise GrowpruneError(f"{name} is {tensor.dtype}, which a file cannot hold: convert it to another dtype")
+            raise GrowpruneError(f"{name} has dtype {tensor.dtype}, which a file cannot store: convert it first")
         if any(weight.parameter == name for weight in sparse.weights):
             yield _stored_parameter(sparse, name, tensor, aims)
         else:
@@ -131,19 +131,19 @@ def _stored_parameter(
 
 
 def _check_nothing_was_added(sparse: SparseModel) -> None:
-    """Refuse a model that its own file would not fit."""
+    """Raise if layers were added to the model, so that its file would not fit it."""
     own = internals(sparse)
     now = prunable_weights(sparse.model, keep_dense=own.keep_dense, include=own.include)
     known = {weight.name for weight in sparse.weights}
     if added := [weight.name for weight in now if weight.name not in known]:
-        raise GrowpruneError(f"{added[0]} was added after the SparseModel was made: make a new one before saving")
+        raise GrowpruneError(f"{added[0]} was added after the SparseModel was created: create a new one before saving")
 
 
 def _describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
-    """The manifest."""
+    """Return the manifest."""
     own = internals(sparse)
     return {
-        "sparsity": sparse.sparsity,
+        "sparsity": sparse.target_sparsity,
         "allocation": own.allocation,
         "pattern": own.pattern.name,
         "scope": own.scope.value,
@@ -160,43 +160,41 @@ def warn_of_unsaved(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             what = f"the extra state of {path or 'the model'} ({type(module).__name__})"
-            warn(f"{what} is not saved: a sparse file holds parameters and buffers only")
+            warn(f"{what} is not saved: a sparse file holds only parameters and buffers")
 
 
 def warn_of_unfinished(sparse: SparseModel) -> None:
-    """Say so if the steps of an optimizer have not taken a model to the end of its plan, which may be what prunes it.
+    """Warn if a saved model is not at its target sparsity, with the reason if its plan shows it.
 
-    Or if that plan was made for another sparsity than the model. Always in the same words: Python then tells it once
-    for each line that saves.
+    The words are always the same for one model, so that Python warns once for each line that saves.
     """
-    cursor = cursor_of(sparse)
-    if cursor is None or sparse.is_at_target:
+    if sparse.is_at_target or sparse.sparsity >= sparse.target_sparsity - MISSED:
         return
-    if cursor.is_over:
-        reached = 1 - sparse.num_alive / max(1, sparse.num_prunable)
-        if abs(reached - sparse.sparsity) > MISSED:
-            says = f"the plan ended at a sparsity of {reached:.3g}, but the SparseModel was made for"
-            warn(f"{says} {sparse.sparsity:.4g}: give both the same")
-        return
-    warn(
-        f"the model is saved before its plan is over, and is not at its sparsity of {sparse.sparsity:.4g}: train while "
-        f"not cursor.is_over (a step that a GradScaler skips does not count), or call sparse.prune() first"
-    )
+    cursor, target = cursor_of(sparse), f"not at its target sparsity of {sparse.target_sparsity:.4g}"
+    if cursor is None or cursor.is_over:
+        warn(f"the saved model has sparsity {sparse.sparsity:.3g}, {target}: call sparse.prune() before saving")
+    elif cursor.position < 0:
+        warn(f"the saved model is {target}: its plan never began. Call cursor.attach(optimizer) before training")
+    else:
+        warn(
+            f"the saved model is {target}: its plan is not over. Train until cursor.is_over (steps that GradScaler "
+            f"skips do not count), or call sparse.prune() before saving"
+        )
 
 
 def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:
-    """The live values, in row-major order, whatever the storage; its parameter must hold nothing else."""
+    """Return the live values in row-major order, for any storage. Raise if pruned weights are not zero."""
     stored = internals(sparse).stored[name]
     values = stored.to_live(stored.parameter.detach())
     if internals(sparse).ranks is not None:
         return values  # compact, and so nothing else is there
     if torch.count_nonzero(values) != torch.count_nonzero(parameter):
-        raise GrowpruneError(f"{name} is not zero everywhere its mask says it is pruned: call enforce() before saving")
+        raise GrowpruneError(f"{name} has non-zero weights where its mask is pruned: call enforce() before saving")
     return values
 
 
 def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """The safetensors format. Its own `save_file` does not tell why it failed, nor lets us sync what it wrote."""
+    """Write the safetensors format. Its own `save_file` does not report why it failed, and cannot sync to disk."""
     starts = _write_header(file, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata)
     for name in starts:
         file.write(bytes_of(tensors[name]))
@@ -205,7 +203,7 @@ def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: M
 def _write_header(
     file: BinaryIO, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> dict[str, int]:
-    """Write all but the tensors; by name, in order, where in the file each of them begins."""
+    """Write the header. Return the offset of each tensor in the file, by name, in order."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)  # so that all are aligned
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     dtypes = DTYPES | GAP_DTYPES

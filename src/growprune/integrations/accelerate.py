@@ -1,10 +1,10 @@
 """Sparse training in a loop of your own with accelerate.
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    cursor.attach(optimizer)
-    keep_in_checkpoints(accelerator, cursor)               # accelerator.save_state() and load_state() have masks too
+    sparsifier = gp.sparsify(model, optimizer, sparsity=0.9, iterations=epochs * len(loader))
+    keep_in_checkpoints(accelerator, sparsifier)      # accelerator.save_state() and load_state() keep the masks
 
-`accelerator.register_for_checkpointing(sparse, cursor)` does the same for masked storage, as accelerate's own pickles.
+`accelerator.register_for_checkpointing(sparsifier)` does the same for masked storage, as accelerate's own pickles.
 """
 
 from __future__ import annotations
@@ -14,37 +14,42 @@ from typing import Any
 
 from growprune.errors import GrowpruneError
 from growprune.integrations.checkpoint_folders import read_state, write_state
-from growprune.integrations.common import share_gradients
-from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
+from growprune.training.sparsifier import Sparsifier
 
 
-def keep_in_checkpoints(accelerator: Any, cursor: Cursor) -> None:
-    """Have the masks and the place in the plan saved with `accelerator.save_state`, and loaded with `load_state`.
+def keep_in_checkpoints(accelerator: Any, sparsifier: Sparsifier) -> None:
+    """Save the masks and the place in the plan with `accelerator.save_state`, and load them with `load_state`.
 
-    They are loaded before the weights, as compact storage needs it. In several processes, edits that look at gradients
-    see those of all. Call it once, after `accelerator.prepare`.
+    Call it once, after `accelerator.prepare` and `growprune.sparsify`.
     """
+    if not isinstance(sparsifier, Sparsifier):
+        raise GrowpruneError(
+            f"keep_in_checkpoints takes a Sparsifier, got {type(sparsifier).__name__}: give what gp.sparsify returns"
+        )
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind == "FSDP" and getattr(accelerator, "is_fsdp2", False):
         raise GrowpruneError(
-            "accelerate loads sharded weights before hooks are called, and compact ones are as long as masks say: keep "
-            "a model sharded by FSDP2 with growprune.save_state and growprune.load_state"
+            "keep_in_checkpoints does not work with FSDP2, since accelerate loads sharded weights before it calls "
+            "hooks: use growprune.save_sharded_checkpoint and growprune.load_sharded_checkpoint"
         )
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         raise GrowpruneError(
-            "growprune does not work with FSDP1 or DeepSpeed, which take weights apart: use FSDP2 (fsdp_version=2), or "
-            "DDP"
+            f"growprune does not work with FSDP1, DeepSpeed or Megatron-LM, got {kind}: use FSDP2 (fsdp_version=2) or "
+            f"DDP"
         )
-    share_gradients(cursor.sparse)
+    if accelerator.num_processes > 1 and internals(sparsifier.sparse).storage == "compact":
+        raise GrowpruneError(
+            f"storage='compact' does not work with DDP ({accelerator.num_processes} processes), since accelerate wraps "
+            f"the model only once: use storage='masked'"
+        )
 
     def save(models: Any, weights: Any, folder: str) -> None:
         if accelerator.is_main_process:
-            write_state(Path(folder), {"sparse": cursor.sparse.state_dict(), "cursor": cursor.state_dict()})
+            write_state(Path(folder), sparsifier.state_dict(only_masks=True))
 
     def load(models: Any, folder: str) -> None:
-        state = read_state(Path(folder))
-        cursor.sparse.load_state_dict(state["sparse"])
-        cursor.load_state_dict(state["cursor"])
+        sparsifier.load_state_dict(read_state(Path(folder)))
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

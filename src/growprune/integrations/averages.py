@@ -31,7 +31,7 @@ class Copies:
         """How many changes of masks there had been when copies were masked last."""
 
     def add(self, copy: nn.Module) -> None:
-        """Have a copy masked from now on, that is not found by itself."""
+        """Mask a copy from now on that is not found automatically."""
         if not any(copy is other for other in self._added):
             self._added.append(copy)
         self._num_changes = -1
@@ -40,7 +40,7 @@ class Copies:
         """Raise if there are copies that cannot follow edits."""
         if internals(sparse).storage == "compact" and self._all(sparse, owners):
             raise GrowpruneError(
-                "a callback averages the weights, but compact ones change in number with each edit: use "
+                "a callback averages the weights, but storage='compact' changes their number with each edit: use "
                 "storage='masked'"
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -11,9 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from growprune.errors import GrowpruneError
 from growprune.integrations.averages import Copies
-from growprune.integrations.common import Settings, num_processes
-from growprune.masks.partition import Partition
-from growprune.masks.partition_kinds import PartitionConfig
 from growprune.plan import By, Plan
 from growprune.plan.settings import check_state
 from growprune.sparse.cursor import Cursor
@@ -21,10 +18,14 @@ from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rng import rng_state, set_rng_state
 from growprune.storage.kernels import count_bits
+from growprune.training.arguments import Arguments
+from growprune.training.cutting import PartsLike
+from growprune.training.first_mask import FirstMask
+from growprune.training.processes import num_processes
 
 
 class SparseCallback:
-    """A callback of some trainer that makes a model sparse: its settings, its cursor, and copies of the model."""
+    """A callback of some trainer that makes a model sparse: its arguments, its cursor, and copies of the model."""
 
     _has_bare_copies = False
     """Whether an attribute of another callback that is of the model's own class is a copy; it may be a teacher too."""
@@ -33,47 +34,40 @@ class SparseCallback:
         self,
         method: str | Callable[..., Plan] = "gradual_gap",
         *,
-        sparsity: float = 0.9,
-        kappa: int | None = None,
-        storage: str = "masked",
-        lr_scaling: float | Literal["auto"] = "auto",
+        sparsity: float,
+        iterations: int | None = None,
+        epochs: int | None = None,
+        iterations_per_epoch: int | None = None,
+        parts: PartsLike = None,
         allocation: str | None = None,
         pattern: str = "unstructured",
         keep_dense: str | Sequence[str] = "auto",
         include: Sequence[str] = (),
-        partition: str | Partition | PartitionConfig | Sequence[Sequence[str]] | None = None,
+        storage: str = "masked",
+        initial_mask: str = "auto",
+        calibration: Iterable[Any] | None = None,
+        lr_scaling: float | Literal["auto"] = "auto",
         seed: int = 0,
-        iterations_per_epoch: int | None = None,
         log_layers: bool = False,
         **options: Any,
     ) -> None:
-        self.settings = Settings(
-            method=method,
-            sparsity=sparsity,
-            kappa=kappa,
-            storage=storage,
-            lr_scaling=lr_scaling,
-            allocation=allocation,
-            pattern=pattern,
-            keep_dense=keep_dense,
-            include=include,
-            partition=partition,
-            seed=seed,
-            iterations_per_epoch=iterations_per_epoch,
-            options=options,
-        )
+        self.arguments = Arguments.among(locals())
         self._cursor: Cursor | None = None
         self._lengths: tuple[int, int | None] = (0, None)
         """The optimizer steps of the training that the plan was made for, in all and in an epoch."""
+        self._first: FirstMask | None = None
+        """How the first mask was chosen, if the model was made sparse, or the checkpoint says it."""
         self._copies = Copies(are_bare=self._has_bare_copies)
         self._log_layers = log_layers
+        self._figures: Figures | None = None
 
     @property
     def cursor(self) -> Cursor:
-        """Where the model stands in its plan."""
+        """The place in the plan."""
         if self._cursor is None:
             raise GrowpruneError(
-                f"{type(self).__name__} has no model yet: it gets one when the trainer begins to train with it"
+                f"{type(self).__name__} has no model yet: it gets one when the trainer starts to train, so give it to "
+                f"a trainer as callbacks=[...] and train first"
             )
         return self._cursor
 
@@ -83,7 +77,7 @@ class SparseCallback:
         return self.cursor.sparse
 
     def add_copy(self, copy: nn.Module) -> None:
-        """Make a copy of the model, such as a moving average, as sparse as the model after each edit.
+        """Keep a copy of the model, such as a moving average, as sparse as the model itself.
 
         Copies that a callback keeps as an attribute are found automatically: `AveragedModel`, timm's `ModelEmaV3`, and
         in Lightning also a plain copy, as in `StochasticWeightAveraging`.
@@ -92,31 +86,53 @@ class SparseCallback:
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint needs, as plain values and tensors."""
+        first = self._first or FirstMask(None)
         return {
-            "settings": self.settings.to_save(),
+            "arguments": self.arguments.to_save(),
+            "first": [first.initial_mask, first.found],
             "lengths": self._lengths,
             "sparse": self.sparse.state_dict(),
             "cursor": self.cursor.state_dict(),
+            "figures": {} if self._figures is None else self._figures.state_dict(),
         }
 
-    def _check_settings(self, saved: Mapping[str, Any]) -> None:
+    def _make_figures(self, saved: Mapping[str, Any] | None) -> None:
+        """Begin to log figures; after a resume, compare with what the interrupted training would have compared with."""
+        self._figures = Figures(self.cursor, by_weight=self._log_layers)
+        if saved is not None and saved["figures"]:
+            self._figures.load_state_dict(saved["figures"])
+
+    def _check_arguments(self, saved: Mapping[str, Any]) -> None:
         """Raise if the state of a checkpoint was written with other settings."""
-        check_state(saved, "settings", "lengths", "sparse", "cursor")
-        mine = self.settings.to_save()
-        for name, value in saved["settings"].items():
+        check_state(saved, "arguments", "first", "lengths", "sparse", "cursor", "figures")
+        mine = self.arguments.to_save()
+        for name, value in saved["arguments"].items():
             if value != mine[name]:
                 raise GrowpruneError(
                     f"the checkpoint was trained with {name}={value!r}, but {type(self).__name__} has "
                     f"{name}={mine[name]!r}: resume with {name}={value!r}"
                 )
 
+    def _take_over(self, saved: Mapping[str, Any]) -> None:
+        """Take from a checkpoint what the plan was made with, before the cursor is made."""
+        self._check_arguments(saved)
+        mask, found = saved["first"]
+        self._lengths, self._first = saved["lengths"], FirstMask(mask, found)
+
+    def _make_cursor_of(self, model: nn.Module, **how: Any) -> Cursor:
+        if self._first is None:
+            self._first = self.arguments.first_mask(model)
+        iterations, per_epoch = self._lengths
+        return self.arguments.cursor(
+            model, first=self._first, iterations=iterations, iterations_per_epoch=per_epoch, **how
+        )
+
     def _check_place(self, saved: Mapping[str, Any]) -> None:
         """Raise if the state of a checkpoint belongs to another plan."""
         if not self.cursor.is_place(saved["cursor"]):
             raise GrowpruneError(
-                f"the checkpoint is of another plan than {self.settings.name} has with these settings, by its phase "
-                f"{saved['cursor']['position']}: give {type(self).__name__} the same method, options, kappa, "
-                f"partition, keep_dense and include as when the checkpoint was written"
+                f"the checkpoint belongs to another plan of {self.arguments.name}: give {type(self).__name__} the same "
+                f"options, parts, keep_dense, include and initial_mask as when it was written"
             )
 
 
@@ -128,11 +144,23 @@ def looking(by: By) -> Iterator[None]:
     twice, which the fast kernels of attention cannot.
     """
     if by is By.GRASP and num_processes() > 1:
-        raise GrowpruneError("by is grasp, which one process computes from its own batches: use one process, or snip")
+        raise GrowpruneError(
+            f"grasp does not work in several processes, got {num_processes()}: use one process, or snip"
+        )
     before = rng_state()
     with sdpa_kernel(SDPBackend.MATH) if by is By.GRASP else contextlib.nullcontext():
         yield
     set_rng_state(before)
+
+
+def call_only_if(is_due: Callable[[], bool], owner: Any, method: str) -> None:
+    """Have a method of another callback do nothing unless a condition holds; `del` of the attribute undoes it."""
+    own = getattr(type(owner), method)
+
+    def conditional(*args: Any, **kwargs: Any) -> Any:
+        return own(owner, *args, **kwargs) if is_due() else None
+
+    vars(owner)[method] = conditional
 
 
 class Figures:
@@ -146,6 +174,16 @@ class Figures:
         self._cursor, self._by_weight = cursor, by_weight
         self._num_changes = internals(cursor.sparse).num_mask_changes
         self._masks = internals(cursor.sparse).packed_masks()
+        self.last: dict[str, float] = {}
+        """What was read last."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next reading compares with."""
+        return {"masks": self._masks, "last": self.last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._masks, self.last = state["masks"], state["last"]
+        self._num_changes = -1  # another count than that of this process: compare
 
     def read(self) -> dict[str, float]:
         """Sparsity, live weights, phase, and churn: the share of live weights that were dead at the last reading."""
@@ -161,7 +199,8 @@ class Figures:
         if self._by_weight:
             figures |= {f"density/{weight.name}": alive[weight.name] / weight.numel for weight in sparse.weights}
         rule = self._cursor.rule
-        return figures if rule is None else figures | rule.figures()
+        self.last = figures if rule is None else figures | rule.figures()
+        return self.last
 
     def _born(self) -> int:
         """The number of live weights that were dead at the last reading."""

@@ -44,18 +44,19 @@ def read_state(folder: Path, remedy: str = "resume from another checkpoint") -> 
     """Return the state in a trainer's checkpoint; raise if it is damaged or missing."""
     if not has_state(folder):
         raise GrowpruneError(
-            f"{folder} has no folder {FOLDER!r}: it was saved without growprune, or not to its end; {remedy}"
+            f"{folder} has no complete folder {FOLDER!r}: it was saved without growprune, or its writing was "
+            f"interrupted; {remedy}"
         )
     return load(folder / FOLDER / NAME)
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
-    """The newest checkpoint of a Trainer that was written to its end; None if there is none.
+    """Return the newest complete checkpoint of a Trainer, or None if there is none.
 
         trainer.train(resume_from_checkpoint=last_checkpoint("run"))
 
-    begins, or goes on wherever an earlier training was killed. `resume_from_checkpoint=True` takes the newest one
-    even if it was being written then, and fails if there is none yet.
+    starts a training, or resumes one that was killed. `resume_from_checkpoint=True` takes the newest checkpoint even if
+    it is incomplete, and fails if there is none.
     """
     numbers = {path: path.name.removeprefix("checkpoint-") for path in Path(output_dir).glob("checkpoint-*")}
     found = sorted((int(number), path) for path, number in numbers.items() if number.isdecimal())
@@ -95,6 +96,6 @@ def check_zeros(sparse: SparseModel, masks: dict[str, Tensor], left_out: Contain
             continue
         if torch.count_nonzero(parameter.detach()[~unpack(masks[name], parameter.shape, parameter.device)]):
             raise GrowpruneError(
-                f"{name} has weights where its mask of the checkpoint has none: they were not saved together; resume "
-                f"from another checkpoint"
+                f"{name} has non-zero weights that the mask in the checkpoint prunes, so the two were not saved "
+                f"together: resume from another checkpoint"
             )

@@ -1,9 +1,9 @@
 """Sparse training in Lightning's Trainer: `Trainer(callbacks=[GrowPrune("gradual_gap", sparsity=0.9)])`.
 
 The callback makes a SparseModel and a Cursor of the LightningModule when training begins, attaches the optimizers, and
-leaves the rest to them: the plan goes on with each real step of an optimizer. What Lightning does beside is seen to
-here, by its public hooks: its checkpoints hold the state of both, its best checkpoint is one at the target sparsity,
-averaged copies of the model have its masks, and replicas agree on them.
+leaves the rest to them: each real step of an optimizer advances the plan. The public hooks of Lightning do the rest:
+checkpoints hold the state of both, the best checkpoint is one at the target sparsity, averaged copies of the model
+have its masks, and replicas agree on them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from growprune.errors import GrowpruneError, warn
-from growprune.integrations.callback import Figures, SparseCallback, looking
+from growprune.integrations.callback import SparseCallback, call_only_if, looking
 from growprune.plan import By
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.internals import internals
@@ -23,30 +23,22 @@ from growprune.sparse.model import SparseModel
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint
 
     from growprune.integrations import lightning_sharded as sharded
     from growprune.integrations import lightning_trainer as of_trainer
     from growprune.integrations.lightning_optimizers import Clock, Schedules
 except ImportError as error:
-    raise GrowpruneError("this needs lightning 2.5 or newer: pip install 'growprune[lightning]'") from error
+    raise GrowpruneError("GrowPrune needs lightning 2.5 or newer: pip install 'growprune[lightning]'") from error
 
 
 class GrowPrune(SparseCallback, Callback):
-    """Trains a LightningModule sparse, by any method, as long as the Trainer trains.
+    """Make a LightningModule sparse while a Trainer trains it.
+
+    It takes the arguments of `growprune.sparsify`, without the model and the optimizer. If you give no lengths, the
+    plan is as long as the training.
 
     Args:
-        method: a name in `growprune.methods.METHODS`, or a method of one's own.
-        sparsity: the fraction of zeros to reach.
-        kappa: how many parts the model is cut into; 4 if not given, or as many as it has layers, if these are fewer.
-        storage: "masked" or "compact".
-        lr_scaling: let learning rates follow density, see `SparseModel`.
-        allocation, partition: what the method is meant for, if not given.
-        keep_dense: names or globs of what is never pruned; "auto" for the last layer.
-        iterations_per_epoch: how many optimizer steps an epoch of the plan has, where the Trainer cannot tell.
-        log_layers: whether the density of each layer is logged too.
-        options: the method's own, such as `every=100`, or `steps=8, epochs=2, finetune=6`. What is not said of lengths
-            is filled in from the Trainer.
+        log_layers: also log the density of each layer.
     """
 
     _has_bare_copies = True
@@ -62,8 +54,6 @@ class GrowPrune(SparseCallback, Callback):
     _first_batch: Any = None
     _clock: Clock | None = None
     _schedules: Schedules
-    _figures: Figures | None = None
-    _logged: Mapping[str, float] = {}
     _position, _num_edits, _num_edits_validated = -1, 0, -1
     """The phase and the edits that all but the model know of, and those that the model was last validated with."""
 
@@ -76,15 +66,15 @@ class GrowPrune(SparseCallback, Callback):
         if self._is_elsewhere:
             return
         of_trainer.check_trainer(trainer)
-        sharded.check_storage(trainer, self.settings.storage)
+        sharded.check_storage(trainer, self.arguments.storage)
         sharded.read_first(trainer, functools.partial(self._make_fitting, trainer, pl_module))
         self._max_epochs = trainer.max_epochs  # before SWA adds an epoch for batch norms
         self._loaded, self._is_unbegun = None, False
         if is_other:
             raise GrowpruneError(
-                "this GrowPrune has trained another module already: give each module a GrowPrune of its own"
+                "this GrowPrune already belongs to another module: make a new GrowPrune for each module"
             )
-        if self._cursor is not None and self.settings.storage == "compact" and not sharded.is_sharding(trainer):
+        if self._cursor is not None and self.arguments.storage == "compact" and not sharded.is_sharding(trainer):
             register: Callable[..., Any] = pl_module.register_load_state_dict_pre_hook
             self._loading = register(self._make_room)
 
@@ -97,13 +87,13 @@ class GrowPrune(SparseCallback, Callback):
         """A checkpoint of a sharded module is about to be loaded, with its optimizers: give them its live weights."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if not state:
-            return  # which is told when training begins
-        self._check_settings(state)
+            return  # `_check_loaded` refuses it when training begins
+        self._check_arguments(state)
         if self._cursor is None:
-            self._lengths = state["lengths"]
+            self._take_over(state)
             self._cursor = self._make(trainer, pl_module)
         for optimizer in trainer.optimizers:
-            self.sparse.attach(optimizer)
+            internals(self.sparse).attach(optimizer)
         self.sparse.load_state_dict(state["sparse"])
 
     def _stop_waiting(self) -> None:
@@ -118,14 +108,13 @@ class GrowPrune(SparseCallback, Callback):
         if state and sharded.is_sharding(trainer) and trainer.state.fn == "fit":
             sharded.set_random_numbers(trainer, state["rng"])  # on_fit_start came before
         if state is not None and self._cursor is None and trainer.state.fn == "fit":
-            self._check_settings(state)
-            self._lengths = state["lengths"]
+            self._take_over(state)
             self._cursor = self._make(trainer, pl_module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the masks and the place in the plan back, if the module is trained, and not only tested."""
         if self._cursor is not None and not self._is_elsewhere:
-            self._check_settings(state_dict)
+            self._check_arguments(state_dict)
             self._check_place(state_dict)
             if internals(self.sparse).ranks is None:  # else it has done so before the weights were loaded
                 self.sparse.load_state_dict(state_dict["sparse"])
@@ -144,12 +133,12 @@ class GrowPrune(SparseCallback, Callback):
     def _check_loaded(self, trainer: Trainer) -> None:
         if trainer.ckpt_path is not None and self._loaded is None and not self._is_unbegun:
             raise GrowpruneError(
-                f"{trainer.ckpt_path} has no state of GrowPrune, so it cannot be gone on with: to start from its "
-                f"weights, load them into the module, and fit without ckpt_path"
+                f"{trainer.ckpt_path} has no state of GrowPrune, so it cannot be resumed: to start from its weights, "
+                f"load them into the module and call fit without ckpt_path"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Everything is loaded: begin the plan, or go on with it."""
+        """Everything is loaded: begin the plan, or resume it."""
         self._stop_waiting()
         self._check_loaded(trainer)
         self._check_lengths(trainer)
@@ -157,12 +146,12 @@ class GrowPrune(SparseCallback, Callback):
             self._cursor = self._make(trainer, pl_module)
         self._schedules.check(self.cursor)
         self._copies.check(self.sparse, of_trainer.callbacks_of(trainer))
-        self._figures = Figures(self.cursor, by_weight=self._log_layers)
+        self._make_figures(self._loaded)
         of_trainer.place_first(trainer, self)
         if not self._looks_first:
             self._begin(trainer)
-        for checkpoint in of_trainer.monitoring(trainer):
-            vars(checkpoint)["check_monitor_top_k"] = functools.partial(self._is_best, checkpoint)
+        for judge, method in of_trainer.judging(trainer):
+            call_only_if(functools.partial(self._is_to_judge, trainer), judge, method)
         if self._loaded is not None and self._loaded["is_mid_epoch"]:
             sharded.set_random_numbers(trainer, self._loaded["rng"])  # the loader's iterator, made again, drew one
         self._loaded = None
@@ -173,9 +162,12 @@ class GrowPrune(SparseCallback, Callback):
         return self.cursor.position < 0 and self.cursor.schedule[0].phase.needs_gradients
 
     def _begin(self, trainer: Trainer) -> None:
+        assert self._figures is not None
         self._clock = Clock(self.cursor, trainer.optimizers)
         self._position = self.cursor.position  # whose schedule has just begun, or was loaded
         self._follow_edits(trainer)
+        if not self._figures.last:  # else the checkpoint has what was read last
+            self._figures.read()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a plan whose first edit looks at gradients, now that there is a batch."""
@@ -188,7 +180,10 @@ class GrowPrune(SparseCallback, Callback):
         """Look at the first batch, by the module's own training_step, which is called once more for it."""
         module = trainer.lightning_module
         if not module.automatic_optimization:
-            raise GrowpruneError("the module steps its optimizers itself, so that its loss is not known: use rigl")
+            raise GrowpruneError(
+                f"{self.arguments.name} needs the loss of the first batch, which manual optimization does not return: "
+                f"use rigl"
+            )
 
         def loss() -> Tensor:
             with trainer.precision_plugin.train_step_context():
@@ -201,31 +196,28 @@ class GrowPrune(SparseCallback, Callback):
 
     def _check_lengths(self, trainer: Trainer) -> None:
         """See how long the training is, and that a plan that has begun is as long."""
-        lengths = of_trainer.lengths_of(trainer, self._max_epochs, self.settings.options)
+        lengths = of_trainer.lengths_of(trainer, self._max_epochs, self.arguments)
         if self._cursor is None:
             self._lengths = lengths
         if self._cursor is None or self.cursor.is_over:
             return
         if lengths[0] != self._lengths[0]:
             raise GrowpruneError(
-                f"the plan has {self._lengths[0]} optimizer steps, but the trainer makes {lengths[0]}: set "
-                f"{of_trainer.remedy(trainer, self._lengths[1], self._lengths[0])}, as when it began"
+                f"the plan has {self._lengths[0]} optimizer steps, but the Trainer makes {lengths[0]}: set "
+                f"{of_trainer.remedy(trainer, self._lengths[1], self._lengths[0])}, as when the plan began"
             )
         if trainer.global_step == 0 < self.cursor.iteration:
             raise GrowpruneError(
-                f"GrowPrune has done {self.cursor.iteration} of {lengths[0]} steps of its plan, but the trainer none: "
-                f"give fit a ckpt_path to go on, or begin anew with a new module and a new GrowPrune"
+                f"GrowPrune is at step {self.cursor.iteration} of {lengths[0]} of its plan, but the Trainer is at step "
+                f"0: resume with fit(ckpt_path=...), or use a new module and a new GrowPrune"
             )
 
     def _make(self, trainer: Trainer, pl_module: LightningModule) -> Cursor:
         sharded.check_sharded(trainer, pl_module)
-        iterations, per_epoch = self._lengths
         is_one_backward = (trainer.world_size == 1 or sharded.is_sharding(trainer)) and pl_module.automatic_optimization
-        return self.settings.cursor(
+        return self._make_cursor_of(
             pl_module,
-            iterations=iterations,
-            iterations_per_epoch=per_epoch,
-            remedy=functools.partial(of_trainer.remedy, trainer, per_epoch),
+            remedy=functools.partial(of_trainer.remedy, trainer, self._lengths[1]),
             accumulate=trainer.accumulate_grad_batches if is_one_backward else None,
             score=functools.partial(self._score, trainer),
         )
@@ -236,42 +228,40 @@ class GrowPrune(SparseCallback, Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """If the step that was made has moved the plan on: let everything else follow; and log."""
+        assert self._figures is not None
         if pl_module.automatic_optimization and trainer.global_step >= self._lengths[0] and not self.cursor.is_over:
             self.cursor.advance(self._lengths[0])  # some steps were skipped by a gradient scaler: do the edits left
         entered = self.cursor.schedule[self._position + 1 : self.cursor.position + 1]
         if any(scheduled.phase.restart for scheduled in entered) and not self.cursor.is_over:
             self._schedules.restart(trainer)
         self._position = self.cursor.position
-        self._follow_edits(trainer)
+        if self._follow_edits(trainer):
+            self._figures.read()
         if not trainer.barebones:
-            pl_module.log_dict({**self._logged, "phase": self._position}, on_step=True, on_epoch=False)
+            pl_module.log_dict({**self._figures.last, "phase": self._position}, on_step=True, on_epoch=False)
 
-    def _follow_edits(self, trainer: Trainer) -> None:
-        """Whatever knows of the model's weights follows edits of them."""
-        assert self._figures is not None
+    def _follow_edits(self, trainer: Trainer) -> bool:
+        """Let whatever knows of the model's weights follow edits of them. Return whether masks may have changed."""
         num_edits = internals(self.sparse).editor.num_edits
         is_edited, self._num_edits = num_edits != self._num_edits, num_edits
         self._copies.follow(self.sparse, of_trainer.callbacks_of(trainer))
-        if is_edited and self.settings.storage == "compact":
+        if is_edited and self.arguments.storage == "compact":
             of_trainer.wrap_again(trainer)
         every = vars(trainer)["log_every_n_steps"]
         is_ruled = self.cursor.rule is not None and trainer.global_step % every == 0  # and may have changed masks
         if is_edited or is_ruled:  # on all processes alike, whatever masks they have
             of_trainer.check_ranks(self.sparse, trainer)
-        if is_edited or is_ruled or not self._logged:
-            self._logged = self._figures.read()
+        return is_edited or is_ruled
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note which masks are validated."""
         if not trainer.sanity_checking and self._cursor is not None and not self._is_elsewhere:
             self._num_edits_validated = internals(self.sparse).editor.num_edits
 
-    def _is_best(self, checkpoint: ModelCheckpoint, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """What ModelCheckpoint asks of itself before it keeps a model, with one more condition: the target sparsity."""
+    def _is_to_judge(self, trainer: Trainer) -> bool:
+        """True if the model is at its target sparsity, and its last validation was with the masks that it has."""
         is_stale = trainer.enable_validation and self._num_edits_validated != internals(self.sparse).editor.num_edits
-        if is_stale or not self.sparse.is_at_target:
-            return False
-        return bool(type(checkpoint).check_monitor_top_k(checkpoint, trainer, current))
+        return self.sparse.is_at_target and not is_stale
 
     def state_dict(self) -> dict[str, Any]:
         """The masks and the place in the plan, as plain values and tensors."""
@@ -288,11 +278,11 @@ class GrowPrune(SparseCallback, Callback):
     # After training
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say so if the plan is not over."""
+        """Warn if the plan is not over."""
         if not self.cursor.is_over and trainer.is_global_zero:
             warn(
-                f"training ended after {self.cursor.iteration} of the {self._lengths[0]} optimizer steps of the plan, "
-                f"at a sparsity of {self._logged['sparsity']:.4g}: go on from a checkpoint, or call sparse.prune()"
+                f"the training ended at step {self.cursor.iteration} of {self._lengths[0]} of the plan, at sparsity "
+                f"{self.sparse.sparsity:.4g} (target {self.sparse.target_sparsity:.4g}): resume with fit(ckpt_path=...)"
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -308,5 +298,5 @@ class GrowPrune(SparseCallback, Callback):
         if self._clock is not None:
             self._clock.stop()
         sharded.read_as_before(trainer)
-        for checkpoint in of_trainer.monitoring(trainer):
-            vars(checkpoint).pop("check_monitor_top_k", None)
+        for judge, method in of_trainer.judging(trainer):
+            vars(judge).pop(method, None)

@@ -31,11 +31,11 @@ class Clock:
         clocks = [o for o, ids in zip(optimizers, trained, strict=True) if ids & prunable]
         if not clocks:
             raise GrowpruneError(
-                f"no weight that may be pruned, such as {sparse.weights[0].parameter}, is in an optimizer when "
-                f"training begins: give at least one of them to an optimizer in configure_optimizers"
+                f"no optimizer trains a prunable weight such as {sparse.weights[0].parameter}: give at least one of "
+                f"them to an optimizer in configure_optimizers"
             )
         for optimizer in optimizers:
-            sparse.attach(optimizer)
+            internals(sparse).attach(optimizer)
         cursor.attach(clocks[-1])
         self._name = f"{optimizers.index(clocks[-1]) + 1} of {len(optimizers)} ({type(clocks[-1]).__name__})"
         self._parameters: dict[str, nn.Parameter] = {}
@@ -53,8 +53,8 @@ class Clock:
     def say_order(self) -> str:
         """The order of optimizers that works, for a message."""
         return (
-            f"GrowPrune edits weights when the last optimizer that trains prunable weights steps, here number "
-            f"{self._name}: in configure_optimizers, return the one last that steps last in training_step"
+            f"GrowPrune prunes and grows when the last optimizer with prunable weights steps, here number "
+            f"{self._name}: in configure_optimizers, return last the optimizer that steps last in training_step"
         )
 
     def _stored_parameters(self) -> dict[str, nn.Parameter]:
@@ -69,8 +69,8 @@ class Clock:
 
     def _refuse_late(self, gradient: Tensor) -> None:
         raise GrowpruneError(
-            f"a backward pass has reached weights as they were before an edit, so that they would not be trained: "
-            f"{self.say_order()}"
+            f"a backward pass reached weights that were pruned or grown after its forward pass, so they would not be "
+            f"trained: {self.say_order()}"
         )
 
 
@@ -101,14 +101,14 @@ class Schedules:
         is_plateau = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
         if is_plateau and any(scheduled.phase.restart for scheduled in cursor.schedule):
             raise GrowpruneError(
-                "ReduceLROnPlateau compares with epochs before, so it cannot start anew with each phase: give "
-                "GrowPrune restart=False, or the module another schedule"
+                "ReduceLROnPlateau cannot restart with each phase: give GrowPrune restart=False, or use another "
+                "schedule"
             )
 
     def restart(self, trainer: Trainer) -> None:
         """Let all start anew; the cursor empties the optimizers' state.
 
-        Schedules that others have put in their place since, as StochasticWeightAveraging does, go on as they are.
+        Schedules that others have put in their place since, as StochasticWeightAveraging does, stay as they are.
         """
         if [id(config.scheduler) for config in trainer.lr_scheduler_configs] != [id(mine) for mine in self._schedulers]:
             return

@@ -1,6 +1,6 @@
 """`GrowPrune` with Lightning's ModelParallelStrategy, under which a module's `configure_model` shards it by FSDP2.
 
-There, Lightning loads all tensors of a checkpoint in one go, before it tells callbacks of it. Compact weights are as
+There, Lightning loads all tensors of a checkpoint in one go, before it calls callbacks. Compact weights are as
 long as masks say, so that masks have to be read first: `read_first` sees to it.
 """
 
@@ -32,8 +32,7 @@ def check_storage(trainer: Trainer, storage: str) -> None:
     """Refuse to shard dense weights, before anything is done."""
     if is_sharding(trainer) and storage != "compact":
         raise GrowpruneError(
-            f"GrowPrune with ModelParallelStrategy needs storage='compact', but storage is {storage!r}, of which each "
-            f"rank would hold and send dense weights: give storage='compact'"
+            f"GrowPrune with ModelParallelStrategy needs storage='compact', got {storage!r}: give storage='compact'"
         )
 
 

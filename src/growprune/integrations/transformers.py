@@ -6,7 +6,7 @@
     print(callback.sparse.summary())
 
 Each of the Trainer's checkpoints has the state of the masks and of the plan in a folder `growprune`, as safetensors and
-JSON. Resumed from one, a training ends with the bits it would have ended with. docs/transformers.md has the rest.
+JSON. Resuming from it is bit-exact. docs/transformers.md has the rest.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import distributed, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from growprune.errors import GrowpruneError, warn
-from growprune.integrations.callback import Figures, SparseCallback
+from growprune.integrations.callback import SparseCallback, call_only_if
 from growprune.integrations.checkpoint_folders import check_zeros, last_checkpoint, left_out, read_state, write_state
 from growprune.masks.bits import Snapshot
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.internals import internals
 
 try:
-    from transformers import TrainerCallback
+    from transformers import EarlyStoppingCallback, TrainerCallback
     from transformers.trainer_callback import ExportableState
 
     from growprune.integrations import transformers_sharded as sharded
@@ -38,8 +38,8 @@ except ImportError as error:
     raise GrowpruneError("GrowPruneCallback needs transformers: pip install 'growprune[transformers]'") from error
 
 MISSING = (
-    "give resume_from_checkpoint=last_checkpoint(output_dir) to go on, or, to begin with its weights, load them into "
-    "the model and give none"
+    "resume with resume_from_checkpoint=last_checkpoint(output_dir), or load its weights into the model and train "
+    "without resume_from_checkpoint"
 )
 """What to do with a checkpoint that lacks our state."""
 
@@ -47,26 +47,17 @@ __all__ = ["GrowPruneCallback", "last_checkpoint"]
 
 
 class GrowPruneCallback(SparseCallback, TrainerCallback):
-    """Makes the model of a Trainer sparse while it is trained.
+    """Make the model of a Trainer sparse while it is trained.
+
+    It takes the arguments of `growprune.sparsify`, without the model and the optimizer. If you give no lengths, the
+    plan is as long as the training.
 
     Args:
-        method: the name of any method that one machine can train, or a method of your own.
-        sparsity: the fraction of zeros to reach.
-        kappa: how many parts the model is cut into; 4 if not given, or as many as it has layers, if these are fewer.
-        storage: "masked", or "compact" (live values only; one process, or FSDP2).
-        lr_scaling: let learning rates follow density, see `SparseModel`.
-        allocation, partition: what the method is meant for, if not given; see `growprune.integrations.common`.
-        pattern: which positions may live: "unstructured", a block such as "1x8", or N:M such as "2:4".
-        keep_dense: names or globs that are never pruned; "auto" for classifiers and untied output heads.
-        include, seed: as for `SparseModel`.
-        iterations_per_epoch: how many optimizer steps an epoch of the plan has, if not as many as the Trainer's.
-        log_layers: whether the density of each layer is logged too.
-        options: the method's own. Lengths that are not given are such that the plan takes the whole training.
+        log_layers: also log the density of each layer.
     """
 
     _others: Sequence[TrainerCallback] = ()
     """All callbacks of the Trainer, which may keep copies of the model."""
-    _figures: Figures | None = None
     is_training = False
     _before: Snapshot | None = None
     """The model as it was before its plan, while `auto_find_batch_size` may begin anew: until a step is made."""
@@ -74,28 +65,28 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
     # Beginning
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse at once what cannot work; of compact weights, be told before a checkpoint is loaded."""
-        version, storage = sharded.version_asked_for(args), self.settings.storage
+        """Refuse at once what cannot work, and take over the loading of checkpoints."""
+        version, storage = sharded.version_asked_for(args), self.arguments.storage
         sharded.check_sharding(uses_deepspeed=bool(args.deepspeed), fsdp_version=version, storage=storage)
-        self._be_told_of_loading(of_trainer.trainer_being_made())
+        self._take_over_loading(of_trainer.trainer_being_made())
 
-    def _be_told_of_loading(self, trainer: Any) -> None:
-        """Be told before a checkpoint's weights are loaded: compact ones must fit those that live."""
+    def _take_over_loading(self, trainer: Any) -> None:
+        """Run before a checkpoint's weights are loaded: compact weights must have the right live ones by then."""
         if sharded.is_sharding(trainer):
             of_trainer.take_over(trainer, "_load_from_checkpoint", functools.partial(self._make_fitting, trainer))
         else:
             of_trainer.take_over(trainer, "_load_from_checkpoint", self._make_room)
 
     def _make_room(self, folder: str | Path, *_: Any, **__: Any) -> None:
-        """A checkpoint is about to be loaded, whose live weights may be others: its masks follow (`_go_on`)."""
-        self.is_training = False  # if a training broke off, it is not gone on with where it stood
-        if self._cursor is not None and self.settings.storage == "compact":
+        """A checkpoint is about to be loaded, whose live weights may be others: its masks follow (`_resume`)."""
+        self.is_training = False  # an interrupted training does not continue from where it was
+        if self._cursor is not None and self.arguments.storage == "compact":
             self._read(folder)  # which is refused before anything is changed
             self.sparse.grow()
 
     def _read(self, folder: str | Path) -> dict[str, Any]:
         saved = read_state(Path(folder), MISSING)
-        self._check_settings(saved)
+        self._check_arguments(saved)
         return saved
 
     def _make_fitting(self, trainer: Any, folder: str | Path, *_: Any, **__: Any) -> None:
@@ -104,14 +95,14 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         self._refuse(trainer, model)
         saved = self._read(folder)
         if self._cursor is None:
-            self._lengths = saved["lengths"]
+            self._take_over(saved)
             self._cursor = self._make_cursor(model, trainer, None)  # it looks at no batches: its plan has begun
         self._check_alike(saved, trainer.state.max_steps)
-        self.sparse.attach(trainer.optimizer)
+        internals(self.sparse).attach(trainer.optimizer)
         self.sparse.load_state_dict(saved["sparse"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make the model sparse and begin its plan, or go on with it."""
+        """Make the model sparse and begin its plan, or resume it."""
         trainer, folder = of_trainer.running_trainer()
         model, optimizer = sharded.plain(kwargs["model"]), kwargs["optimizer"]
         self._refuse(trainer, model)
@@ -119,8 +110,10 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         self._prepare_second_try(trainer, saved)
         if self._cursor is None or (saved is None and self._before is not None):
             loader = kwargs["train_dataloader"]
-            lengths = (state.max_steps, of_trainer.steps_per_epoch(args, loader))
-            self._lengths = lengths if saved is None else saved["lengths"]
+            if saved is None:
+                self._lengths = (state.max_steps, of_trainer.steps_per_epoch(args, loader))
+            else:
+                self._take_over(saved)
             self._cursor = self._make_cursor(model, trainer, loader)
         if self.cursor.position < 0 and saved is None and self._before is None and args.auto_find_batch_size:
             self._before = internals(self.sparse).snapshot(device="cpu")  # a GPU is short of memory
@@ -128,10 +121,10 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         self._copies.check(self.sparse, self._others)
         if saved is not None:
             self._check_alike(saved, state.max_steps)
-            self._go_on(saved, optimizer)
+            self._resume(saved, optimizer)
         elif self.cursor.position >= 0 and not self.cursor.is_over:
             raise GrowpruneError(
-                f"the plan stands at step {self.cursor.iteration} of {self._lengths[0]}: go on with "
+                f"the plan is at step {self.cursor.iteration} of {self._lengths[0]}: resume with "
                 f"train(resume_from_checkpoint=True), or make a new model and a new GrowPruneCallback"
             )
         self.cursor.attach(optimizer)
@@ -139,26 +132,33 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
             sharded.save_dense(trainer, self.sparse)
         if not self.cursor.is_over and of_trainer.has_restarts(self.cursor):
             of_trainer.restart_rates(args, trainer.lr_scheduler, self.cursor)
-        self._figures = Figures(self.cursor, by_weight=self._log_layers)
-        if internals(self.sparse).ranks is None:  # if sharded, only a callback that the Trainer was made with is told
-            self._be_told_of_loading(trainer)
+        self._make_figures(saved)
+        if internals(self.sparse).ranks is None:  # if sharded, `on_init_end` has done it
+            self._take_over_loading(trainer)
         of_trainer.take_over(trainer, "_load_best_model", functools.partial(self._take_best, trainer))
+        for stopping in self._stopping():
+            call_only_if(lambda: self.sparse.is_at_target, stopping, "on_evaluate")
         _place(trainer, self)
         self._copies.follow(self.sparse, self._others)
         self.is_training = True
+
+    def _stopping(self) -> list[EarlyStoppingCallback]:
+        return [other for other in self._others if isinstance(other, EarlyStoppingCallback)]
 
     def _refuse(self, trainer: Any, model: nn.Module) -> None:
         sharded.check_sharding(
             uses_deepspeed=trainer.is_deepspeed_enabled,
             fsdp_version=sharded.version_in_use(trainer),
-            storage=self.settings.storage,
+            storage=self.arguments.storage,
         )
         sharded.check_trainer(trainer)
         if (count := sum(isinstance(c, GrowPruneCallback) for c in trainer.callback_handler.callbacks)) > 1:
-            raise GrowpruneError(f"the Trainer has {count} GrowPruneCallbacks, but a model follows one plan: give one")
+            raise GrowpruneError(
+                f"the Trainer has {count} GrowPruneCallbacks, but a model follows one plan: keep one of them"
+            )
         if self._cursor is not None and self.sparse.model is not model:
-            raise GrowpruneError("the GrowPruneCallback is of another model: make a new one for each model")
-        of_trainer.check_trainer(trainer, self.settings.storage)
+            raise GrowpruneError("this GrowPruneCallback belongs to another model: make a new one for each model")
+        of_trainer.check_trainer(trainer, self.arguments.storage)
 
     def _prepare_second_try(self, trainer: Any, saved: dict[str, Any] | None) -> None:
         """With `auto_find_batch_size` a Trainer begins anew when memory runs out: undo the first edits, or refuse."""
@@ -168,18 +168,15 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
             has_moved = saved["cursor"]["iteration"] != self.cursor.iteration if saved else not self.cursor.is_over
             if has_moved:
                 raise GrowpruneError(
-                    f"the training broke off at step {self.cursor.iteration} of {self._lengths[0]}, from "
-                    f"where auto_find_batch_size cannot begin anew: make a new model and a new GrowPruneCallback, with "
+                    f"the training was interrupted at step {self.cursor.iteration} of {self._lengths[0]}, where "
+                    f"auto_find_batch_size cannot restart it: make a new model and a new GrowPruneCallback, with "
                     f"per_device_train_batch_size={trainer._train_batch_size}"
                 )
 
     def _make_cursor(self, model: nn.Module, trainer: Any, loader: Any) -> Cursor:
-        iterations, per_epoch = self._lengths
-        cursor = self.settings.cursor(
+        cursor = self._make_cursor_of(
             model,
-            iterations=iterations,
-            iterations_per_epoch=per_epoch,
-            remedy=functools.partial(of_trainer.remedy, trainer.args, per_epoch),
+            remedy=functools.partial(of_trainer.remedy, trainer.args, self._lengths[1]),
             accumulate=trainer.args.gradient_accumulation_steps,
             score=functools.partial(of_trainer.score, trainer, loader),
             sparse=None if self._cursor is None else self.sparse,
@@ -187,8 +184,8 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         is_ours = type(trainer.lr_scheduler) is LambdaLR and trainer._created_lr_scheduler
         if of_trainer.has_restarts(cursor) and not is_ours:
             raise GrowpruneError(
-                f"each phase of {self.settings.name} begins the learning-rate schedule anew, which works with those of "
-                f"TrainingArguments only: give restart=False for one schedule over all"
+                f"each phase of {self.arguments.name} restarts the learning-rate schedule, which only works with the "
+                f"schedules of TrainingArguments, not your own: give GrowPruneCallback restart=False"
             )
         return cursor
 
@@ -224,11 +221,13 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say so if the training was stopped before the model is as sparse as it should be."""
         self.is_training, self._before = False, None
+        for stopping in self._stopping():
+            vars(stopping).pop("on_evaluate", None)
         if self._cursor is not None and not self.sparse.is_at_target:
             share = 1 - self.sparse.num_alive / self.sparse.num_prunable
             warn(
-                f"the training ended at step {state.global_step} of {state.max_steps}, with {share:.4g} of the weights "
-                f"zero, not {self.sparse.sparsity:.4g}: go on with train(resume_from_checkpoint=True)"
+                f"the training ended at step {state.global_step} of {state.max_steps}, at sparsity {share:.4g} instead "
+                f"of {self.sparse.target_sparsity:.4g}: resume with train(resume_from_checkpoint=True)"
             )
 
     # Checkpoints
@@ -250,12 +249,12 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         self._check_place(saved)
         if not saved["cursor"]["is_over"] and saved["lengths"][0] != max_steps:
             raise GrowpruneError(
-                f"the checkpoint is of a training of {saved['lengths'][0]} optimizer steps, but the trainer "
+                f"the checkpoint was written in a training of {saved['lengths'][0]} optimizer steps, but the Trainer "
                 f"makes {max_steps}: set TrainingArguments(max_steps={saved['lengths'][0]})"
             )
 
-    def _go_on(self, saved: dict[str, Any], optimizer: Any) -> None:
-        """Go on from a checkpoint, of which the Trainer has loaded the weights and the optimizer."""
+    def _resume(self, saved: dict[str, Any], optimizer: Any) -> None:
+        """Resume from a checkpoint, of which the Trainer has loaded the weights and the optimizer."""
         if internals(self.sparse).ranks is not None:  # and `_make_fitting` has seen to the masks
             self.cursor.load_state_dict(saved["cursor"])
             return
@@ -264,7 +263,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         optimizer.state.clear()  # it is of the weights as they are stored after their masks are loaded
         is_compact = internals(self.sparse).storage == "compact"
         if self.cursor.position < 0 or is_compact:  # all live (`_make_room`): nothing is lost
-            self.sparse.attach(optimizer)
+            internals(self.sparse).attach(optimizer)
         self.sparse.load_state_dict(saved["sparse"])
         internals(self.sparse).restore(saved["weights"])
         optimizer.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""`GrowPruneCallback` with FSDP2, by which accelerate shards the model before callbacks are told of the training.
+"""`GrowPruneCallback` with FSDP2, by which accelerate shards the model before callbacks hear of the training.
 
 Two methods are taken over, of the one Trainer that the callback is given to. Its loading of weights (by the callback):
 compact ones are as long as masks say, so that masks are read first. And accelerate's gathering of a model that is to be
@@ -29,13 +29,12 @@ def check_sharding(*, uses_deepspeed: bool, fsdp_version: int | None, storage: s
         fsdp_version: 1 or 2; None without FSDP.
     """
     if uses_deepspeed:
-        raise GrowpruneError(f"GrowPruneCallback does not work with DeepSpeed, which takes weights apart: {INSTEAD}")
+        raise GrowpruneError(f"GrowPruneCallback does not work with DeepSpeed, which flattens weights: {INSTEAD}")
     if fsdp_version == 1:
         raise GrowpruneError(f"GrowPruneCallback does not work with FSDP1, which flattens weights: {INSTEAD}")
     if fsdp_version is not None and storage != "compact":
         raise GrowpruneError(
-            f"GrowPruneCallback with FSDP needs storage='compact', but storage is {storage!r}, of which each rank "
-            f"would hold and send dense weights: give storage='compact'"
+            f"GrowPruneCallback with FSDP needs storage='compact', got {storage!r}: give storage='compact'"
         )
 
 
@@ -65,12 +64,13 @@ def check_trainer(trainer: Any) -> None:
         )
     if trainer.args.auto_find_batch_size:
         raise GrowpruneError(
-            "GrowPruneCallback does not work with FSDP and auto_find_batch_size, which would begin anew with a model "
-            "that is cut up already: give per_device_train_batch_size"
+            "GrowPruneCallback does not work with FSDP and auto_find_batch_size, which cannot restart a sharded model: "
+            "give per_device_train_batch_size"
         )
     if hasattr(trainer.model, "peft_config"):
         raise GrowpruneError(
-            "GrowPruneCallback does not work with FSDP and PEFT, whose checkpoints have no sparse weights: use DDP"
+            "GrowPruneCallback does not work with FSDP and PEFT, whose checkpoints leave out sparse weights: use DDP "
+            "with storage='masked'"
         )
 
 

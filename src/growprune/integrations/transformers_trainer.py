@@ -36,10 +36,12 @@ def trainer_being_made() -> Any:
 
 
 def take_over(trainer: Any, method: str, first: Callable[..., None]) -> None:
-    """Have something done, with the same arguments, before a Trainer does what callbacks are not told of."""
+    """Have something done, with the same arguments, before a Trainer does something that no callback hears of."""
     own = getattr(type(trainer), method, None)
     if own is None:  # it would never be done, and nobody would know
-        raise GrowpruneError(f"this Trainer has no {method}: use a version of transformers that growprune supports")
+        raise GrowpruneError(
+            f"this Trainer has no method {method}: install a version of transformers that growprune supports"
+        )
 
     def both(*args: Any, **kwargs: Any) -> Any:
         first(*args, **kwargs)
@@ -56,24 +58,28 @@ def _locals_of(method: str) -> dict[str, Any]:
         if frame.f_code.co_name == method and isinstance(found.get("self"), Trainer):
             return found
         frame = frame.f_back  # type: ignore[assignment]
-    raise GrowpruneError("GrowPruneCallback is for the Trainer of transformers: give it as Trainer(callbacks=[...])")
+    raise GrowpruneError(
+        "GrowPruneCallback works only in the Trainer of transformers: give it as Trainer(callbacks=[...])"
+    )
 
 
 def check_trainer(trainer: Any, storage: str) -> None:
     """Refuse a Trainer that cannot train a sparse model."""
     if trainer.state.is_hyper_param_search:
-        raise GrowpruneError("GrowPruneCallback does not work in hyperparameter_search(): make a Trainer per trial")
+        raise GrowpruneError("GrowPruneCallback does not work with hyperparameter_search(): make one Trainer per trial")
     if trainer.args.n_gpu > 1:
-        raise GrowpruneError("GrowPruneCallback does not work with DataParallel: start a process per GPU (torchrun)")
+        raise GrowpruneError(
+            "GrowPruneCallback does not work with DataParallel: start one process per GPU with torchrun"
+        )
     if trainer.args.world_size > 1 and not sharded.is_sharding(trainer) and storage == "compact":
         raise GrowpruneError(
-            "storage='compact' does not work in several processes, since Trainer wraps the model only once: use "
+            "storage='compact' does not work with DDP, since the Trainer wraps the model only once: use "
             "storage='masked', or FSDP2 (TrainingArguments(fsdp=True)) on GPUs"
         )
     if isinstance(trainer.lr_scheduler, ReduceLROnPlateau) or type(trainer.lr_scheduler).__name__ == "GreedyLR":
         raise GrowpruneError(
-            f"{type(trainer.lr_scheduler).__name__} follows a loss, which every edit disturbs: choose another "
-            f"lr_scheduler_type"
+            f"{type(trainer.lr_scheduler).__name__} reacts to the loss, which jumps when weights are pruned: choose "
+            f"another lr_scheduler_type, such as 'cosine'"
         )
 
 
@@ -105,7 +111,7 @@ def steps_per_epoch(args: Any, loader: Any) -> int | None:
 
 
 def remedy(args: Any, per_epoch: int | None, steps: int) -> str:
-    """What to give a Trainer for a training of so many optimizer steps."""
+    """What to give a Trainer for a training of `steps` optimizer steps."""
     if args.max_steps <= 0 and per_epoch and steps % per_epoch == 0:
         return f"TrainingArguments(num_train_epochs={steps // per_epoch})"
     return f"TrainingArguments(max_steps={steps})"
@@ -147,7 +153,7 @@ def _factor(args: Any, bounds: Sequence[int]) -> Callable[[int], float]:
 
 
 def _factor_of_schedule(args: Any, length: int) -> Callable[[int], float]:
-    """That of the schedule that TrainingArguments ask for, for so many steps."""
+    """That of the schedule that TrainingArguments ask for, of a given length."""
     nothing = SGD([nn.Parameter()], lr=args.learning_rate)
     warmup = args.get_warmup_steps(length)
     made = get_scheduler(args.lr_scheduler_type, nothing, warmup, length, args.lr_scheduler_kwargs)

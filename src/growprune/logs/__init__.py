@@ -1,14 +1,15 @@
-"""What a run writes for people to look at, beside its own log: `metrics.csv`, and TensorBoard's files.
+"""Logs of a run for users: `metrics.csv`, TensorBoard and W&B.
 
-    metrics.csv     a row an epoch
-    tensorboard/    the same as curves; the branches of a fork lie below it, in branch-0, branch-1, ...
+    metrics.csv     one row per epoch
+    tensorboard/    the same as curves; branches of a fork are in branch-0, branch-1, ...
+    wandb/          the same for W&B; `wandb.json` has the id of the W&B run
 
-A run that was killed goes on from its newest checkpoint, and trains some epochs again. What is written has them once:
-all of it is made from the events in the run's own log, of which those that a kill took back do not count (rows.py). So
-a log can also be asked for when a run is resumed, and has its beginning too.
+A killed run resumes from its newest checkpoint, and trains some epochs again. The logs have each epoch once, because
+they are made from the run's own log without the epochs that a kill undid (rows.py). So a log can also be added when a
+run is resumed, and is complete from the start.
 
-Of an epoch there are: loss, lr, the metrics of validation data, live weights (`alive`), their share of the prunable
-ones (`density`, and `density/<layer>`), `explored` and `churn` (see engine/accounting.py), and what a rule tells.
+An epoch has: loss, lr, the validation metrics, live weights (`alive`), their fraction of the prunable ones (`density`
+and `density/<layer>`), `explored` and `churn` (see engine/accounting.py), and the values that a rule reports.
 """
 
 from __future__ import annotations
@@ -21,29 +22,33 @@ from typing import Any, Protocol
 from growprune.errors import GrowpruneError
 from growprune.logs.rows import Row, StandingRows, read_events
 
-LOGS = {"csv": "growprune.logs.csv_log", "tensorboard": "growprune.logs.tensorboard_log"}
-"""Where the Writer of each kind of log is; loaded when it is asked for."""
+LOGS = {
+    "csv": "growprune.logs.csv_log",
+    "tensorboard": "growprune.logs.tensorboard_log",
+    "wandb": "growprune.logs.wandb_log",
+}
+"""The module with the Writer of each log format. Loaded on first use."""
 
 ENDS = ("finished", "interrupted", "failed")
 
 
 class Writer(Protocol):
-    """Writes one kind of log into the folder of a run; made with the folder, which need not be there yet."""
+    """Writes one log format into a run folder. The folder need not exist yet."""
 
     def rewrite(self, rows: Iterable[Row]) -> None:
-        """Write all rows anew; what was there before is gone."""
+        """Write all rows anew, and remove the old ones."""
 
     def append(self, row: Row) -> None: ...
 
     def close(self) -> None:
-        """See to it that all is on disk. More may be appended later."""
+        """Flush everything to disk. More rows may be appended later."""
 
 
 class Logs:
-    """A listener of a run that keeps logs in its folder.
+    """A listener that writes the logs of a run into its folder.
 
     Args:
-        names: which, as in LOGS.
+        names: log formats, keys of LOGS.
     """
 
     def __init__(self, names: Sequence[str], folder: Path) -> None:
@@ -74,9 +79,9 @@ class Logs:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise unless there are such logs."""
+    """Raise if a log format is unknown or given twice."""
     for name in names:
         if name not in LOGS:
-            raise GrowpruneError(f"there is no log {name!r}; known are {', '.join(LOGS)}")
+            raise GrowpruneError(f"log must be one of {', '.join(LOGS)}, got {name!r}")
     if len({*names}) < len(names):
-        raise GrowpruneError(f"log is {', '.join(names)}: name each one once")
+        raise GrowpruneError(f"log must have each format once, got {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""`metrics.csv`: a row an epoch, numbers in full, a column for each figure; empty where there is none."""
+"""`metrics.csv`: one row per epoch with all digits, one column per number. Missing numbers are empty cells."""
 
 from __future__ import annotations
 

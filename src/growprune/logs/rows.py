@@ -1,4 +1,4 @@
-"""The epochs of a run that stand: those that a kill took back, and that were trained again, count once."""
+"""The valid epochs of a run. Epochs that a kill undid, and that were trained again, count once."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 
 PLAIN = ("epoch", "iteration", "stage", "branch", "loss", "lr", "alive", "density", "explored", "churn")
 GROUPS = {"validation": "validation", "candidate": "candidate", "rule": "rule", "layers": "density"}
-"""Figures by name, in an event and in a row: `layers` of a weight becomes `density/<weight>`."""
+"""Prefixes of columns by group of an event: `layers` of a weight becomes `density/<weight>`."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One epoch."""
+    """The numbers of one epoch."""
 
     stage: int
     branch: int | None
     iteration: int
-    """Of the run, at the end of the epoch; the branches of a fork have the same ones."""
+    """Iteration of the run at the end of the epoch. Branches of a fork have the same ones."""
     time: float
     figures: dict[str, float | None]
-    """By column: those of PLAIN, then such as `validation/accuracy` and `density/stem.weight`."""
+    """Numbers by column: those of PLAIN, then others such as `validation/accuracy` and `density/stem.weight`."""
 
 
 class StandingRows:
-    """Rows by the events of a run, told in order, those of its earlier processes too.
+    """The valid rows of a run, from its events in order, including those of earlier processes.
 
-    A phase begins, or is gone on with, at an iteration: what was trained beyond it before is taken back. The branches
-    of a fork are each a line of their own, with checkpoints of their own.
+    When a phase begins or is resumed at an iteration, rows beyond it are removed. Each branch of a fork is a line of
+    training of its own, with checkpoints of its own.
 
     >>> rows = StandingRows()
     >>> for event in [
@@ -48,7 +48,7 @@ class StandingRows:
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
         self._rows: dict[tuple[int, int | None, int], Row] = {}
         self.is_stale = True
-        """Whether rows were taken back since they were written; who writes them sets it to False."""
+        """True if rows were removed since the last write. The writer sets it to False."""
         for event in events:
             self.take(event)
 
@@ -56,7 +56,7 @@ class StandingRows:
         return iter(self._rows.values())
 
     def take(self, event: Mapping[str, Any]) -> Row | None:
-        """Hear of an event; gives the row that it adds, if it does."""
+        """Handle an event, and return the row that it adds, if any."""
         if event["event"] in ("phase", "resumed") and event.get("iteration") is not None:
             self._go_back(event.get("stage"), event.get("branch"), event["iteration"])
         if event["event"] != "epoch" or "iteration" not in event:
@@ -67,7 +67,7 @@ class StandingRows:
         return self._rows[key]
 
     def _go_back(self, stage: int | None, branch: int | None, iteration: int) -> None:
-        """Take back what the same line of training has beyond an iteration."""
+        """Remove the rows beyond an iteration of the same line of training."""
         for key in [*self._rows]:
             is_same_line = key[1] is None if branch is None else key[:2] == (stage, branch)
             if is_same_line and key[2] > iteration:
@@ -82,10 +82,10 @@ def _figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """What all processes of a run have logged so far, in the order of time; a line that a kill cut short is skipped."""
+    """Read the events of all processes of a run, sorted by time. Lines cut short by a kill are skipped."""
     events = []
     for log in sorted(folder.glob("log*.jsonl")):
-        for line in log.read_bytes().splitlines():
+        for line in log.read_bytes().splitlines() if log.is_file() else ():
             with contextlib.suppress(ValueError, TypeError, RecursionError):
                 event = json.loads(line)
                 if isinstance(event, dict) and isinstance(event.get("event"), str):

@@ -1,6 +1,6 @@
-"""`tensorboard/`: the figures of each epoch as scalars, over the iterations of the run.
+"""`tensorboard/`: the numbers of each epoch as scalars, over the iterations of the run.
 
-A row that was taken back is gone from the files too: they are written anew, from the run's own log.
+When rows are removed after a resume, the files are written anew from the run's own log.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NOT_DRAWN = ("iteration", "stage", "branch")
 class Writer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "tensorboard"
-        self._module = need("torch.utils.tensorboard", "tensorboard", "log tensorboard needs a package")
+        self._module = need("torch.utils.tensorboard", "tensorboard", "--log tensorboard needs an extra")
         self._open: dict[int | None, Any] = {}
 
     def rewrite(self, rows: Iterable[Row]) -> None:
@@ -31,7 +31,7 @@ class Writer:
 
     def append(self, row: Row) -> None:
         self._add(row)
-        self._flush()  # so that a kill takes nothing with it
+        self._flush()  # so that a kill loses nothing
 
     def _add(self, row: Row) -> None:
         if row.branch not in self._open:

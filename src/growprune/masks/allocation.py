@@ -1,7 +1,7 @@
-"""How many groups live in each layer: the same share everywhere, Erdos-Renyi-kernel, or one ranking for all.
+"""Allocations: how many groups are live in each layer (uniform, Erdos-Renyi-kernel, or one global ranking).
 
-An allocation turns a sparsity into *pools*: sets of weights that are ranked together, and how many groups of each
-live. Uniform and ERK make a pool of every weight; global makes one pool of all.
+An allocation turns a sparsity into *pools*: sets of weights that are ranked together, and the number of live groups in
+each. Uniform and ERK make one pool per weight; global makes one pool of all weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from growprune.masks.patterns import Pattern
 
 
 class Scope(Enum):
-    """What a global ranking covers when a part is pruned."""
+    """What a global ranking covers when one part is pruned."""
 
     MODEL = "model"
     """One threshold over the whole model, so that its total sparsity is the target."""
@@ -29,12 +29,12 @@ class Scope(Enum):
 def parse_scope(name: str | Scope) -> Scope:
     known = [scope.value for scope in Scope]
     if not isinstance(name, Scope) and name not in known:
-        raise GrowpruneError(f"scope is {name!r}, but must be one of {', '.join(known)}")
+        raise GrowpruneError(f"scope must be one of {', '.join(known)}, got {name!r}")
     return Scope(name)
 
 
 def num_kept(sparsity: float, total: int) -> int:
-    """How many of `total` live at a sparsity: (1 - sparsity) * total, rounded half to even, in exact arithmetic.
+    """Return how many of `total` are live: (1 - sparsity) * total in exact arithmetic, rounded half to even.
 
     >>> num_kept(0.8, 1000), num_kept(0.95, 10), num_kept(0.85, 10)
     (200, 0, 2)
@@ -46,7 +46,7 @@ def num_kept(sparsity: float, total: int) -> int:
 class Pool:
     weights: tuple[Weight, ...]
     kept: int
-    """How many groups of these weights, ranked together, live."""
+    """The number of live groups among these weights, which are ranked together."""
 
 
 Allocation = Callable[[Sequence[Weight], Sequence[Weight], float, Pattern, Scope], list[Pool]]
@@ -56,15 +56,15 @@ Allocation = Callable[[Sequence[Weight], Sequence[Weight], float, Pattern, Scope
 def uniform(
     model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern, scope: Scope
 ) -> list[Pool]:
-    """Every layer has the same sparsity."""
+    """Give every layer the same sparsity."""
     del model, scope
     return [Pool((w,), num_kept(sparsity, pattern.num_groups(w))) for w in part]
 
 
 def erk(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern, scope: Scope) -> list[Pool]:
-    """Erdos-Renyi-kernel (Evci et al. 2020): a layer's density goes with (sum of its dimensions) / (their product).
+    """Erdos-Renyi-kernel (Evci et al. 2020): density proportional to (sum of a layer's dimensions) / (their product).
 
-    The densities are those of the whole model, so that parts pruned one by one add up to its sparsity.
+    The densities are computed for the whole model, so that parts that are pruned one by one add up to its sparsity.
     """
     del scope
     sizes, most = [pattern.num_groups(w) for w in model], [pattern.most_alive(w) for w in model]
@@ -76,7 +76,7 @@ def erk(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, patter
 def global_(
     model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern, scope: Scope
 ) -> list[Pool]:
-    """One ranking over the whole model (or over the part): layers end up with different sparsities."""
+    """Rank all weights of the model (or of the part) together, so that layers get different sparsities."""
     weights = tuple(model if scope is Scope.MODEL else part)
     return [Pool(weights, num_kept(sparsity, sum(pattern.num_groups(w) for w in weights)))]
 
@@ -86,18 +86,18 @@ ALLOCATIONS: dict[str, Allocation] = {"uniform": uniform, "erk": erk, "global": 
 
 def parse_allocation(name: str) -> Allocation:
     if name not in ALLOCATIONS:
-        raise GrowpruneError(f"allocation is {name!r}, but must be one of {', '.join(ALLOCATIONS)}")
+        raise GrowpruneError(f"allocation must be one of {', '.join(ALLOCATIONS)}, got {name!r}")
     return ALLOCATIONS[name]
 
 
 def erk_counts(
     shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], sparsity: float, *, most: Sequence[int] | None = None
 ) -> list[int]:
-    """How many groups each layer keeps under ERK; they add up to exactly the model's sparsity.
+    """Return how many groups each layer keeps under ERK. The total matches the model's sparsity exactly.
 
     Args:
-        sizes: how many groups each layer has.
-        most: how many of them can live at once; all, if not given.
+        sizes: the number of groups of each layer.
+        most: how many of them can be live at once; by default all.
 
     >>> erk_counts([(10, 10), (100, 100)], [100, 10000], 0.9)
     [92, 918]
@@ -119,9 +119,9 @@ def erk_counts(
 
 
 def shared_out(total: int, among: Sequence[float], room: Sequence[int]) -> list[int]:
-    """`total` as whole numbers in proportion to `among`, none above its room; what is too much goes to the others.
+    """Divide `total` into integers in proportion to `among`, each at most its `room`; the excess goes to the others.
 
-    Where all that is left in proportion to is zero, the room counts.
+    If the remaining proportions are all zero, divide in proportion to `room`.
 
     >>> shared_out(10, [3, 1, 1], [4, 9, 9])
     [4, 3, 3]
@@ -140,7 +140,7 @@ def shared_out(total: int, among: Sequence[float], room: Sequence[int]) -> list[
 
 
 def round_to_total(exact: Sequence[float | Fraction], sizes: Sequence[int], total: int) -> list[int]:
-    """Round down, then give what is missing to the largest remainders, the earlier layer first."""
+    """Round down, then add the missing ones at the largest remainders, earlier layers first."""
     counts = [min(int(x), size) for x, size in zip(exact, sizes, strict=True)]
     order = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
     for i in (i for _ in range(2) for i in order):

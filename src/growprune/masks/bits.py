@@ -17,7 +17,7 @@ Snapshot: TypeAlias = dict[str, tuple[Tensor, Tensor | None]]
 
 
 def pack(mask: Tensor) -> Tensor:
-    """A bool tensor as bytes, row-major, eight to a byte, the first in the lowest bit.
+    """Pack a bool tensor into bytes: row-major, eight to a byte, the first in the lowest bit.
 
     >>> pack(torch.tensor([True, False, True, True, False, False, False, False, True])).tolist()
     [13, 1]
@@ -29,13 +29,13 @@ def pack(mask: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor itself, or, if it is sharded, all of it; then all ranks have to ask."""
+    """Return the full tensor. If it is sharded, this is a collective: all ranks have to call it."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
 
 def like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Values that all ranks have, sharded as a tensor is; themselves, if it is not."""
+    """Shard values that all ranks have like a tensor; return them unchanged if it is not sharded."""
     if not hasattr(tensor, "device_mesh"):
         return values
     from torch.distributed.tensor import distribute_tensor
@@ -45,9 +45,9 @@ def like(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def check_packed(packed: Tensor, shape: Sequence[int]) -> None:
-    """Raise unless a packed mask is one of this shape, as far as its size tells."""
+    """Raise unless a packed mask has the number of bytes for this shape."""
     if packed.numel() != -(-math.prod(shape) // 8):
-        raise GrowpruneError(f"a mask of {packed.numel()} bytes is not one of shape {tuple(shape)}")
+        raise GrowpruneError(f"a mask of {packed.numel()} bytes does not fit shape {tuple(shape)}")
 
 
 def unpack(packed: Tensor, shape: Sequence[int], device: torch.device | None = None) -> Tensor:

@@ -22,7 +22,7 @@ GAP_DTYPES = (torch.uint8, torch.uint16)
 MAX_EXPANSION = 1000
 """The most a tensor may grow when it is read: dense bytes per byte in the file.
 
-It bounds tensors with gaps, since a few gaps reach far, and files that are read without their model.
+It limits gap-encoded tensors, because a few gaps can span many weights, and files that are read without their model.
 """
 
 CHUNK = 1 << 22
@@ -32,7 +32,7 @@ CHUNK = 1 << 22
 def encode_mask(
     mask: Tensor, weights: Sequence[Weight], pattern: Pattern, itemsize: int, name: str
 ) -> tuple[Tensor, Tensor | None]:
-    """The bits of a mask, and its gaps if a file stores those instead.
+    """Return the bits of a mask, and its gaps if a file stores those instead.
 
     Args:
         itemsize: bytes per value of the parameter.
@@ -46,7 +46,7 @@ def encode_mask(
 
 
 def num_outside(shape: Sequence[int], weights: Sequence[Weight]) -> int:
-    """How many elements of a parameter lie in no matrix, and are always alive."""
+    """Return how many elements of a parameter belong to no matrix and are always live."""
     return math.prod(shape) - sum(weight.numel for weight in weights)
 
 
@@ -59,13 +59,13 @@ def num_mask_bytes(weights: Sequence[Weight], pattern: Pattern) -> int:
 
 
 def pack_mask(mask: Tensor, weights: Sequence[Weight], pattern: Pattern, name: str) -> Tensor:
-    """The bits of a mask, as a file stores them."""
+    """Return the bits of a mask, as a file stores them."""
     bits_of = pattern.bit_pattern
     walks = (walk_groups(bits_of, weight.of(mask), weight) for weight in weights)
     none = torch.zeros(0, dtype=torch.bool)
     packed = pack(torch.cat([none, *(groups.cpu() for walk in walks for groups in walk)]))
     if not torch.equal(unpack_mask(packed, tuple(mask.shape), weights, pattern), mask.cpu()):
-        raise GrowpruneError(f"the mask of {name} does not keep to pattern {pattern.name}: prune it before saving")
+        raise GrowpruneError(f"the mask of {name} does not have the pattern {pattern.name}: call prune() before saving")
     return packed
 
 
@@ -96,11 +96,11 @@ def _cut_like(walk: Iterator[Tensor], flat: Tensor) -> Iterator[Tensor]:
 
 
 def to_gaps(bits: Tensor, num_live: int, *, least_bytes: int = 0) -> Tensor | None:
-    """The gaps between set bits, in the shorter of both dtypes; None unless they halve the bytes.
+    """Return the gaps between set bits, in the shorter of the two dtypes; None unless they halve the bytes.
 
     Args:
-        num_live: how many bits are set.
-        least_bytes: None as well if the gaps take fewer bytes than this.
+        num_live: the number of set bits.
+        least_bytes: also return None if the gaps take fewer bytes than this.
     """
     if not 0 < num_live <= bits.numel() // 2:
         return None
@@ -141,7 +141,7 @@ def _write_gaps(distances: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 
 def from_gaps(gaps: Tensor, count: int) -> Tensor:
-    """The `count` bits that gaps stand for; raises if the gaps lead beyond them."""
+    """Return the `count` bits that the gaps encode. Raise if the gaps go beyond them."""
     bits = np.zeros(-(-count // 8), np.uint8)
     longest, end = _longest(gaps.dtype), 0
     for start in range(0, gaps.numel(), CHUNK // 32):
@@ -150,7 +150,7 @@ def from_gaps(gaps: Tensor, count: int) -> Tensor:
         ends = end + (some + lives.astype(np.int64)).cumsum()  # the bit after each gap and its live bit
         end = int(ends[-1])
         if end > count:
-            raise GrowpruneError(f"gaps that lead to bit {end} of {count}")
+            raise GrowpruneError(f"gaps that reach bit {end} of {count}")
         _set(bits, ends[lives] - 1)
     return torch.from_numpy(bits)
 
@@ -164,7 +164,7 @@ def _set(bits: np.ndarray, positions: np.ndarray) -> None:
 
 
 def row_major(bits: Tensor, shape: tuple[int, ...], weights: Sequence[Weight], pattern: Pattern) -> Tensor:
-    """One bit per weight of a parameter, in row-major order, from the bits that a file stores."""
+    """Return one bit per weight of a parameter, in row-major order, from the bits that a file stores."""
     if has_one_bit_a_weight(weights, pattern, shape):
         return bits
     run = pattern.run_length(shape, transposed=weights[0].transposed)

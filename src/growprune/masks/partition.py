@@ -1,19 +1,21 @@
-"""How a model is cut into the parts S_0 ... S_{kappa-1} that grow in turn.
+"""Partitions: divide a model into the parts S_0 ... S_{kappa-1} that grow in turn.
 
-Every parameter and buffer belongs to exactly one part: a norm or bias to the part of its layer, so that when
-parallel machines combine, each tensor has one owner. Standard library only.
+Every parameter and buffer belongs to exactly one part; norms and biases belong to the part of their layer. So each
+tensor has one owner when parallel machines merge. Standard library only.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import first_names, layer_weights, matches, prunable_weights
+from growprune.masks.unprunable import few
 from growprune.plan import Part
 from growprune.plan.settings import as_names, check_counts
 
@@ -22,7 +24,7 @@ LISTS = {"Sequential", "ModuleList", "ModuleDict"}
 
 @dataclass(frozen=True)
 class Partition:
-    """A sequence of parts, disjoint, and total over all of a model's parameters and buffers.
+    """A division of a model into disjoint parts that cover all its parameters and buffers.
 
     Examples:
         >>> import torch
@@ -33,7 +35,7 @@ class Partition:
 
     parts: tuple[Part, ...]
     sizes: tuple[int, ...] = ()
-    """How many weights each part has that may be pruned; not known if empty."""
+    """The number of prunable weights of each part; unknown if empty."""
 
     @functools.cached_property
     def whole(self) -> Part:
@@ -51,14 +53,27 @@ class Partition:
 
     @property
     def largest_share(self) -> float:
-        """The share of the prunable weights that the largest part has; parts of unknown size count as equal."""
+        """The largest part's share of the prunable weights. Parts of unknown size count as equal."""
         return max(self.sizes) / max(1, sum(self.sizes)) if self.sizes else 1 / max(1, len(self.parts))
 
-    @classmethod
-    def of(cls, model: Any, prefixes: Iterable[Iterable[str]]) -> Partition:
-        """A partition written by hand: for each part, the names of its modules or tensors.
+    def counted(self, model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = ()) -> Partition:
+        """Return the same parts with the sizes that they have for this model, `keep_dense` and `include`."""
+        layers = _layers(model, keep_dense, include)
+        return replace(self, sizes=self._numbered([part.tensors for part in self.parts], layers).sizes)
 
-        A tensor goes to its longest prefix. A tensor without a part, or a prefix without a tensor, is an error.
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        prefixes: Iterable[Iterable[str]],
+        *,
+        keep_dense: Iterable[str] = (),
+        include: Iterable[str] = (),
+    ) -> Partition:
+        """Build a partition by hand from the names of each part's modules or tensors.
+
+        A tensor belongs to its longest prefix. A tensor without a part is an error, and so is a prefix that matches no
+        tensor.
         """
         prefixes = [as_names(names, f"part {i}") for i, names in enumerate(prefixes)]
         owner_of: dict[str, int] = {}
@@ -66,19 +81,17 @@ class Partition:
             for prefix in names:
                 if prefix in owner_of:
                     raise GrowpruneError(
-                        f"prefix {prefix!r} is in part {owner_of[prefix]} and in part {i}: name it once"
+                        f"prefix {prefix!r} is in part {owner_of[prefix]} and in part {i}: list it only once"
                     )
                 owner_of[prefix] = i
+        _check_prefixes(model, owner_of)
         tensors: list[list[str]] = [[] for _ in prefixes]
         for name in _tensor_names(model):
             tensors[owner_of[_longest_prefix(name, owner_of)]].append(name)
-        for prefix in owner_of:
-            if not any(matches(name, prefix) for name in [*_tensor_names(model), *first_names(model)]):
-                raise GrowpruneError(f"prefix {prefix!r} matches no parameter or buffer of the model")
         for i, part in enumerate(tensors):
             if not part:
-                raise GrowpruneError(f"part {i} has no parameter or buffer of its own: leave it out, or name some")
-        return cls._numbered(tensors, _layers(model, (), ()))
+                raise GrowpruneError(f"part {i} has no parameters or buffers: remove it, or add names to it")
+        return cls._numbered(tensors, _layers(model, keep_dense, include))
 
     @classmethod
     def contiguous(
@@ -90,16 +103,18 @@ class Partition:
         keep_dense: Iterable[str] = (),
         include: Iterable[str] = (),
     ) -> Partition:
-        """kappa parts of neighbouring layers, as equal as can be, that split no residual or attention block.
+        """Divide a model into kappa parts of neighboring layers of similar size, without splitting blocks.
+
+        Residual and attention blocks stay together.
 
         Args:
             kappa: the number of parts, from 1 to the number of layers. Blocks are split only if kappa exceeds
                 their number.
-            weigh: what to balance, by layer name; the number of weights if not given. For FLOPs, give
+            weigh: the cost to balance, by layer name; by default the number of weights. For FLOPs, pass
                 `growprune.count_flops(model, example).by_layer`.
-            keep_dense, include: what the SparseModel is told: layers that do not grow are no part of their own, and
-                parameters that are included count as layers, by the name of their module, or by their own if their
-                module holds other layers too.
+            keep_dense, include: the same values as for the SparseModel. Layers that stay dense do not form parts.
+                Included parameters count as layers, under the name of their module, or under their own name if the
+                module has other layers too.
         """
         layers = _layers(model, keep_dense, include)
         _check_kappa(kappa, len(layers))
@@ -118,10 +133,10 @@ class Partition:
     def balanced(
         cls, model: Any, kappa: int, *, keep_dense: Iterable[str] = (), include: Iterable[str] = ()
     ) -> Partition:
-        """kappa parts of layers from all over the model, as equal in weights as single layers allow.
+        """Divide a model into kappa parts with about the same number of weights, from layers all over the model.
 
-        The layers, largest first, each go to the part that has the fewest weights so far. So a part that is grown takes
-        its weights from everywhere, and the memory of a grown part is about that of 1 / kappa of the model.
+        Each layer, largest first, goes to the part with the fewest weights so far. A grown part then has weights
+        everywhere in the model, and takes the memory of about 1 / kappa of the model.
         """
         layers = _layers(model, keep_dense, include)
         _check_kappa(kappa, len(layers))
@@ -133,7 +148,7 @@ class Partition:
 
     @classmethod
     def per_layer(cls, model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = ()) -> Partition:
-        """The finest partition: every layer is a part."""
+        """Make every layer its own part, the finest partition."""
         keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
         kappa = max(1, len(_layers(model, keep_dense, include)))
         return cls.contiguous(model, kappa, keep_dense=keep_dense, include=include)
@@ -153,12 +168,36 @@ class Partition:
         return cls(tuple(Part(f"S{i}", tuple(names)) for i, names in enumerate(tensors)), tuple(sizes))
 
 
+def blocks_of(model: Any, *, keep_dense: Iterable[str] = (), include: Iterable[str] = ()) -> dict[str, str]:
+    """Map each prunable parameter to its block, which `Partition.contiguous` does not split.
+
+    Examples:
+        >>> import torch
+        >>> blocks_of(torch.nn.Sequential(torch.nn.TransformerEncoderLayer(4, 2, 8), torch.nn.Linear(4, 2)))["1.weight"]
+        '1'
+    """
+    units = _blocks(model, "", _layers(model, keep_dense, include), is_root=True)
+    weights = prunable_weights(model, keep_dense=keep_dense, include=include)
+    return {w.parameter: _innermost(w.parameter, units) or w.parameter for w in weights}
+
+
+def _check_prefixes(model: Any, prefixes: Iterable[str]) -> None:
+    """Raise if a prefix matches nothing, and suggest similar names."""
+    names = [*_tensor_names(model), *first_names(model)]
+    for prefix in prefixes:
+        if not any(matches(name, prefix) for name in names):
+            known = [path for path, module in model.named_modules() if path and [*module.parameters()]]
+            near = difflib.get_close_matches(prefix, [*known, *names])
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the model has {few(known or names)}"
+            raise GrowpruneError(f"prefix {prefix!r} matches no parameter or buffer of the model; {hint}")
+
+
 def _check_kappa(kappa: int, num_layers: int) -> None:
-    check_counts(1, kappa=kappa)
+    check_counts(1, parts=kappa)
     if not num_layers:
-        raise GrowpruneError("the model has no layers to cut: name parameters with include=[...], or give Partition.of")
+        raise GrowpruneError("the model has no layers to divide: name parameters in include=[...], or use Partition.of")
     if kappa > num_layers:
-        raise GrowpruneError(f"kappa is {kappa}, but the model has {num_layers} layers: give at most {num_layers}")
+        raise GrowpruneError(f"parts must be <= the number of layers of the model, {num_layers}, got {kappa}")
 
 
 def _tensor_names(model: Any) -> list[str]:
@@ -187,7 +226,7 @@ def _layers(model: Any, keep_dense: Iterable[str], include: Iterable[str]) -> di
 def _longest_prefix(name: str, prefixes: Mapping[str, int]) -> str:
     found = [prefix for prefix in prefixes if matches(name, prefix)]
     if not found:
-        raise GrowpruneError(f"{name!r} belongs to no part: add it, or a module it lies in, to one of them")
+        raise GrowpruneError(f"{name!r} belongs to no part: add it, or a module that contains it, to one of them")
     return max(found, key=len)
 
 
@@ -200,10 +239,10 @@ def _innermost(path: str, units: Iterable[str]) -> str | None:
 
 
 def _blocks(module: Any, path: str, layers: Mapping[str, int], *, is_root: bool = False) -> list[str]:
-    """The smallest modules a cut must not go through, in order.
+    """Return the smallest modules that must not be split, in order.
 
-    Module structure shows a block where a module that is no mere list holds layers. A module that holds a list of
-    modules with several layers each is a stage or a tower, and is cut between them; so is the model as a whole.
+    A module that is not just a list and holds layers is a block. A module that holds a list of modules with several
+    layers each is a stage or a tower, and may be split between them; so may the model as a whole.
     """
     prefix = f"{path}." if path else ""
     own = [prefix + name for name, _ in module.named_parameters(recurse=False) if prefix + name in layers]
@@ -219,7 +258,7 @@ def _blocks(module: Any, path: str, layers: Mapping[str, int], *, is_root: bool 
 
 
 def _is_list(module: Any) -> bool:
-    """Whether a module does no more than hold others; a Sequential with a forward of its own may be residual."""
+    """True if a module only holds others. A Sequential with its own forward may be residual."""
     base: Any = next((c for c in type(module).__mro__ if c.__name__ in LISTS), None)
     return base is not None and (base.__name__ != "Sequential" or type(module).forward is base.forward)
 
@@ -233,7 +272,7 @@ def _holds_list_of_blocks(module: Any, path: str, layers: Mapping[str, int]) -> 
 
 
 def _cut(costs: Sequence[float], kappa: int) -> list[int]:
-    """The index of the part of each unit, so that the dearest of kappa contiguous parts is as cheap as can be."""
+    """Return the part of each unit, so that the most expensive of kappa contiguous parts is as cheap as possible."""
     ends = sorted({load for i in range(len(costs)) for load in accumulate(costs[i:])})
     low, high = 0, len(ends) - 1
     while low < high:  # the smallest cap that some part's cost could be, and that kappa parts can keep to
@@ -255,7 +294,7 @@ def _owners_up_to(costs: Sequence[float], kappa: int, cap: float) -> list[int]:
 
 
 def _gather(model: Any, owner: Mapping[str, int], kappa: int) -> list[list[str]]:
-    """Give every tensor to the part of its unit; what lies in none follows the unit registered before it."""
+    """Assign every tensor to the part of its unit. Tensors outside all units follow the unit registered before them."""
     current = 0
     owner_of_module: dict[str, int] = {}
     for path, _ in model.named_modules():

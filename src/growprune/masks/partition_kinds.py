@@ -1,8 +1,8 @@
-"""The kinds of partition, as values that know no model yet: contiguous(4), balanced(4), per_layer(), named([...]).
+"""The kinds of partition, as values without a model: contiguous(4), balanced(4), per_layer(), named([...]).
 
 In code, call the function of the kind. In strings, such as `--set partition=balanced(4)`, write the same call:
-`parse_partition` reads it by the table `KINDS`. Trainers and methods say the number of parts elsewhere, and give the
-name of the kind alone. Standard library only.
+`parse_partition` reads it with the table `KINDS`. Trainers and methods have the number of parts elsewhere, and use only
+the name of the kind. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
 from growprune.plan.settings import check_counts
 
+PARTS = 4
+"""The default number of parts."""
+
 
 @dataclass(frozen=True)
 class _InParts:
-    kappa: int = 4
+    kappa: int = PARTS
 
     def __post_init__(self) -> None:
         check_counts(1, kappa=self.kappa)
@@ -38,16 +41,16 @@ class _InParts:
 
 
 class Contiguous(_InParts):
-    """What `contiguous` gives."""
+    """The value that `contiguous` returns."""
 
 
 class Balanced(_InParts):
-    """What `balanced` gives."""
+    """The value that `balanced` returns."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """What `named` gives."""
+    """The value that `named` returns."""
 
     parts: tuple[tuple[str, ...], ...]
 
@@ -59,16 +62,15 @@ class Named:
         return len(self.parts)
 
     def cut(self, model: Any, *, keep_dense: Sequence[str] = (), include: Sequence[str] = ()) -> Partition:
-        del keep_dense, include
-        return Partition.of(model, self.parts)
+        return Partition.of(model, self.parts, keep_dense=keep_dense, include=include)
 
 
 @dataclass(frozen=True)
 class PerLayer:
-    """What `per_layer` gives."""
+    """The value that `per_layer` returns."""
 
     num_parts = None
-    """As many as the model has layers, which is not known before."""
+    """Unknown without a model: the number of its layers."""
 
     def __str__(self) -> str:
         return "per_layer()"
@@ -81,22 +83,22 @@ PartitionConfig: TypeAlias = Contiguous | Balanced | Named | PerLayer
 
 
 def contiguous(kappa: int) -> Contiguous:
-    """kappa parts of neighbouring layers, as equal as can be, that split no residual or attention block."""
+    """Choose kappa parts of neighboring layers of similar size, without splitting residual or attention blocks."""
     return Contiguous(kappa)
 
 
 def balanced(kappa: int) -> Balanced:
-    """kappa parts of layers from all over the model, as equal in weights as single layers allow."""
+    """Choose kappa parts with about the same number of weights, from layers all over the model."""
     return Balanced(kappa)
 
 
 def named(parts: Sequence[Sequence[str]]) -> Named:
-    """Parts by hand: for each, the names of its modules."""
+    """Choose the parts by hand, as lists of module names."""
     return Named(tuple(tuple(names) for names in parts))
 
 
 def per_layer() -> PerLayer:
-    """Every layer is a part: for methods that draw their own sets of layers."""
+    """Make every layer its own part, for methods that draw sets of layers."""
     return PerLayer()
 
 
@@ -109,7 +111,7 @@ def parse_partition(text: str, *, kappa: int | None = None) -> PartitionConfig:
     """Return the partition that a string such as "balanced(4)" names.
 
     Args:
-        kappa: the number of parts, if the string is the name of a kind alone.
+        kappa: the number of parts, if the string is only the name of a kind.
 
     Examples:
         >>> parse_partition("balanced(4)"), parse_partition("balanced", kappa=2)
@@ -125,4 +127,22 @@ def parse_partition(text: str, *, kappa: int | None = None) -> PartitionConfig:
     if text == (f"{name}({inside})" if kappa is None else name):
         with contextlib.suppress(KeyError, ValueError, TypeError):  # no kind, no JSON, or not what the kind takes
             return KINDS[name](*json.loads(f"[{inside}]"))
-    raise GrowpruneError(f"partition is {text!r}, but must be {allowed}")
+    raise GrowpruneError(f"parts must be a number, {allowed}, got {text!r}")
+
+
+def parse_parts(parts: int | str, *, kind: str, most: int = PARTS) -> PartitionConfig:
+    """Return the partition for a number of parts, a kind, or a call such as "balanced(8)".
+
+    Args:
+        kind: the kind that the method uses by default.
+        most: the number of layers, if known.
+
+    Examples:
+        >>> parse_parts(8, kind="balanced"), parse_parts("contiguous", kind="balanced")
+        (Balanced(kappa=8), Contiguous(kappa=4))
+    """
+    if isinstance(parts, str) and parts not in KINDS:
+        return parse_partition(parts)
+    count = min(PARTS, most) if isinstance(parts, str) else parts
+    check_counts(1, parts=count)
+    return parse_partition(parts if isinstance(parts, str) else kind, kappa=count)

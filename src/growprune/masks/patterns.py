@@ -1,9 +1,9 @@
-"""Which positions of a weight may live: any (`unstructured`), whole a x b blocks (`1x8`), at most N of every M (`2:4`).
+"""Patterns: which positions of a weight may be live, `unstructured`, blocks such as `1x8`, or N:M such as `2:4`.
 
 A pattern reads a weight as a matrix whose rows are outputs. For blocks and N:M its columns are the inputs, kernel
 position by kernel position, so that blocks run along the input channels: (out, in, kh, kw) is folded to
-(out, kh*kw*in). The matrix is never made as a whole: weights are walked a few rows at a time.
-What is chosen or not is a *group*: a single weight, or a block.
+(out, kh*kw*in). The full matrix is never built: weights are processed a few rows at a time. A *group* is what is live
+or dead as a whole: a single weight, or a block.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight
 
 CPU_CHUNK, CUDA_CHUNK = 1 << 17, 2_500_000
-"""The number of positions to look at in one go: small beside a model, large enough to keep the device busy."""
+"""The positions to process at a time: few compared with a model, enough to keep the device busy."""
 
 
 @dataclass(frozen=True)
 class Unstructured:
-    """Any position may live: unstructured sparsity."""
+    """Unstructured sparsity: any position may be live."""
 
     height: int = 1
     """Rows in a group."""
@@ -38,16 +38,16 @@ class Unstructured:
 
     @property
     def is_single(self) -> bool:
-        """Whether every weight lives or dies for itself, whatever its neighbours do."""
+        """True if each weight is live or dead independently of its neighbors."""
         return True
 
     @property
     def bit_pattern(self) -> Pattern:
-        """The pattern whose groups have one bit each in a packed mask: single weights, if not blocks."""
+        """The pattern whose groups have one bit each in a packed mask: blocks, otherwise single weights."""
         return Unstructured()
 
     def run_length(self, shape: Sequence[int], *, transposed: bool) -> int:
-        """How many consecutive elements of a parameter, its inputs last, always live or die together."""
+        """Return how many consecutive elements of a parameter (inputs last) are always live or dead together."""
         fits = len(shape) > 1 and shape[1] % self.width == 0 and not transposed
         return self.width if fits and self.height == 1 else 1
 
@@ -59,16 +59,16 @@ class Unstructured:
         return weight.numel
 
     def most_alive(self, weight: Weight) -> int:
-        """How many groups can live at once."""
+        """Return how many groups can be live at once."""
         return self.num_groups(weight)
 
     def rows_first(self, tensor: Tensor, weight: Weight) -> Tensor:
-        """The weight with its rows in dimension 0, as a view."""
+        """Return a view of the weight with its rows in dimension 0."""
         del weight
         return tensor if tensor.dim() > 1 else tensor.view(-1, 1)
 
     def fold(self, rows: Tensor) -> Tensor:
-        """Some rows as a matrix."""
+        """Fold rows into a matrix."""
         return rows.reshape(rows.shape[0], -1)
 
     def unfold(self, matrix: Tensor, rows: Tensor) -> Tensor:
@@ -80,15 +80,15 @@ class Unstructured:
         return matrix.flatten()
 
     def alive(self, mask: Tensor) -> Tensor:
-        """Which groups live, from the mask of a few rows."""
+        """Return which groups are live, from the mask of a few rows."""
         return mask.flatten()
 
     def restrict(self, keys: Tensor) -> Tensor:
-        """Set the keys to 0 where the pattern forbids a group next to its better neighbours."""
+        """Set the keys to 0 where better neighbors leave no place for a group in the pattern."""
         return keys
 
     def expand(self, groups: Tensor, rows: int, columns: int) -> Tensor:
-        """The mask of a few rows, from which of their groups live."""
+        """Return the mask of a few rows, given which of their groups are live."""
         return groups.view(rows, columns)
 
 
@@ -113,9 +113,9 @@ class Folded(Unstructured):
 
 @dataclass(frozen=True)
 class Block(Folded):
-    """Blocks of `height` outputs x `width` inputs live or die together, scored by the sum of their magnitudes.
+    """Blocks of `height` outputs x `width` inputs, live or dead as a whole, scored by the sum of their magnitudes.
 
-    Edges that a block overhangs count as zeros.
+    Blocks at the edges are padded with zeros.
     """
 
     @property
@@ -158,7 +158,7 @@ class Block(Folded):
 
 @dataclass(frozen=True)
 class NofM(Folded):
-    """At most `n` of every `m` neighbouring inputs live."""
+    """At most `n` of every `m` neighboring inputs are live."""
 
     n: int = 1
     m: int = 1
@@ -176,10 +176,7 @@ class NofM(Folded):
             )
         least = 1 - self.n / self.m
         if 0 < sparsity < least - 1e-9:  # a plan may compute what it begins with
-            raise GrowpruneError(
-                f"sparsity is {sparsity:.4g}, but pattern {self.name} lets at most {self.n / self.m:g} of the weights "
-                f"live: give a sparsity of at least {least:g}"
-            )
+            raise GrowpruneError(f"sparsity must be >= {least:g} for pattern {self.name} (or 0), got {sparsity:.4g}")
 
     def most_alive(self, weight: Weight) -> int:
         return weight.numel // self.m * self.n
@@ -194,7 +191,7 @@ Pattern = Unstructured
 
 
 def parse_pattern(text: str | Pattern) -> Pattern:
-    """The pattern a text names: `unstructured`, `AxB` or `N:M`.
+    """Return the pattern that a string names: `unstructured`, `AxB` or `N:M`.
 
     >>> parse_pattern("1x8").name, parse_pattern("2:4").name
     ('1x8', '2:4')
@@ -209,23 +206,23 @@ def parse_pattern(text: str | Pattern) -> Pattern:
     if found and int(found[1]) <= int(found[3]):
         return NofM(n=int(found[1]), m=int(found[3]))
     raise GrowpruneError(
-        f"pattern is {repr(text)[:60]}, but must be 'unstructured', a block like '1x8', or N:M like '2:4' with N <= M"
+        f"pattern must be 'unstructured', a block like '1x8', or N:M like '2:4' with N <= M, got {repr(text)[:60]}"
     )
 
 
 def matrix_shape(weight: Weight) -> tuple[int, int]:
-    """Rows (outputs) and columns (kernel positions x inputs) of a weight seen as a matrix."""
+    """Return the rows (outputs) and columns (kernel positions x inputs) of a weight as a matrix."""
     rows = weight.shape[1] if weight.transposed else weight.shape[0]
     return rows, weight.numel // rows if rows else 0
 
 
 def chunk_elements(device: torch.device) -> int:
-    """The number of positions to look at in one go."""
+    """Return the number of positions to process at a time."""
     return CUDA_CHUNK if device.type == "cuda" else CPU_CHUNK
 
 
 def row_chunks(pattern: Pattern, tensor: Tensor, weight: Weight) -> Iterator[Tensor]:
-    """Views of a few rows at a time, in order, cut where groups end."""
+    """Yield views of a few rows at a time, in order, without splitting groups."""
     view = pattern.rows_first(tensor, weight)
     columns = max(1, view[:1].numel())
     step = max(1, chunk_elements(tensor.device) // columns // pattern.height) * pattern.height
@@ -234,26 +231,26 @@ def row_chunks(pattern: Pattern, tensor: Tensor, weight: Weight) -> Iterator[Ten
 
 
 def write_groups(pattern: Pattern, mask: Tensor, weight: Weight, chosen: Iterator[Tensor]) -> None:
-    """Fill a mask from a walk over which groups live."""
+    """Fill a mask, given which groups are live, a few rows at a time."""
     for rows, groups in zip(row_chunks(pattern, mask, weight), chosen, strict=True):
         matrix = pattern.expand(groups, rows.shape[0], rows[:1].numel())
         rows.copy_(pattern.unfold(matrix, rows))
 
 
 def walk_groups(pattern: Pattern, mask: Tensor, weight: Weight) -> Iterator[Tensor]:
-    """Which groups live, a few rows at a time: the inverse of `write_groups`."""
+    """Yield which groups are live, a few rows at a time: the inverse of `write_groups`."""
     for rows in row_chunks(pattern, mask, weight):
         yield pattern.alive(pattern.fold(rows))
 
 
 def count_groups(pattern: Pattern, mask: Tensor, weight: Weight) -> Tensor:
-    """How many groups live, on the device of the mask, so that nobody has to wait for it."""
+    """Count the live groups, as a tensor on the device of the mask, without waiting for the device."""
     none = torch.zeros((), dtype=torch.int64, device=mask.device)
     return sum((torch.count_nonzero(groups) for groups in walk_groups(pattern, mask, weight)), none)
 
 
 def in_one_go(counts: Sequence[Tensor]) -> list[int]:
-    """Numbers that lie on devices, each of which is waited for once at most.
+    """Read numbers from devices, waiting at most once for each device.
 
     >>> in_one_go([torch.tensor(3), torch.tensor(4)])
     [3, 4]

@@ -5,9 +5,9 @@ non-negative float, read as an integer, sort like the float, so magnitudes make 
 (salt, position), not a stream: any chunk can be made on its own, on any device, and is the same everywhere, so machines
 agree on a random mask without sending it.
 
-The k-th largest key is found by radix select: count the leading digits of all keys, keep the digit the k-th falls into,
-go on with the next digit. Keys are walked in chunks and never concatenated; only counts are kept, and the answer is the
-same on every device. Ties are broken by flat index: of equal keys, the earlier positions are chosen.
+The k-th largest key is found by radix select: count the leading digits of all keys, keep the digit of the k-th,
+continue with the next digit. Keys are processed in chunks and never concatenated. Only counts are kept, and
+the answer is the same on every device. Ties are broken by flat index: of equal keys, the earlier positions are chosen.
 """
 
 from __future__ import annotations
@@ -26,38 +26,39 @@ from growprune.masks.patterns import Pattern, row_chunks
 from growprune.plan import Action, By, Edit
 
 KeyChunks = Callable[[], Iterator[Tensor]]
-"""Walks the keys of one tensor in flat order, a chunk at a time; called once per pass. Who walks may overwrite them."""
+"""Yield the keys of one tensor in flat order, a chunk at a time. Called once per pass; callers may overwrite chunks."""
 
 
 def check_finite(values: Tensor, weight: Weight) -> None:
-    """A NaN or infinity is an error that names the weight."""
+    """Raise an error that names the weight if it has a NaN or infinity."""
     if values.numel() and not all(map(math.isfinite, torch.stack(values.aminmax()).tolist())):
-        raise GrowpruneError(f"{weight.name} holds NaN or infinity, so its weights cannot be ranked: training diverged")
+        raise GrowpruneError(f"{weight.name} has NaN or infinity, so it cannot be pruned by rank: training diverged")
 
 
 # Keys
 
 
 def magnitude_keys(values: Tensor) -> Tensor:
-    """Integer keys that sort like |values|: their float bits, plus one so that zero has key 1.
+    """Return integer keys that sort like |values|: their float bits, plus one so that zero has key 1.
 
-    float64 gives 63-bit keys, everything shorter is widened (exactly) to float32 and gives 31-bit keys.
+    Keys of float64 have 63 bits. Shorter floats are widened (exactly) to float32, with keys of 31 bits. A NaN, whose
+    bits plus one could overflow, sorts above infinity and below the largest key.
 
     >>> magnitude_keys(torch.tensor([0.0, -2.0, 1.0])).argsort().tolist()
     [0, 2, 1]
     """
     if values.dtype == torch.float64:
-        return values.abs().view(torch.int64).add_(1)
-    return values.abs().float().view(torch.int32).add_(1)
+        return values.abs().view(torch.int64).clamp_(max=(1 << 63) - 3).add_(1)
+    return values.abs().float().view(torch.int32).clamp_(max=(1 << 31) - 3).add_(1)
 
 
 def key_bits(dtype: torch.dtype) -> int:
-    """How many bits the magnitude keys of a dtype have."""
+    """Return the number of bits of the magnitude keys of a dtype."""
     return 63 if dtype == torch.float64 else 31
 
 
 def signed_keys(scores: Tensor) -> Tensor:
-    """63-bit keys that sort like float64 scores, the negative ones too; two that differ in the last bit may tie.
+    """Return 63-bit keys that sort like float64 scores of either sign. Two that differ in the last bit may tie.
 
     >>> signed_keys(torch.tensor([0.5, -2.0, -1.0, 0.0])).argsort().tolist()
     [1, 2, 3, 0]
@@ -67,7 +68,7 @@ def signed_keys(scores: Tensor) -> Tensor:
 
 
 def random_keys(start: int, count: int, salt: int, device: torch.device) -> Tensor:
-    """30-bit random numbers for positions start .. start+count-1 (splitmix64), plus one."""
+    """Return 30-bit random numbers for positions start .. start+count-1 (splitmix64), plus one."""
     z = torch.arange(start, start + count, device=device, dtype=torch.int64)
     z = z * _signed(0x9E3779B97F4A7C15) + _signed(salt)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -84,12 +85,12 @@ def _signed(unsigned: int) -> int:
 
 
 def salt_of(*what: object) -> int:
-    """64 bits that depend on everything named."""
+    """Hash all arguments into 64 bits."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little")
 
 
 def key_bits_of(edit: Edit, dtype: torch.dtype) -> int:
-    """How many bits the keys of an edit have, for weights whose widest float is `dtype`."""
+    """Return the number of bits of an edit's keys, for weights whose widest float is `dtype`."""
     if edit.by is By.RANDOM:
         return 31
     return key_bits(torch.float64 if edit.by is By.GRASP else dtype)
@@ -104,11 +105,11 @@ def edit_keys(
     salt: int,
     dtype: torch.dtype,
 ) -> KeyChunks:
-    """The keys of a weight's groups for an edit; 0 for those it may not choose.
+    """Return the keys of a weight's groups for an edit; 0 for groups that it may not choose.
 
     Args:
-        read: gives a weight's values and mask; called once per pass.
-        salt: makes this edit's random numbers its own.
+        read: returns a weight's values and mask; called once per pass.
+        salt: the seed of this edit's random numbers.
         dtype: the widest float among the weights ranked together, whose keys must be comparable.
     """
     wide = dtype == torch.float64
@@ -158,12 +159,12 @@ def kth_largest(
     digit_bits: int = 16,
     add_up: Callable[[Tensor], Tensor] | None = None,
 ) -> Threshold:
-    """The k-th largest key over all sources, for k of at least 1.
+    """Return the k-th largest key over all sources, for k >= 1.
 
     Args:
         bits: the number of bits of a key.
         digit_bits: the number of bits of a digit, of which all values are counted in one pass.
-        add_up: adds counts up over the processes that have other keys of these sources each.
+        add_up: sums counts over the processes, each of which has different keys of these sources.
     """
     prefix, remaining, equal, shift = 0, k, 0, bits
     while shift > 0:
@@ -179,18 +180,18 @@ def kth_largest(
         digit = counts.numel() - 1 - place
         prefix, equal = (prefix << width) | digit, int(counts[digit])
     if prefix == 0:
-        raise GrowpruneError(f"{k} positions are asked for, but fewer may be chosen")
+        raise GrowpruneError(f"cannot choose {k} positions: fewer are available")
     return Threshold(prefix, remaining, equal)
 
 
 def choose(
     sources: Sequence[KeyChunks], k: int, *, bits: int = 31, device: torch.device | None = None
 ) -> Iterator[Iterator[Tensor]]:
-    """Which positions hold the k largest keys: for each source, a walk of bool chunks. Take them in order.
+    """Yield, for each source, bool chunks that are True at the k largest keys. Consume them in order.
 
     Args:
         bits: the number of bits of a key.
-        device: where the keys are; a CPU if not given. It decides how fast the answer is found, and nothing else.
+        device: where the keys are; by default the CPU. It affects only the speed.
     """
     if k == 0:
         yield from ((torch.zeros_like(chunk, dtype=torch.bool) for chunk in source()) for source in sources)
@@ -210,7 +211,7 @@ def _take(source: KeyChunks, which: Callable[[Tensor], Tensor]) -> Iterator[Tens
 
 
 class Ties:
-    """Hands out the places left for keys that equal the threshold, first come first served."""
+    """Assign the remaining places to keys that equal the threshold, first come first served."""
 
     def __init__(self, left: int) -> None:
         self.left = left

@@ -1,8 +1,8 @@
-"""Every method, one paper per file. To add one: write its file, add its line here.
+"""All sparsification methods, one paper per file. To add one, write its file and add its line here.
 
-A method sees a partition S and yields phases (see `growprune.plan`); it never sees a model, so nothing here may
-import torch. Those that edit every few iterations take `iterations`, the length of the whole training, and `every`, the
-iterations between two edits; a recipe gives them its epochs, in iterations.
+A method gets a partition S and yields phases (see `growprune.plan`). It never sees a model, so nothing here may import
+torch. Methods that edit every few iterations take `iterations`, the length of the whole training, and `every`, the
+iterations between two edits. A recipe converts its epochs to iterations for them.
 """
 
 import difflib
@@ -43,7 +43,7 @@ METHODS: dict[str, Callable[..., Plan]] = {
     "gmp": gmp,
     "granet": granet,
     "rigl": rigl,
-    "set_": set_,
+    "set": set_,
     "dsr": dsr,
     "snfs": snfs,
     "snip": snip,
@@ -51,7 +51,7 @@ METHODS: dict[str, Callable[..., Plan]] = {
     "acdc": acdc,
     "admm": admm,
     "dpf": dpf,
-    "str_": str_,
+    "str": str_,
     "deepr": deepr,
     "iterative_admm": iterative_admm,
     "iterative": iterative,
@@ -62,10 +62,10 @@ METHODS: dict[str, Callable[..., Plan]] = {
 
 
 def find_method(name: str, *, otherwise: str = "") -> Callable[..., Plan]:
-    """The method of a name. An unknown one is refused, with those that are close.
+    """Return the method with this name, or raise an error that lists similar names.
 
     Args:
-        otherwise: what else the user may give.
+        otherwise: the end of the error message, with what else the user may pass.
 
     Examples:
         >>> find_method("rigl") is rigl
@@ -76,7 +76,7 @@ def find_method(name: str, *, otherwise: str = "") -> Callable[..., Plan]:
     folded = str(name).lower()
     close = [known for known in METHODS if folded in known or known in folded]
     close += [known for known in difflib.get_close_matches(folded, METHODS, 3, 0.5) if known not in close]
-    known = f"close are: {', '.join(close)}" if close and folded else f"there are: {', '.join(METHODS)}"
+    known = f"similar: {', '.join(close)}" if close and folded else f"available: {', '.join(METHODS)}"
     raise GrowpruneError(f"there is no method {name!r}; {known}{otherwise}")
 
 

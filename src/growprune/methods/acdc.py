@@ -17,17 +17,17 @@ def acdc(
     until: float = 0.75,
     dense_until: float = 0.85,
 ) -> Iterator[Phase]:
-    """Train dense, then sparse and dense in turns; a last, longer dense phase, and end sparse.
+    """Train dense, then alternate sparse and dense phases; after a last, longer dense phase, end sparse.
 
-    In the paper, of 100 epochs: 10 dense, 5 sparse and 5 dense in turns up to the 75th, dense to the 85th, then sparse.
-    The authors reset all momentum at each growth; here only that of the weights that grow is zero.
+    The paper's 100 epochs: 10 dense, then alternately 5 sparse and 5 dense up to 75, dense up to 85, then sparse.
+    The authors reset all momentum at each growth. Here only the momentum of grown weights is zero.
 
     Args:
         sparsity: the fraction of zeros in a sparse phase.
-        iterations: of the whole training.
-        every: the iterations between two edits; a twentieth of the training if not given.
-        begin, until: when the turns begin and end, as shares of the training.
-        dense_until: when the last dense phase ends, as a share of the training; not before `until`.
+        iterations: the length of the whole training.
+        every: the iterations between two edits; by default a twentieth of the training.
+        begin, until: when the alternation begins and ends, as shares of the training.
+        dense_until: when the last dense phase ends, as a share of the training, at least `until`.
 
     Example: acdc(S, sparsity=0.8, iterations=20)
     """

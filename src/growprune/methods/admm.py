@@ -1,5 +1,5 @@
 """ADMM pruning: Zhang et al., "A Systematic DNN Weight Pruning Framework using Alternating Direction Method of
-Multipliers", ECCV 2018. It is what the GaP paper calls prune-from-dense."""
+Multipliers", ECCV 2018. The GaP paper calls it prune-from-dense."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from growprune.plan.settings import check_counts, check_span, check_sparsity, is
 
 @dataclass(frozen=True)
 class Admm(Rule):
-    """Pull the weights W of a part towards the nearest sparse ones: each step is that of loss + rho/2 |W - Z + U|^2."""
+    """Pull the weights W of a part towards the nearest sparse weights Z: train on loss + rho/2 |W - Z + U|^2."""
 
     to: float
     """The sparsity of Z."""
@@ -23,7 +23,7 @@ class Admm(Rule):
         check_sparsity(self.to)
         check_counts(1, every=self.every)
         if not is_number(self.rho) or self.rho <= 0:
-            raise GrowpruneError(f"rho is {self.rho!r}, but must be a number above 0")
+            raise GrowpruneError(f"rho must be a finite number > 0, got {self.rho!r}")
 
 
 @method
@@ -37,14 +37,14 @@ def admm(
     until: float = 0.75,
     rho: float = 1e-2,
 ) -> Iterator[Phase]:
-    """Train dense, then pulled towards sparse weights, then prune and fine-tune.
+    """Train dense, then pull the weights towards a sparse set, then prune and fine-tune.
 
     Args:
         sparsity: the fraction of zeros to reach.
-        iterations: of the whole training.
+        iterations: the length of the whole training.
         every: the iterations between two updates of Z and U.
         begin, until: when the pull begins and ends, as shares of the training.
-        rho: how strong it is.
+        rho: the strength of the pull.
 
     Example: admm(S, sparsity=0.8, iterations=8, every=2)
     """

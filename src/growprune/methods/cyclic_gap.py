@@ -18,15 +18,15 @@ def cyclic_gap(
     restart: bool = True,
     initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
-    """C-GaP: each step grows one part to dense and prunes the one grown before; at the end, fine-tune.
+    """C-GaP: each step grows one part to dense and prunes the part grown before; then fine-tune.
 
     Args:
         sparsity: r, the fraction of zeros to reach.
-        steps: K, how many parts are grown in all; len(S) of them are one round.
+        steps: K, how many parts are grown in total; a round is len(S) steps.
         epochs: T, the epochs trained in each step.
         finetune: T', the epochs trained at the end with all parts sparse.
-        restart: whether each step has a fresh optimizer and the whole learning-rate schedule, as in the paper.
-        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
+        restart: give each step a fresh optimizer and the full learning-rate schedule, as in the paper.
+        initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model already at this sparsity).
 
     Example: cyclic_gap(S, sparsity=0.8, steps=3, epochs=1, finetune=1)
     """

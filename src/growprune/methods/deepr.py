@@ -9,28 +9,28 @@ from growprune.plan import InitialMask, Parts, Phase, Rule, first_by, method, pr
 from growprune.plan.settings import check_counts, check_share, is_number
 
 COOLING = 1e-10
-"""By how much the temperature falls over a rule."""
+"""The factor by which the temperature falls until the rule ends."""
 
 
 @dataclass(frozen=True)
 class Deepr(Rule):
-    """Pull live weights to zero and shake them; one that changes its sign dies, and a random dead one lives instead."""
+    """Add noise and an L1 penalty to live weights; replace each weight that changes sign with a random dead weight."""
 
     iterations: int
-    """In how many it cools down."""
+    """The iterations in which the temperature falls."""
     l1: float = 1e-5
-    """The pull: each step is that of loss + l1 |w|."""
+    """The strength of the L1 penalty: train on loss + l1 |w|."""
     temperature: float = 1e-5
-    """T of the noise at first, whose standard deviation is sqrt(2 learning-rate T)."""
+    """The initial temperature T of the noise, whose standard deviation is sqrt(2 learning-rate T)."""
 
     def __post_init__(self) -> None:
         check_counts(0, iterations=self.iterations)
         for name, value in (("l1", self.l1), ("temperature", self.temperature)):
             if not is_number(value) or value < 0:
-                raise GrowpruneError(f"{name} is {value!r}, but must be a number of at least 0")
+                raise GrowpruneError(f"{name} must be a finite number >= 0, got {value!r}")
 
     def temperature_at(self, iteration: int) -> float:
-        """T when so many iterations are done: it falls geometrically."""
+        """Return the temperature after `iteration` iterations. It falls geometrically."""
         return self.temperature * math.pow(COOLING, iteration / max(1, self.iterations))
 
 
@@ -45,20 +45,20 @@ def deepr(
     temperature: float = 1e-5,
     initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
-    """Begin with a random mask; in every iteration, swap the weights that change their sign for random dead ones.
+    """Start with a random mask; in every iteration, swap weights that change sign for random dead weights.
 
-    In the paper each connection has a fixed random sign, and a new one begins at 1e-12 with it. Here a new weight is
-    zero, and the step that first moves it decides its sign, as in the version of the authors of DSR, whose figures the
-    GaP paper quotes: with a fixed sign, the first gradient would end half of the new weights at once. Each layer has as
-    many live weights after every iteration as before.
+    In the paper each connection has a fixed random sign, and a new one starts with it at 1e-12. Here a new weight is
+    zero, and its first step decides its sign. The authors of DSR, whose numbers the GaP paper quotes, do so too: with a
+    fixed sign, the first gradient would remove half of the new weights at once. The number of live weights of each
+    layer stays constant.
 
     Args:
-        sparsity: the fraction of zeros, the same throughout.
-        iterations: of the whole training.
-        until: after which share of the training nothing is swapped any more.
-        l1: how strong the pull to zero is.
-        temperature: T of the noise at first; it falls to a 10^10th.
-        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
+        sparsity: the fraction of zeros, constant during training.
+        iterations: the length of the whole training.
+        until: when the swaps end, as a share of the training.
+        l1: the strength of the pull to zero.
+        temperature: the initial T of the noise; it falls by a factor of 10^10.
+        initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model already at this sparsity).
 
     Example: deepr(S, sparsity=0.8, iterations=8)
     """

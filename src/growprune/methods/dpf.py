@@ -9,17 +9,17 @@ from growprune.plan.settings import check_counts, check_share, check_span, check
 
 @dataclass(frozen=True)
 class Dpf(Rule):
-    """The model is m * w, with w dense and m a mask of its largest; what it learns is done to all of w.
+    """Run the model as m * w, where m masks the largest of the dense weights w; update all of w.
 
-    The gradient is that at m * w (straight-through), so an error of the mask can be seen in w, and undone.
+    The gradient is taken at m * w (straight-through), so that mistakes of the mask show in w and can be undone.
     """
 
     to: float
-    """The sparsity of m in the end."""
+    """The final sparsity of m."""
     rise: int = 0
-    """In how many iterations it rises there from 0, as GMP's does."""
+    """The iterations in which the sparsity rises from 0, on the same curve as GMP."""
     every: int = 16
-    """The iterations from one mask to the next."""
+    """The iterations between two masks."""
 
     def __post_init__(self) -> None:
         check_sparsity(self.to)
@@ -27,7 +27,7 @@ class Dpf(Rule):
         check_counts(1, every=self.every)
 
     def target(self, iteration: int) -> float:
-        """The sparsity of a mask made when so many iterations are done."""
+        """Return the sparsity of a mask that is made after `iteration` iterations."""
         left = max(0.0, 1 - iteration / self.rise) if self.rise else 0.0
         return self.to * (1 - left**3)
 
@@ -43,18 +43,18 @@ def dpf(
     until: float = 0.75,
     masks_until: float = 1.0,
 ) -> Iterator[Phase]:
-    """Train a dense model by the gradients of its pruned self, with a new mask every so many iterations.
+    """Train dense weights with the gradients of their pruned version, and update the mask regularly.
 
-    All weights live until the hard prune: it trains the memory of a dense model. In the paper the sparsity is reached
-    where the learning rate falls for the second time, masks go on changing to the end, and training on with the last
-    mask is an extra; so `masks_until` is 1 here.
+    All weights stay live until the final prune, so training needs the memory of a dense model. In the paper the
+    sparsity is reached at the second drop of the learning rate and masks change to the end. Further training with the
+    last mask is optional, so `masks_until` is 1 by default.
 
     Args:
         sparsity: the fraction of zeros to reach.
-        iterations: of the whole training.
-        every: the iterations from one mask to the next.
-        begin, until: when masks begin, and when they have the sparsity, rising as GMP's, as shares of the training.
-        masks_until: when masks end to change and the model is pruned, as a share of the training; not before `until`.
+        iterations: the length of the whole training.
+        every: the iterations between two masks.
+        begin, until: when the sparsity begins to rise and when it is reached, as shares of the training.
+        masks_until: when the masks stop changing and the model is pruned, as a share of the training, at least `until`.
 
     Example: dpf(S, sparsity=0.8, iterations=8, every=2)
     """

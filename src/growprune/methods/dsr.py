@@ -18,21 +18,21 @@ def dsr(
     until: float = 0.95,
     initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
-    """Begin with a random mask; every so often, drop the smallest weights of the model, and grow where most are left.
+    """Start with a random mask; regularly drop the smallest weights of the model and grow in layers that kept most.
 
-    What is dropped is ranked over all layers. As many grow at random, each layer's number in proportion to the live
-    weights that it has left. The paper drops what is below a threshold, and adapts it so that about a fixed number is
-    dropped each time; here just that number is, so there is no threshold to adapt. The paper does not grow again what
-    it has just dropped; here it may. The time between two edits doubles with each quarter of the training, as in the
-    paper. Layers get densities of their own: allocation="global" is what says so of the model.
+    Weights of all layers are ranked together for the drop. As many grow at random, divided among layers in proportion
+    to their remaining live weights. The paper drops weights below a threshold and adapts it to drop about a fixed
+    number. Here exactly that number is dropped, so there is no threshold. The paper does not regrow weights that it has
+    just dropped; here it may. As in the paper, the time between two edits doubles with each quarter of the training.
+    The densities of layers change, so use allocation="global".
 
     Args:
-        sparsity: the fraction of zeros of the whole model, the same throughout.
-        iterations: of the whole training.
+        sparsity: the fraction of zeros of the whole model, constant during training.
+        iterations: the length of the whole training.
         every: the iterations between two edits in the first quarter.
-        drop: the share of all live weights that moves each time; the paper moves 0.08 of ResNet-50's at 80 %.
-        until: after which share of the training nothing moves any more.
-        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
+        drop: the share of all live weights that moves each time; 0.08 in the paper, for ResNet-50 at 80 %.
+        until: when the edits end, as a share of the training.
+        initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model already at this sparsity).
 
     Example: dsr(S, sparsity=0.8, iterations=16, every=2, drop=0.3)
     """

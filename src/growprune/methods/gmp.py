@@ -17,16 +17,16 @@ def gmp(
     begin: float = 0.1,
     until: float = 0.75,
 ) -> Iterator[Phase]:
-    """Begin dense; between `begin` and `until` of the training, prune a little more every so many iterations.
+    """Start dense and prune gradually: the sparsity rises on a cubic curve between `begin` and `until`.
 
-    At t the sparsity is s_f + (s_i - s_f) (1 - (t - t_0) / (n dt))^3. With s_i above 0 a dense model never exists,
-    and a weight that the first mask lacks is never tried.
+    At t the sparsity is s_f + (s_i - s_f) (1 - (t - t_0) / (n dt))^3. With s_i > 0 the model is never dense, and
+    weights outside the first mask are never tried.
 
     Args:
         sparsity: s_f, the fraction of zeros to reach.
-        iterations: of the whole training.
+        iterations: the length of the whole training.
         every: dt, the iterations between two edits.
-        start: s_i, the fraction of zeros to begin with, by a random mask; 0, as the authors have it, is dense.
+        start: s_i, the initial fraction of zeros, in a random mask. 0, as in the paper, starts dense.
         begin, until: t_0 and t_0 + n dt, as shares of the training.
 
     Example: gmp(S, sparsity=0.8, iterations=8, every=2)

@@ -1,5 +1,5 @@
-"""Gradual grow-and-prune: the cyclic GaP of Ma et al. (ICLR 2022) with a sparsity that rises, as in GMP (Zhu and Gupta,
-2017), and one learning-rate curve. The method we recommend; docs/results.md has what it was compared with."""
+"""Gradual grow-and-prune: the cyclic GaP of Ma et al. (ICLR 2022) with a rising sparsity, as in GMP (Zhu and Gupta,
+2017), and one learning-rate curve. This is the method we recommend; docs/results.md compares it with the others."""
 
 import math
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from typing import Literal
 
 from growprune.errors import GrowpruneError
 from growprune.plan import InitialMask, Parts, Phase, first_by, grow, method, prune
-from growprune.plan.settings import check_counts, check_rise, check_share, check_sparsity, step_length
+from growprune.plan.settings import check_counts, check_rise, check_share, check_span, check_sparsity, step_length
 
 PEAK_DENSITY = 0.6
-"""The largest share of the weights that live at a time, if nothing is said."""
+"""The default for the largest share of the weights that are live at a time."""
 
 
 @method(allocation="global", partition="balanced")
@@ -22,45 +22,46 @@ def gradual_gap(
     every: int | None = None,
     start: float | None = None,
     peak_density: float | None = None,
+    begin: float = 0.0,
     until: float = 0.75,
     power: int = 1,
     initial_mask: InitialMask = "random",
     control: Literal["start", "peak"] | None = None,
 ) -> Iterator[Phase]:
-    """Begin with a mask of few zeros; each step prunes a little more, then grows the next part to dense.
+    """Start at a low sparsity; each step prunes a little more, then grows the next part to dense.
 
-    It is meant for parts of equal size from all over the model, `Partition.balanced(model, 4)`, and one ranking of all
+    Use it with parts of equal size from all over the model, `Partition.balanced(model, 4)`, and with one ranking of all
     weights, allocation="global".
 
     Args:
         sparsity: the fraction of zeros to reach.
-        iterations: of the whole training.
-        every: the iterations of each step; a sixtieth of the training if not given.
-        start: the fraction of zeros to begin with.
-        peak_density: instead of `start`: the largest share of the weights that may live at any time. If neither is
-            given it is 0.6, or as near to it as the parts and the sparsity allow. Growth keeps to it (under
-            "uniform", to the rounding of each layer): of a part that has fewer live weights than its share, not quite
-            all may grow at once.
+        iterations: the length of the whole training.
+        every: the iterations of each step; by default a sixtieth of the training.
+        start: the initial fraction of zeros.
+        peak_density: instead of `start`: the largest share of the weights that may be live at any time. If neither is
+            given it is 0.6, or as close to it as the parts and the sparsity allow. Growth stays within it (up to the
+            rounding of each layer under "uniform"), so a part with few live weights may not grow completely.
+        begin: how long the first sparsity lasts before it rises, as a share of the training. Parts grow from the start.
         until: when the steps end and fine-tuning begins, as a share of the training.
-        power: how the sparsity rises: 1 evenly; 3 fast at first and slowly at the end, as in GMP. An even rise was as
-            good or better on our four tasks, 3 far better in short trainings with AdamW (docs/theory.md, 7).
-        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that has the first sparsity.
-        control: for a comparison, what shows what growth itself brings: the same plan without growth, from the same
-            "start", or from as many live weights as the plan has at its "peak".
+        power: how the sparsity rises: 1 evenly, 3 fast at first and slowly at the end, as in GMP. An even rise was as
+            good or better on our four tasks; 3 was far better in short trainings with AdamW (docs/theory.md, 7).
+        initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model that has the first sparsity).
+        control: run the same plan without growth, as a control in comparisons. "start" has the same initial sparsity,
+            "peak" starts with as many live weights as the plan has at its peak.
 
     Example: gradual_gap(S, sparsity=0.8, iterations=8, every=2)
     """
     every = step_length(iterations=iterations, every=every, steps=60)
     check_counts(1, power=power)
-    check_share(until=until)
+    check_span(begin=begin, until=until)
     first, within = first_and_peak(S, sparsity, start, peak_density)
     if control not in (None, "start", "peak"):
-        raise GrowpruneError(f"control is {control!r}, but must be 'start', 'peak', or None for no control")
+        raise GrowpruneError(f"control must be 'start', 'peak' or None, got {control!r}")
     first *= 1 - S.largest_share if control == "peak" else 1
-    last = round(until * iterations)
+    hold, last = round(begin * iterations), round(until * iterations)
     yield Phase(prune(S.whole, to=first, by=first_by(initial_mask)))
     for step, t in enumerate(range(0, last, every)):
-        now = sparsity + (first - sparsity) * (1 - t / last) ** power
+        now = sparsity + (first - sparsity) * (1 - max(0, t - hold) / max(1, last - hold)) ** power
         growth = [] if control else [grow(S[step % len(S)], within=within)]
         yield Phase(prune(S.whole, to=now), *growth, iterations=min(every, last - t))
     yield Phase(prune(S.whole, to=sparsity), iterations=iterations - last)
@@ -69,13 +70,13 @@ def gradual_gap(
 def first_and_peak(
     S: Parts, sparsity: float, start: float | None, peak_density: float | None
 ) -> tuple[float, float | None]:
-    """The sparsity to begin with, and the share of the weights that growth keeps to; None for all that grow.
+    """Return the first sparsity and the largest share of weights that may be live (None for no limit).
 
-    The one is given as it is, or as what the other leaves room for: the largest part, dense.
+    If only the peak is given, the first sparsity is the lowest at which the largest part can be dense within it.
     """
     check_sparsity(sparsity)
     if start is not None and peak_density is not None:
-        raise GrowpruneError(f"start is {start} and peak_density is {peak_density}: give one of the two")
+        raise GrowpruneError(f"pass start or peak_density, not both (got {start} and {peak_density})")
     if start is not None:
         check_rise(start=start, sparsity=sparsity)
         return start, None
@@ -92,7 +93,6 @@ def _check_peak(peak_density: float, least: float, grown: float, sparsity: float
     if peak_density < least - 1e-9:  # it may have been computed in another order
         shown = math.ceil(round(least * 1e4, 6)) / 1e4  # up, so that it may be given
         raise GrowpruneError(
-            f"peak_density is {peak_density}, but with a part of {grown:.3g} of the weights grown at a sparsity of "
-            f"{sparsity}, up to {shown:g} of them live: give at least that, or cut the model into more parts, if "
-            "the largest is not a single layer"
+            f"peak_density must be >= {shown:g} at sparsity {sparsity}, because the largest part has {grown:.3g} of "
+            f"the weights, got {peak_density}. Raise it, or use more parts, unless the largest part is a single layer"
         )

@@ -21,24 +21,24 @@ def granet(
     until: float = 0.3,
     initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
-    """Begin half sparse; prune a little more every so many iterations, and swap a share of the rest by gradient.
+    """Start half sparse; regularly prune a little more and swap the smallest weights for those with large gradients.
 
-    At t the sparsity is s_f + (s_i - s_f) (1 - (t - t_0) / (n dt))^3, as in GMP. Right after it is reached, a share of
-    each layer's live weights, the smallest, is swapped for those of the largest gradient. The swaps go on when the
-    sparsity has stopped rising, and the share falls to 0 with a cosine over the whole training, as in the authors'
-    code. With allocation="global" it is their method: the random mask at first has the shares of ERK, all weights are
-    pruned by one ranking, and each layer grows as many as it has just dropped. (They round the drop up, end the cosine
-    at 0.005, and let a weight that is dropped and grown at once keep its value; here it starts from zero.) With "erk"
-    or "uniform" layers have the counts of that throughout.
+    At t the sparsity is s_f + (s_i - s_f) (1 - (t - t_0) / (n dt))^3, as in GMP. Each prune is followed by a swap: a
+    share of each layer's live weights, the smallest, is swapped for those with the largest gradients. Swaps continue
+    after the sparsity has stopped rising. The share falls to 0 with a cosine over the whole training, as in the
+    authors' code. allocation="global" is the authors' method: the first random mask has the shares of ERK, one ranking
+    prunes all weights, and each layer regrows as many as it has just dropped. (They round the drop up, end the cosine
+    at 0.005, and keep the value of a weight that is dropped and regrown at once; here it starts from zero.) With "erk"
+    or "uniform" each layer has the counts of that allocation throughout.
 
     Args:
         sparsity: s_f, the fraction of zeros to reach.
-        iterations: of the whole training.
+        iterations: the length of the whole training.
         every: dt, the iterations between two edits.
-        start: s_i, the fraction of zeros of the mask at first.
-        drop: the share that is swapped at first.
-        begin, until: when the sparsity begins and ends to rise, as shares of the training.
-        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that has the first sparsity.
+        start: s_i, the fraction of zeros in the first mask.
+        drop: the share of live weights in the first swap.
+        begin, until: when the sparsity begins and stops to rise, as shares of the training.
+        initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model that has the first sparsity).
 
     Example: granet(S, sparsity=0.8, iterations=10, every=2, until=0.6)
     """

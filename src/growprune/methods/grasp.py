@@ -8,17 +8,17 @@ from growprune.plan.settings import check_counts
 
 @method(allocation="global")
 def grasp(S: Parts, *, sparsity: float, iterations: int) -> Iterator[Phase]:
-    """Before any training, keep the weights whose loss would hurt the gradient flow most; then train what is left.
+    """Prune once before training, keep the weights that matter most for the gradient flow; then train.
 
-    A weight's score is weight x (Hessian x gradient), and the largest stay. The paper ranks all layers together, which
-    is allocation="global". The authors divide the logits by 200 first, re-initialise the last layer for scoring, and
-    look at 150 batches of ImageNet; here the loss is that of training, of its first batch. It needs the Hessian times a
-    vector, so dense weights: storage="masked". In a loop of one's own, call `sparse.score(By.GRASP, losses)` first, or
-    give `Cursor` a `score`.
+    The score of a weight is weight x (Hessian x gradient); the largest stay. The paper ranks all layers together, which
+    is allocation="global". The authors divide the logits by 200, re-initialize the last layer for scoring, and use 150
+    batches of ImageNet. Here the score is computed with the training loss of the first batch. It needs a
+    Hessian-vector product, so dense weights: storage="masked". In your own loop, call `sparse.score(By.GRASP, losses)`
+    first, or pass `score` to `Cursor`.
 
     Args:
-        sparsity: the fraction of zeros, the same throughout.
-        iterations: of the whole training.
+        sparsity: the fraction of zeros, constant during training.
+        iterations: the length of the whole training.
 
     Example: grasp(S, sparsity=0.8, iterations=6)
     """

@@ -1,5 +1,5 @@
-"""Iterative magnitude pruning in stairs: Han et al., "Learning both Weights and Connections for Efficient Neural
-Networks", NeurIPS 2015; with the stairs of the GaP paper's prune-from-dense of SSD."""
+"""Iterative magnitude pruning: Han et al., "Learning both Weights and Connections for Efficient Neural Networks",
+NeurIPS 2015; with the stages of the GaP paper's prune-from-dense of SSD."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ STAGES = (0.5, 0.7, 0.8, 0.875, 0.9)
 def iterative(
     S: Parts, *, sparsity: float, iterations: int, stages: tuple[float, ...] = STAGES, restart: bool = True
 ) -> Iterator[Phase]:
-    """Train dense, then prune to one stair after another, and train on each; all get an equal share of the training.
+    """Train dense, then prune in stages of rising sparsity, with equal training after each.
 
     Args:
-        sparsity: the last stair. Of `stages`, those below it are taken: for 0.8 these are 0.5 and 0.7.
-        iterations: of the whole training.
-        stages: the stairs, rising.
-        restart: whether each stair has a fresh optimizer and a learning-rate schedule of its own, as in the paper.
+        sparsity: the last stage. Of `stages`, those below it are used: for 0.8 these are 0.5 and 0.7.
+        iterations: the length of the whole training.
+        stages: the sparsities of the stages, rising.
+        restart: give each stage a fresh optimizer and its own learning-rate schedule, as in the paper.
 
     Example: iterative(S, sparsity=0.8, iterations=8)
     """
@@ -34,22 +34,22 @@ def iterative(
 
 
 def stairs_to(sparsity: float, stages: Sequence[float]) -> list[float]:
-    """The stages below a sparsity, then the sparsity.
+    """Return the stages below a sparsity, then the sparsity itself.
 
     >>> stairs_to(0.8, (0.5, 0.7, 0.8, 0.9))
     [0.5, 0.7, 0.8]
     """
     if not isinstance(stages, Sequence):
-        raise GrowpruneError(f"stages is {stages!r}, but must be several stairs, such as (0.5, 0.7)")
+        raise GrowpruneError(f"stages must be a sequence of sparsities, such as (0.5, 0.7), got {stages!r}")
     for stage in (sparsity, *stages):
         check_sparsity(stage)
     if any(a >= b for a, b in itertools.pairwise(stages)):
-        raise GrowpruneError(f"stages is {tuple(stages)}, but stairs rise: give each more than the one before")
+        raise GrowpruneError(f"stages must rise from each to the next, got {tuple(stages)}")
     return [*(stage for stage in stages if stage < sparsity), sparsity]
 
 
 def equal_lengths(iterations: int, count: int) -> list[int]:
-    """So many iterations in so many phases, as equal as can be.
+    """Divide iterations among phases as equally as possible.
 
     >>> equal_lengths(11, 3)
     [4, 3, 4]

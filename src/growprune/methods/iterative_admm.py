@@ -20,19 +20,19 @@ def iterative_admm(
     rho: float = 1e-2,
     restart: bool = True,
 ) -> Iterator[Phase]:
-    """ADMM in stairs: train dense; then, for each stair, train pulled towards it, prune to it, and fine-tune.
+    """ADMM in stages of rising sparsity: train dense; then for each stage pull, prune and fine-tune.
 
-    In the paper, 80 % take 250 epochs each of dense training, ADMM and fine-tuning; 90 % another 250 of ADMM from
-    there, and 250 of fine-tuning. All phases have an equal share of the training here too. The authors' code has a rho
-    of 0.001, and updates Z and U every 30 epochs.
+    In the paper, 80 % takes 250 epochs each of dense training, ADMM and fine-tuning. 90 % continues from there with 250
+    of ADMM and 250 of fine-tuning. Here too, all phases have an equal share of the training. The authors' code uses a
+    rho of 0.001, and updates Z and U every 30 epochs.
 
     Args:
-        sparsity: the last stair. Of `stages`, those below it are taken.
-        iterations: of the whole training.
-        stages: the stairs, rising.
+        sparsity: the last stage. Of `stages`, those below it are used.
+        iterations: the length of the whole training.
+        stages: the sparsities of the stages, rising.
         every: the iterations between two updates of Z and U.
-        rho: how strong the pull is.
-        restart: whether each phase has a fresh optimizer and a learning-rate schedule of its own.
+        rho: the strength of the pull.
+        restart: give each phase a fresh optimizer and its own learning-rate schedule.
 
     Example: iterative_admm(S, sparsity=0.8, iterations=10, stages=(0.5,), every=2)
     """

@@ -8,10 +8,10 @@ from growprune.plan.settings import check_counts
 
 @method(allocation="global")
 def one_shot(S: Parts, *, sparsity: float, epochs: int, finetune: int, restart: bool = True) -> Iterator[Phase]:
-    """Train dense for `epochs`, prune the smallest magnitudes once, fine-tune for `finetune` epochs.
+    """Train dense for `epochs`, prune the smallest magnitudes once, then fine-tune for `finetune` epochs.
 
     Args:
-        restart: whether fine-tuning has a fresh optimizer and a learning-rate schedule of its own.
+        restart: give fine-tuning a fresh optimizer and its own learning-rate schedule.
 
     Example: one_shot(S, sparsity=0.8, epochs=1, finetune=1)
     """

@@ -18,15 +18,15 @@ def parallel_gap(
     restart: bool = True,
     initial_mask: InitialMask = "random",
 ) -> Iterator[Stage]:
-    """P-GaP: each step sends the model to len(S) machines, the i-th grows S_i; combine, prune, and again.
+    """P-GaP: in each step, len(S) machines start from the same model and each grows one part; merge and prune.
 
     Args:
         sparsity: r, the fraction of zeros to reach.
-        steps: K, how many times the machines part and combine; one step is one round.
+        steps: K, how many times the models are merged; one step is one round.
         epochs: T, the epochs each machine trains in each step.
         finetune: T', the epochs trained at the end with all parts sparse.
-        restart: whether each step has the whole learning-rate schedule, as in the paper. Its optimizer is always fresh.
-        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
+        restart: give each step the full learning-rate schedule, as in the paper. Its optimizer is always fresh.
+        initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model already at this sparsity).
 
     Example: parallel_gap(S, sparsity=0.8, steps=2, epochs=1, finetune=1)
     """

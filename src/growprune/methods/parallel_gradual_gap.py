@@ -1,4 +1,4 @@
-"""Gradual grow-and-prune on several machines: P-GaP of Ma et al. (ICLR 2022) with a sparsity that rises."""
+"""Gradual grow-and-prune on several machines: P-GaP of Ma et al. (ICLR 2022) with a rising sparsity."""
 
 from collections.abc import Iterator
 
@@ -20,22 +20,22 @@ def parallel_gradual_gap(
     power: int = 1,
     initial_mask: InitialMask = "random",
 ) -> Iterator[Stage]:
-    """Each step prunes a little more, then sends the model to len(S) machines, of which the i-th grows S_i.
+    """Gradual GaP on several machines: each step prunes a little more, then len(S) machines each grow one part.
 
     Args:
         sparsity: the fraction of zeros to reach.
-        iterations: of the whole training, as each machine counts them.
-        every: the iterations of each step; a tenth of the training if not given, since each begins with a fresh
+        iterations: the length of the whole training on each machine.
+        every: the iterations of each step; by default a tenth of the training, because each step starts with a fresh
             optimizer on every machine.
-        start: the fraction of zeros to begin with.
+        start: the initial fraction of zeros.
         peak_density: instead of `start`: the largest share of the weights that any machine may train at a time. If
-            neither is given it is 0.6, or as near to it as the parts and the sparsity allow. Where the parts are put
-            together after each step, more may live for a moment: with allocation="global" all of them, as one ranking
-            prunes them together; with "uniform" and "erk" each part is pruned before.
+            neither is given it is 0.6, or as close to it as the parts and the sparsity allow. While the parts are
+            merged, more weights may be live for a moment: with allocation="global" all of them, because one ranking
+            prunes them together. With "uniform" and "erk" each part is pruned before the merge.
         until: when the steps end and fine-tuning begins, as a share of the training.
-        power: how the sparsity rises: 1 evenly; 3 fast at first and slowly at the end, as in GMP. An even rise was as
-            good or better on our four tasks, 3 far better in short trainings with AdamW (docs/theory.md, 7).
-        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that has the first sparsity.
+        power: how the sparsity rises: 1 evenly, 3 fast at first and slowly at the end, as in GMP. An even rise was as
+            good or better on our four tasks; 3 was far better in short trainings with AdamW (docs/theory.md, 7).
+        initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model that has the first sparsity).
 
     Example: parallel_gradual_gap(S, sparsity=0.8, iterations=8, every=3)
     """

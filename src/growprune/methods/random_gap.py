@@ -21,13 +21,13 @@ def random_gap(
     restart: bool = True,
     initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
-    """C-GaP where each step grows a uniformly random set of layers, none of which was grown in the step before.
+    """C-GaP that grows a random set of layers in each step, none of them grown in the step before.
 
     Args:
-        S: a fine partition, usually `Partition.per_layer(model)`; each draw takes len(S) // kappa parts of it.
-        kappa: the share of the layers grown in a step is 1 / kappa.
-        seed: decides the draws; the same seed draws the same sets.
-        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
+        S: a fine partition, usually `Partition.per_layer(model)`. Each step draws len(S) // kappa of its parts.
+        kappa: 1 / kappa is the share of the layers that are grown in a step.
+        seed: the seed of the draws.
+        initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model already at this sparsity).
 
     Example: random_gap(S, sparsity=0.8, steps=3, epochs=1, finetune=1, kappa=2)
     """
@@ -35,7 +35,7 @@ def random_gap(
     check_counts(0, epochs=epochs, finetune=finetune)
     check_counts(2, kappa=kappa)
     if kappa > len(S):
-        raise GrowpruneError(f"kappa is {kappa}, but the partition has {len(S)} parts to draw from: give at most that")
+        raise GrowpruneError(f"kappa must be <= the number of parts of the partition, {len(S)}, got {kappa}")
     rng = random.Random(seed)
     grown: list[int] = []
     yield Phase(prune(S.whole, to=sparsity, by=first_by(initial_mask)))

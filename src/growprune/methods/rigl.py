@@ -18,18 +18,18 @@ def rigl(
     until: float = 0.75,
     initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
-    """Begin with a random mask; every so many iterations, swap the smallest weights for those of the largest gradient.
+    """Start with a random mask; regularly swap the smallest weights for those with the largest gradients.
 
-    The authors' code skips the optimizer's step in the iteration of a swap, and lets a weight that is dropped and grown
-    at once keep its value. Here the step is taken, and what grows starts from zero.
+    The authors' code skips the optimizer's step in the iteration of a swap, and keeps the value of a weight that is
+    dropped and regrown at once. Here the step is taken, and regrown weights start from zero.
 
     Args:
-        sparsity: S, the fraction of zeros, the same throughout.
-        iterations: of the whole training.
+        sparsity: S, the fraction of zeros, constant during training.
+        iterations: the length of the whole training.
         every: dT, the iterations between two swaps.
-        drop: alpha, the share of each layer's live weights that is swapped at first; it falls to 0 with a cosine.
-        until: T_end, after which nothing is swapped any more, as a share of the training.
-        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
+        drop: alpha, the share of each layer's live weights in the first swap; it falls to 0 with a cosine.
+        until: T_end, when the swaps end, as a share of the training.
+        initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model already at this sparsity).
 
     Example: rigl(S, sparsity=0.8, iterations=8, every=2)
     """
@@ -41,7 +41,7 @@ def rigl(
 def swapping(
     S: Parts, first: Edit, regrow: Edit, iterations: int, every: int, drop: float, until: float
 ) -> Iterator[Phase]:
-    """What RigL, SET and SNFS have in common: after the first edit, swaps, which drop a falling share and regrow."""
+    """Yield the phases of RigL, SET and SNFS: the first edit, then swaps that drop a falling share and regrow it."""
     check_counts(1, every=every)
     check_counts(0, iterations=iterations)
     check_share(drop=drop, until=until)
@@ -53,5 +53,5 @@ def swapping(
 
 
 def falling(drop: float, t: float, end: float) -> float:
-    """A share that falls from `drop` at 0 to nothing at `end` with a cosine, as RigL's, SNFS's and GraNet's."""
+    """Return the share at `t` on a cosine from `drop` at 0 to 0 at `end`, as in RigL, SNFS and GraNet."""
     return drop / 2 * (1 + math.cos(math.pi * t / end))

@@ -1,5 +1,5 @@
 """SET: Mocanu et al., "Scalable training of artificial neural networks with adaptive sparse connectivity inspired by
-network science", 2018; as the RigL paper compares with it."""
+network science", 2018; in the form that the RigL paper compares with."""
 
 from collections.abc import Iterator
 
@@ -18,17 +18,17 @@ def set_(
     until: float = 0.75,
     initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
-    """RigL that grows at random: every so many iterations, swap the smallest weights for random ones.
+    """Start with a random mask; regularly swap the smallest weights for random ones.
 
-    SET itself swaps once an epoch, and the same share each time; the falling share is RigL's.
+    The original SET swaps the same share once an epoch. The falling share is RigL's.
 
     Args:
-        sparsity: the fraction of zeros, the same throughout.
-        iterations: of the whole training.
+        sparsity: the fraction of zeros, constant during training.
+        iterations: the length of the whole training.
         every: the iterations between two swaps.
-        drop: zeta, the share of each layer's live weights that is swapped at first; it falls to 0 with a cosine.
-        until: after which share of the training nothing is swapped any more.
-        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
+        drop: zeta, the share of each layer's live weights in the first swap; it falls to 0 with a cosine.
+        until: when the swaps end, as a share of the training.
+        initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model already at this sparsity).
 
     Example: set_(S, sparsity=0.8, iterations=8, every=2)
     """

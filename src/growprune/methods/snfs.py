@@ -17,21 +17,20 @@ def snfs(
     until: float = 1.0,
     initial_mask: InitialMask = "random",
 ) -> Iterator[Phase]:
-    """Begin with a random mask; every so often, swap the smallest weights for those of the largest momentum.
+    """Start with a random mask; regularly swap the smallest weights for those with the largest momentum.
 
-    Sparse momentum: each layer drops a share of its own weights; what all have dropped grows again, each layer's number
-    in proportion to the mean |momentum| of its live weights. Here those are the ones left after the drop, where the
-    authors' code takes the mean before; and the momentum is a moving average of the dense gradients (0.9) since the
-    edit before, where the authors use that of the optimizer. Layers get densities of their own: allocation="global" is
-    what says so of the model. Momentum needs storage="masked".
+    Each layer drops a share of its own weights. The same total grows again, divided among layers in proportion to the
+    mean |momentum| of their live weights. Here that is the mean after the drop; the authors' code takes it before. The
+    momentum is a moving average (0.9) of the dense gradients since the last edit; the authors use the optimizer's. The
+    densities of layers change, so use allocation="global". Momentum needs storage="masked".
 
     Args:
-        sparsity: the fraction of zeros of the whole model, the same throughout.
-        iterations: of the whole training.
-        every: the iterations between two swaps; in the paper, those of an epoch.
-        drop: the share of each layer's live weights that is dropped at first; it falls to 0 with a cosine.
-        until: after which share of the training nothing is swapped any more.
-        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
+        sparsity: the fraction of zeros of the whole model, constant during training.
+        iterations: the length of the whole training.
+        every: the iterations between two swaps; one epoch in the paper.
+        drop: the share of each layer's live weights in the first drop; it falls to 0 with a cosine.
+        until: when the swaps end, as a share of the training.
+        initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model already at this sparsity).
 
     Example: snfs(S, sparsity=0.8, iterations=8, every=2)
     """

@@ -8,15 +8,15 @@ from growprune.plan.settings import check_counts
 
 @method(allocation="global")
 def snip(S: Parts, *, sparsity: float, iterations: int) -> Iterator[Phase]:
-    """Before any training, keep the weights with the largest |gradient x weight|; then train what is left.
+    """Prune once before training, keep the weights with the largest |gradient x weight|; then train.
 
-    The paper ranks all layers together: that is allocation="global". With "uniform" or "erk" each layer keeps its own
-    best, as the RigL paper compares with it. Where a recipe is trained, the first batch is looked at; in a loop of
-    one's own, call `sparse.score(By.SNIP, losses)` first, or give `Cursor` a `score`.
+    The paper ranks all layers together, which is allocation="global". With "uniform" or "erk" each layer keeps its own
+    best, as in the RigL paper's comparison. A recipe scores its first batch. In your own loop, call
+    `sparse.score(By.SNIP, losses)` first, or pass `score` to `Cursor`.
 
     Args:
-        sparsity: the fraction of zeros, the same throughout.
-        iterations: of the whole training.
+        sparsity: the fraction of zeros, constant during training.
+        iterations: the length of the whole training.
 
     Example: snip(S, sparsity=0.8, iterations=6)
     """

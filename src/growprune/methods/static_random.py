@@ -1,4 +1,4 @@
-"""A random sparse network, trained as it is: the control that every sparse training method must beat."""
+"""A fixed random mask: the baseline that every sparse training method must beat."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,11 @@ from growprune.plan.settings import check_counts
 def static_random(
     S: Parts, *, sparsity: float, iterations: int, initial_mask: InitialMask = "random"
 ) -> Iterator[Phase]:
-    """Train a random mask, the same from beginning to end, for `iterations` iterations.
+    """Train with a random mask that never changes.
 
     Args:
-        initial_mask: "random"; "magnitude", for trained weights; "as_is", for a model that is that sparse already.
-            Then nothing is random: it fine-tunes.
+        initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model already at this sparsity).
+            With the last two, this is fine-tuning with a fixed mask.
 
     Example: static_random(S, sparsity=0.8, iterations=6)
     """

@@ -1,12 +1,12 @@
-"""What a sparsification method says: a plan, which is a repeatable listing of phases.
+"""Plans: the phases of a sparsification method, as values that can be listed any number of times.
 
-A *phase* is a few edits of the masks, then some training. There are two edits: `prune` a part,
-and `grow` a part, to a sparsity or by a share of its live weights. A phase costs its edits and nothing else, so a
-method may yield one every few iterations. A *fork* sends several machines off with the same model, each through a phase
-of its own, and each returns one part. That is all a method may say.
+A *phase* is a few edits of the masks, then some training. There are two edits: `prune` a part and `grow` a part. Each
+goes to a sparsity, or by a share of the part's live weights. A phase costs only its edits, so a method may yield one
+every few iterations. In a *fork*, several machines start from the same model. Each trains its own phase and returns one
+part. A method consists of nothing else.
 
-A plan builds values and touches nothing, so it can be listed, printed, costed, tested, and resumed by skipping
-what is done, with no model, no GPU and no torch.
+A plan builds values and changes nothing. It can be listed, printed, costed and tested without a model, a GPU or torch.
+Resuming skips the phases that are done.
 """
 
 from growprune.plan.edits import (

@@ -1,4 +1,4 @@
-"""The two edits of masks, prune and grow, as values: of which part, to which sparsity, chosen by what."""
+"""The two edits of masks, prune and grow, as values: which part, which sparsity, and how weights are chosen."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from growprune.plan.settings import as_float, check_share, check_sparsity
 
 
 class By(Enum):
-    """What decides which weights an edit chooses. All but the first two and the last look at gradients."""
+    """The criterion by which an edit chooses weights. All but MAGNITUDE, RANDOM and AS_IS need gradients."""
 
     MAGNITUDE = "magnitude"
     RANDOM = "random"
     GRADIENT = "gradient"
-    """The magnitude of the loss's gradient, of dead weights too, in the iteration before the edit."""
+    """|gradient| in the iteration before the edit, of dead weights too."""
     MOMENTUM = "momentum"
-    """The magnitude of the gradient's moving average over the phase before the edit."""
+    """|moving average of the gradient| over the phase before the edit."""
     SNIP = "snip"
     """|gradient x weight|: Lee et al., ICLR 2019."""
     GRASP = "grasp"
-    """weight x (Hessian x gradient), the larger the better: Wang et al., ICLR 2020."""
+    """weight x (Hessian x gradient), larger is better: Wang et al., ICLR 2020."""
     AS_IS = "as_is"
-    """Nothing is chosen: just so many weights must live already, and it is an error if others do."""
+    """Keep the present mask. It is an error if the model is not at the target sparsity already."""
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether it looks at gradients."""
+        """True if the criterion needs gradients."""
         return self not in (By.MAGNITUDE, By.RANDOM, By.AS_IS)
 
 
 InitialMask: TypeAlias = Literal["random", "magnitude", "as_is"]
-"""How a method that begins sparse comes to its first mask: at random, as for new weights; by the magnitude of weights
-that are trained already; or as the model is, if it is sparse already."""
+"""The first mask of a method that starts sparse: "random" for new weights, "magnitude" for trained weights, "as_is" for
+a model that is sparse already."""
 
 
 def first_by(initial_mask: InitialMask) -> By:
-    """What the first edit of a method goes by.
+    """Return the criterion of a method's first prune.
 
     Examples:
         >>> first_by("magnitude")
@@ -47,7 +47,7 @@ def first_by(initial_mask: InitialMask) -> By:
     """
     if initial_mask not in get_args(InitialMask):
         known = ", ".join(map(repr, get_args(InitialMask)))
-        raise GrowpruneError(f"initial_mask is {initial_mask!r}, but must be one of {known}")
+        raise GrowpruneError(f"initial_mask must be one of {known}, got {initial_mask!r}")
     return By(initial_mask)
 
 
@@ -57,30 +57,30 @@ class Action(Enum):
 
 
 class Spread(Enum):
-    """How what an edit takes or adds is shared among the layers of its part, if not as the model's allocation says."""
+    """How an edit divides weights among the layers of a part, where this differs from the model's allocation."""
 
     RANKING = "ranking"
-    """By one ranking of all their weights. For a share, which then is one of all live weights together."""
+    """By one ranking of all weights of the part. For `share=`, which then counts all live weights of the part."""
     LIVE = "live"
-    """In proportion to the live weights that each layer has. For growth; a layer without any gets none."""
+    """In proportion to each layer's live weights. For growth; a layer without live weights gets none."""
     MOMENTUM = "momentum"
     """In proportion to the mean |momentum| of each layer's live weights. For growth by momentum."""
     LOST = "lost"
-    """Each layer gets back what it lost by the edit before. For growth right after a prune of the same part, in one
-    phase, under one ranking (allocation="global"); other allocations say themselves what a layer has."""
+    """Each layer regains what the previous edit took from it. For growth right after a prune of the same part, in the
+    same phase, with allocation="global". Other allocations fix the counts of each layer themselves."""
     ERK = "erk"
-    """Each layer gets its share under ERK. For the mask that a method begins with, `prune(..., to=)`, under one ranking
-    (allocation="global"); other allocations say themselves what a layer has."""
+    """Each layer gets its share under ERK. For the first mask of a method, `prune(..., to=)`, with allocation="global".
+    Other allocations fix the counts of each layer themselves."""
 
 
 Choice = TypeVar("Choice", By, Spread)
 
 
 def parse_choice(kind: type[Choice], name: Choice | str) -> Choice:
-    """A `By` or a `Spread`, as it is or by its name."""
+    """Return a `By` or a `Spread`, given as a member or as a string."""
     known = [choice.value for choice in kind]
     if not isinstance(name, kind) and name not in known:
-        raise GrowpruneError(f"{kind.__name__.lower()} is {name!r}, but must be one of {', '.join(known)}")
+        raise GrowpruneError(f"{kind.__name__.lower()} must be one of {', '.join(known)}, got {name!r}")
     return kind(name)
 
 
@@ -90,11 +90,11 @@ class Part:
 
     name: str
     tensors: tuple[str, ...]
-    """Every parameter and buffer of the part, norms and biases included, so that a merge has an owner for each."""
+    """Every parameter and buffer of the part, norms and biases included: a merge needs an owner for each."""
 
 
 class Parts(Protocol):
-    """What a method needs of a partition: S[i], len(S), iteration, and the model as one part."""
+    """The interface of a partition that methods use: S[i], len(S), iteration, and the model as one part."""
 
     @property
     def whole(self) -> Part: ...
@@ -115,15 +115,15 @@ class Edit:
     to: float | None = None
     """The sparsity (fraction of zeros) after the edit."""
     share: float | None = None
-    """How many weights of each layer it takes or adds, as a share of those that live there, rounded down."""
+    """The weights of each layer that are pruned or grown, as a share of its live weights, rounded down."""
     spread: Spread | None = None
-    """How the layers share it; None for as the allocation says, or each its own share."""
+    """How the layers divide the change. None: as the allocation says for `to`, the same share in each for `share`."""
     within: float | None = None
-    """The share of all weights of the model that may live after it: growth to dense stops there."""
+    """The largest share of the model's weights that may be live afterwards. Growth to dense stops there."""
 
     def __post_init__(self) -> None:
         if (self.to is None) is (self.share is None):
-            raise GrowpruneError(f"{self.action.value} has to={self.to}, share={self.share}: give one of the two")
+            raise GrowpruneError(f"{self.action.value} takes to= or share=, got to={self.to} and share={self.share}")
         if self.to is not None:
             check_sparsity(self.to)
             object.__setattr__(self, "to", as_float(self.to))  # so that what is equal is written alike
@@ -132,7 +132,7 @@ class Edit:
             object.__setattr__(self, "share", as_float(self.share))
         object.__setattr__(self, "by", parse_choice(By, self.by))
         if self.by is By.AS_IS and (self.action is Action.GROW or self.to is None):
-            raise GrowpruneError(f"{self.action.value} goes by as_is, which is for prune with to=: give another by")
+            raise GrowpruneError(f"{self.action.value} got by=as_is, which needs prune with to=: choose another by")
         if self.spread is not None:
             self._check_spread(parse_choice(Spread, self.spread))
         if self.within is not None:
@@ -141,19 +141,19 @@ class Edit:
     def _check_spread(self, spread: Spread) -> None:
         object.__setattr__(self, "spread", spread)
         if spread is Spread.RANKING and self.share is None:
-            raise GrowpruneError(f"{self.action.value} has spread=ranking and to={self.to}: give share instead of to")
+            raise GrowpruneError(f"{self.action.value} got spread=ranking and to={self.to}: use share= instead of to=")
         if spread is Spread.ERK and (self.action is Action.GROW or self.to is None):
-            raise GrowpruneError(f"{self.action.value} has spread=erk, which is for prune with to=: give None")
+            raise GrowpruneError(f"{self.action.value} got spread=erk, which needs prune with to=: use spread=None")
         if spread not in (Spread.RANKING, Spread.ERK) and self.action is Action.PRUNE:
-            raise GrowpruneError(f"prune has spread={spread.value}, which is for grow: give ranking, erk, or None")
+            raise GrowpruneError(f"prune got spread={spread.value}, which is for grow only: use ranking, erk or None")
         if spread is Spread.MOMENTUM and self.by is not By.MOMENTUM:
-            raise GrowpruneError(f"grow has spread=momentum, but goes by {self.by.value}: give by=By.MOMENTUM too")
+            raise GrowpruneError(f"grow got spread=momentum with by={self.by.value}: use by=By.MOMENTUM")
 
     def _check_within(self, within: float) -> None:
         check_share(within=within)
         object.__setattr__(self, "within", as_float(within))
         if self.action is Action.PRUNE or self.to != 0 or self.by is not By.RANDOM or self.spread is not None:
-            raise GrowpruneError(f"within={within:g} is for growth to dense: give grow a part and within alone")
+            raise GrowpruneError(f"within={within:g} is only for growth to dense: call grow(part, within={within:g})")
 
     def __str__(self) -> str:
         how = "" if self.is_usual else f" by {self.by.value}"
@@ -166,7 +166,7 @@ class Edit:
 
     @property
     def is_usual(self) -> bool:
-        """Whether it chooses as one would expect if nothing is said: prune by magnitude, grow all or at random."""
+        """True for the default choice: prune by magnitude, grow everything or at random."""
         if self.action is Action.GROW:
             return self.by is By.RANDOM or self.to == 0
         return self.by is By.MAGNITUDE
@@ -180,10 +180,10 @@ def prune(
     by: By = By.MAGNITUDE,
     spread: Spread | None = None,
 ) -> Edit:
-    """ArgPruneTo: keep the best `1 - to` of a part's weights, and make the rest exactly zero.
+    """Keep the best `1 - to` of a part's weights and set the rest to exactly zero (the paper's ArgPruneTo).
 
-    With `share` instead of `to`: prune that share of the live weights of each of its layers; with `spread` of
-    `Spread.RANKING`, of all of them together, wherever they are.
+    With `share` instead of `to`, prune that share of the live weights in each layer of the part. With
+    `spread=Spread.RANKING`, the share is of all live weights of the part, ranked together.
 
     Examples:
         >>> print(prune(Part("S0", ("fc.weight",)), to=0.9))
@@ -203,12 +203,12 @@ def grow(
     spread: Spread | None = None,
     within: float | None = None,
 ) -> Edit:
-    """ArgGrowTo: let more of a part's weights live, all of them by default. A grown weight starts at exactly zero.
+    """Make more of a part's weights live, by default all of them, starting at exactly zero (the paper's ArgGrowTo).
 
-    With `spread`, the part as a whole gets as many as the allocation says, but its layers share them otherwise. With
-    `within`, growth to dense stops where this share of the whole model's weights lives (under "uniform", where
-    each layer rounds for itself, and half a group a layer): which of the part's weights there is no room for is
-    drawn anew at each growth.
+    With `spread`, the part as a whole grows as the allocation says, but its layers divide the new weights differently.
+    With `within`, growth to dense stops when this share of the model's weights is live. Under "uniform" each layer
+    rounds on its own, so it may be exceeded by half a group per layer. The weights that stay dead are drawn at random
+    at each growth.
 
     Examples:
         >>> print(grow(Part("S0", ("fc.weight",))))

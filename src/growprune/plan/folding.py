@@ -1,4 +1,4 @@
-"""A plan of thousands of phases in a few rows: neighbours that do the same to another degree are one row."""
+"""Show a plan of thousands of phases in a few rows: neighbours that differ only in degree share a row."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from growprune.plan import Edit, ScheduledPhase
 
 MAX_ROWS = 60
-"""Beyond so many rows, phases that edit other parts in the same way count as alike too."""
+"""The most rows before phases that edit different parts in the same way are folded too."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Phases in a row that are alike."""
+    """Consecutive phases that are alike."""
 
     phases: tuple[ScheduledPhase, ...]
 
@@ -28,7 +28,7 @@ class Row:
         return self.phases[-1]
 
     def __str__(self) -> str:
-        """What they do: "prune all to 0.1 ... 0.9"."""
+        """Describe the phases: "prune all to 0.1 ... 0.9"."""
         edits = zip(self.first.phase.edits, self.last.phase.edits, strict=True)
         are_same_parts = all(_parts(phase) == _parts(self.first) for phase in self.phases)
         said = ", ".join(_say(a, b) for a, b in edits) if are_same_parts else f"{_kinds(self.first)} of changing parts"
@@ -44,7 +44,7 @@ class Row:
 
 
 def fold(schedule: Iterable[ScheduledPhase]) -> list[Row]:
-    """The rows of a plan; each stands for one or more phases that follow one another.
+    """Fold a schedule into rows, each for one or more consecutive phases that are alike.
 
     >>> from growprune import methods, Partition
     >>> from growprune.plan import Part, walk
@@ -60,7 +60,7 @@ def fold(schedule: Iterable[ScheduledPhase]) -> list[Row]:
 
 
 def _alike(scheduled: ScheduledPhase) -> tuple[Any, ...]:
-    """Equal for phases that differ in the degree of their edits only; last of all, which parts they edit."""
+    """Return a key that is equal for phases that differ only in the degree of their edits. Its last item: the parts."""
     phase = scheduled.phase
     what = tuple((edit.action, edit.by, edit.to is None, edit.spread, edit.within) for edit in phase.edits)
     return (what, phase.epochs, phase.iterations, phase.restart, phase.rule, scheduled.returns, _parts(scheduled))

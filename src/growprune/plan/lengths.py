@@ -1,7 +1,7 @@
-"""Plan how long a method's phases are, so that they take a given training. Standard library only.
+"""Choose the lengths of a method's phases so that they fill a given training. Standard library only.
 
-Comparisons and trainers both fill in the lengths that a user left out with `fill_lengths`. It goes by the options that
-a method takes, so that a new method needs nothing here.
+Comparisons and trainers both use `fill_lengths` for the lengths that a user left out. It inspects the options of the
+method, so a new method needs no change here.
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ from typing import Any
 from growprune.plan.phases import Plan, walk
 from growprune.plan.settings import check_counts
 
-PARTS = 4
-"""The number of parts a model is cut into by default."""
 SEARCH, ROUNDS = 0.4, 2
-"""The share of the training in which grow-and-prune searches, and how often it grows every part then."""
+"""The share of the training in which grow-and-prune searches, and how often it grows each part in that time."""
 LEAST_EDITS = 40
-"""The fewest edits of a training, for a method that edits every few iterations."""
+"""The fewest edits in a training, for a method that edits every few iterations."""
 
 
 def fill_lengths(
     method: Callable[..., Plan], given: Mapping[str, Any], total: int, *, parts: int, branches: int = 1
 ) -> dict[str, int]:
-    """Return the lengths with which a method's phases take a whole training.
+    """Return the lengths with which a method's phases fill a whole training.
 
     Args:
-        given: the options that are set already. Lengths among them keep their values; the others follow from them.
-        total: how long the training is, in iterations for a method that takes `iterations`, else in its own epochs.
-            If the lengths that are given exceed it, those that are returned do too.
-        parts: how many parts the model is cut into.
-        branches: how many branches each step trains, all of which count.
+        given: the options that are already set. Lengths among them are kept; the others follow from them.
+        total: the length of the training, in iterations for a method that takes `iterations`, else in epochs. If the
+            given lengths exceed it, so do the returned ones.
+        parts: the number of parts of the model.
+        branches: the number of branches that each step trains. All of them count.
 
     Examples:
         >>> from growprune.methods import cyclic_gap, gmp
@@ -67,7 +65,7 @@ def _search(given: Mapping[str, Any], total: int, parts: int, branches: int) -> 
 
 
 def often_enough(method: Callable[..., Plan], iterations: int) -> dict[str, int]:
-    """Return the `every` of a method that has one by default, lowered where the training would have too few edits."""
+    """Return the default `every` of a method, lowered if a short training would have too few edits."""
     every = inspect.signature(method).parameters.get("every")
     if every is None or not isinstance(every.default, int):
         return {}
@@ -75,5 +73,5 @@ def often_enough(method: Callable[..., Plan], iterations: int) -> dict[str, int]
 
 
 def plan_length(plan: Plan, iterations_per_epoch: int) -> int:
-    """Return the iterations of all phases of a plan, those of all branches included."""
+    """Return the iterations of all phases of a plan, including all branches."""
     return sum(scheduled.phase.num_iterations(iterations_per_epoch) for scheduled in walk(plan))

@@ -1,8 +1,9 @@
-"""Phases, forks, and plans: what a method yields, and the order in which one machine trains it."""
+"""Phases, forks and plans: what a method yields, and the order in which one machine trains it."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import itertools
 from collections import Counter
@@ -15,12 +16,12 @@ from growprune.plan.edits import Action, By, Edit, Part, Parts, Spread
 from growprune.plan.settings import check_counts, plain
 
 MAX_STAGES = 100_000
-"""The longest plan: an edit every iteration of a run of that many."""
+"""The most stages of a plan, enough for an edit in each of 100,000 iterations."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a phase does in each iteration beside the optimizer's step, as a value; `sparse.rules` carries it out."""
+    """What a phase does in each iteration besides the optimizer's step, as a value. `sparse.rules` implements it."""
 
     part: Part
 
@@ -30,9 +31,9 @@ class Phase:
     """A few edits, then some epochs or iterations of training (none, if the phase only edits).
 
     Args:
-        restart: begin with a fresh optimizer and the learning-rate schedule from its start, as the paper's C-GaP does.
-            Without it, the optimizer goes on, with its state of the weights that survive.
-        rule: what else happens in each iteration.
+        restart: start with a fresh optimizer and restart the learning-rate schedule, as the paper's C-GaP does. If
+            False, the optimizer keeps the state of the weights that survive.
+        rule: what happens in each iteration besides the optimizer's step.
     """
 
     edits: tuple[Edit, ...]
@@ -47,32 +48,32 @@ class Phase:
         check_counts(0, epochs=epochs, iterations=iterations)
         epochs, iterations = plain(epochs), plain(iterations)
         if epochs and iterations:
-            raise GrowpruneError(f"a phase has epochs={epochs} and iterations={iterations}: give one of the two")
+            raise GrowpruneError(f"a phase takes epochs or iterations, got epochs={epochs} and iterations={iterations}")
         for before, edit in zip((None, *edits), edits, strict=False):
             if edit.spread is Spread.LOST and not _is_prune_of(before, edit.part):
-                raise GrowpruneError(f"{edit} has no prune of {edit.part.name} right before it in its phase: give one")
+                raise GrowpruneError(f"'{edit}' needs a prune of {edit.part.name} right before it in the same phase")
         for name, value in zip(Phase.__dataclass_fields__, (edits, epochs, iterations, restart, rule), strict=True):
             object.__setattr__(self, name, value)
 
     @property
     def is_trained(self) -> bool:
-        """Whether it has any iteration of training."""
+        """True if the phase has any training."""
         return self.epochs > 0 or self.iterations > 0
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether an edit of it looks at gradients."""
+        """True if any edit of the phase needs gradients."""
         return any(edit.by.needs_gradients for edit in self.edits)
 
     def num_iterations(self, per_epoch: int) -> int:
-        """How many iterations it has, if an epoch has `per_epoch`."""
+        """Return the iterations of the phase, where an epoch has `per_epoch` iterations."""
         return self.iterations or self.epochs * per_epoch
 
     def __str__(self) -> str:
         return self.say(", ".join(map(str, self.edits)))
 
     def say(self, edits: str) -> str:
-        """What it does, with its edits in these words."""
+        """Describe the phase, given a description of its edits."""
         edits = edits or "train"
         return edits if self.rule is None else f"{edits} ({type(self.rule).__name__} on {self.rule.part.name})"
 
@@ -83,7 +84,7 @@ def _is_prune_of(edit: Edit | None, part: Part) -> bool:
 
 @dataclass(frozen=True)
 class Branch:
-    """What one machine does in a fork: a phase, after which it returns the part. Its optimizer is always fresh."""
+    """One machine's work in a fork: train a phase with a fresh optimizer, then return one part."""
 
     phase: Phase
     returns: Part
@@ -91,14 +92,14 @@ class Branch:
 
 @dataclass(frozen=True, init=False)
 class Fork:
-    """Branches that start from the same model and combine: each tensor comes from the branch that returns it."""
+    """Branches that start from the same model and are merged: each tensor comes from the branch that returns it."""
 
     branches: tuple[Branch, ...]
 
     def __init__(self, *branches: Branch) -> None:
         owners = Counter(name for branch in branches for name in branch.returns.tensors)
         if shared := [name for name, count in owners.items() if count > 1]:
-            raise GrowpruneError(f"two branches of a fork return {shared[0]!r}: every tensor can come from one only")
+            raise GrowpruneError(f"two branches of a fork return {shared[0]!r}: let only one branch return each tensor")
         object.__setattr__(self, "branches", branches)
 
 
@@ -106,36 +107,40 @@ Stage: TypeAlias = Phase | Fork
 
 
 _SHORTER = {"every": "raise `every`", "steps": "lower `steps`"}
-"""What makes a plan shorter, by the option of its method."""
+"""How to shorten a plan, by the option of its method."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A method together with its arguments: list it as often as you like, it yields the same stages."""
+    """A method with its arguments: an iterable that yields the same stages each time."""
 
     method: Callable[..., Iterator[Stage]]
     partition: Parts
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
-        # all of it, since a wrong option should fail where the plan is written, not where it is run
+        # list all stages: a wrong option should fail where the plan is written, not where it is run
         name, count = self.method.__name__, 0
         for stage in itertools.islice(self, MAX_STAGES + 1):
             if not isinstance(stage, Phase | Fork):
                 given = shorten(repr(stage), 100)
-                raise GrowpruneError(f"{name} yields {given}, but a method yields phases, or forks of them")
+                raise GrowpruneError(f"{name} must yield Phase or Fork objects, got {given}")
             count += 1
         if count > MAX_STAGES:
             known = inspect.signature(self.method).parameters
             ways = [way for option, way in _SHORTER.items() if option in known] or ["yield fewer"]
-            raise GrowpruneError(f"the plan of {name} has over {MAX_STAGES:,} phases: {', or '.join(ways)}")
+            raise GrowpruneError(f"the plan of {name} has more than {MAX_STAGES:,} phases: {', or '.join(ways)}")
 
     def __iter__(self) -> Iterator[Stage]:
         stages: object = self.method(self.partition, **self.options)
         if not isinstance(stages, Iterator):
             kind = type(stages).__name__
-            raise GrowpruneError(f"{self.method.__name__} returns {kind}, but a method yields phases: write yield")
+            raise GrowpruneError(f"{self.method.__name__} must yield phases, but returns {kind}: use yield, not return")
         return stages
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"Plan({self.method.__name__}({options}), {len(self.partition)} parts)"
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -160,10 +165,10 @@ def method(generator: Generator[Options], /) -> Method[Options]: ...
 @overload
 def method(*, allocation: str = ..., partition: str = ...) -> Callable[[Generator[Options]], Method[Options]]: ...
 def method(generator: Any = None, /, *, allocation: str = "uniform", partition: str = "contiguous") -> Any:
-    """Turn a generator of stages into a method: calling it gives a `Plan`.
+    """Decorate a generator of stages to make it a method, which returns a `Plan` when called.
 
-    Where methods are compared and nobody says otherwise, each has the `allocation` and the kind of `partition` that it
-    names here. `__wrapped__` stays reachable, so the options a method takes can be read off its signature.
+    `allocation` and `partition` are the method's defaults in comparisons. The signature of the method is that of the
+    generator, which stays available as `__wrapped__`.
     """
     if generator is None:
         return functools.partial(_method, allocation=allocation, partition=partition)
@@ -171,36 +176,38 @@ def method(generator: Any = None, /, *, allocation: str = "uniform", partition: 
 
 
 def _method(generator: Generator[Options], *, allocation: str, partition: str) -> Method[Options]:
+    generator.__name__ = generator.__name__.removesuffix("_")  # which keeps `set_` apart from Python's own `set`
+    generator.__dict__.update(allocation=allocation, partition=partition)
+
     def plan(S: Parts, /, *args: Options.args, **kwargs: Options.kwargs) -> Plan:
         if args:
             raise TypeError(f"{generator.__name__} takes the partition, then keyword arguments only")
         if not hasattr(S, "whole"):
-            what = "a partition of the model, such as Partition.balanced(model, 4)"
-            raise GrowpruneError(f"{generator.__name__} was given a {type(S).__name__}, but takes {what}")
+            what = "a partition such as Partition.balanced(model, 4)"
+            raise GrowpruneError(f"the first argument of {generator.__name__} must be {what}, got a {type(S).__name__}")
         return Plan(generator, S, {name: plain(value) for name, value in kwargs.items()})
 
-    functools.update_wrapper(plan, generator)
-    plan.__dict__.update(allocation=allocation, partition=partition)
+    functools.update_wrapper(plan, generator)  # its attributes too
     return plan
 
 
 @dataclass(frozen=True)
 class ScheduledPhase:
-    """One phase in the order in which a single machine trains a plan, the branches of a fork one after the other."""
+    """A phase with its place in the order in which one machine trains a plan. Branches of a fork follow one another."""
 
     index: int
-    """Its number among all of them."""
+    """The number of the phase among all phases."""
     stage: int
-    """The number of the stage of the plan it belongs to."""
+    """The number of its stage in the plan."""
     branch: int | None
-    """The number of the branch, if the stage is a fork."""
+    """The number of its branch, if the stage is a fork."""
     phase: Phase
     returns: Part | None = None
     is_last_branch: bool = False
 
     @property
     def parts(self) -> list[Part]:
-        """All that it names."""
+        """Every part that the phase names."""
         named = [edit.part for edit in self.phase.edits] + ([] if self.returns is None else [self.returns])
         return named if self.phase.rule is None else [*named, self.phase.rule.part]
 
@@ -210,10 +217,10 @@ class ScheduledPhase:
 
 
 def walk(plan: Plan | Sequence[Stage]) -> Iterator[ScheduledPhase]:
-    """Every phase of a plan in the order in which one machine trains them."""
+    """Yield every phase of a plan in the order in which one machine trains them."""
     if isinstance(plan, str) or not isinstance(plan, Iterable):
         example = "methods.gmp(parts, sparsity=0.9, iterations=1000)"
-        raise GrowpruneError(f"the plan is {plan!r}, but must be a plan or a list of phases, such as {example}")
+        raise GrowpruneError(f"plan must be a plan or a list of phases, such as {example}, got {plan!r}")
     index = 0
     for number, stage in enumerate(plan):
         if isinstance(stage, Phase):
@@ -227,7 +234,7 @@ def walk(plan: Plan | Sequence[Stage]) -> Iterator[ScheduledPhase]:
 
 
 def next_edits(schedule: Sequence[ScheduledPhase], current: ScheduledPhase) -> list[Edit]:
-    """The edits that follow when a phase is over, up to the next iteration."""
+    """Return the edits between the end of a phase and the next iteration."""
     edits: list[Edit] = []
     for index in range(current.index + 1, len(schedule)):
         edits += schedule[index].phase.edits
@@ -237,13 +244,27 @@ def next_edits(schedule: Sequence[ScheduledPhase], current: ScheduledPhase) -> l
 
 
 def prunes_after_fork(scheduled: ScheduledPhase, schedule: Sequence[ScheduledPhase]) -> tuple[Edit, ...]:
-    """What is pruned right after the fork that a branch belongs to, if that is all that is done.
+    """Return the prunes right after a branch's fork, if nothing else happens there.
 
-    A part can be pruned so where it was trained, as long as no other part is ranked with it: the result is the same.
-    One ranking of the whole model looks at the other parts, so there all parts live until they are together.
+    A machine may then prune the part that it trained before the merge, with the same result. This holds as long as no
+    other part is ranked with it. With one ranking of the whole model, parts are pruned after the merge.
     """
     later = (schedule[index] for index in range(scheduled.index + 1, len(schedule)))
     after = next((phase for phase in later if phase.stage > scheduled.stage), None)
     edits = () if after is None or after.branch is not None else after.phase.edits
     is_plain = all(e.action is Action.PRUNE and e.by is By.MAGNITUDE and e.to is not None for e in edits)
     return edits if is_plain else ()
+
+
+def onward(trail: str, scheduled: ScheduledPhase) -> str:
+    """Return a digest of the phases up to this one, so that a cursor resumes in the same plan only."""
+    phase, returns = scheduled.phase, scheduled.returns
+    edits = [(e.action.value, _digest(e.part), e.by.value, e.to, e.share, e.spread, e.within) for e in phase.edits]
+    place = (scheduled.stage, scheduled.branch, None if returns is None else _digest(returns))
+    how = (phase.epochs, phase.iterations, phase.restart, repr(phase.rule))
+    return hashlib.sha256(f"{trail}{edits}{place}{how}".encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(part: Part) -> str:
+    return hashlib.sha256(repr(part).encode()).hexdigest()

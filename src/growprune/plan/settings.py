@@ -1,6 +1,6 @@
-"""What users hand over (names, sparsities, seeds), checked and made plain Python values where it comes in.
+"""Check what users pass (names, sparsities, seeds) and convert it to plain Python values.
 
-Standard library only. What comes out can be used twice, compared, and written as JSON.
+Standard library only. The results can be read twice, compared, and written as JSON.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from growprune.errors import GrowpruneError
 
 
 def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
-    """Names or globs as a tuple; an iterator would be empty when it is read again.
+    """Return names or globs as a tuple. (An iterator would be empty when it is read again.)
 
     >>> as_names(iter(["head", "embed*"]), "keep_dense")
     ('head', 'embed*')
     """
     if isinstance(names, str):
-        raise GrowpruneError(f"{argument} is the text {names!r}, but must be a list of names or globs: [{names!r}]")
+        raise GrowpruneError(f"{argument} must be a list of names or globs, got {names!r}. Did you mean [{names!r}]?")
     listed = tuple(names) if isinstance(names, Iterable) else (names,)
     for name in listed:
         if not isinstance(name, str):
-            raise GrowpruneError(f"{argument} has {name!r}, but must be a list of names or globs, as texts")
+            raise GrowpruneError(f"{argument} must be a list of names or globs (strings), got {name!r}")
     return listed
 
 
 def as_float(number: Any) -> float:
-    """A number as a Python float, as it is written: the float32 nearest to 0.9 means 0.9.
+    """Return a number as the Python float that it prints as: numpy.float32(0.9) becomes 0.9.
 
     >>> import numpy
     >>> as_float(numpy.float32(0.9))
@@ -41,7 +41,7 @@ def as_float(number: Any) -> float:
 
 
 def plain(value: Any) -> Any:
-    """A whole number of another kind (numpy's, torch's) as a Python int; anything else, switches too, as it is.
+    """Return an integer of numpy or torch as a Python int, and anything else (bools too) unchanged.
 
     >>> import numpy
     >>> plain(numpy.int64(3)), plain(0.5), plain(True)
@@ -55,61 +55,63 @@ def plain(value: Any) -> Any:
 
 
 def as_seed(seed: Any) -> int:
-    """A whole number as a Python int."""
+    """Return a seed as a Python int, or raise if it is not an integer."""
     if isinstance(seed, bool) or not isinstance(seed, Integral):
-        raise GrowpruneError(f"seed is {seed!r}, but must be a whole number, such as 0")
+        raise GrowpruneError(f"seed must be an integer, such as 0, got {seed!r}")
     return int(seed)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number, and no switch."""
+    """True for a finite number that is not a bool."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     return is_real and abs(value) < math.inf
 
 
 def check_sparsity(sparsity: float) -> None:
     if not is_number(sparsity) or not 0 <= sparsity < 1:
-        raise GrowpruneError(f"sparsity is {sparsity!r}, but it is the fraction of zeros: give a number in [0, 1)")
+        is_percent = is_number(sparsity) and 2 <= sparsity < 100
+        hint = f". Did you mean {as_float(sparsity) / 100:g}?" if is_percent else ""
+        raise GrowpruneError(f"sparsity must be in [0, 1), got {sparsity!r}{hint}")
 
 
 def check_share(**shares: float) -> None:
     for name, share in shares.items():
         if not is_number(share) or not 0 <= share <= 1:
-            raise GrowpruneError(f"{name} is {share!r}, but it is a share of a whole: give a number in [0, 1]")
+            raise GrowpruneError(f"{name} must be in [0, 1], got {share!r}")
 
 
 def check_rise(*, start: float, sparsity: float) -> None:
-    """Raise unless a sparsity can rise from one to the other."""
+    """Raise unless the sparsity can rise from `start` to `sparsity`."""
     check_sparsity(sparsity)
     check_share(start=start)
     if start > sparsity:
-        raise GrowpruneError(f"start is {start!r}, but the sparsity to reach is {sparsity!r}: give at most that")
+        raise GrowpruneError(f"start must be <= sparsity, got start={start!r} and sparsity={sparsity!r}")
 
 
 def check_span(*, begin: float, until: float) -> None:
-    """Raise unless two shares of a training are its part from one to the other."""
+    """Raise unless `begin` and `until` are in [0, 1] and in order."""
     check_share(begin=begin, until=until)
     if begin > until:
-        raise GrowpruneError(f"begin is {begin!r}, but until is {until!r}: give a begin of at most until")
+        raise GrowpruneError(f"begin must be <= until, got begin={begin!r} and until={until!r}")
 
 
 def check_counts(least: int, **counts: int) -> None:
     for name, count in counts.items():
         whole = plain(count)
         if isinstance(whole, bool) or not isinstance(whole, int) or whole < least:
-            raise GrowpruneError(f"{name} is {count!r}, but must be a whole number of at least {least}")
+            raise GrowpruneError(f"{name} must be an integer >= {least}, got {count!r}")
 
 
 def check_state(state: Mapping[str, Any], *names: str) -> None:
-    """Raise unless a state that is to be loaded has all of these."""
+    """Raise unless a state dict has all of these keys."""
     if missing := set(names) - state.keys():
         raise GrowpruneError(
-            f"the state has no {', '.join(sorted(missing))}: give what this version's state_dict() returned"
+            f"the state dict lacks {', '.join(sorted(missing))}: pass one that state_dict() of this version returned"
         )
 
 
 def step_length(*, iterations: int, every: int | None, steps: int) -> int:
-    """The iterations of a step: `every`, or, where that is None, as many as cut the training into so many steps."""
+    """Return the iterations of a step: `every`, or if that is None, `iterations` divided by `steps`."""
     check_counts(0, iterations=iterations)
     every = max(1, iterations // steps) if every is None else every
     check_counts(1, every=every)

@@ -1,8 +1,8 @@
-"""Every recipe by its name. To add one: write a function that returns a `Recipe`, and add it to RECIPES of its module.
+"""All recipes by name. To add one, write a function that returns a `Recipe`, and add it to RECIPES of its module.
 
-Names read `task-data/method-sparsity-allocation[-variant]`: `classification-imagenet/cyclic-80-uniform` is a row of the
-paper, `classification-cifar10/...` the same in small, `classification-tiny/...` in seconds. The recipes of a task are
-loaded when first used, so that a run loads those of its own task only.
+Names are `task-data/method-sparsity-allocation[-variant]`: `classification-imagenet/cyclic-80-uniform` is a row of the
+paper, `classification-cifar10/...` is the same on small data, and `classification-tiny/...` takes seconds. The recipes
+of a task are loaded on first use, so that a run loads only those of its own task.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ def _recipes_of(task: str) -> dict[str, Callable[[], Recipe]]:
 
 
 def find(source: str) -> Recipe:
-    """The recipe a text names: one of `RECIPES`, or `path.py:function`."""
+    """Find a recipe by its name in `RECIPES`, or as `path.py:function`."""
     if is_source(source):
         recipe = called(load(source, "recipe"), source)
         if not isinstance(recipe, Recipe):
-            raise GrowpruneError(f"{source} returned a {type(recipe).__name__}, but a recipe function returns a Recipe")
+            raise GrowpruneError(f"{source} must return a growprune.Recipe, got {type(recipe).__name__}")
         return recipe
     task = source.partition("/")[0].partition("-")[0]
     known = _recipes_of(task) if task in TASKS else {}
     if source not in known:
-        close = ", ".join(difflib.get_close_matches(source, __getattr__("RECIPES"), 3, 0.4)) or "none"
+        close = " or ".join(difflib.get_close_matches(source, __getattr__("RECIPES"), 3, 0.4))
         raise GrowpruneError(
-            f"there is no recipe {source!r}; close are: {close}. See `growprune list recipes`, or give path.py:function"
+            f"unknown recipe {source!r}. {f'Did you mean {close}? ' if close else ''}See `growprune list recipes`, or "
+            f"give path.py:function"
         )
     return known[source]()

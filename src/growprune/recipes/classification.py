@@ -27,8 +27,9 @@ SMALL = Classification(
 
 
 def imagenet() -> Study:
-    """As in the paper: batches of 2048, here eight of 256."""
+    """ResNet-50 as in the paper: batches of 2048, here eight of 256."""
     dense = Recipe(
+        keep_dense=(),  # rankings and allocations decide, as in the paper
         task=Classification(mixup=0.2),
         method=methods.dense,
         options={"epochs": 250},
@@ -45,12 +46,12 @@ def imagenet() -> Study:
 
 
 def rigl_optimizer(lr: float) -> OptimizerConfig:
-    """Of RigL and what is compared with it: in steps for 100 epochs, or, as the paper found, with a cosine for more."""
+    """Optimizer of RigL and its baselines: a step schedule for 100 epochs, or, as in the paper, a cosine for more."""
     return OptimizerConfig("sgd", lr=lr, momentum=0.9, nesterov=True, weight_decay=1e-4)
 
 
 def cifar10() -> Study:
-    """The packed copy of CIFAR-10, all of it on the GPU. Every method trains for 60 epochs in all."""
+    """The packed copy of CIFAR-10, kept on the GPU. Every method trains for 60 epochs in total."""
     dense = replace(
         imagenet().dense,
         task=SMALL,
@@ -96,7 +97,7 @@ ROWS: dict[str, Row] = {
 }
 
 LONG = {"until": 0.8}
-"""Of the paper's own runs of RigL and SET."""
+"""Options of the paper's own runs of RigL and SET."""
 
 RIVALS = (
     Rival("snip", methods.snip, "uniform", 100, ("72.0", "67.2")),

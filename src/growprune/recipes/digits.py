@@ -1,4 +1,4 @@
-"""Handwritten digits: seconds on a laptop. All methods train for 40 epochs in all, so that they compare fairly."""
+"""Handwritten digits: seconds on a laptop. All methods train for 40 epochs in total, for a fair comparison."""
 
 from dataclasses import replace
 
@@ -10,8 +10,9 @@ from growprune.tasks.digits import Digits
 
 
 def dense() -> Recipe:
-    """The dense reference."""
+    """The dense baseline."""
     return Recipe(
+        keep_dense=(),  # rankings and allocations decide, as in the paper
         task=Digits(),
         method=methods.dense,
         options={"epochs": 40},
@@ -27,30 +28,30 @@ def cyclic_90() -> Recipe:
         method=methods.cyclic_gap,
         options={"steps": 8, "epochs": 2, "finetune": 24},
         sparsity=0.9,
-        partition=contiguous(4),
+        parts=contiguous(4),
     )
 
 
 def cyclic_90_global() -> Recipe:
-    """C-GaP at 90 %, the sparsity shared among layers by one ranking."""
+    """C-GaP at 90 % with global allocation: one ranking over all layers."""
     return replace(cyclic_90(), allocation="global")
 
 
 def parallel_90() -> Recipe:
-    """P-GaP at 90 %: four branches that meet twice. The epochs of all branches count."""
+    """P-GaP at 90 %: four branches that are combined twice. The epochs of all branches count."""
     return replace(cyclic_90(), method=methods.parallel_gap, options={"steps": 2, "epochs": 2, "finetune": 24})
 
 
 def random_90() -> Recipe:
     """C-GaP at 90 % that grows a random half of the layers in each step."""
     options = {**cyclic_90().options, "kappa": 2}
-    return replace(cyclic_90(), method=methods.random_gap, options=options, partition=per_layer())
+    return replace(cyclic_90(), method=methods.random_gap, options=options, parts=per_layer())
 
 
 def gradual_90() -> Recipe:
-    """Grow-and-prune at 90 % with a sparsity that rises; as many epochs as the others."""
+    """Grow-and-prune to 90 % with rising sparsity, in the same number of epochs."""
     recipe = replace(dense(), method=methods.gradual_gap, sparsity=0.9)
-    return replace(recipe, partition=balanced(4), allocation="global")
+    return replace(recipe, parts=balanced(4), allocation="global")
 
 
 def one_shot_90() -> Recipe:
@@ -64,7 +65,7 @@ def tiny() -> Recipe:
         cyclic_90(),
         task=Digits(width=4, batch_size=256),
         options={"steps": 3, "epochs": 1, "finetune": 1},
-        partition=contiguous(3),
+        parts=contiguous(3),
     )
 
 

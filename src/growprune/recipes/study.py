@@ -1,17 +1,17 @@
 """A study: one task on one data set. The rows of the paper's tables are recipes made from it.
 
-dense        the reference
+dense        the dense baseline
 cyclic       C-GaP, K steps of T epochs and T' of fine-tuning
-parallel     P-GaP, rounds in which each part is grown on a machine of its own; the epochs of all machines count
+parallel     P-GaP, rounds in which each part is grown on a separate machine; the epochs of all machines count
 random       C-GaP that grows random layers instead of fixed parts
-gradual      grow-and-prune with a sparsity that rises, as long as dense training: what we recommend
-one_shot     train dense, prune, fine-tune: the paper's prune-from-dense, done the simplest way
-stairs       train dense, then prune to one stair after another: the paper's prune-from-dense
-rival        a method of somebody else
+gradual      grow-and-prune with rising sparsity, as long as dense training: what we recommend
+one_shot     train dense, prune, fine-tune: the paper's prune-from-dense in its simplest form
+stairs       train dense, then prune in several steps: the paper's prune-from-dense
+rival        a baseline from another paper
 
-The rivals in the paper's tables are a table too: each line is two rows, one at 80 % and one at 90 %. Their names read
-`method-sparsity-allocation[-times]`: `rigl-80-uniform-5x` is RigL, five times as long. In small and tiny studies all of
-them train for the study's budget, and long forms for so many times that.
+The baselines (class `Rival`) of the paper's tables are a table too: each line is two rows, at 80 % and 90 %. Their
+names are `method-sparsity-allocation[-times]`: `rigl-80-uniform-5x` is RigL, five times as long. In small and tiny
+studies all of them train for the budget of the study, and long forms for a multiple of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Parts = tuple[tuple[str, ...], ...]
 
 
 def cut_layers(stack: str, lengths: Sequence[int]) -> Parts:
-    """Parts of a stack of so many layers each; its norm goes with the last.
+    """Parts of a stack with the given numbers of layers. Its norm belongs to the last part.
 
     >>> cut_layers("encoder.", (1, 1))
     (('encoder.layers.0',), ('encoder.layers.1', 'encoder.norm'))
@@ -45,7 +45,7 @@ def cut_layers(stack: str, lengths: Sequence[int]) -> Parts:
 
 @dataclass(frozen=True)
 class Study:
-    """The lengths are the paper's letters where the paper has one."""
+    """A task on one data set, from which recipes are made. Lengths are the letters of the paper, if it has one."""
 
     dense: Recipe
     parts: Parts
@@ -61,15 +61,15 @@ class Study:
     pretrain: int
     """Epochs of dense training before prune-from-dense prunes."""
     keep_dense: tuple[str, ...] = ()
-    """What a uniform sparsity leaves out."""
+    """Layers that stay dense with uniform allocation."""
     budget: int | None = None
-    """The epochs that a rival trains for; None for those of the paper."""
+    """The epochs of a baseline. None: those of the paper."""
     every: int | None = None
-    """The iterations between two edits of a rival; None for its own."""
+    """The iterations between two edits of a baseline. None: its default."""
     short: Mapping[str, Any] = field(default_factory=dict)
-    """What rivals set in the dense recipe."""
+    """Fields of the dense recipe that baselines change."""
     long: Mapping[str, Any] = field(default_factory=dict)
-    """What their long forms set instead."""
+    """Fields that their long forms change instead."""
 
     def cyclic(self, sparsity: float, **changes: Any) -> Recipe:
         options = {"steps": self.steps, "epochs": self.epochs, "finetune": self.finetune}
@@ -82,30 +82,30 @@ class Study:
     def random(self, sparsity: float, **changes: Any) -> Recipe:
         options = {"steps": self.steps, "epochs": self.epochs, "finetune": self.finetune}
         options["kappa"] = len(self.parts)
-        return self._sparse(methods.random_gap, sparsity, options, {"partition": per_layer(), **changes})
+        return self._sparse(methods.random_gap, sparsity, options, {"parts": per_layer(), **changes})
 
     def gradual(self, sparsity: float, **changes: Any) -> Recipe:
         options = {"epochs": self.dense.options["epochs"]}
-        return self._sparse(methods.gradual_gap, sparsity, options, {"partition": balanced(4), **changes})
+        return self._sparse(methods.gradual_gap, sparsity, options, {"parts": balanced(4), **changes})
 
     def one_shot(self, sparsity: float, **changes: Any) -> Recipe:
         options = {"epochs": self.pretrain, "finetune": self.finetune}
-        return self._sparse(methods.one_shot, sparsity, options, {"partition": contiguous(1), **changes})
+        return self._sparse(methods.one_shot, sparsity, options, {"parts": contiguous(1), **changes})
 
     def stairs(self, method: Any, sparsity: float, phases: int, **changes: Any) -> Recipe:
-        """In the paper, each phase is as long as dense training."""
+        """Prune in several phases. In the paper, each phase is as long as dense training."""
         options = {"epochs": self.budget or self.pretrain * phases}
-        changes = {"partition": contiguous(1), **changes}
+        changes = {"parts": contiguous(1), **changes}
         return self._sparse(method, sparsity, self._with_every(method, options), changes)
 
     def iterative_admm(self, sparsity: float, **changes: Any) -> Recipe:
-        """With the paper's phases: three to 80 %, five to 90 %."""
+        """Iterative ADMM with the phases of the paper: three to 80 %, five to 90 %."""
         return self.stairs(methods.iterative_admm, sparsity, {0.8: 3, 0.9: 5}[sparsity], **changes)
 
     def rival(self, rival: Rival, sparsity: float) -> Recipe:
-        """A rival, for its own epochs in the paper, or the budget, so many times over."""
+        """A baseline, for its epochs in the paper, or for a multiple of the budget."""
         options = {**rival.options, "epochs": rival.epochs if self.budget is None else self.budget * rival.times}
-        changes = {**(self.short if rival.times == 1 else self.long), "partition": contiguous(1)}
+        changes = {**(self.short if rival.times == 1 else self.long), "parts": contiguous(1)}
         changes["allocation"] = rival.allocation
         return self._sparse(rival.method, sparsity, self._with_every(rival.method, options), changes)
 
@@ -114,19 +114,19 @@ class Study:
         return {**options, "every": self.every} if has_every else dict(options)
 
     def _sparse(self, method: Any, sparsity: float, options: Mapping[str, Any], changes: Mapping[str, Any]) -> Recipe:
-        # a ranking over the whole model leaves it to the weights which layers stay dense, and ERK to their shapes
+        # a global ranking or ERK decides by itself which layers stay dense
         keep_dense = self.keep_dense if changes.get("allocation", "uniform") == "uniform" else ()
-        settings = {"partition": named(self.parts), "keep_dense": keep_dense, **changes}
+        settings = {"parts": named(self.parts), "keep_dense": keep_dense, **changes}
         return replace(self.dense, method=method, sparsity=sparsity, options=options, **settings)
 
 
 Make = Callable[[Study], Recipe]
 Row = str | tuple[str, Make]
-"""What the paper says of a row of its tables, and how to make it from a study, unless its name says that too."""
+"""The claim of the paper for a row, and how to make it from a study, unless its name says that."""
 
 
-VARIANTS: dict[str, Mapping[str, Any]] = {"": {}, "kappa1": {"partition": contiguous(1)}, "1x8": {"pattern": "1x8"}}
-"""What rows of several tables change, by the end of their names."""
+VARIANTS: dict[str, Mapping[str, Any]] = {"": {}, "kappa1": {"parts": contiguous(1)}, "1x8": {"pattern": "1x8"}}
+"""Changes to the recipe by the suffix of a row's name."""
 
 
 def make_by_name(row: str) -> Make:
@@ -140,13 +140,13 @@ def make_by_name(row: str) -> Make:
 
 
 OURS: dict[str, Row] = {
-    "gradual-80-global": "gradual_gap 80 %, which the paper does not have",
-    "gradual-90-global": "gradual_gap 90 %, which the paper does not have",
+    "gradual-80-global": "gradual_gap 80 %, not in the paper",
+    "gradual-90-global": "gradual_gap 90 %, not in the paper",
 }
-"""What every study has beside the rows of its table."""
+"""Rows that every study has in addition to its table."""
 
 ClaimFormat = Callable[[str, str], str]
-"""Given a row's name and what the paper says of it, what to expect of the recipe."""
+"""Makes the claim of a recipe from the name of a row and the claim of the paper."""
 
 
 def in_the_paper(row: str, claim: str) -> str:
@@ -154,12 +154,12 @@ def in_the_paper(row: str, claim: str) -> str:
 
 
 def measured(data: str, figures: Mapping[str, str]) -> ClaimFormat:
-    """What was measured, by row, on small data; a test compares it with experiments/."""
+    """Claims with numbers measured on small data. A test compares them with experiments/."""
     return lambda row, claim: f"Like {claim.partition(':')[0]}, on {data}: {figures.get(row, 'not measured')}"
 
 
 def to_see_that_it_runs(row: str, claim: str) -> str:
-    return f"Like {claim.partition(':')[0]}, to see that it runs"
+    return f"Like {claim.partition(':')[0]}, tiny: a quick test that it runs"
 
 
 def recipes(
@@ -169,7 +169,7 @@ def recipes(
     say: ClaimFormat = in_the_paper,
     hardware: str = "machines of 8 V100",
 ) -> dict[str, Callable[[], Recipe]]:
-    """Every row for a study, by its full name."""
+    """All recipes of a study, by full name."""
 
     def bound(row: str, about: Row) -> Callable[[], Recipe]:
         claim, make = (about, make_by_name(row)) if isinstance(about, str) else about
@@ -184,8 +184,8 @@ def recipes(
 
 
 def total_epochs(recipe: Recipe) -> int:
-    """Of all steps, and of all machines, as the paper counts them; of any model, since a plan needs none."""
-    parts = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(recipe.partition.num_parts or 100)))
+    """Epochs of all steps and all machines, as the paper counts them. They do not depend on the model."""
+    parts = Partition(tuple(Part(f"S{i}", (f"{i}.weight",)) for i in range(recipe.parts.num_parts or 100)))
     return sum(scheduled.phase.num_iterations(1) for scheduled in walk(recipe.plan_over(parts, 1)))
 
 
@@ -194,26 +194,24 @@ SPARSITIES = (0.8, 0.9)
 
 @dataclass(frozen=True)
 class Rival:
-    """What a table says of a method."""
+    """A baseline in a table of the paper."""
 
     name: str
     method: Callable[..., Plan]
     allocation: str
     epochs: int
-    """In all, in the paper."""
+    """Total epochs in the paper."""
     found: tuple[str | None, str | None] = (None, None)
-    """What was reached at 80 and 90 %; None where the paper has no such row."""
+    """The results at 80 and 90 %. None if the paper has no such row."""
     times: int = 1
-    """How many times as long as its short form."""
+    """Length as a multiple of the short form."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def rows(self, table: str, metric: str) -> Iterable[tuple[str, Row]]:
         for sparsity, found in zip(SPARSITIES, self.found, strict=True):
             percent, length = f"{sparsity:.0%}".rstrip("%"), "" if self.times == 1 else f"-{self.times}x"
             about = f"{self.name} {self.allocation} {percent} %" + (f", {self.times} times" if length else "")
-            claim = (
-                f"{about}, which the paper does not have" if found is None else f"{table}, {about}: {metric} {found}"
-            )
+            claim = f"{about}, not in the paper" if found is None else f"{table}, {about}: {metric} {found}"
             yield f"{self.name}-{percent}-{self.allocation}{length}", (claim, self._made_at(sparsity))
 
     def _made_at(self, sparsity: float) -> Make:
@@ -221,5 +219,5 @@ class Rival:
 
 
 def rows_of(rivals: Iterable[Rival], *, table: str, metric: str) -> dict[str, Row]:
-    """The rows of a table's rivals, by name."""
+    """The rows of the baselines of a table, by name."""
     return {name: row for rival in rivals for name, row in rival.rows(table, metric)}

@@ -1,12 +1,12 @@
-"""One page about one run or many, for someone who never saw the code; it opens offline.
+"""One HTML page about one or more runs, for readers who do not know the code. It opens offline.
 
-    groups.py     which runs are put together, and which are the same but for their seed
+    groups.py     groups comparable runs, and runs that differ only by seed
     schedule.py   \\
     over_time.py   \\  one file for each group of charts; a chart is a value (chart.py)
     by_layer.py    /
     frontier.py   /
-    tables.py     results in numbers; words.py: what is said in words, the commands among it
-    page.py       puts all together; page.css and page.js go into the page
+    tables.py     tables of results; words.py: sentences and commands
+    page.py       assembles the page; page.css and page.js are included in it
 """
 
 from growprune.report.page import write_page

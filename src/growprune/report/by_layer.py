@@ -1,4 +1,4 @@
-"""The sparsity of each layer, against what it was to be."""
+"""The sparsity of each layer, and its target."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from growprune.report.groups import Cell, Group
 from growprune.runs.record import Json
 
 Row = tuple[str, int, float | None, float]
-"""Of a layer: its weight's name, how many it has, its target (none where layers share one), and its sparsity."""
+"""A layer: name of its weight, number of weights, target (None with a global allocation), and sparsity."""
 
 
 def layer_chart(group: Group, styles: Styles) -> Chart | None:
-    """A line a method over the layers; what each was to have is a cross, where that was said."""
+    """One line per method over the layers, with crosses for the targets, if there are any."""
     found = {cell.label: (cell, rows) for cell in group.sparse if (rows := _rows(cell))}
     if not found:
         return None
     data = [trace for cell, rows in found.values() for trace in _traces(cell, rows, styles)]
-    # with numbers instead of names, which are as long as a phone is wide
+    # numbers instead of names, which would be as wide as a phone
     most = max(len(rows) for _, rows in found.values())
     x = axis("layer, from input to output", tickformat="d", tick0=1, dtick=max(1, -(-most // 10)))
     return Chart(
         "layers",
         "Sparsity of each layer",
-        "Where a line is high, most of the layer is gone; a cross is what the layer was to have, and a method without "
-        "crosses ranks all layers together. The names of the layers are in the table.",
+        "A high line means that most of the layer was pruned. Crosses are the targets of layers; a method without "
+        "crosses ranks all layers together. The table has the names of the layers.",
         data,
         layout(x, axis("sparsity", tickformat=".0%", range=[-0.03, 1.05])),
         ["run", "layer", "weight", "size", "target", "sparsity"],
@@ -51,12 +51,12 @@ def _traces(cell: Cell, rows: Sequence[Row], styles: Styles) -> list[Json]:
     aimed: Json = {**same, "y": [row[2] for row in rows], "name": f"{cell.label}: target", "mode": "markers"}
     aimed |= {"marker": {"color": style.colour, "symbol": "x-thin", "size": 13}, "showlegend": False}
     aimed["marker"]["line"] = {"color": style.colour, "width": 1.5}
-    aimed["hovertemplate"] = f"{said}: %{{y:.2%}} asked for<extra></extra>"
+    aimed["hovertemplate"] = f"{said}: target %{{y:.2%}}<extra></extra>"
     return [reached, aimed]
 
 
 def _rows(cell: Cell) -> list[Row]:
-    """Means over seeds; with a global ranking, each has another share for a layer."""
+    """Means over seeds. With a global allocation, layers differ between seeds."""
     found = [record.result["sparsity"]["rows"] for record in cell.records if record.result is not None]
     rows: list[Row] = []
     for same in zip(*found, strict=False):

@@ -1,4 +1,4 @@
-"""A chart as a value: what Plotly draws, the table behind it, and one sentence that says what to see in it."""
+"""A chart as a value: the Plotly data, its table, and a caption that says what to see."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ COLOURS = (
     *("#1a7fc4", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#4aa3df", "#8c6bb1", "#7f7f00"),
     *("#e0559b", "#3f8f8f", "#a0522d", "#6b7fd7"),
 )
-"""Told apart in most forms of colour blindness, and seen on white and on black; the first eight after Okabe and Ito."""
+"""Distinct in most forms of colour blindness, and visible on white and black. The first eight follow Okabe and Ito."""
 FILLED = (
     *("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "pentagon", "star", "hexagon"),
     *("triangle-left", "triangle-right", "bowtie", "hourglass"),
 )
 SYMBOLS = (*FILLED, *(f"{symbol}-open" for symbol in FILLED))
-"""More than there are methods, so that no two look alike where colours come round again."""
+"""More symbols than methods, so that methods differ even where colours repeat."""
 DASHES = ("solid", "dot", "dashdot", "longdash", "longdashdot")
 INK = "ink"
-"""A colour that page.js replaces by that of the text, for what is no method."""
+"""A placeholder that page.js replaces by the colour of the text, for lines that are not methods."""
 
 
 @dataclass(frozen=True)
 class Chart:
     name: str
-    """Of its files, when it is downloaded."""
+    """Name of downloaded files."""
     title: str
     caption: str
     data: list[Json]
     layout: Json
     columns: Sequence[str]
-    """Those of the table behind it, as the rows are."""
+    """Columns of the table of the chart."""
     rows: Sequence[Sequence[Value]]
     height: int = 420
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a method looks, the same in every chart of a page: never by its colour alone."""
+    """Look of a method, the same in every chart of a page. Methods never differ by colour alone."""
 
     colour: str
     symbol: str
@@ -59,13 +59,13 @@ class Style:
 
 
 class Styles:
-    """The look of the runs of a page: a method has a colour, a series of it a symbol, and a sparsity a kind of line.
+    """Styles of all runs of a page: one colour per method, one symbol per series, one line style per sparsity.
 
-    Methods come in the order in which growprune lists them, then those it does not know.
+    Methods are in the order of `growprune list`, then unknown ones.
     """
 
     def __init__(self, cells: Iterable[Cell]) -> None:
-        order = [name.rstrip("_") for name in METHODS]
+        order = [*METHODS]
         sparse = [cell for cell in cells if not cell.is_dense]
         ranks = {cell.method: order.index(cell.method) if cell.method in order else len(order) for cell in sparse}
         self.methods = sorted(ranks, key=lambda name: (ranks[name], name))
@@ -78,7 +78,7 @@ class Styles:
             return Style(INK, "asterisk-open", "dash")
         colour = COLOURS[self.methods.index(cell.method) % len(COLOURS)]
         symbol = SYMBOLS[self.series.index(cell.series) % len(SYMBOLS)]
-        # the sparsity that most runs have has the plainest line, and dashes are the dense model's
+        # the most common sparsity has a solid line; dashes are for the dense model
         return Style(colour, symbol, DASHES[self.sparsities.index(cell.sparsity) % len(DASHES)])
 
 
@@ -87,7 +87,7 @@ def axis(title: str, **more: Any) -> Json:
 
 
 def layout(x: Json, y: Json, **more: Any) -> Json:
-    """What all charts have in common; colours are the page's."""
+    """The common layout of all charts. page.js sets the colours."""
     return {
         "xaxis": x,
         "yaxis": y,
@@ -99,7 +99,7 @@ def layout(x: Json, y: Json, **more: Any) -> Json:
 
 
 def short(value: float) -> str:
-    """A number in a table: up to five digits, thousands apart."""
+    """Format a number for a table: up to five digits, with thousands separators."""
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.5g}" if abs(value) < 1e5 else f"{value:,.0f}"

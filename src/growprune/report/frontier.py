@@ -1,4 +1,4 @@
-"""Quality against what it costs: sparsity, FLOPs, live weights, memory; and the time that training took."""
+"""Charts of quality against sparsity, FLOPs, live weights and memory, and of training time."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from growprune.runs.record import Json, Record
 
 @dataclass(frozen=True)
 class Cost:
-    """What quality is shown against."""
+    """The x axis of a chart of quality."""
 
     name: str
     title: str
     axis: str
     caption: str
-    """{up} and {above} stand for where better scores are."""
+    """{up} and {above} are replaced by the direction of better scores."""
     of: Callable[[Record], float | None]
     tickformat: str
 
 
 def given(name: str) -> Callable[[Record], Any]:
-    """What a result has under a name, if there is one."""
+    """A function that returns an entry of a result, or None."""
     return lambda record: record.figure(name)
 
 
 def _share_alive(record: Record, name: str, otherwise: Callable[[list[float]], float]) -> float | None:
-    """A number of live weights, as a share of the prunable; of results without it, by the rows of their history."""
-    prunable = record.total("prunable")
+    """Live weights as a fraction of the prunable ones. Results without this number use their history."""
+    prunable = record.num_prunable
     if not prunable:
         return None
     if (counted := record.figure(name)) is not None:
@@ -54,8 +54,8 @@ COSTS = (
         "sparsity",
         "Quality against sparsity",
         "sparsity",
-        "How much quality is left as more weights are removed: the dashed line is the dense model, and what is on or "
-        "{above} it lost nothing. Runs of one sparsity stand side by side.",
+        "Quality as more weights are removed. The dashed line is the dense model; a point on or {above} it lost "
+        "nothing. Runs of one sparsity are drawn side by side.",
         lambda record: record.sparsity,
         "~%",
     ),
@@ -63,41 +63,40 @@ COSTS = (
         "training-flops",
         "Quality against training FLOPs",
         "training FLOPs",
-        "How much computing each method needed to get there; {up} and to the left is better.",
+        "The compute that each method needed for training. {up} and left is better.",
         given("training_flops"),
         "~s",
     ),
     Cost(
         "inference-flops",
         "Quality against inference FLOPs",
-        "FLOPs of one example, in theory",
-        "How much computing the finished model needs for one example, if its zeros are skipped; {up} and to the left "
-        "is better.",
+        "theoretical FLOPs per example",
+        "The compute that the trained model needs per example if zeros are skipped. {up} and left is better.",
         lambda record: record.total("flops_sparse"),
         "~s",
     ),
     Cost(
         "peak-live",
         "Quality against peak live weights",
-        "peak live weights (share)",
-        "How large the model ever was in training: a method at 100 % has to have room for the dense model.",
+        "peak live weights (fraction)",
+        "The largest size of the model during training. A method at 100 % needs memory for the dense model.",
         peak_live,
         ".0%",
     ),
     Cost(
         "average-live",
         "Quality against average live weights",
-        "average live weights (share)",
-        "How large the model was on average in training, which is about what its training could cost.",
+        "average live weights (fraction)",
+        "The average size of the model during training, which is about what training could cost.",
         average_live,
         ".0%",
     ),
     Cost(
         "peak-memory",
         "Quality against peak memory",
-        "peak bytes, as measured",
-        "What was really used at most: of the GPU's memory, or of the whole process on a CPU; compare only runs of one "
-        "machine and one storage.",
+        "measured peak bytes",
+        "Measured peak memory: of the GPU, or of the whole process on a CPU. Compare only runs on one machine with the "
+        "same storage.",
         given("peak_bytes"),
         "~s",
     ),
@@ -105,7 +104,7 @@ COSTS = (
 
 
 def frontier_charts(group: Group, styles: Styles) -> list[Chart]:
-    """One for each cost that the runs have figures of."""
+    """One chart for each cost that the runs have numbers for."""
     return [chart for cost in COSTS if (chart := _chart(cost, group, styles))]
 
 
@@ -121,7 +120,7 @@ def _chart(cost: Cost, group: Group, styles: Styles) -> Chart | None:
     xs = [cell.mean(cost.of) or 0.0 for cell in shown]
     data = [trace for cell in dense for trace in _dense(cell, cost, xs)]
     data += [_trace(cells, cost, styles) for cells in series.values()]
-    up, above = ("down", "below") if group.metric.lower_is_better else ("up", "above")
+    up, above = ("Down", "below") if group.metric.lower_is_better else ("Up", "above")
     caption = cost.caption.format(up=up, above=above)
     if cost.name == "sparsity":
         _put_side_by_side([trace for trace in data if "customdata" in trace], xs)
@@ -137,7 +136,7 @@ def _chart(cost: Cost, group: Group, styles: Styles) -> Chart | None:
 
 
 def _x_axis(cost: Cost, xs: list[float]) -> Json:
-    """Sparsities are few and round, so that they themselves are the ticks."""
+    """The x axis. Sparsities are few and round, so they are the ticks."""
     if cost.name != "sparsity":
         return axis(cost.axis, tickformat=cost.tickformat)
     ends = [min(xs) - 0.5 * _gap(xs), max(xs) + 0.5 * _gap(xs)]
@@ -145,13 +144,13 @@ def _x_axis(cost: Cost, xs: list[float]) -> Json:
 
 
 def _put_side_by_side(traces: list[Json], xs: list[float]) -> None:
-    """Many methods have the same sparsity: they stand a little beside it, so that all are seen."""
+    """Shift methods of the same sparsity a little, so that all are visible."""
     for number, trace in enumerate(traces):
         trace["x"] = [x + 0.7 * _gap(xs) * ((number + 0.5) / len(traces) - 0.5) for x in trace["x"]]
 
 
 def _gap(xs: list[float]) -> float:
-    """Between the sparsities that are closest."""
+    """The smallest difference between two sparsities."""
     return min((b - a for a, b in pairwise(sorted(set(xs)))), default=0.04)
 
 
@@ -170,7 +169,7 @@ def _trace(cells: list[Cell], cost: Cost, styles: Styles) -> Json:
 
 
 def _dense(cell: Cell, cost: Cost, xs: list[float]) -> list[Json]:
-    """The dense model as a line, and as a point where it has a place on the axis."""
+    """The dense model as a line, and as a point if it has a cost on the axis."""
     x, y = cell.mean(cost.of), cell.quality
     name = f"{cell.label}, {cell.epochs} epochs" if not cell.variant else cell.label
     ends = [min(xs), max(xs)] if x is None or cost.name == "sparsity" else [min(*xs, x), max(*xs, x)]
@@ -194,7 +193,7 @@ def _has_spread(cells: list[Cell]) -> bool:
 
 
 def time_chart(group: Group, styles: Styles) -> Chart | None:
-    """How long training took, as measured."""
+    """The measured training time."""
     of = given("seconds")
     cells = [cell for cell in group.cells if cell.mean(of) is not None]
     if not cells:
@@ -213,7 +212,7 @@ def time_chart(group: Group, styles: Styles) -> Chart | None:
     return Chart(
         "time",
         "Training time",
-        f"How many {unit} a run took on its machine; compare only runs that had one machine to themselves.",
+        f"The {unit} that a run took. Compare only runs that had the same kind of machine to themselves.",
         [bar],
         layout(axis(unit, rangemode="tozero"), axis("", type="category", ticksuffix=" "), showlegend=False),
         ["run", "seconds (mean)", "standard deviation", "seeds"],

@@ -1,4 +1,4 @@
-"""Which runs a page puts together: those of one task, data set and budget; and which differ by their seed alone."""
+"""Groups the runs of a page by task, data set and budget, and finds runs that differ only by seed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from growprune.runs.comparable import TOLERANCE, task_settings, telling, variant
 from growprune.runs.record import Json
 
 SAME_FLOPS = 0.05
-"""Training FLOPs that differ by no more than this share are one budget."""
+"""Largest relative difference of training FLOPs within one budget."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Runs that differ by their seed alone, all of them finished or none."""
+    """Runs that differ only by seed. Either all are finished, or none."""
 
     method: str
     variant: str
-    """What tells it from other runs of the method in its group; empty if nothing needs to."""
+    """The settings that distinguish it from other runs of the method in its group. May be empty."""
     sparsity: float
     records: tuple[Record, ...]
 
@@ -62,7 +62,9 @@ class Cell:
 
     @property
     def is_off(self) -> bool:
-        """True if its runs ended at another sparsity than their target."""
+        """True if its runs ended at another sparsity than their target. A small dense model has no target."""
+        if self.first.small:
+            return False
         reached = self.mean(lambda record: record.total("sparsity"))
         return reached is not None and abs(reached - self.sparsity) > TOLERANCE
 
@@ -78,7 +80,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that may be compared. Dense ones are the reference of every group of their task and data."""
+    """Comparable runs. Dense runs are the baseline in every group of their task and data."""
 
     title: str
     budget: str
@@ -94,7 +96,7 @@ class Group:
 
     @property
     def reference(self) -> Cell | None:
-        """The dense runs that others are compared with: as long as these if there are such, and the best of them."""
+        """The dense runs that others are compared with: the best one, of equal length if possible."""
         finished = [cell for cell in self.dense if cell.first.is_finished]
         lengths = {record.epochs for cell in self.sparse for record in cell.records if record.is_finished}
         fitting = [cell for cell in finished if cell.epochs in lengths] or finished
@@ -106,19 +108,19 @@ class Group:
 
 
 def best_by_validation(cells: Sequence[Cell], metric: Metric) -> Cell | None:
-    """None if there is nothing but test data, which choose nothing."""
+    """The best cell by validation data. None without validation data, because test data selects nothing."""
     scores = {n: cell.mean(lambda record: record.validation) for n, cell in enumerate(cells)}
     best = metric.best({n: score for n, score in scores.items() if score is not None})
     return None if best is None else cells[best]
 
 
 def order(record: Record) -> tuple[str, float, str]:
-    """Where a run stands on a page."""
+    """Sort key of a run on a page."""
     return record.method, record.sparsity, record.name
 
 
 def group_runs(records: Sequence[Record]) -> list[Group]:
-    """The groups of all runs that have something to show."""
+    """Group all runs that have data to show."""
     tasks: dict[str, list[Record]] = {}
     for record in _shown(records):
         tasks.setdefault(json.dumps(task_settings(record), sort_keys=True), []).append(record)
@@ -127,7 +129,7 @@ def group_runs(records: Sequence[Record]) -> list[Group]:
 
 
 def what_differs(records: Sequence[Record]) -> list[str]:
-    """In which settings of task and data, and in which budgets, runs differ, in words."""
+    """Describe the differences between runs in task, data and budget."""
     names = _by_name(records)
     said = [f"the task is {' or '.join(names)}"] if len(names) > 1 else []
     for name, tasks in names.items():
@@ -141,7 +143,9 @@ def what_differs(records: Sequence[Record]) -> list[str]:
 
 
 def _shown(records: Sequence[Record]) -> list[Record]:
-    return sorted((record for record in records if record.history or record.is_finished), key=order)
+    """Runs that started. For tuned rows, only the chosen ones."""
+    begun = [record for record in records if record.history or record.is_finished]
+    return sorted((record for record in begun if not record.is_passed_over), key=order)
 
 
 def _name(record: Record) -> str:
@@ -149,30 +153,30 @@ def _name(record: Record) -> str:
 
 
 def _by_name(records: Sequence[Record]) -> dict[str, list[Json]]:
-    """The settings of tasks by the name of the task; those of different tasks have nothing in common."""
+    """Settings of tasks by the name of the task, because different tasks have different settings."""
     found: dict[str, list[Json]] = {}
     for record in _shown(records):
         found.setdefault(_name(record), []).append(task_settings(record))
     return found
 
 
-def _split(records: list[Record], told_apart: Mapping[str, Any]) -> list[Group]:
-    """Runs of one task by their budget."""
+def _split(records: list[Record], differing: Mapping[str, Any]) -> list[Group]:
+    """Split the runs of one task by budget."""
     dense = [record for record in records if record.is_dense]
     by_epochs: dict[int, list[Record]] = {}
     for record in [record for record in records if not record.is_dense and record.is_finished]:
         by_epochs.setdefault(record.epochs, []).append(record)
     budgets = _joined_by_flops(by_epochs)
-    going_on = [record for record in records if not record.is_dense and not record.is_finished]
-    if going_on:  # how long they are to be is not known: they stand with the largest budget there is
-        budgets.setdefault(max(budgets, key=lambda name: len(budgets[name]), default=""), []).extend(going_on)
+    unfinished = [record for record in records if not record.is_dense and not record.is_finished]
+    if unfinished:  # their length is not known: they are shown with the budget that has most runs
+        budgets.setdefault(max(budgets, key=lambda name: len(budgets[name]), default=""), []).extend(unfinished)
     budgets = budgets or {f"{max((record.epochs for record in dense), default=0)} epochs": []}
-    title = _title(records[0], told_apart)
+    title = _title(records[0], differing)
     return [Group(title, budget, tuple(_cells([*dense, *found]))) for budget, found in budgets.items()]
 
 
 def _joined_by_flops(by_epochs: Mapping[int, list[Record]]) -> dict[str, list[Record]]:
-    """Budgets of different epochs are one if all their runs have the same training FLOPs, or nearly."""
+    """Join budgets of different epochs if all their runs have nearly the same training FLOPs."""
     ranges = {epochs: flops for epochs, records in by_epochs.items() if (flops := _flops(records)) is not None}
     joined: list[list[int]] = []
     for epochs in sorted(ranges, key=lambda epochs: ranges[epochs]):
@@ -191,16 +195,16 @@ def _joined_by_flops(by_epochs: Mapping[int, list[Record]]) -> dict[str, list[Re
 
 
 def _flops(records: Sequence[Record]) -> tuple[float, float] | None:
-    """The least and the most that runs trained with; none if any of them does not say."""
+    """Smallest and largest training FLOPs of runs. None if any is unknown."""
     flops = [record.figure("training_flops") for record in records]
     return None if None in flops else (min(flops), max(flops))
 
 
-def _title(record: Record, told_apart: Mapping[str, Any]) -> str:
+def _title(record: Record, differing: Mapping[str, Any]) -> str:
     task = task_settings(record)
     title = _name(record) + (f" {task['model']}" if task.get("model") else "")
     title += f" on {task['data']}" if task.get("data") else ""
-    more = [f"{name} {task[name]}" for name in told_apart if name in task and name not in ("name", "model", "data")]
+    more = [f"{name} {task[name]}" for name in differing if name in task and name not in ("name", "model", "data")]
     return ", ".join([title, *more])
 
 
@@ -222,7 +226,7 @@ def _cells(records: Sequence[Record]) -> list[Cell]:
 
 
 def _by_finish(method: str, variant: str, sparsity: float, same: list[Record]) -> Iterator[Cell]:
-    """What is not finished stands beside what is, as means of both would be of neither."""
+    """Separate cells for finished and unfinished runs, because their mean would be meaningless."""
     for is_finished in (True, False):
         records = sorted((r for r in same if r.is_finished is is_finished), key=lambda record: record.seed)
         is_other = not is_finished and len(records) < len(same)

@@ -1,4 +1,4 @@
-"""What changes over a run: quality, loss, live weights, what was explored, and how much the masks change."""
+"""Charts over epochs: quality, loss, live weights, explored weights and mask churn."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from growprune.report.groups import Cell, Group
 from growprune.runs.record import Json, Record
 
 Points = dict[int, float]
-"""By epoch."""
+"""Values by epoch."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What one chart over time shows of a row, or of the rows of the branches of a fork, which share an epoch."""
+    """The quantity of one chart over time. Rows of the branches of a fork share an epoch."""
 
     name: str
     title: str
@@ -24,7 +24,7 @@ class Quantity:
     caption: str
     of: Callable[[Record, Json], float | None]
     join: Callable[[Iterable[float]], float]
-    """What stands for the branches of a fork."""
+    """Combines the values of the branches of a fork."""
     is_step: bool = False
     is_share: bool = False
 
@@ -34,16 +34,16 @@ OF_ANY_TASK = (
         "loss",
         "Loss over time",
         "training loss",
-        "The loss on the training data falls as the model learns, and jumps where weights are taken away.",
+        "The training loss falls as the model learns, and jumps where weights are pruned.",
         lambda record, row: row.get("loss"),
         statistics.mean,
     ),
     Quantity(
         "live",
         "Live weights over time",
-        "live weights (share of the prunable)",
-        "How much of the model exists at each time: the peak of a line is what the training has to have room for.",
-        lambda record, row: row["alive"] / size if (size := record.total("prunable")) else None,
+        "live weights (fraction of prunable)",
+        "The size of the model over time. Training needs memory for the peak of a line.",
+        lambda record, row: row["alive"] / size if (size := record.num_prunable) else None,
         max,
         is_step=True,
         is_share=True,
@@ -51,9 +51,9 @@ OF_ANY_TASK = (
     Quantity(
         "explored",
         "Weights ever explored",
-        "ever trained (share of the prunable)",
-        "Of all weights, the share that has been live in training so far: a method that reaches 1 has tried every "
-        "weight, and one that stays flat keeps to the mask it began with.",
+        "ever trained (fraction of prunable)",
+        "The fraction of weights that have been trained so far. A method that reaches 100 % has tried every weight; a "
+        "flat line means that no new weights were tried.",
         lambda record, row: row.get("explored"),
         max,
         is_step=True,
@@ -62,8 +62,8 @@ OF_ANY_TASK = (
     Quantity(
         "churn",
         "Mask churn",
-        "changed at the last edit (share of the live)",
-        "How much of the mask the last edit changed: at 0 the same weights live as before, at 1 none of them.",
+        "changed by the last edit (fraction of live)",
+        "How much of the mask the last edit changed. At 0 % all live weights stayed; at 100 % none did.",
         lambda record, row: row.get("churn"),
         max,
         is_step=True,
@@ -75,12 +75,12 @@ OF_ANY_TASK = (
 def quantities(group: Group) -> list[Quantity]:
     """The charts over time, in the order of the page."""
     metric, better = group.metric.name, "lower" if group.metric.lower_is_better else "higher"
-    after = "lines jump where weights are taken away" if group.metric.lower_is_better else "dips follow edits"
+    after = "Lines jump where weights are pruned" if group.metric.lower_is_better else "Dips follow edits"
     quality = Quantity(
         "quality",
         f"{metric} over time",
         f"{metric} on validation data",
-        f"The {better} a line, the better the model is on data it was not trained on ({metric}); {after}.",
+        f"{metric} on data that the model was not trained on: {better} is better. {after}.",
         lambda record, row: (row.get("validation") or {}).get(record.metric.name),
         statistics.mean,
     )
@@ -88,7 +88,7 @@ def quantities(group: Group) -> list[Quantity]:
 
 
 def charts_over_time(group: Group, styles: Styles) -> list[Chart]:
-    """Those for which any run has figures."""
+    """The charts over time for which any run has numbers."""
     return [chart for quantity in quantities(group) if (chart := _chart(quantity, group, styles))]
 
 
@@ -113,11 +113,11 @@ def _chart(quantity: Quantity, group: Group, styles: Styles) -> Chart | None:
 def _trace(quantity: Quantity, cell: Cell, points: Points, styles: Styles) -> Json:
     style = styles.of(cell)
     xs, ys = list(points), list(points.values())
-    if quantity.is_step and xs[0] == 1:  # what the first epoch ends with, it began with
+    if quantity.is_step and xs[0] == 1:  # the first epoch has the same value at its start
         xs, ys = [0, *xs], [ys[0], *ys]
     trace: Json = {"type": "scatter", "x": xs, "y": ys, "name": cell.label}
     trace |= {"mode": "lines+markers", "line": style.line(shape="vh" if quantity.is_step else "linear")}
-    # so that lines are told apart without colours, a marker now and then
+    # some markers, so that lines differ without colours
     trace["marker"] = style.marker(size=7, maxdisplayed=0 if len(points) <= 12 else 9)
     number = ".1%" if quantity.is_share else ".4g"
     trace["hovertemplate"] = f"{cell.label}<br>epoch %{{x}}: %{{y:{number}}}<extra></extra>"

@@ -33,7 +33,7 @@
     title: { ...axis.title, font: { size: 13 } },
   });
 
-  // Names of rows, which on a phone break near the middle: else long ones would leave no room for their bars
+  // Names of rows. On a phone they break near the middle, because long ones would leave no space for their bars
   const NARROW = 500;
   const folded = (name) => {
     const middle = name.length / 2;
@@ -53,10 +53,10 @@
     for (const trace of data)
       if (trace.meta === "density") {
         trace.marker.colorscale = [[0, colour("low")], [1, colour("high")]];
-        trace.marker.showscale = width >= NARROW; // a phone has no room for it, and the table says as much
+        trace.marker.showscale = width >= NARROW; // too wide for a phone, and the table has the numbers
         trace.insidetextfont = { size: width < NARROW ? 10 : 11 };
-        const room = width < NARROW ? 0.2 * chart.layout.xaxis.range[1] : 0;
-        trace.text = trace.text.map((text, i) => (trace.x[i] < room ? "" : text));
+        const shortest = width < NARROW ? 0.2 * chart.layout.xaxis.range[1] : 0;
+        trace.text = trace.text.map((text, i) => (trace.x[i] < shortest ? "" : text));
       }
     const rows = legendRows(data, width);
     const height = Number(plot.dataset.height) + rows * 20;

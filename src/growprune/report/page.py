@@ -1,4 +1,4 @@
-"""The page: words, charts and tables in one file that asks the network for nothing."""
+"""The page: text, charts and tables in one file that works without a network."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from growprune.report.groups import Group, group_runs, order
 from growprune.report.over_time import charts_over_time, quantities
 from growprune.report.schedule import schedule_chart
 from growprune.runs import Record
+from growprune.runs.tuned import HEAD, cells_of, errors_of, notes_of, tunings_of
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""Nothing may be fetched from anywhere: the browser itself sees to it."""
+"""Makes the browser block all network requests."""
 
 
 def write_page(records: Sequence[Record], out: Path) -> None:
     if not out.parent.is_dir():
-        raise GrowpruneError(f"{out} cannot be written: there is no folder {out.parent}; make it, or give another -o")
+        raise GrowpruneError(f"cannot write {out}: folder {out.parent} does not exist. Make it, or choose another -o")
     if out.is_dir():
-        raise GrowpruneError(f"{out} is a folder: give -o the name of a file, such as {out / 'page.html'}")
+        raise GrowpruneError(f"-o must be a file, such as {out / 'page.html'}, but {out} is a folder")
     content = render(records, _plotly()).encode()
     with replacing(out) as file:
         file.write(content)
@@ -40,19 +41,20 @@ def _plotly() -> str:
         from plotly.offline import get_plotlyjs  # an extra, and only pages need it
     except ImportError as error:
         raise GrowpruneError(
-            "pages are drawn with plotly: pip install 'growprune[report]', or '.[report]' in a copy of the repository"
+            "report needs plotly: pip install 'growprune[report]', or '.[report]' in a clone of the repository"
         ) from error
     return str(get_plotlyjs())
 
 
 def render(records: Sequence[Record], plotly: str) -> str:
-    """The whole page as text, with the code of Plotly in it."""
+    """The whole page as a string, including the code of Plotly."""
     records = sorted(records, key=order)
     groups = group_runs(records)
     styles = Styles(cell for group in groups for cell in group.cells)
     charts: list[Chart] = []
     body = [_head(groups, records)]
     body += [_group(number, group, styles, charts) for number, group in enumerate(groups, 1)]
+    body.append(_tuning(records))
     body.append(f"<section id='runs'><h2>All runs</h2>{_table(tables.RUNS_HEAD, tables.all_runs(records))}</section>")
     body += [_again(records), _meanings()]
     specs = [
@@ -100,18 +102,19 @@ def _head(groups: Sequence[Group], records: Sequence[Record]) -> str:
     for group in groups:
         said += f"<p>{' '.join(map(escape, words.summary(group)))}</p>"
     links = [(f"group-{n}", f"{g.title}, {g.budget}".rstrip(", ")) for n, g in enumerate(groups, 1)]
-    links += [("runs", "All runs"), ("again", "How to do it again"), ("words", "Words")]
+    links += [("tuning", "Tuning")] if tunings_of(records) else []
+    links += [("runs", "All runs"), ("again", "How to reproduce"), ("words", "Terms")]
     contents = "".join(f"<li><a href='#{place}'>{escape(text)}</a></li>" for place, text in links)
     return (
         "<header><p class='brand'>growprune report"
         "<button type='button' id='theme' aria-live='polite'>Theme: auto</button></p>"
         f"<h1>{escape(words.title(groups, records))}</h1></header>"
-        f"<section id='summary'><h2>In short</h2>{said}</section><nav aria-label='Contents'><ul>{contents}</ul></nav>"
+        f"<section id='summary'><h2>Summary</h2>{said}</section><nav aria-label='Contents'><ul>{contents}</ul></nav>"
     )
 
 
 def _group(number: int, group: Group, styles: Styles, charts: list[Chart]) -> str:
-    """All that is shown of runs that may be compared."""
+    """The section of a group of comparable runs."""
     named = f"{group.title}, {group.budget}".rstrip(", ")
     shown = [schedule_chart(group), *charts_over_time(group, styles), layer_chart(group, styles)]
     compared = [*frontier_charts(group, styles), time_chart(group, styles)] if len(group.cells) > 1 else []
@@ -120,13 +123,23 @@ def _group(number: int, group: Group, styles: Styles, charts: list[Chart]) -> st
         quality = f"{group.metric.name}, test{group.metric.direction}"
         head = [quality if name == "quality" else name for name in tables.MEANS_HEAD]
         sections.append(f"<h3>Results</h3>{_table(head, rows)}")
-    sections.append(_figures("How it was trained", [chart for chart in shown if chart is not None], charts))
-    sections.append(_figures("What was gained, and at what cost", [c for c in compared if c is not None], charts))
+    sections.append(_figures("Training", [chart for chart in shown if chart is not None], charts))
+    sections.append(_figures("Quality and cost", [c for c in compared if c is not None], charts))
     wanted = [each.title for each in (*quantities(group), *(COSTS if compared else ()))]
     found = {chart.title for chart in (*shown, *compared) if chart is not None}
     if lacking := [title for title in wanted if title not in found]:
-        sections.append(f"<p class='small'>Not shown, since no run has the figures: {escape(', '.join(lacking))}.</p>")
+        sections.append(f"<p class='small'>Not shown, because no run has the data: {escape(', '.join(lacking))}.</p>")
     return "\n".join([*sections, "</section>"])
+
+
+def _tuning(records: Sequence[Record]) -> str:
+    """The section about tuned rows: their choice, and the number of runs."""
+    if not (tunings := tunings_of(records)):
+        return ""
+    said = [*notes_of(tunings), *(line for tuning in tunings for line in errors_of(tuning))]
+    text = f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in said)}</ul>"
+    table = _table(HEAD, [cells_of(tuning) for tuning in tunings])
+    return f"<section id='tuning'><h2>Tuning</h2>{text}{table}</section>"
 
 
 def _figures(heading: str, shown: Sequence[Chart], charts: list[Chart]) -> str:
@@ -160,7 +173,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Value]]) -> str:
 
 
 def _cell(value: Value) -> str:
-    """A number is shown short, and kept whole for the CSV file."""
+    """A table cell. Numbers are shown short, and stored with all digits for the CSV file."""
     if value is None:
         return "<td class='number' data-v=''>-</td>"
     if isinstance(value, str):
@@ -170,7 +183,7 @@ def _cell(value: Value) -> str:
 
 
 def _again(records: Sequence[Record]) -> str:
-    """Commands, whole recipes, machines and versions."""
+    """The section with commands, recipes, machines and versions."""
     recipes = "".join(
         f"<details><summary>Recipe of {escape(record.name)}</summary>"
         f"<pre>{escape(json.dumps(_without_places(record.recipe), indent=1))}</pre></details>"
@@ -183,13 +196,13 @@ def _again(records: Sequence[Record]) -> str:
         rows = [[*(str(environment.get(name, "")) for name in names), ", ".join(who)] for environment, who in found]
         machines = f"<h3>Machines and versions</h3>{_table([*names, 'runs'], rows)}"
     return (
-        f"<section id='again'><h2>How to do it again</h2><p>DATA is the folder in which your data lie.</p>"
+        f"<section id='again'><h2>How to reproduce</h2><p>Replace DATA by the folder with your data.</p>"
         f"<pre tabindex='0'>{escape(words.commands(records))}</pre>{recipes}{machines}</section>"
     )
 
 
 def _without_places(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe without where data lie on a disk."""
+    """A recipe without paths on this machine."""
     if recipe.get("weights"):
         recipe = {**recipe, "weights": Path(str(recipe["weights"])).name}
     task = recipe.get("task")
@@ -200,7 +213,7 @@ def _without_places(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def _meanings() -> str:
     terms = "".join(f"<dt>{term}</dt><dd>{escape(meaning)}</dd>" for term, meaning in words.MEANINGS.items())
-    return f"<section id='words'><h2>Words</h2><dl>{terms}</dl></section>"
+    return f"<section id='words'><h2>Terms</h2><dl>{terms}</dl></section>"
 
 
 def _asset(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The schedule as a timeline: how dense each part, or the whole model, is when."""
+"""The schedule as a timeline: the density of each part, or of the whole model, over time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from growprune.report.groups import Cell, Group
 from growprune.runs.record import Json, Record
 
 MAX_PARTS = 12
-"""Beyond so many parts, or sets of layers, only the whole model is shown."""
+"""With more parts, or sets of layers, only the whole model is shown."""
 MIN_SHARE = 0.07
-"""How much of the time a stretch must take for its density to be written into it."""
+"""Smallest fraction of the time in which a bar shows its density as text."""
 
 _EDIT = re.compile(
     r"(prune|grow) (?:([\d.e-]+) (?:more )?of (.+?)|(.+?) to (dense|[\d.e-]+))"
@@ -23,12 +23,12 @@ _EDIT = re.compile(
 
 
 Row = tuple[str, float, float, float]
-"""Of a stretch of the timeline: of what, from which epoch, to which, and how dense it is."""
+"""A bar of the timeline: label, first epoch, last epoch and density."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time, in epochs, in which nothing is edited; the branches of a fork have spans of their own."""
+    """A time, in epochs, without edits. Branches of a fork have spans of their own."""
 
     start: float
     end: float
@@ -39,7 +39,7 @@ class Span:
 
 
 def schedule_chart(group: Group) -> Chart | None:
-    """Of every method of a group, how dense what was when; of runs that differ by their seed, the first."""
+    """The timeline of every method of a group. Of runs that differ only by seed, the first."""
     size = next((found for cell in group.cells for r in cell.records if (found := r.total("prunable"))), None)
     lanes = [lane for cell in group.cells for lane in _lanes(cell, len(group.cells) > 1, size)]
     if not lanes:
@@ -48,17 +48,17 @@ def schedule_chart(group: Group) -> Chart | None:
     length = max(end for _, _, end, _ in rows)
     return Chart(
         "schedule",
-        "The schedule",
-        "Each row is a part of a model, or a whole model; the darker (on a dark page, the brighter) it is, the more of "
-        "its weights live at that time."
-        + (" Parts that are dense at the same time are so on machines of their own." if _has_forks(group) else ""),
+        "Schedule",
+        "Each row is a part of a model, or a whole model. Darker (on a dark page: brighter) means that more of its "
+        "weights are alive at that time."
+        + (" Parts that are dense at the same time are trained on separate machines." if _has_forks(group) else ""),
         [_bars(rows, length)],
         layout(
             axis("epoch", range=[0, length]),
             axis("", autorange="reversed", type="category", ticksuffix=" "),
             bargap=0.12,
         ),
-        ["what", "from epoch", "to epoch", "density"],
+        ["part", "from epoch", "to epoch", "density"],
         rows,
         height=130 + 34 * len(lanes),
     )
@@ -69,7 +69,7 @@ def _has_forks(group: Group) -> bool:
 
 
 def _bars(rows: Sequence[Row], length: float) -> Json:
-    """A bar for each stretch, as dark as it is dense."""
+    """The bars of the timeline, darker where denser."""
     densities = [density for _, _, _, density in rows]
     bars: Json = {"type": "bar", "orientation": "h", "meta": "density", "y": [label for label, _, _, _ in rows]}
     bars |= {"base": [start for _, start, _, _ in rows], "x": [end - start for _, start, end, _ in rows]}
@@ -87,7 +87,7 @@ def _name(density: float) -> str:
 
 
 def _lanes(cell: Cell, is_named: bool, prunable: int | None) -> list[list[Row]]:
-    """Of a run that is not finished, the size is that of others, if there are any."""
+    """The rows of a run in the timeline. An unfinished run uses the model size of other runs, if there are any."""
     record = next((record for record in cell.records if record.phases), cell.first)
     spans = _spans(record)
     if not spans:
@@ -102,7 +102,7 @@ def _lanes(cell: Cell, is_named: bool, prunable: int | None) -> list[list[Row]]:
 
 
 def _lane(label: str, states: Sequence[tuple[float, float]]) -> list[Row]:
-    """Neighbours of one density are one stretch."""
+    """Join neighbours of equal density into one bar."""
     lane: list[Row] = []
     start = 0.0
     for density, same in groupby(states, key=lambda state: state[1]):
@@ -113,10 +113,10 @@ def _lane(label: str, states: Sequence[tuple[float, float]]) -> list[Row]:
 
 
 def _part_states(record: Record, spans: Sequence[Span], parts: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
-    """By part, until when it has which density. Of a fork, a part is as dense as on the machine where it is densest."""
+    """End time and density of each bar, by part. In a fork, the largest density over branches counts."""
     states: dict[str, list[tuple[float, float]]] = {part: [] for part in parts}
-    # a log has the edits of all phases; rows of a history may lack the first ones, which every method spends on pruning
-    now = dict.fromkeys(parts, 1.0 if record.phases else 1 - record.sparsity)
+    # a log has the edits of all phases; a history may lack the first ones, in which every method prunes
+    now = dict.fromkeys(parts, 1.0 if record.phases else _last_density(record))
     is_forked, stage = not record.phases and any(span.branch is not None for span in spans), 0
     for same in _by_time(spans):
         if is_forked and same[0].stage > stage + 1:  # nor those between forks, which prune what the branches grew
@@ -131,10 +131,14 @@ def _part_states(record: Record, spans: Sequence[Span], parts: Sequence[str]) ->
 
 
 def _left(spans: Sequence[Span], record: Record) -> float:
-    """How dense a pruning left the parts: as the live weights say, if nothing was grown since."""
+    """Density of the parts after pruning, from the live weights if nothing was grown since."""
     if spans[0].branch is None and (size := record.total("prunable")):
         return float(spans[0].alive / size)
-    return 1 - record.sparsity
+    return _last_density(record)
+
+
+def _last_density(record: Record) -> float:
+    return 1.0 if record.trains_dense else 1 - record.sparsity
 
 
 def _edited(now: dict[str, float], edits: str) -> dict[str, float]:
@@ -149,7 +153,7 @@ def _edited(now: dict[str, float], edits: str) -> dict[str, float]:
 
 
 def parse_edits(edits: str) -> list[tuple[str, str, float | None, float | None]]:
-    """The edits of a phase as it is written in logs: (action, part, to, share)."""
+    """Parse the edits of a phase as logs write them, into (action, part, to, share)."""
     found = []
     for edit in edits.split(", "):
         if match := _EDIT.fullmatch(edit.partition(" (")[0]):
@@ -164,7 +168,7 @@ def _is_known(edits: str) -> bool:
 
 
 def _spans(record: Record) -> list[Span]:
-    """From the log, which has every phase; without one, from the history, which has what each epoch ended with."""
+    """The spans of a run from its log, which has every phase, or else from its history, which has every epoch."""
     if not record.phases:  # its rows have one branch after the other
         of_epochs = [_span(row["epoch"] - 1, row["epoch"], row) for row in record.history]
         return sorted(of_epochs, key=lambda span: (span.stage, span.start))
@@ -187,7 +191,7 @@ def _span(start: float, end: float, row: Json) -> Span:
 
 
 def _by_time(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans one after the other, those of the branches of a fork together."""
+    """Spans in order of time. Those of the branches of a fork are together."""
     return [list(same) for _, same in groupby(spans, key=lambda span: (span.stage, span.start))]
 
 
@@ -196,5 +200,5 @@ def _end(spans: Sequence[Span]) -> float:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """S2 before S10."""
+    """Sort key that puts S2 before S10."""
     return [(int(piece), "") if piece.isdigit() else (0, piece) for piece in re.split(r"(\d+)", name) if piece]

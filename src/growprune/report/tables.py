@@ -1,4 +1,4 @@
-"""The two tables of results: means over seeds of what may be compared, and every run by itself."""
+"""The two tables of results: means over seeds of comparable runs, and all runs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from growprune.report.chart import Value
 from growprune.report.frontier import average_live, given, peak_live
 from growprune.report.groups import Cell, Group
 from growprune.runs import Record
+from growprune.runs.record import say_small
 
 MEANS_HEAD = (
     *("run", "seeds", "epochs", "quality", "minus dense", "sparsity reached", "training FLOPs", "inference FLOPs"),
     *("peak live", "average live", "explored", "peak memory", "time"),
 )
 RUNS_HEAD = (
-    *("run", "status", "method", "sparsity", "seed", "epochs", "metric", "test", "test of the best by validation"),
+    *("run", "status", "method", "sparsity", "seed", "epochs", "metric", "test", "test of best by validation"),
     *("live weights", "file bytes", "peak bytes", "seconds"),
 )
 UNKNOWN = "-"
+NOT_CHOSEN = "tuning run, not chosen"
 
 
 def means(group: Group) -> list[list[str]]:
-    """A row for each of the finished runs of a group that differ by more than their seed."""
+    """One row of means over seeds for each finished cell of a group."""
     dense = None if group.reference is None else group.reference.quality
     finished = [cell for cell in group.cells if cell.quality is not None]
     return [list(_cells(cell, dense)) for cell in finished]
@@ -48,15 +50,17 @@ def _say(value: float | None, how: Callable[[float], str]) -> str:
 
 
 def _reached(cell: Cell) -> str:
-    """Says so where a method missed its target by more than rounding."""
+    """The reached sparsity, with the target if it was missed. For a small dense model, its size."""
+    if cell.first.small:
+        return say_small(cell.first.small)
     reached = cell.mean(lambda record: record.total("sparsity"))
     if reached is None:
         return UNKNOWN
-    return f"{reached:.4g}, not {in_full(cell.sparsity)}" if cell.is_off else f"{reached:.4g}"
+    return f"{reached:.4g} (target {in_full(cell.sparsity)})" if cell.is_off else f"{reached:.4g}"
 
 
 def _explored(record: Record) -> float | None:
-    """The last share that was counted."""
+    """The last known fraction of explored weights."""
     return next((row["explored"] for row in reversed(record.history) if row.get("explored") is not None), None)
 
 
@@ -69,7 +73,8 @@ def spread(cell: Cell) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """Format a duration.
+
     >>> duration(42), duration(600), duration(9000)
     ('42 s', '10 min', '2.5 h')
     """
@@ -79,11 +84,12 @@ def duration(seconds: float) -> str:
 
 
 def all_runs(records: Sequence[Record]) -> list[list[Value]]:
-    """Every run, whatever became of it."""
+    """One row per run, finished or not."""
     rows: list[list[Value]] = []
     for record in records:
         best = record.figure("best") or {}
-        status = f"{record.status}: {record.why}" if record.why else record.status
+        why = record.why or (NOT_CHOSEN if record.is_passed_over else "")
+        status = f"{record.status}: {why}" if why else record.status
         rows.append(
             [
                 *(record.name, status, record.method, record.sparsity, record.seed, record.epochs, record.metric.name),

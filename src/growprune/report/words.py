@@ -1,4 +1,4 @@
-"""What the page says in words: what was trained, how good it is, what differs, and how to do it again."""
+"""The sentences of the page: what was trained, the results, differences between runs, and commands."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from growprune.report.tables import duration, spread
 from growprune.runs import Record
 
 MEANINGS = {
-    "sparsity": "the share of the weights that are exactly zero; at 0.9, one weight in ten is left",
-    "density": "the share that is left: 1 - sparsity",
-    "live weight": "a weight that may be other than zero, and is trained",
-    "prunable weights": "those that may be removed: of convolutions and matrix products, not of norms and biases",
-    "part": "one of the pieces into which a model is cut, so that one after the other can be trained dense",
+    "sparsity": "the fraction of weights that are exactly zero; at 0.9, one weight in ten is left",
+    "density": "the fraction of weights that are left: 1 - sparsity",
+    "live weight": "a weight that is trained and can be non-zero",
+    "prunable weights": "weights that can be removed: those of convolutions and matrix products, not norms and biases",
+    "part": "a subset of the layers; methods such as GaP train one part dense at a time",
     "epoch": "one pass over the training data",
-    "validation and test data": "data that are not trained on; the first choose a model, the second only judge it",
+    "validation and test data": "data not used for training; validation data selects a model, test data measures it",
 }
 
 
@@ -37,7 +37,7 @@ def summary(group: Group) -> list[str]:
     """A few sentences on one group of runs."""
     finished = [cell for cell in group.cells if cell.quality is not None]
     if not finished:
-        return [f"No run of {group.title} is finished yet; what there is so far is shown below."]
+        return [f"No run of {group.title} is finished yet. The data so far is shown below."]
     return [_trained(group), *_how_good(group, finished), _how_long(finished)]
 
 
@@ -49,11 +49,10 @@ def _trained(group: Group) -> str:
     what = f"{_count(runs, 'run')} of {group.title}, {group.budget}".rstrip(", ")
     these = "This is" if runs == 1 else "These are"
     if not group.sparse:
-        return f"{these} {what}: a dense model, of which no weight was removed."
+        return f"{these} {what}: a dense model without pruning."
     if len(names) > 1:
-        return f"{these} {what}: {len(names)} methods, at sparsity {said} (the share of the weights that are removed)."
-    methods = {name.rstrip("_"): method for name, method in METHODS.items()}
-    about = (methods[names[0]].__doc__ or "").strip().splitlines()[0] if names[0] in methods else ""
+        return f"{these} {what}: {len(names)} methods, at sparsity {said} (the fraction of weights removed)."
+    about = (METHODS[names[0]].__doc__ or "").strip().splitlines()[0] if names[0] in METHODS else ""
     return f"{these} {what}: the method {names[0]} at sparsity {said}. {about}".strip()
 
 
@@ -62,15 +61,15 @@ def _how_good(group: Group, finished: Sequence[Cell]) -> list[str]:
     dense = group.reference
     if dense is not None:
         which = f" ({dense.label})" if sum(cell.is_dense for cell in finished) > 1 else ""
-        sentences.append(f"Without removing anything{which}, {what} on test data is {spread(dense)}.")
+        sentences.append(f"The dense model{which} has {what} {spread(dense)} on test data.")
     sparse = [cell for cell in finished if not cell.is_dense]
     for sparsity in sorted({cell.sparsity for cell in sparse}):
         cells = [cell for cell in sparse if cell.sparsity == sparsity]
-        cells = [cell for cell in cells if not cell.is_off] or cells  # who misses it has it easier
+        cells = [cell for cell in cells if not cell.is_off] or cells  # missing the target makes it easier
         best = cells[0] if len(cells) == 1 else best_by_validation(cells, group.metric)
         if best is None:
             continue
-        who = f"{best.series}, the best of {len(cells)} on validation data," if len(cells) > 1 else best.series
+        who = f"{best.series} (the best of {len(cells)} on validation data)" if len(cells) > 1 else best.series
         score = f"{group.metric.name} {spread(best)}"
         text = f"At sparsity {in_full(sparsity)}, {who} reaches {score} on test data"
         sentences.append(text + (f", {_gap(best, dense)}." if dense is not None else "."))
@@ -81,7 +80,7 @@ def _gap(cell: Cell, dense: Cell) -> str:
     gap = (cell.quality or 0.0) - (dense.quality or 0.0)
     places = decimals(dense.quality)
     if math.isnan(gap):
-        return "which does not compare with dense"
+        return "which cannot be compared with dense"
     if abs(gap) < 0.5 * 10**-places:
         return "as good as dense"
     return f"{abs(gap):.{places}f} {'above' if gap > 0 else 'below'} dense"
@@ -98,23 +97,23 @@ def _how_long(cells: Sequence[Cell]) -> str:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """What a reader must know before comparing: which runs differ, and which are not whole."""
+    """Warnings for the reader: differences between runs, and unfinished runs."""
     said = []
     if differ := what_differs(records):
         said.append(
-            f"Not all of these runs can be compared: {'; '.join(differ)}. Charts of quality are refused across them, "
-            f"and drawn for each group by itself."
+            f"Not all of these runs are comparable: {'; '.join(differ)}. Each group of comparable runs has its own "
+            f"charts."
         )
     said += _twice(records)
     counts = Counter(record.status for record in records if not record.is_finished)
     if counts:
         each = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
-        said.append(f"Not all of these runs are whole ({each}): the table of all runs says why.")
+        said.append(f"Not all of these runs are finished ({each}). The table of all runs says why.")
     return said
 
 
 def _twice(records: Sequence[Record]) -> list[str]:
-    """Runs that look like copies of one another, which would make a spread too small."""
+    """Warn about runs that look like copies of each other, which would make a spread too small."""
     found: dict[tuple[str, ...], None] = {}
     for cell in [cell for group in group_runs(records) for cell in group.cells]:
         by_seed: dict[int, list[str]] = {}
@@ -122,20 +121,20 @@ def _twice(records: Sequence[Record]) -> list[str]:
             by_seed.setdefault(record.seed, []).append(record.name)
         found |= {tuple(sorted(names)): None for names in by_seed.values() if len(names) > 1}
     return [
-        f"{' and '.join(names)} have one seed and the same settings: each counts as a seed here." for names in found
+        f"{' and '.join(names)} have the same seed and settings, but count as different seeds here." for names in found
     ]
 
 
 def commands(records: Sequence[Record]) -> str:
-    """What starts each run again; in the end, those of which no command is known."""
+    """The commands that reproduce the runs, and the names of runs without a known command."""
     known = [f"# {record.name}\n{command(record)}" for record in records if record.origin.get("source")]
     others = [record.name for record in records if not record.origin.get("source")]
-    unknown = f"# begun from Python, or kept without a command (their recipes are below): {', '.join(others)}"
+    unknown = f"# started from Python, or without a known command (their recipes are below): {', '.join(others)}"
     return "\n".join([*known, *([unknown] if others else [])])
 
 
 def command(record: Record) -> str:
-    """What starts a run again; where files lie on a disk is left to the reader."""
+    """The command that reproduces a run, without paths on this machine."""
     source, colon, function = str(record.origin["source"]).rpartition(":")
     name = f"{PurePath(source).name}:{function}" if colon else function
     settings = dict(record.origin.get("settings") or {})
@@ -148,7 +147,7 @@ def command(record: Record) -> str:
 
 
 def environments(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[str]]]:
-    """The machines and versions there were, each with the runs that had them."""
+    """The machines and versions, each with the names of its runs."""
     found: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for record in records:
         if environment := record.figure("environment"):

@@ -1,10 +1,10 @@
-"""Runs, read from their folders: one reader, and one definition of which runs are comparable.
+"""Reads run folders, and defines which runs are comparable.
 
-    record.py       what is known of a run, whatever became of it
-    reading.py      finds run folders and results, and checks what they hold
-    comparable.py   which runs may stand in one table, what varies among them, and what a row is called
+    record.py       a run and its state: finished, unfinished, failed or damaged
+    reading.py      finds run folders and results, and checks their content
+    comparable.py   which runs can be in one table, how they differ, and the names of rows
 
-`compare`, `report`, the command line and the scripts of experiments/ read runs with it, and in no other way.
+`compare`, `report`, the command line and the scripts of experiments/ read runs only through this package.
 """
 
 from growprune.runs.reading import find_runs, read_run

@@ -1,8 +1,9 @@
-"""Which runs may stand in one table, what varies among them, and what a row is called.
+"""Which runs can be in one table, how they differ, and the names of rows.
 
-Runs are comparable if their task, data, budget and all other settings are the same, but for those of the row (ROW) and
-those that change no figure (NO_INFLUENCE). `growprune compare` refuses other runs, unless what differs is allowed. The
-page of `growprune report` gives runs of another task, data or budget charts of their own, and names what else differs.
+Runs are comparable if their task, data, budget and all other settings are the same, except for those of the row (ROW)
+and those that do not change results (NO_INFLUENCE). `growprune compare` refuses other runs, unless the difference is
+allowed. The page of `growprune report` has separate charts for each task, data set and budget, and names what else
+differs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from growprune.engine.compatibility import MAY_CHANGE, flat
@@ -19,28 +20,34 @@ from growprune.engine.metric import in_full
 from growprune.errors import GrowpruneError, shorten
 from growprune.runs.record import Json, Record
 
-ROW = {"method", "options", "sparsity", "allocation", "scope", "partition", "seed"}
-"""Fields of a recipe in which rows, or the runs of one row, may differ."""
+ROW = {"method", "options", "sparsity", "allocation", "scope", "parts", "seed"}
+"""Fields of a recipe that may differ between rows, or between runs of a row."""
 SPARSE = {"pattern", "keep_dense", "include", "lr_scaling"}
-"""Fields that mean nothing to a dense run."""
+"""Fields without effect on a dense run."""
 NO_INFLUENCE = (MAY_CHANGE - {"storage", "task.data", "weights"}) | {
     *("evaluate_every", "candidates", "device", "graph", "task.in_memory", "task.channels_last"),
 }
-"""Fields that change no figure of a table."""
+"""Fields that do not change the numbers of a table."""
 TOLERANCE = 0.0005
-"""How far a run may end from its target sparsity before tables say so."""
+"""Difference from the target sparsity above which tables note it."""
 
 
 def settings(run: Record) -> Json:
-    """Every setting of a run that can change a figure, by dotted names such as `task.width`."""
+    """Every setting of a run that can change results, by dotted names such as `task.width`."""
     found = _without(flat(run.recipe), NO_INFLUENCE)
     if found.get("task.data"):  # which may lie elsewhere on each machine
         found["task.data"] = PurePath(str(found["task.data"])).name
-    return found
+    # a small model stands for the full one, and is compared with its runs
+    return found | {f"task.{name}": value for name, value in run.small.get("of", {}).items()}
+
+
+def deciding(run: Record) -> Json:
+    """The settings that can change the results of this run. For a dense run, without those of masks."""
+    return _without(settings(run), SPARSE if run.trains_dense else set())
 
 
 def _without(fields: Mapping[str, Any], names: set[str]) -> Json:
-    """Fields but for some, and for all that is inside of these."""
+    """Fields without the given names and their nested fields."""
     return {key: value for key, value in fields.items() if not {key, key.partition(".")[0]} & names}
 
 
@@ -49,28 +56,37 @@ def _without(fields: Mapping[str, Any], names: set[str]) -> Json:
 
 @dataclass(frozen=True)
 class Terms:
-    """What must be the same in all runs of a table."""
+    """The settings and data that must be the same in all runs of a table."""
 
     name: str
-    """Of the run, for people."""
+    """Name of the run, for messages."""
     seed: int
     fields: Json
-    """By dotted names."""
+    """Settings by dotted names."""
     data: Json
     """The fingerprint of its data; empty if there is none."""
 
 
 def terms_of(run: Record, *, epochs: float | None = None, name: str = "") -> Terms:
-    """The terms of a run; epochs count if they are given."""
-    fields = _without(settings(run), ROW | (SPARSE if run.is_dense else set()))
-    more = {"epochs": epochs, "signature": run.figure("signature") or None}
+    """The terms of a run. Epochs are compared if given."""
+    grid = run.tuning.get("grid", {})
+    fields = _without(deciding(run), ROW | {*grid})
+    more = {"epochs": epochs, "signature": run.figure("signature") or None, "tuning": say_grid(grid) or "none"}
     fields |= {key: value for key, value in more.items() if value is not None}
     name = name or f"{run.row} {in_full(run.sparsity)} seed {run.seed}"
     return Terms(name, run.seed, fields, run.figure("data") or {})
 
 
+def say_grid(grid: Mapping[str, Sequence[str]]) -> str:
+    """The grid as the user typed it.
+    >>> say_grid({"optimizer.lr": ["x1", "x2"], "lr_scaling": ["0", "1"]})
+    'optimizer.lr=x1,x2 lr_scaling=0,1'
+    """
+    return " ".join(f"{key}={','.join(values)}" for key, values in grid.items())
+
+
 def check(terms: Sequence[Terms], allowed: Sequence[str] = ()) -> list[str]:
-    """Raise unless runs differ only in what is allowed; returns what they differ in, for the table.
+    """Raise if runs differ in fields that are not allowed. Return the differences, for the table.
 
     >>> from pathlib import Path
     >>> runs = [terms_of(Record(Path(), row=row), epochs=epochs) for row, epochs in (("a", 20), ("b", 40))]
@@ -82,19 +98,19 @@ def check(terms: Sequence[Terms], allowed: Sequence[str] = ()) -> list[str]:
     if refused:
         allow = " ".join(f"--allow {name}" for name in refused)
         raise GrowpruneError(
-            f"the runs cannot be compared: {'; '.join(_say(*item) for item in refused.items())}. Make them alike, or "
-            f"say {shorten(allow, 200)}, and the table will say so"
+            f"the runs are not comparable: {'; '.join(_say(*item) for item in refused.items())}. Make them equal, or "
+            f"add {shorten(allow, 200)}; the table will then note the difference"
         )
     return [_say(*item) for item in found.items()]
 
 
 def _is_allowed(name: str, allowed: Sequence[str]) -> bool:
-    """True if a field, or one that it is in, may differ."""
+    """True if a field or its parent may differ."""
     return any(name == entry or name.startswith(entry + ".") for entry in allowed)
 
 
 def _differences(runs: Sequence[Terms]) -> dict[str, dict[str, list[str]]]:
-    """By field that differs: by value, the runs that have it. A field that a run does not have is not compared."""
+    """For each field that differs, the runs by value. A field that a run does not have is not compared."""
     found = {}
     names = dict.fromkeys(name for run in runs for name in run.fields)
     if _are_same_data(runs):  # there is something better than a name
@@ -107,7 +123,7 @@ def _differences(runs: Sequence[Terms]) -> dict[str, dict[str, list[str]]]:
 
 
 def _are_same_data(runs: Sequence[Terms]) -> bool:
-    """True if data of different names have runs of a common seed, whose first batches are then compared."""
+    """True if runs on all data paths share a seed, so that their first batches can be compared instead of names."""
     seeds: dict[Any, set[int]] = {}
     for run in runs:
         seeds.setdefault(run.fields.get("task.data"), set()).add(run.seed)
@@ -115,7 +131,7 @@ def _are_same_data(runs: Sequence[Terms]) -> bool:
 
 
 def _data_differences(runs: Sequence[Terms]) -> dict[str, dict[str, list[str]]]:
-    """Runs of one task must have equally many batches, and those of one seed the same first batch."""
+    """Differences of data: runs of one task need the same number of batches, and per seed the same first batch."""
     groups: dict[str, list[tuple[str, Any]]] = {}
     for run in runs:
         task = {name: value for name, value in run.fields.items() if name.startswith("task.") and name != "task.data"}
@@ -147,11 +163,28 @@ def _say(name: str, values: Mapping[str, Sequence[str]]) -> str:
     return f"{name} differ{'' if name in ('epochs', 'data') else 's'}: {'; '.join(where)}"
 
 
+# What stands in a table of rows that were tuned
+
+
+def without_tried(runs: Sequence[Record]) -> list[Record]:
+    """Drop the runs of points that were not chosen. A row without a choice keeps one run without a result."""
+    kept = []
+    undecided: set[Path] = set()
+    for run in runs:
+        cell = run.folder.parent.parent
+        if run.is_passed_over and (run.tuning.get("chosen") is not None or cell in undecided):
+            continue
+        if run.is_passed_over:
+            undecided.add(cell)
+        kept.append(replace(run, result=None) if run.is_passed_over else run)
+    return kept
+
+
 # What a row of a table is called
 
 
 def with_rows(runs: Sequence[Record], allowed: Sequence[str]) -> list[Record]:
-    """The runs with the names of their rows. Runs that differ in what is allowed are rows of their own."""
+    """Set the row name of each run. Runs that differ in an allowed field get rows of their own."""
     terms = [terms_of(run, epochs=run.final_epochs) for run in runs]
     differing = _differences([known for known, run in zip(terms, runs, strict=True) if run.recipe])
     fields = [name for name in differing if name != "data" and _is_allowed(name, allowed)]
@@ -166,14 +199,15 @@ def with_rows(runs: Sequence[Record], allowed: Sequence[str]) -> list[Record]:
 
 
 def _row_name(run: Record) -> str:
-    """Method, allocation and options; the length of a plain training has a column of its own."""
+    """Method, allocation and options. The epochs of plain training have a column of their own."""
     if not run.recipe:
         return str(run.path)
     options = run.recipe.get("options") or {}
-    hidden = ("epochs", "iterations") if _is_plain(options) else ()
+    hidden = ("epochs", "iterations", "small") if _is_plain(options) else ()
     shown = (f"{key}={value}" for key, value in options.items() if key not in hidden)
     method = run.recipe["method"]
-    return " ".join([method if run.is_dense else f"{method}:{run.recipe.get('allocation')}", *shown])
+    name = run.method if run.trains_dense else f"{method}:{run.recipe.get('allocation')}"
+    return " ".join([name, *shown])
 
 
 def _is_plain(options: Mapping[str, Any]) -> bool:
@@ -182,7 +216,7 @@ def _is_plain(options: Mapping[str, Any]) -> bool:
 
 
 def _cut_apart(runs: Sequence[Record]) -> list[Record]:
-    """Runs of one name with another partition, or another scope of the sparsity, are rows of their own too."""
+    """Add partition and scope to row names where runs of the same name differ in them."""
     by_name: dict[str, list[Mapping[str, str]]] = {}
     for run in runs:
         by_name.setdefault(run.row, []).append(_cut(run))
@@ -195,29 +229,30 @@ def _cut_apart(runs: Sequence[Record]) -> list[Record]:
 
 
 def _cut(run: Record) -> dict[str, str]:
-    """The partition and the scope of a sparse run, as far as its recipe has them."""
-    if run.is_dense:
+    """The partition and the scope of a sparse run, if its recipe has them."""
+    if run.trains_dense:
         return {}
     cut = {"scope": str(run.recipe["scope"])} if "scope" in run.recipe else {}
-    if parts := run.recipe.get("partition"):
+    if parts := run.recipe.get("parts"):
         kind = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(parts.get("name"))).lower()
-        cut["partition"] = f"{kind}({', '.join(str(value) for key, value in parts.items() if key != 'name')})"
+        cut["parts"] = f"{kind}({', '.join(str(value) for key, value in parts.items() if key != 'name')})"
     return cut
 
 
-# What tells runs apart on a page
+# How runs on a page differ
 
 
 def task_settings(run: Record) -> Json:
-    """What decides a task and its data, without the prefix `task.`."""
+    """The settings of a task and its data, without the prefix `task.`."""
     return {name[5:]: value for name, value in settings(run).items() if name.startswith("task.")}
 
 
 def variant(run: Record) -> Json:
-    """What may tell runs of one method and sparsity apart, by dotted names; of dense runs, also their length."""
-    found = _without(settings(run), {"task", "method", "seed", "sparsity"} | (ROW | SPARSE if run.is_dense else set()))
-    # where weights lie, and that each seed may have its own, tells nothing apart
-    found["weights"] = "trained before" if found.get("weights") else "new"
+    """Settings in which runs of one method and sparsity can differ, by dotted names. Dense runs: also their epochs."""
+    hidden = {"task", "method", "seed", "sparsity", *run.tuning.get("grid", {})}  # tuned settings are shown elsewhere
+    found = _without(settings(run), hidden | (ROW | SPARSE if run.trains_dense else set()))
+    # the path of initial weights does not matter, and each seed may have its own
+    found["weights"] = "pretrained" if found.get("weights") else "new"
     length = {"epochs": run.epochs} if run.is_dense else {}
     return length | {name: value for name, value in found.items() if value != {}}
 
@@ -236,7 +271,7 @@ def varying(found: Sequence[Json]) -> dict[str, list[Any]]:
 
 
 def telling(found: Sequence[Json]) -> list[str]:
-    """As few settings as tell all runs apart that differ, those that papers name first."""
+    """A small set of settings that distinguishes all different runs, starting with those that papers name."""
     chosen: list[str] = []
     for name in sorted(varying(found), key=lambda name: not name.startswith(("allocation", "pattern", "options"))):
         if _num_kinds(found, [*chosen, name]) > _num_kinds(found, chosen):

@@ -1,16 +1,17 @@
-"""Finds run folders and results, and checks what they hold. A run that is damaged is a record too, and says why."""
+"""Finds run folders and results, and checks their content. A damaged run becomes a record that says why."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from growprune.engine import json_file
 from growprune.engine.folder import RESULT, RunFolder
 from growprune.engine.json_file import NUMBER
 from growprune.errors import GrowpruneError
-from growprune.runs.record import Record
+from growprune.runs.record import TUNING, Record
 
 _RESULT: json_file.Names = {
     **{"recipe.task.name": str, "recipe.method": str, "recipe.sparsity": NUMBER, "recipe.options": dict},
@@ -24,13 +25,20 @@ _RESULT: json_file.Names = {
     **{"peak_bytes": int, "seconds": NUMBER, "training_iterations?": int, "training_examples?": int},
     **{"training_flops?": NUMBER, "peak_alive?": int, "average_alive?": NUMBER},
 }
-"""What tables and pages need of a result beside what the engine needs."""
+"""Fields of a result that tables and pages need, in addition to those of the engine."""
+_TUNING: json_file.Names = {
+    **{"row": str, "sparsity": NUMBER, "grid": dict, "grid.*": list, "size": int, "seed": int, "metric": str},
+    **{"chosen?": str, "folder?": str, "points": list, "points.*.name": str, "points.*.folder": str},
+    **{"points.*.status": str, "points.*.validation?": NUMBER, "points.*.error": str},
+}
+"""Required fields of tuning.json."""
 
 
 def find_runs(paths: Sequence[Path]) -> list[Record]:
-    """Every run at or below some paths, each once, in this order.
+    """Find every run at or below some paths, each once, in this order.
 
-    A path is a run folder, a folder of runs, or a result.json. A folder without runs stands for one that has not begun.
+    A path is a run folder, a folder of runs, or a result.json. A folder without runs counts as a run that has not
+    started.
     """
     places: dict[Path, Path] = {}
     for place in (place for path in paths for place in _places(Path(path))):
@@ -40,7 +48,7 @@ def find_runs(paths: Sequence[Path]) -> list[Record]:
 
 def _places(given: Path) -> Iterator[Path]:
     if not given.exists():
-        raise GrowpruneError(f"{given} does not exist: give run folders, folders of runs, or result.json files")
+        raise GrowpruneError(f"{given} does not exist. Give run folders, folders of runs, or result.json files")
     if given.is_file():
         yield given.parent if given.name == "result.json" else given  # the folder has more to show
         return
@@ -56,7 +64,7 @@ def _places(given: Path) -> Iterator[Path]:
 
 
 def _names(places: Sequence[Path]) -> list[str]:
-    """The shortest paths that tell runs apart."""
+    """The shortest paths that distinguish the runs."""
     folders = [place.parent if place.is_file() else place for place in places]
     if len(set(folders)) < len(folders):  # several files of a folder
         folders = list(places)
@@ -65,7 +73,7 @@ def _names(places: Sequence[Path]) -> list[str]:
 
 
 def read_run(place: Path, name: str = "") -> Record:
-    """The run in a folder, or of the file of a result."""
+    """Read a run from its folder, or from a result file."""
     try:
         return _read(place, name)
     except (GrowpruneError, OSError) as error:
@@ -75,9 +83,19 @@ def read_run(place: Path, name: str = "") -> Record:
 def _read(place: Path, name: str) -> Record:
     folder = RunFolder(place)
     file = place if place.is_file() else folder.result
-    remedy = "remove it and resume the run, which makes it again, or leave it out"
+    remedy = "remove it and resume the run to write it again, or leave it out"
     result = json_file.read(file, {**_RESULT, **RESULT}, remedy) if file.exists() else None
     origin = folder.read_origin() if folder.recipe.exists() else {}
+    tuning = _read_tuning(file.parent)
     if result is not None:
-        return Record(place, name, result["recipe"], origin or result["origin"], result)
-    return Record(place, name, folder.read_recipe()["recipe"] if folder.recipe.exists() else {}, origin)
+        return Record(place, name, result["recipe"], origin or result["origin"], result, tuning=tuning)
+    recipe = folder.read_recipe()["recipe"] if folder.recipe.exists() else {}
+    return Record(place, name, recipe, origin, tuning=tuning)
+
+
+def _read_tuning(folder: Path) -> dict[str, Any]:
+    """Read tuning.json of the row of a run, if the run is a point of a grid."""
+    file = folder.parent.parent / TUNING
+    if not file.exists():
+        return {}
+    return json_file.read(file, _TUNING, "remove it and run growprune compare again to write it again")

@@ -1,4 +1,4 @@
-"""What is known of a run, whatever became of it."""
+"""A run as read from its folder: finished, unfinished, failed or damaged."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ Json = dict[str, Any]
 
 DENSE = "dense"
 """The method of the dense baseline. Any other method is one of those compared, also at sparsity 0."""
+SMALL_DENSE = "small_dense"
+"""Name in tables for dense runs of a small model of the size of a sparse one. Their method is DENSE too."""
+EQUAL = ("nonzeros", "flops")
+"""Quantities in which a small dense model can equal a sparse one."""
 
 _EVENTS: dict[str, json_file.Names] = {
     "epoch": {
@@ -27,41 +31,82 @@ _EVENTS: dict[str, json_file.Names] = {
         **{"index": int, "stage": int, "branch?": int, "alive": int, "edits": str, "iterations": int, "epochs": int},
     },
 }
-"""What a line of a log must have; lines that someone changed are skipped."""
+"""Required fields of a log line. Damaged lines are skipped."""
+_SMALL: json_file.Names = {
+    **{"equal": str, "sparsity": NUMBER, "task": dict, "of": dict, "target": NUMBER, "weights": NUMBER},
+    "flops": NUMBER,
+}
 
 
 def failure_file(folder: Path) -> Path:
-    """The file beside a run's folder in which a comparison keeps why the run failed."""
+    """The file beside a run folder with the error of a failed run of a comparison."""
     return folder.with_name(f"{folder.name}.failed")
+
+
+def small_name(equal: str) -> str:
+    """The name of a small dense row in tables.
+
+    >>> small_name("nonzeros"), small_name("flops"), small_name("")
+    ('small_dense', 'small_dense:flops', '')
+    """
+    return equal and (SMALL_DENSE if equal == EQUAL[0] else f"{SMALL_DENSE}:{equal}")
+
+
+NEAR = 0.1
+"""Relative difference from its target size above which tables note it for a small dense model."""
+
+
+def say_small(small: Json, *, at_length: bool = False) -> str:
+    """Describe the size of a small dense model.
+
+    >>> small = {"equal": "nonzeros", "task": {"width": 10}, "of": {"width": 32}, "target": 0.1, "weights": 0.103}
+    >>> say_small(small), say_small(small, at_length=True)
+    ('width 10: 10.3 % of the weights', 'width 10 instead of 32: 10.3 % of the weights, target 10 %')
+    """
+    what, share = ("weights", small["weights"]) if small["equal"] == EQUAL[0] else ("FLOPs", small["flops"])
+    sizes = [f"{name} {value:g}" for name, value in small["task"].items()] or ["the full width"]
+    if not at_length:
+        return f"{sizes[0]}: {100 * share:.3g} % of the {what}"
+    changed = [f"{size} instead of {small['of'][name]:g}" for size, name in zip(sizes, small["task"], strict=False)]
+    off = abs(share / small["target"] - 1)
+    nearest = f"; the nearest possible, {off:.0%} off" if off > NEAR else ""
+    wanted = f"{100 * share:.3g} % of the {what}, target {100 * small['target']:.3g} %"
+    return f"{', '.join(changed or sizes)}: {wanted}{nearest}"
+
+
+TUNING = "tuning.json"
+"""File in the folder of a row at one sparsity: how it was tuned. The runs are two folders below."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One run."""
+    """One run, as read from its folder."""
 
     path: Path
-    """Its folder, or the file of a result that was kept without one."""
+    """The run folder, or a result file without its folder."""
     name: str = ""
-    """The shortest path that tells it from the runs it was found with."""
+    """The shortest path that distinguishes it from the other runs."""
     recipe: Json = field(default_factory=dict)
-    """As JSON has it; empty if the run has not begun."""
+    """The recipe as JSON values. Empty if the run has not started."""
     origin: Json = field(default_factory=dict)
     """How to find the recipe again, if the command line started the run."""
     result: Json | None = None
-    """What `result.json` has, once the run is finished."""
+    """The content of `result.json`, if the run is finished."""
     damage: str = ""
-    """What is wrong with its files, in one line."""
+    """What is wrong with its files, in one line. Empty if nothing is."""
     row: str = ""
-    """The row of a table that it belongs to, if it stands in one."""
+    """The row of the table that it belongs to, if any."""
+    tuning: Json = field(default_factory=dict)
+    """How its row was tuned, as in `tuning.json`. Empty without tuning."""
 
     @property
     def status(self) -> str:
-        """finished, unfinished, failed or damaged"""
+        """finished, unfinished, failed or damaged."""
         return self._fate[0]
 
     @property
     def why(self) -> str:
-        """Why it is not finished."""
+        """Why the run is not finished."""
         return self._fate[1]
 
     @cached_property
@@ -71,8 +116,8 @@ class Record:
         if self.result is not None:
             return "finished", ""
         if not self.recipe:
-            return "unfinished", "it has not begun: there is no recipe.json"
-        if (failure := failure_file(self.path)).exists():
+            return "unfinished", "it has not started: there is no recipe.json"
+        if (failure := failure_file(self.path)).is_file():
             return "failed", failure.read_text()
         kinds = ("failed", "interrupted", "resumed", "phase", "epoch")
         events = [event for event in self.events if event["event"] in kinds]
@@ -80,7 +125,7 @@ class Record:
         if last["event"] == "failed":
             return "failed", str(last.get("message", ""))
         epoch = max((event["epoch"] for event in events if event["event"] == "epoch"), default=0)
-        return "unfinished", f"{'stopped' if last['event'] == 'interrupted' else 'seen last'} after epoch {epoch}"
+        return "unfinished", f"{'interrupted' if last['event'] == 'interrupted' else 'last seen'} after epoch {epoch}"
 
     @property
     def is_finished(self) -> bool:
@@ -94,16 +139,34 @@ class Record:
 
     @property
     def method(self) -> str:
-        """Its name, without the underscore that Python's keywords force upon it."""
-        return str(self.recipe.get("method", "unknown")).rstrip("_")
+        """Name of the method."""
+        return small_name(self.small.get("equal", "")) or str(self.recipe.get("method", "unknown"))
 
     @property
     def is_dense(self) -> bool:
+        """True for the dense baseline that others are compared with."""
+        return self.trains_dense and not self.small
+
+    @property
+    def trains_dense(self) -> bool:
         return self.recipe.get("method") == DENSE
+
+    @cached_property
+    def small(self) -> Json:
+        """For a small dense model, its target and size as stored by `compare.small`. Empty for all others."""
+        found = (self.recipe.get("options") or {}).get("small") if self.trains_dense else None
+        return {} if found is None or json_file.fault(found, _SMALL) else dict(found)
+
+    @property
+    def is_passed_over(self) -> bool:
+        """True for a point of a grid that is not the chosen one."""
+        return bool(self.tuning) and self.folder.parent.name != self.tuning.get("folder")
 
     @property
     def sparsity(self) -> float:
-        """The target; dense training ignores the sparsity of its recipe."""
+        """The target sparsity. Dense training ignores the sparsity of its recipe."""
+        if self.small:
+            return float(self.small["sparsity"])
         return 0.0 if self.is_dense else float(self.recipe.get("sparsity") or 0.0)
 
     @property
@@ -118,20 +181,20 @@ class Record:
 
     @cached_property
     def events(self) -> list[Json]:
-        """The log of all its processes."""
+        """The logged events of all its processes."""
         events = [] if self.path.is_file() else read_events(self.path)
         known = [event for event in events if not json_file.fault(event, _EVENTS.get(event["event"], {}))]
         return [{"branch": None, **event} for event in known]
 
     @cached_property
     def phases(self) -> list[Json]:
-        """The phases as they were logged, in order; empty without a log. One that was trained again counts once."""
+        """The logged phases, in order. Empty without a log. A phase that was trained again counts once."""
         by_index = {event["index"]: event for event in self.events if event["event"] == "phase"}
         return [by_index[index] for index in sorted(by_index)]
 
     @cached_property
     def history(self) -> list[Json]:
-        """A row for each epoch; the branches of a fork have rows of the same epoch."""
+        """One row per epoch. Branches of a fork have rows of the same epoch."""
         if self.result is not None:
             return list(self.result["history"])
         rows = {(e["stage"], e["branch"], e["iteration"]): e for e in self.events if e["event"] == "epoch"}
@@ -140,7 +203,7 @@ class Record:
 
     @property
     def epochs(self) -> int:
-        """Trained so far, in all phases and branches."""
+        """Epochs trained so far, in all phases and branches."""
         done, data = self.figure("training_iterations"), self.figure("data")
         if not done or not data:
             return len(self.history)
@@ -149,30 +212,36 @@ class Record:
 
     @property
     def final_epochs(self) -> int | None:
-        """Epochs of the whole training; None if the run is not finished."""
+        """Epochs of the whole training. None if the run is not finished."""
         return self.epochs if self.is_finished else None
 
     # What came of it
 
     @cached_property
     def metric(self) -> Metric:
-        """The number that says how good the model is."""
+        """The metric of the run."""
         return Metric.of(self.result if self.result is not None else next(iter(self.history), {}))
 
     @property
     def quality(self) -> float | None:
-        """Of the last model, on test data."""
+        """The metric of the last model on test data."""
         return (self.figure("test") or {}).get(self.metric.name)
 
     @property
     def validation(self) -> float | None:
-        """Of the last model, on validation data: what may choose between runs."""
+        """The metric of the last model on validation data, which may select runs."""
         return (self.figure("validation") or {}).get(self.metric.name)
 
+    @property
+    def num_prunable(self) -> float | None:
+        """Number of prunable weights. For a small model, that of the full model it is compared with."""
+        own = self.total("prunable")
+        return None if own is None else own / self.small.get("weights", 1)
+
     def figure(self, name: str) -> Any:
-        """An entry of the result; None if it is unknown."""
+        """An entry of the result. None if unknown."""
         return None if self.result is None else self.result.get(name)
 
     def total(self, name: str) -> Any:
-        """One of the totals of the final model; None if it is unknown."""
+        """A total of the final model. None if unknown."""
         return None if self.result is None else self.result["sparsity"]["totals"].get(name)

@@ -1,9 +1,9 @@
-"""Sparse models sharded over several processes by torch's FSDP2: every rank holds and sends live weights only.
+"""Shard sparse models over several processes with torch's FSDP2. Every rank holds and sends only live weights.
 
-`handles.py` is what FSDP2 keeps, `ranks.py` the processes that share a model, `parameter.py` a sharded weight,
-`layout.py` sharded masks, `choosing.py` edits without gathering, `units.py` how a model becomes sharded. Checkpoints
-are in `growprune.files.sharded_checkpoints`. `growprune/__init__.py` registers this package with
-`growprune.sparse.sharded`, and nothing below imports it.
+`handles.py` wraps FSDP2's records, `ranks.py` has the processes that share a model, `parameter.py` a sharded weight,
+`layout.py` sharded masks, `choosing.py` edits without gathering, and `units.py` shards a model. Checkpoints are in
+`growprune.files.sharded_checkpoints`. `growprune/__init__.py` registers this package with `growprune.sparse.sharded`,
+and no lower package imports it.
 """
 
 from growprune.sharding.units import UnitByUnit, adopt, shard, sharded_names, units_of

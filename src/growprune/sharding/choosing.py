@@ -1,9 +1,9 @@
-"""Choosing which weights live where each rank has a shard of the values only.
+"""Choose the live weights when each rank has only a shard of the values.
 
-It is `masks.ranking`, spread over the ranks: each counts the digits of its own keys, the counts are added up, and
-all know the threshold. Ties go to the earlier positions: each rank is told how many lie before its own. Only what was
-chosen, a byte for each candidate, is sent to all, one weight at a time. So masks are the same, bit for bit, on any
-number of ranks.
+This is `masks.ranking`, distributed over the ranks: each counts the digits of its own keys, the counts are summed, and
+all ranks know the threshold. Ties go to the earlier positions: each rank learns how many precede its own. Only the
+choice, a byte for each candidate, is sent to all, one weight at a time. So masks are bit-identical on any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from growprune.sparse.gradients import Gradients
 from growprune.storage import SparseParameter
 
 Masks = Callable[[Weight], Tensor]
-"""Gives the mask of a weight."""
+"""Returns the mask of a weight."""
 
 
 class Candidates(NamedTuple):
-    """What an edit may choose of one weight, in the order of its elements."""
+    """The elements of one weight that an edit may choose, in order."""
 
     scores: Tensor
-    """Those of this rank."""
+    """The scores of this rank's candidates."""
     alive: Tensor | None
-    """Which of them live, where that counts."""
+    """Which of them are live, if needed."""
     spans: list[tuple[int, int]]
-    """From where to where each rank has them."""
+    """The (start, end) of each rank's candidates."""
 
 
 class Choosing:
-    """Prunes by magnitude and grows by gradient, weights that live or die by themselves; others are gathered."""
+    """Prune by magnitude and grow by gradient without gathering, for patterns of single weights."""
 
     def __init__(
         self, ranks: Ranks, parameters: Mapping[str, SparseParameter], gradients: Gradients, pattern: Pattern
@@ -50,13 +50,13 @@ class Choosing:
         self._ranks, self._parameters, self._gradients, self._pattern = ranks, parameters, gradients, pattern
 
     def can_choose(self, weights: Sequence[Weight], edit: Edit) -> bool:
-        """Whether nobody needs more than a shard of the values."""
+        """True if each rank needs only its shard of the values."""
         is_known = (edit.action, edit.by) in ((Action.PRUNE, By.MAGNITUDE), (Action.GROW, By.GRADIENT))
         stored = [self._parameters[weight.parameter] for weight in weights]
         return is_known and self._pattern.is_single and all(isinstance(s, ShardedCompact) for s in stored)
 
     def chosen(self, pool: Pool, edit: Edit, mask: Masks) -> Chosen:
-        """Which groups of a pool live: the same on all ranks."""
+        """Yield which groups of a pool are live, the same on all ranks."""
         dtypes = {self._parameters[w.parameter].parameter.dtype for w in pool.weights}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         bits = key_bits_of(edit, dtype)
@@ -72,7 +72,7 @@ class Choosing:
     def _walk(
         self, weight: Weight, edit: Edit, mask: Masks, source: KeyChunks, key: int | None, left: int
     ) -> Iterator[Tensor]:
-        """Which of a weight's elements live, a few rows at a time, from what each rank has chosen."""
+        """Yield which of a weight's elements are live, a few rows at a time, from the choices of all ranks."""
         ties = Ties(left)
         own = [torch.zeros_like(keys, dtype=torch.bool) if key is None else ties.take(keys, key) for keys in source()]
         part = torch.cat(own) if own else torch.zeros(0, dtype=torch.bool, device=mask(weight).device)
@@ -87,7 +87,7 @@ class Choosing:
             start += rows.numel()
 
     def _candidates(self, weight: Weight, edit: Edit, mask: Masks) -> Candidates:
-        """What this rank has of them: of live values its shard, of gradients its part."""
+        """Return this rank's candidates: its shard of live values, or its part of gradients."""
         parameter = self._parameters[weight.parameter]
         assert isinstance(parameter, ShardedCompact)
         first = (weight.rows[0] if weight.rows else 0) * parameter.shape[1:].numel()
@@ -106,7 +106,7 @@ class Choosing:
         return Candidates(share[start - at : stop - at], alive, cuts)
 
     def _live_before(self, parameter: ShardedCompact, position: int) -> int:
-        """How many live values a parameter has before a position of the dense one."""
+        """Return how many live values come before a position of the dense parameter."""
         if parameter.is_known_full or position == 0:
             return position
         return int(torch.count_nonzero(parameter.mask().reshape(-1)[:position]))
@@ -126,7 +126,7 @@ class Choosing:
         return chunks
 
     def _ties_left(self, sources: Sequence[KeyChunks], key: int, kept: int) -> list[int]:
-        """How many of its keys that equal the threshold this rank may choose, of each source."""
+        """Return how many keys equal to the threshold this rank may choose from each source."""
         mine = [sum(int(torch.count_nonzero(keys == key)) for keys in source()) for source in sources]
         ties = self._ranks.each(torch.tensor(mine, device=self._ranks.device)).tolist()
         left = []
@@ -144,7 +144,7 @@ class Choosing:
         for weight, count in zip(weights, self._ranks.add_up(torch.stack(flags)).tolist(), strict=True):
             if count:
                 raise GrowpruneError(
-                    f"{weight.name} holds NaN or infinity, so its weights cannot be ranked: training diverged"
+                    f"{weight.name} has NaN or infinity, so it cannot be pruned by rank: training diverged"
                 )
 
 

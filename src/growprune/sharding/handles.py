@@ -1,7 +1,7 @@
-"""Where FSDP2 keeps parameters. This file alone knows what is private to torch (2.11 to 2.13).
+"""Access to FSDP2's records of parameters. Only this file uses private names of torch (2.11 to 2.13).
 
-FSDP2 makes an `FSDPParam` of each parameter, of one size for good. An edit changes the size: it makes a new one with
-the settings of the old, in its place in the group that is sent together; hooks, streams and the group stay as they are.
+FSDP2 creates an `FSDPParam` of fixed size for each parameter. An edit changes the size, so it creates a new one with
+the same settings, in its place in the group that is sent together. Hooks, streams and the group stay unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from growprune.sharding.ranks import Ranks
 
 
 class Handle:
-    """One sharded parameter: its place in a group of FSDP2."""
+    """One sharded parameter in a group of FSDP2."""
 
     def __init__(self, group: Any, index: int) -> None:
         self._group, self._index = group, index
@@ -44,28 +44,28 @@ class Handle:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The DTensor that optimizers see, whether the module has it or the gathered one now."""
+        """The DTensor that optimizers see, also while the module holds the gathered parameter."""
         parameter: nn.Parameter = self.record.sharded_param
         return parameter
 
     @property
     def is_cut_twice(self) -> bool:
-        """Whether the parameter was a DTensor already when it was sharded."""
+        """True if the parameter was already a DTensor when FSDP2 sharded it."""
         return bool(self.record.is_dtensor)
 
     @property
     def gathered(self) -> nn.Parameter | None:
-        """What the module computes with, from its first forward pass on."""
+        """The gathered parameter that the module computes with, after its first forward pass."""
         return getattr(self.record, "_unsharded_param", None)
 
     @property
     def has_gradient(self) -> bool:
-        """Whether earlier backward passes have left a gradient, summed over the ranks or not yet."""
+        """True if earlier backward passes have left a gradient, whether or not it is summed over the ranks."""
         is_here = self.gathered is not None and self.gathered.grad is not None
         return is_here or self.parameter.grad is not None or self.record.unsharded_accumulated_grad is not None
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """A tensor sharded like the parameter, such as optimizer state, from all ranks."""
+        """Gather a tensor that is sharded like the parameter, such as optimizer state."""
         if not isinstance(tensor, DTensor):
             return tensor
         local, rest = tensor.to_local().detach(), tensor.shape[1:].numel()
@@ -73,11 +73,11 @@ class Handle:
         return self.ranks.join(local.reshape(-1), spans).view(tensor.shape)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The inverse: a tensor of its own, sharded like the parameter."""
+        """Shard a full tensor like the parameter: the inverse of `whole`."""
         return self._sharded(self.ranks.cut(whole).clone().to(self.parameter.device), whole.shape, whole.stride())
 
     def as_sharded(self, part: Tensor, length: int) -> Tensor:
-        """What this rank has of a flat tensor, sharded like the parameter."""
+        """Wrap this rank's part of a flat tensor as one that is sharded like the parameter."""
         return self._sharded(part, torch.Size([length]), (1,))
 
     def _sharded(self, local: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
@@ -85,7 +85,7 @@ class Handle:
         return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
 
     def put(self, values: Tensor, *, requires_grad: bool) -> None:
-        """Let the parameter be these values, of whatever size, of which each rank keeps its own."""
+        """Replace the parameter with these values, of any size. Each rank keeps its own part."""
         old = self.record
         policy = CPUOffloadPolicy(pin_memory=old.pin_memory) if old.offload_to_cpu else OffloadPolicy()
         settings = (old.mesh_info, old.post_forward_mesh_info, old.device, None, old.mp_policy, policy)
@@ -93,7 +93,7 @@ class Handle:
         self.put_back(FSDPParam(parameter, old._module_info, *settings))
 
     def put_back(self, record: Any) -> None:
-        """Have FSDP2 hold the parameter this way."""
+        """Make FSDP2 use this record of the parameter."""
         reshard(self._group)
         old = self.record
         old._post_load_hook_handle.remove()
@@ -104,12 +104,12 @@ class Handle:
 
 
 def reshard(group: Any) -> None:
-    """Have the modules of a group hold their shards, not what was gathered for a forward pass without a backward."""
+    """Reshard the modules of a group, if a forward pass without a backward has left them gathered."""
     group._to_sharded()
 
 
 def groups_of(model: nn.Module) -> Iterator[Any]:
-    """The groups of parameters that FSDP2 sends together."""
+    """Yield the groups of parameters that FSDP2 sends together."""
     seen: set[int] = set()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
@@ -123,7 +123,7 @@ def groups_of(model: nn.Module) -> Iterator[Any]:
 
 
 def handles_of(model: nn.Module) -> dict[str, Handle]:
-    """By name: the parameters that FSDP2 shards. All modules hold their shards afterwards."""
+    """Return the parameters that FSDP2 shards, by name. All modules hold their shards afterwards."""
     found: dict[tuple[int, str], Handle] = {}
     for group in groups_of(model):
         reshard(group)
@@ -141,6 +141,6 @@ def handles_of(model: nn.Module) -> dict[str, Handle]:
 
 
 def device_of(mesh: Any) -> torch.device:
-    """Where the tensors of a mesh lie."""
+    """Return the device of a mesh's tensors."""
     kind = mesh.device_type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())

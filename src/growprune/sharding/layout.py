@@ -1,8 +1,7 @@
-"""Masks that are sharded too: of the bits of a layer each rank keeps a part, and has all of them while it computes.
+"""Sharded masks: each rank keeps a part of a layer's bits, and gathers all of them while the layer computes.
 
-All ranks compute the same layers in the same order, so each layer's bits are gathered when they are asked for. What was
-gathered last is kept until those of another layer are: the forward pass of a layer gathers once, and so do both
-products of its backward pass.
+All ranks compute the same layers in the same order, so each layer's bits are gathered on demand. They are kept until
+another layer's are gathered: the forward pass of a layer gathers once, and so do both products of its backward pass.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from growprune.storage.layout import Layout
 
 
 class ShardedLayout(Layout):
-    """As a `Layout`, of which this rank has a part; whoever asks for its bits, the other ranks must ask too."""
+    """A `Layout` of which this rank has a part. Reading its bits is a collective: all ranks must do it."""
 
     _last: tuple[weakref.ref[ShardedLayout], Tensor] | None = None
-    """Which was gathered last, and its bits and offsets, as bytes."""
+    """The layout that was gathered last, with its bits and offsets, as bytes."""
 
     def __init__(self, whole: Layout, ranks: Ranks) -> None:
         self.shape, self.num_alive, self.blocks = whole.shape, whole.num_alive, whole.blocks
@@ -50,7 +49,7 @@ class ShardedLayout(Layout):
 
     def _gathered(self) -> Tensor:
         if torch.compiler.is_compiling():  # which then runs the layer eagerly, if it may
-            raise GrowpruneError("masks that are sharded cannot be compiled: leave torch.compile or masks=True away")
+            raise GrowpruneError("torch.compile does not support sharded masks: remove torch.compile or masks=True")
         last = ShardedLayout._last
         if last is not None and last[0]() is self and last[1].device == self._device:
             return last[1]
@@ -74,19 +73,19 @@ class ShardedLayout(Layout):
 
 
 class _Never(dict[tuple[Any, ...], Any]):
-    """Keeps no way to start a kernel again, which would keep all bits; and says that there is none to be made."""
+    """A cache that stores nothing: a cached kernel call would keep all bits in memory."""
 
     def __contains__(self, key: object) -> bool:
         return True
 
 
 def sharded_layout(layout: Layout | None, ranks: Ranks) -> Layout | None:
-    """A layout of which each rank has a part; None and one that is sharded are as they were."""
+    """Shard a layout over the ranks. None and a sharded layout are returned unchanged."""
     return layout if layout is None or isinstance(layout, ShardedLayout) else ShardedLayout(layout, ranks)
 
 
 def shard_masks(module: nn.Module, ranks: Ranks) -> None:
-    """Let this rank keep its part of the masks of all compact layers in a module."""
+    """Keep only this rank's part of the masks of all compact layers in a module."""
     for inner in module.modules():
         for local, layout in layouts_of(inner).items():
             if (cut := sharded_layout(layout, ranks)) is not layout:

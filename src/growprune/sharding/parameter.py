@@ -1,4 +1,4 @@
-"""A compact parameter whose live values are sharded: each rank has a chunk of them, and of the bits all or a chunk."""
+"""A compact parameter with sharded live values. Each rank has a chunk of them, and all or a chunk of the mask bits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from growprune.storage.layout import Layout
 
 
 class ShardedCompact(Compact):
-    """As `Compact`, for all ranks together: whatever is asked of one, the others must be asked too.
+    """A `Compact` parameter that is sharded. Its methods are collectives: all ranks must call them.
 
     Values and optimizer state are gathered for one parameter at a time, and only while a mask changes.
 
     Args:
-        shards_mask: whether each rank keeps a part of the mask only.
+        shards_mask: keep only a part of the mask on each rank.
     """
 
     def __init__(self, compact: Compact, handle: Handle, *, shards_mask: bool = False) -> None:
@@ -60,7 +60,7 @@ class ShardedCompact(Compact):
         self._ask_for_gradients()
 
     def _ask_for_gradients(self) -> None:
-        """Where nothing lives there is no gradient: FSDP2 cannot send an empty one."""
+        """Switch gradients off if no weight is live: FSDP2 cannot send an empty gradient."""
         self.parameter.requires_grad_(self._is_trained and self.parameter.numel() > 0)
 
     def preview(self, mask: Tensor) -> Callable[[], None]:
@@ -84,7 +84,7 @@ class ShardedCompact(Compact):
         return False  # each backward pass is seen by itself
 
     def see(self, gradient: Tensor) -> None:
-        """Each rank has seen other examples: an edit looks at the mean, which is the same on all."""
+        """Record the mean gradient over the ranks, because each rank has seen different examples."""
         if self._record is not None:
             wide = gradient.detach() if gradient.dtype == torch.float64 else gradient.detach().float()
             self._record(self.handle.ranks.mean(wide))
@@ -105,7 +105,7 @@ class ShardedCompact(Compact):
             handle = self.handle.unit.register_forward_pre_hook(hook_now)
 
     def _hook(self, gathered: nn.Parameter) -> None:
-        """See what each backward pass brings, before it is added to what was there."""
+        """Record the gradient of each backward pass before it is accumulated."""
         if self._hooked is None or self._hooked() is not gathered:
             me = weakref.ref(self)
             gathered.register_hook(lambda gradient: hand_over(me(), gradient))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Sharding a sparse model with torch's FSDP2: which modules are units of it, and what is refused."""
+"""Shard a sparse model with torch's FSDP2: choose the units, and check what is not supported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from growprune.sparse.internals import Internals
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-"""Modules whose children are what a model is made of, block by block."""
+"""Modules whose children are the blocks of a model."""
 
 
 def shard(sparse: Internals, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any) -> None:
@@ -38,7 +38,7 @@ def shard(sparse: Internals, mesh: DeviceMesh, *, units: Sequence[str] | None = 
 
 
 class UnitByUnit:
-    """Shards the units of a model as soon as each is filled, so that no rank has the whole of it.
+    """Shard each unit of a model as soon as it is filled, so that no rank ever has the whole model.
 
     Args:
         units, masks: as for `SparseModel.shard`.
@@ -57,7 +57,7 @@ class UnitByUnit:
         check_mesh(mesh)
         check_shardable(sparse.storage)
         if any(isinstance(module, FSDPModule) for module in sparse.model.modules()):
-            raise GrowpruneError("the model is sharded already: shard it once, with one mesh")
+            raise GrowpruneError("the model is already sharded: shard it only once, with one mesh")
         self._left = {id(module) for module in units_of(sparse.model, units)}
         self._mesh, self._settings = mesh, settings
         shards, replicas = mesh.get_group(mesh.ndim - 1), mesh.get_group(0) if mesh.ndim > 1 else None
@@ -69,27 +69,27 @@ class UnitByUnit:
         return self.ranks.device
 
     def done(self, module: nn.Module) -> None:
-        """Told of each module whose parameters are all there, inner ones first."""
+        """Called with each module whose parameters are filled, inner ones first."""
         if id(module) in self._left:
             fully_shard(module, mesh=self._mesh, **self._settings)
             if self._shards_masks:
                 shard_masks(module, self.ranks)
 
     def check_random_state(self) -> None:
-        """Raise on all ranks if they would draw other random numbers."""
+        """Raise on all ranks if their random states differ."""
         mine = torch.tensor([_digest(torch.get_rng_state().numpy().tobytes() + str(torch.initial_seed()).encode())])
         if differing := _first_to_differ(mine, self.ranks):
             raise GrowpruneError(
-                f"rank {differing[0]} would draw other random numbers than rank 0: call torch.manual_seed with one "
-                f"seed on all ranks before the model is built"
+                f"rank {differing[0]} has another random state than rank 0: call torch.manual_seed with the same seed "
+                f"on all ranks before the model is built"
             )
 
 
 def units_of(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
-    """The modules to shard, inner ones first, the model last.
+    """Return the modules to shard, inner ones first, the model last.
 
     Args:
-        names: names or globs of modules; if not given, the blocks of the model's outermost lists.
+        names: names or globs of modules; by default the blocks of the model's outermost lists.
     """
     if names is None:
         return [*_blocks(model), model]
@@ -97,7 +97,7 @@ def units_of(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     for glob in names:
         if not any(fnmatchcase(name, glob) for name, _ in named):
             raise GrowpruneError(
-                f"units has {glob!r}, but the model has no such module: give names like {named[0][0]!r}"
+                f"units has {glob!r}, which matches no module of the model; use names like {named[0][0]!r}"
             )
     inner_first = reversed([m for name, m in named if any(fnmatchcase(name, glob) for glob in names)])
     return [*(module for module in inner_first if _has_parameters(module)), model]
@@ -117,7 +117,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def adopt(sparse: Internals) -> None:
-    """See to it that a sparse model knows what FSDP2 has sharded, by `shard` or by calls of one's own."""
+    """Register with a sparse model what FSDP2 has sharded, through `shard` or the user's own calls."""
     if sparse.ranks is not None:
         for group in groups_of(sparse.model):
             reshard(group)
@@ -132,62 +132,64 @@ def adopt(sparse: Internals) -> None:
         if name in handles:
             assert isinstance(parameter, Compact)
             if handles[name].ranks.group is not ranks.group:
-                raise GrowpruneError(f"{name} is sharded over another mesh than other weights: use one mesh for all")
+                raise GrowpruneError(
+                    f"{name} is sharded over another mesh than the other weights: use one mesh for all"
+                )
             sparse.stored[name] = ShardedCompact(parameter, handles[name], shards_mask=sparse.shards_masks)
     sparse.ranks = sparse.gradients.shares = ranks
     sparse.editor.together = Choosing(ranks, sparse.stored, sparse.gradients, sparse.pattern)
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Refuse a mesh that is none of these processes."""
+    """Raise unless the argument is a mesh that contains this process."""
     if not isinstance(mesh, DeviceMesh):
         raise GrowpruneError(
-            f"mesh is {type(mesh).__name__}, but must be a DeviceMesh: make it with "
+            f"mesh must be a DeviceMesh, got a {type(mesh).__name__}: create it with "
             f"torch.distributed.device_mesh.init_device_mesh after init_process_group"
         )
     if mesh.get_coordinate() is None:
         raise GrowpruneError(
             f"the mesh has ranks {mesh.mesh.flatten().tolist()}, but this is rank {distributed.get_rank()} of "
-            f"{distributed.get_world_size()}: make a mesh that has every process"
+            f"{distributed.get_world_size()}: create a mesh that contains every process"
         )
     if mesh.ndim > 2:
-        raise GrowpruneError(f"the mesh has {mesh.ndim} dimensions: give one (FSDP), or two (replicas of shards, HSDP)")
+        raise GrowpruneError(f"the mesh must have 1 dimension (FSDP) or 2 (replicas of shards, HSDP), got {mesh.ndim}")
 
 
 def sharded_names(model: nn.Module, storage: str) -> set[str]:
-    """What FSDP2 has sharded of a model that is to be made sparse. All modules hold their shards afterwards."""
+    """Return the parameters of a model that FSDP2 has already sharded. All modules hold their shards afterwards."""
     handles = handles_of(model)
     check_shardable(storage)
     for name, handle in handles.items():
         if handle.is_cut_twice:
             raise GrowpruneError(
-                f"{name} was sharded by tensor parallelism before FSDP2, which sparse weights cannot be: shard it with "
-                f"fully_shard alone"
+                f"{name} was sharded by tensor parallelism before FSDP2, which sparse weights do not support: use only "
+                f"fully_shard"
             )
     return set(handles)
 
 
 def check_shardable(storage: str) -> None:
-    """Refuse models that cannot be sharded."""
+    """Raise if this storage cannot be sharded."""
     if storage != "compact":
         raise GrowpruneError(
-            "masked storage cannot be sharded, as each rank would hold and send dense weights: make the SparseModel "
-            "with storage='compact'"
+            "a model with storage='masked' cannot be sharded, because each rank would hold and send dense weights: "
+            "create the SparseModel with storage='compact'"
         )
 
 
 def check_masks(sparse: Internals, ranks: Ranks) -> None:
-    """Raise on all ranks if one of them has other masks: their shards would be of different weights."""
+    """Raise on all ranks if their masks differ, because their shards would belong to different weights."""
     mine = torch.tensor([_digest(pack(p.mask()).cpu().numpy().tobytes()) for p in sparse.stored.values()])
     if differing := _first_to_differ(mine, ranks):
         raise GrowpruneError(
-            f"rank {differing[0]} has another mask of {list(sparse.stored)[differing[1]]} than rank 0: make the model "
-            f"on all ranks with the same seed and edits before it is sharded"
+            f"rank {differing[0]} has another mask of {list(sparse.stored)[differing[1]]} than rank 0: use the same "
+            f"seed and edits on all ranks before sharding"
         )
 
 
 def _first_to_differ(mine: Tensor, ranks: Ranks) -> tuple[int, int] | None:
-    """The first rank that has not the numbers of the first, and which of them; None if all have."""
+    """Return the first rank that differs from rank 0, and the index of the difference; None if all agree."""
     for group in filter(None, (ranks.group, ranks.replicas)):
         rows = Ranks(group, ranks.device).each(mine.to(ranks.device)).tolist()
         for rank, row in zip(distributed.get_process_group_ranks(group), rows, strict=True):

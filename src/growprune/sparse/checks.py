@@ -8,47 +8,54 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight, adapter_parameters, computed_weights, first_names, is_compact, matching
-from growprune.plan import Part
+from growprune.plan import Part, Plan
+from growprune.plan.settings import as_float
 from growprune.sparse.sharded import sharding
 from growprune.storage import SparseParameter
 
+if TYPE_CHECKING:
+    from growprune.sparse.internals import Internals
+
 LARGE = 0.01
-"""The share of a model's parameters from which on one that stays dense is worth a warning."""
+"""The least share of the model's parameters at which a dense parameter is worth a warning."""
 
 INSTEAD = "shard it with sparse.shard(mesh), which is torch's FSDP2 (fully_shard)"
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers of a model, as they are stored."""
+    """Return all parameters and buffers of a model, as they are stored."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def check_model(model: nn.Module, *, storage: str | None = None) -> None:
-    """Refuse what cannot be made sparse, or already is, or is taken apart in a way that it cannot train in.
+    """Raise if a model cannot be made sparse, is already wrapped, or is sharded in an unsupported way.
 
     Args:
-        storage: how weights will be stored, where FSDP2 may have sharded some already.
+        storage: how weights will be stored, if FSDP2 may have sharded some already.
     """
     if not isinstance(model, nn.Module):
-        raise GrowpruneError(f"the model is a {type(model).__name__}, but must be a module of torch")
+        raise GrowpruneError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
     may_be_sharded = storage is not None and is_fsdp2(model.modules())
     sharded = sharding().sharded_names(model, storage) if may_be_sharded else ()
     for path, module in model.named_modules():
         check_wrapper(module)
         if is_compact(module):
-            raise GrowpruneError(f"{path or 'the model'} is stored compact by another SparseModel: use a fresh model")
+            raise GrowpruneError(
+                f"{path or 'the model'} already belongs to another SparseModel (storage='compact'): call its "
+                f"to_dense_() first, or use a new model"
+            )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh") and name not in sharded:
             raise GrowpruneError(
-                f"{name} is sharded already (it is a DTensor): make the SparseModel of the plain model, and shard it "
-                f"after that"
+                f"{name} is already sharded (it is a DTensor): create the SparseModel from the plain model, then shard "
+                f"it"
             )
         check_parameter(name, parameter)
         if is_lazy(parameter):
@@ -56,64 +63,85 @@ def check_model(model: nn.Module, *, storage: str | None = None) -> None:
 
 
 def check_not_taken(parameters: Mapping[str, SparseParameter]) -> None:
-    """Raise if another library has taken stored parameters for itself since."""
+    """Raise if another library has replaced or flattened stored parameters since."""
     for name, parameter in parameters.items():
         check_parameter(name, parameter.module._parameters.get(name.rpartition(".")[2]))
 
 
 def check_same_layers(model: nn.Module, parameters: Mapping[str, SparseParameter]) -> None:
-    """Raise if a model has other layers than when its parameters were stored."""
+    """Raise if layers of the model were replaced since its parameters were stored."""
     own = {id(parameter) for parameter in model.parameters()}
     for name, parameter in parameters.items():
         if id(parameter.module._parameters.get(name.rpartition(".")[2])) not in own:
             raise GrowpruneError(
-                f"{name} is not the parameter it was when the SparseModel was made: make a new one after changing "
-                f"layers"
+                f"{name} was replaced after the SparseModel was created: create a new SparseModel after changing layers"
             )
 
 
 def check_parts(model: nn.Module, parts: Iterable[Part]) -> None:
-    """Raise if parts name what a model has not."""
+    """Raise if a part names a tensor that the model does not have."""
     known = named_tensors(model)
     for part in parts:
         if not isinstance(part, Part):
-            raise GrowpruneError(f"the part is {part!r}, but must be a Part: take one of a Partition of the model")
+            raise GrowpruneError(f"part must be a Part of a Partition of the model, got {part!r}")
         if foreign := [name for name in part.tensors if name not in known]:
             raise GrowpruneError(
-                f"part {part.name} has {foreign[0]!r}, but the model has names like {next(iter(known))!r}: make "
-                f"the partition and the SparseModel of the same model"
+                f"part {part.name} has {foreign[0]!r}, but the model has names like {next(iter(known))!r}: create "
+                f"the partition and the SparseModel from the same model"
             )
 
 
+def check_plan(own: Internals, plan: Plan) -> None:
+    """Raise if a plan was made for another sparsity, allocation or keep_dense than the model."""
+    target, method = plan.options.get("sparsity"), plan.method.__name__
+    if target is not None and not math.isclose(as_float(target), own.target_sparsity, abs_tol=1e-9):
+        raise GrowpruneError(
+            f"{method} has sparsity={target}, but the SparseModel has {own.target_sparsity}: use the same for both"
+        )
+    meant = getattr(plan.method, "allocation", own.allocation)
+    if meant != own.allocation and not own.is_allocation_given:
+        raise GrowpruneError(
+            f"{method} is designed for allocation={meant!r}, but the SparseModel has the default, {own.allocation!r}: "
+            f"use SparseModel(..., allocation={meant!r}), or pass {own.allocation!r} explicitly to keep it"
+        )
+    sizes = getattr(plan.partition, "sizes", ())
+    prunable = sum(weight.numel for weight in own.weights)
+    if sizes and sum(sizes) != prunable:
+        raise GrowpruneError(
+            f"the partition has {sum(sizes):,} prunable weights, but the SparseModel has {prunable:,}: use the same "
+            f"keep_dense and include for both"
+        )
+
+
 def check_settings(saved: Mapping[str, object], mine: Mapping[str, object]) -> None:
-    """Refuse the state of a model that was made sparse with other settings, under which edits to come would differ.
+    """Raise if a state was saved with other settings, because later edits would then differ.
 
     Args:
-        saved: those of the state.
+        saved: the settings in the state.
     """
     if differing := [name for name, value in mine.items() if saved[name] != value]:
         its, own = (", ".join(f"{name}={given[name]!r}" for name in differing) for given in (saved, mine))
         raise GrowpruneError(
-            f"the state is of a SparseModel with {its}, but this one has {own}: make it as that one was, or take its "
-            f"weights and masks alone, with growprune.save and growprune.load"
+            f"the state was saved with {its}, but this SparseModel has {own}: use the same settings, or load only "
+            f"weights and masks, with growprune.save and growprune.load"
         )
 
 
 def is_fsdp2(modules: Iterable[Any]) -> bool:
-    """Whether `fully_shard` was called for some of a model's modules: it gives them a class with methods of its own."""
+    """True if `fully_shard` was called on any of the modules. It changes their class."""
     return any(hasattr(type(module), "set_reshard_after_backward") for module in modules)
 
 
 def check_wrapper(module: Any) -> None:
     homes = [kind.__module__ for kind in type(module).__mro__]
     if "torch.distributed.fsdp.fully_sharded_data_parallel" in homes:
-        raise GrowpruneError(f"FSDP1 (FullyShardedDataParallel) flattens weights, and sparse ones are lost: {INSTEAD}")
+        raise GrowpruneError(f"FSDP1 (FullyShardedDataParallel) flattens weights and loses sparse ones: {INSTEAD}")
     if any(home.split(".")[0] == "deepspeed" for home in homes):
         raise GrowpruneError(f"DeepSpeed cannot train a sparse model: {INSTEAD}")
 
 
 def check_parameter(name: str, parameter: Any) -> None:
-    """Raise if the parameter of a sparse model belongs to somebody else since."""
+    """Raise if FSDP1 or DeepSpeed has taken over a parameter."""
     if getattr(parameter, "_fsdp_flattened", False):
         raise GrowpruneError(f"{name} was flattened by FSDP1 (FullyShardedDataParallel): {INSTEAD}")
     if hasattr(parameter, "ds_id"):
@@ -124,31 +152,31 @@ def check_optimizer(optimizer: Any) -> None:
     if type(optimizer).__module__.split(".")[0] == "deepspeed":
         raise GrowpruneError(f"DeepSpeed's {type(optimizer).__name__} cannot train a sparse model: {INSTEAD}")
     if not hasattr(optimizer, "register_step_pre_hook"):
-        what = "an optimizer of torch, such as torch.optim.SGD(model.parameters(), 0.1)"
-        raise GrowpruneError(f"attach was given a {type(optimizer).__name__}, but takes {what}")
+        what = "a torch optimizer, such as torch.optim.SGD(model.parameters(), 0.1)"
+        raise GrowpruneError(f"optimizer must be {what}, got a {type(optimizer).__name__}")
 
 
 def unpruned(model: Any, weights: Sequence[Weight], keep_dense: Sequence[str]) -> Iterator[str]:
-    """Warnings about weights that stay dense: computed from others, or large and of no known kind of layer.
+    """Yield warnings about large layers that will not be pruned, and about layers with computed weights.
 
     Args:
-        weights: those that may become sparse.
-        keep_dense: names or globs of what is meant to stay dense.
+        weights: the weights that may become sparse.
+        keep_dense: names or globs of what the user keeps dense.
     """
     if computed := _computed_and_dense(model, weights, keep_dense):
         yield (
-            f"not pruned, since computed from other parameters (as by weight_norm): {_listed(computed)}; remove the "
-            f"parametrization first, or name them in keep_dense=[...]"
+            f"these weights are computed from other parameters (as by weight_norm) and will not be pruned: "
+            f"{_listed(computed)}. Remove the parametrization first, or add them to keep_dense=[...]"
         )
     if large := _large_and_dense(model, weights, keep_dense):
         yield (
-            f"left dense, being the weight of no known kind of layer: {_listed(large)}; name them in include=[...] to "
-            f"prune them, or in keep_dense=[...]"
+            f"these large parameters belong to no known kind of layer and will not be pruned: {_listed(large)}. Add "
+            f"them to include=[...] to prune them, or to keep_dense=[...]"
         )
 
 
 def _computed_and_dense(model: Any, weights: Sequence[Weight], keep_dense: Sequence[str]) -> list[str]:
-    """Layers whose weight is computed, unless the parameters it is computed from are pruned or meant to be dense."""
+    """Return the layers with a computed weight, unless its parameters are pruned or in keep_dense."""
     computed = computed_weights(model)
     named = _matched(keep_dense, [*computed, *itertools.chain.from_iterable(computed.values())])
     known = named | {weight.parameter for weight in weights}
@@ -156,7 +184,7 @@ def _computed_and_dense(model: Any, weights: Sequence[Weight], keep_dense: Seque
 
 
 def _large_and_dense(model: Any, weights: Sequence[Weight], keep_dense: Sequence[str]) -> list[str]:
-    """Matrices with at least 1 % of the model's parameters that are not pruned, and not meant to be dense."""
+    """Return matrices with at least 1 % of the model's parameters that are neither pruned nor in keep_dense."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     least = LARGE * sum(map(math.prod, shapes.values()))
     known = {weight.parameter for weight in weights}

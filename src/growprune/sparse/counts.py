@@ -1,4 +1,4 @@
-"""How many weights live, and how many an edit leaves alive in which layers; editor.py carries it out."""
+"""Count live weights, and how many an edit leaves live in each layer. editor.py applies the edit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from growprune.storage import SparseParameter
 
 
 class Counts:
-    """What an edit comes to, in numbers of groups: weights, or blocks of them."""
+    """The result of an edit as numbers of groups: weights, or blocks of weights."""
 
     def __init__(
         self,
@@ -35,22 +35,22 @@ class Counts:
         self.weights, self.stored, self.gradients = tuple(weights), stored, gradients
         self.pattern, self._allocate, self._scope = pattern, parse_allocation(allocation), scope
         self.lost: dict[str, int] = {}
-        """By the name of a weight, how many groups the edit before took of it."""
+        """By weight name: how many groups the previous edit pruned."""
 
     def weights_of(self, part: Part) -> tuple[Weight, ...]:
         names = set(part.tensors)
         return tuple(w for w in self.weights if w.parameter in names)
 
     def concerned(self, edit: Edit) -> tuple[Weight, ...]:
-        """The weights that an edit may have to count: its part, or the whole model."""
+        """Return the weights that an edit may have to count: its part, or the whole model."""
         is_ranked = self._allocate is global_ and self._scope is Scope.MODEL and edit.action is Action.PRUNE
         return self.weights if is_ranked or edit.within is not None else self.weights_of(edit.part)
 
     def num_alive(self, weights: Sequence[Weight], *, pattern: Pattern | None = None) -> dict[str, int]:
-        """The number of live groups of each weight, by its name; waits for the device once.
+        """Return the number of live groups of each weight, by name. Waits for the device once.
 
         Args:
-            pattern: that of the groups, if not the masks' own.
+            pattern: the pattern of the groups; by default that of the masks.
         """
         pattern = self.pattern if pattern is None else pattern
         alive, counted, name, mask = {}, [], "", None
@@ -68,12 +68,12 @@ class Counts:
         return alive | {name: number for (name, _), number in zip(counted, numbers, strict=True)}
 
     def pools(self, edit: Edit, alive: Mapping[str, int] | None = None, *, is_estimate: bool = False) -> list[Pool]:
-        """How many groups an edit leaves alive, of which weights ranked together.
+        """Return the pools of an edit: weights that are ranked together, and how many groups it leaves live.
 
         Args:
-            alive: the number of live groups of each weight before the edit, by name; counted where needed if not given.
-            is_estimate: whether growth that is spread by momentum, or by what layers lost, is taken to be spread by
-                live groups instead. No gradient is needed then.
+            alive: the number of live groups of each weight before the edit, by name; by default counted where needed.
+            is_estimate: treat growth that is spread by momentum, or by what layers lost, as spread by live groups. No
+                gradient is needed then.
         """
         part, spread = self.weights_of(edit.part), self._spread_of(edit)
         if edit.within is not None and part:
@@ -95,16 +95,16 @@ class Counts:
             for weight in part:
                 self.pattern.check(weight, to)
         except GrowpruneError as error:
-            remedy = "a method whose sparsity rises is told so by `start`, or by a lower `peak_density`"
-            raise GrowpruneError(f"{error}; {remedy}") from error
+            remedy = "If the method's sparsity rises, raise `start` or lower `peak_density`"
+            raise GrowpruneError(f"{error}. {remedy}") from error
 
     def _spread_of(self, edit: Edit) -> Spread | None:
-        """How layers share an edit: some spreads are for one ranking only, where layers have no count of their own."""
+        """Return how layers share an edit. Some spreads need one global ranking, where layers have no fixed count."""
         is_ranked = self._allocate is global_
         return edit.spread if is_ranked or edit.spread not in (Spread.LOST, Spread.ERK) else None
 
     def _fitting(self, within: float, part: tuple[Weight, ...], alive: Mapping[str, int] | None) -> Pool:
-        """All of a part, or as much of it as leaves the model no more live groups than it may have."""
+        """Return all of a part, or as much of it as fits within the live groups that the model may have."""
         alive = self.num_alive(self.weights) if alive is None else alive
         num_groups = sum(map(self.pattern.num_groups, self.weights))
         # where each layer rounds for itself, half a group of each may live too much, and the part is still to fit
@@ -117,7 +117,7 @@ class Counts:
     def _spread_out(
         self, edit: Edit, part: tuple[Weight, ...], alive: Mapping[str, int] | None, *, is_estimate: bool
     ) -> list[Pool]:
-        """Pools of one weight each, which share the growth of all."""
+        """Return pools of one weight each that divide the total growth."""
         among = None if is_estimate else self._among(edit, part)
         alive = self.num_alive(part) if alive is None else alive
         now = [alive[weight.name] for weight in part]
@@ -129,13 +129,13 @@ class Counts:
         return [Pool((w,), count + some) for w, count, some in zip(part, now, more, strict=True)]
 
     def _among(self, edit: Edit, part: Sequence[Weight]) -> Sequence[float] | None:
-        """What the growth of each weight goes with; None for its live groups."""
+        """Return the proportions in which weights grow; None for proportional to live groups."""
         if edit.spread is Spread.MOMENTUM:
             return self._momenta(part)
         return [self.lost.get(weight.name, 0) for weight in part] if edit.spread is Spread.LOST else None
 
     def _momenta(self, part: Sequence[Weight]) -> list[float]:
-        """The mean magnitude that the momentum of each weight's live elements has."""
+        """Return the mean |momentum| of each weight's live elements."""
         means = []
         for name, weights in groupby(part, key=lambda weight: weight.parameter):
             momentum, mask = self.gradients.scores(By.MOMENTUM, name), self.stored[name].mask()
@@ -146,7 +146,7 @@ class Counts:
         return [float(mean) for mean in torch.stack(means).tolist()]
 
     def num_grown(self, edits: Sequence[Edit]) -> dict[str, int]:
-        """How many groups of each weight edits may grow at most, by its name. Those `can_be_bounded`."""
+        """Return the most groups of each weight that edits may grow, by name, for edits that `can_be_bounded`."""
         alive = self.num_alive(self.weights)
         most, grown = dict(alive), dict.fromkeys(alive, 0)
         for before_it, edit in zip((None, *edits), edits, strict=False):
@@ -164,7 +164,7 @@ class Counts:
         return grown
 
     def can_be_bounded(self, edits: Sequence[Edit]) -> bool:
-        """Whether `num_grown` knows the growth of edits: not if they rank weights together, but not always the same."""
+        """True if `num_grown` can bound the growth of edits: not if they rank different sets of weights together."""
         alive = self.num_alive(self.weights)
         pools = [self.pools(edit, alive, is_estimate=True) for edit in edits]
         is_ranked = any(len(pool.weights) > 1 for several in pools for pool in several)
@@ -174,13 +174,13 @@ class Counts:
 
 
 def _shared(edit: Edit, alive: int) -> int:
-    """How many live after an edit by a share of them, rounded down, in exact arithmetic."""
+    """Return how many are live after an edit by a share, rounded down, in exact arithmetic."""
     change = int(Fraction(str(edit.share)) * alive)
     return alive - change if edit.action is Action.PRUNE else alive + change
 
 
 def _most_lost(edit: Edit, alive: int) -> int:
-    """How many an edit may take of a weight that has at most so many."""
+    """Return the most groups that an edit may prune from a weight with at most `alive` live groups."""
     is_own = edit.share is not None and edit.spread is None
     return alive - _shared(edit, alive) if is_own else alive
 
@@ -190,10 +190,10 @@ def total_of(pool: Pool, alive: Mapping[str, int]) -> int:
 
 
 def within_one(pools: Sequence[Pool], alive: Mapping[str, int], action: Action) -> list[Pool]:
-    """Pools of which none asks for one group too many (or, to grow, too few), with the same total.
+    """Adjust pools by one group where rounding would reverse the direction of an edit, and keep the total.
 
-    ERK's counts add up to an exact total, so with a rising sparsity the rounded count of a layer may rise by one. What
-    one layer lacks, the next that has it gives; and when such layers grow, none has to give it back.
+    ERK's counts add up to an exact total, so with a rising sparsity the rounded count of a layer may rise by one.
+    Another layer then gives up one group instead. The same applies in reverse when layers grow.
     """
     sign = 1 if action is Action.PRUNE else -1
     counts = [total_of(pool, alive) for pool in pools]

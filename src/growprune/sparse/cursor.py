@@ -1,17 +1,16 @@
-"""Where a model stands in a plan: one cursor for every loop, whoever owns it.
+"""Cursor: carries out a plan on a model, in any kind of training loop.
 
     for phase in cursor: ...                 # your own loop over phases
-    cursor.advance(iteration)                # a trainer's loop: does every edit that is due
-    optimizer = cursor.attach(optimizer)     # a plain loop over epochs: each step advances by itself
+    cursor.advance(iteration)                # a trainer's loop: applies every edit that is due
+    optimizer = cursor.attach(optimizer)     # a plain loop over epochs: each optimizer step advances the plan
 
-Iterations are optimizer steps, counted from the start of the plan, the branches of a fork one after the other, those
-that are trained elsewhere too.
+Iterations are optimizer steps, counted from the start of the plan. The branches of a fork follow one another, and those
+that are trained elsewhere count too.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -20,50 +19,53 @@ import torch
 
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import Snapshot
-from growprune.plan import By, Part, Phase, Plan, ScheduledPhase, Stage, next_edits, prunes_after_fork, walk
+from growprune.plan import By, Phase, Plan, ScheduledPhase, Stage, next_edits, prunes_after_fork, walk
+from growprune.plan.phases import onward
 from growprune.plan.settings import check_counts, check_state, plain
+from growprune.sparse.checks import check_plan
 from growprune.sparse.internals import Internals, internals
 from growprune.sparse.model import SparseModel, check_sparse_model
 from growprune.sparse.optimizers import is_skipped, unwrapped
 from growprune.sparse.rules import running
 from growprune.sparse.rules.base import RunningRule
+from growprune.storage.uncompiled import uncompiled
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 Combine = Callable[[Snapshot, list[tuple[str, ...]], Snapshot], Snapshot]
-"""Given the parts returned here, by branch the names each returns, and a copy of the model as it was before the fork,
-gives the parts of all branches."""
+"""(the parts returned by this process, the names that each branch returns, a copy of the model before the fork) ->
+the parts of all branches."""
 
 OnPhase = Callable[[ScheduledPhase], None]
 
-_ADVANCING: weakref.WeakKeyDictionary[SparseModel, weakref.ref[Cursor]] = weakref.WeakKeyDictionary()
-"""By model: the cursor that the steps of attached optimizers advance."""
+_CURSORS: weakref.WeakKeyDictionary[SparseModel, weakref.ref[Cursor]] = weakref.WeakKeyDictionary()
+"""By model: its cursor. Of several, the one attached last, or else the one created last."""
 
 
 def cursor_of(sparse: SparseModel) -> Cursor | None:
-    """The cursor that the steps of a model's optimizers advance; None if there is none."""
-    reference = _ADVANCING.get(sparse)
+    """Return the cursor of a model, or None. Of several, the one that the optimizer's steps advance."""
+    reference = _CURSORS.get(sparse)
     return None if reference is None else reference()
 
 
 class Cursor:
-    """A place in a plan, and the model that stands there. It can be iterated over once, for the phases that are left.
+    """Apply the edits of a plan to a sparse model when they are due: iterate over phases, `advance`, or `attach`.
 
     Args:
-        iterations_per_epoch: how many optimizer steps an epoch has; `advance` needs it if phases are told in epochs.
-        accumulate: how many backward passes an iteration has, if that is known. With 1, compact storage keeps of the
-            gradients that an edit looks at only what it may choose.
-        is_begun: whether the edits of the first phase are done already, as `sparse_init` does a random prune.
-        is_local: which branches of a fork are trained here; the others are trained elsewhere.
+        iterations_per_epoch: the optimizer steps of an epoch; needed by `advance` if phases have epochs.
+        accumulate: the backward passes of an iteration, if known. With 1, compact storage keeps only those gradients
+            that an edit may choose from.
+        is_begun: True if the edits of the first phase are done already, such as the random prune of `sparse_init`.
+        is_local: which branches of a fork are trained in this process; the others are trained elsewhere.
         combine: collects the parts of all branches.
-        score: called where an edit looks at gradients and there was no iteration to see them; calls `sparse.score`.
-        on_enter, on_leave: told of each phase once its edits are done, and before the model leaves it.
+        score: called if an edit needs gradients before the first iteration; it calls `sparse.score`.
+        on_enter, on_leave: called with each phase, after its edits and before the model leaves it.
 
     Examples:
         >>> from growprune import Partition, SparseModel, methods
         >>> model = torch.nn.Linear(10, 10)
         >>> plan = methods.gmp(Partition.contiguous(model, 1), sparsity=0.9, iterations=10, every=2)
-        >>> cursor = Cursor(SparseModel(model, sparsity=0.9), plan)
+        >>> cursor = Cursor(SparseModel(model, sparsity=0.9, allocation="global"), plan)
         >>> for iteration in range(10 + 1):
         ...     phase = cursor.advance(iteration)
         >>> cursor.sparse.num_alive, cursor.is_over
@@ -87,32 +89,38 @@ class Cursor:
         given = {"iterations_per_epoch": iterations_per_epoch, "accumulate": accumulate}
         check_counts(1, **{name: count for name, count in given.items() if count is not None})
         check_sparse_model(sparse, "Cursor")
-        self.sparse = sparse
+        self.sparse, self.plan = sparse, plan
         self._own = internals(sparse)
         self.schedule = tuple(walk(plan))
         _check(self._own, self.schedule)
+        if isinstance(plan, Plan):
+            check_plan(self._own, plan)
         self._per_epoch, self._accumulate = plain(iterations_per_epoch), plain(accumulate)
         self._is_begun, self._is_local, self._combine = is_begun, is_local, combine
         self._score, self._on_enter, self._on_leave = score, on_enter, on_leave
-        self._is_counting = False
-        """Whether somebody advances; if not, phases are handed out and nobody says when they are over."""
+        self._is_counting = False  # until `advance` or an optimizer counts iterations
         self._attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._clock: weakref.ref[torch.optim.Optimizer] | None = None
         """The optimizer whose steps advance: the one attached last."""
-        self._is_fresh = False
-        """Whether a phase that began with the last advance has a fresh optimizer."""
+        self._is_fresh = False  # whether a phase that began with the last advance has a fresh optimizer
         self.iteration = 0
-        """How many iterations of the plan are done."""
+        """The number of iterations of the plan that are done."""
         self.start = 0
-        """At which iteration the current phase began."""
+        """The iteration at which the current phase began."""
         self.position = -1
-        """The number of the phase that is being trained; -1 before the first."""
+        """The number of the current phase; -1 before the first."""
         self.is_over = False
         self._trail = ""
-        """A digest of the phases up to the current one, so that no other plan is gone on with."""
+        """A digest of the phases up to the current one, so that a state of another plan is refused."""
         self._base: Snapshot | None = None
-        """The model as it was when the fork began that it is in."""
+        """The model at the beginning of the current fork."""
         self._returned: Snapshot = {}
+        self.num_steps_after = 0
+        """The number of steps of the attached optimizer after the end of the plan."""
+        other = cursor_of(sparse)
+        if other is None or other.is_over:
+            _CURSORS[sparse] = weakref.ref(self)
+            self._own.wait_for(self)
 
     # Three ways to go through a plan
 
@@ -123,15 +131,15 @@ class Cursor:
             current = self._enter_next()
 
     def advance(self, iteration: int) -> Phase | None:
-        """Say how many iterations are done. Does every edit that is due, and gives the phase that began, if one did.
+        """Apply every edit that is due after this many iterations. Return the phase that began, or None.
 
         Call it with 0 before the first iteration.
         """
         iteration = _whole(iteration)
         if iteration < self.iteration:
             raise GrowpruneError(
-                f"advance({iteration}) goes backwards: {self.iteration} iterations of the plan are done; "
-                f"to go back, load the state of the model and of the cursor from then"
+                f"advance({iteration}) goes backwards: {self.iteration} iterations of the plan are done. To go back, "
+                f"load the states of the model and of the cursor from a checkpoint"
             )
         return self._advance(iteration)
 
@@ -145,19 +153,19 @@ class Cursor:
         return began.phase if began is not None and not self.is_over else None
 
     def attach(self, optimizer: Optimizer) -> Optimizer:
-        """Keep what is pruned exactly zero under this optimizer, and advance the plan with each of its steps.
+        """Keep pruned weights exactly zero under this optimizer, and advance the plan with each of its steps.
 
-        Begins the plan, if that was not done. Where a phase restarts, and at the beginning and the end of a branch, the
-        optimizer's state is emptied; its learning rate is yours. Returns the optimizer, so that it can be made and
-        attached in one line. Of several, the one attached last advances: let it be the last to step. Of several cursors
-        of a model, too, the one attached last goes on.
+        Starts the plan if it has not begun. The optimizer's state is cleared where a phase restarts, and at the start
+        and end of a branch. Its learning rate is up to you. Returns the optimizer, so that you can create and attach it
+        in one line. Of several optimizers, the one attached last advances the plan, so let it step last. Of several
+        cursors of a model, the one attached last is active.
         """
-        self.sparse.attach(optimizer)  # before any edit, which may give the model other parameters
+        self._own.attach(optimizer)  # before any edit, which may give the model other parameters
         inner = unwrapped(optimizer)
         if inner not in self._attached:
             self._attached.add(inner)
-            inner.register_step_post_hook(self._stepped)  # which keeps the cursor as long as there is the optimizer
-        self._clock, _ADVANCING[self.sparse] = weakref.ref(inner), weakref.ref(self)
+            inner.register_step_post_hook(uncompiled(self._stepped))  # keeps the cursor as long as the optimizer
+        self._clock, _CURSORS[self.sparse] = weakref.ref(inner), weakref.ref(self)
         if self.position < 0:
             self._advance_all(0)
         return optimizer
@@ -165,17 +173,21 @@ class Cursor:
     def _stepped(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         del args, kwargs
         is_clock = self._clock is not None and self._clock() is optimizer
-        if is_clock and cursor_of(self.sparse) is self and not self.is_over and not is_skipped(optimizer):
+        if not is_clock or cursor_of(self.sparse) is not self or is_skipped(optimizer):
+            return
+        if self.is_over:
+            self.num_steps_after += 1
+        else:
             self._advance_all(self.iteration + 1)
 
     def _advance_all(self, iteration: int) -> None:
-        """Advance, and see to the attached optimizers."""
+        """Advance, and reset attached optimizers where a phase restarts."""
         self._advance(iteration)
         if self._is_fresh:
             self._own.optimizers.reset()
 
     def _begin_counting(self) -> None:
-        """From now on somebody says when phases are over: raise, before anything is done, if one cannot be told."""
+        """Start counting iterations. Raise, before anything is done, if the length of a phase is unknown."""
         if not self._is_counting:
             for scheduled in self.schedule:
                 self.length_of(scheduled.phase)
@@ -185,7 +197,7 @@ class Cursor:
 
     @property
     def current(self) -> ScheduledPhase | None:
-        """The phase that is being trained; None before the first and after the last."""
+        """The current phase; None before the first and after the last."""
         return None if self.position < 0 or self.is_over else self.schedule[self.position]
 
     @property
@@ -199,25 +211,36 @@ class Cursor:
 
     @property
     def length(self) -> int:
-        """How many iterations the current phase has."""
+        """The number of iterations of the current phase."""
         assert self.current is not None
         return self.length_of(self.current.phase)
 
     @property
     def left(self) -> int:
-        """How many iterations of the current phase are left."""
+        """The number of iterations left in the current phase."""
         return self.start + self.length - self.iteration
 
     def length_of(self, phase: Phase) -> int:
-        """How many iterations a phase has."""
+        """Return the number of iterations of a phase."""
         if phase.epochs and self._per_epoch is None:
             raise GrowpruneError(
-                f"a phase of the plan has {phase.epochs} epochs ({phase}): give Cursor iterations_per_epoch=len(loader)"
+                f"a phase of the plan has {phase.epochs} epochs ({phase}): pass iterations_per_epoch=len(loader) to "
+                f"Cursor"
             )
         return phase.num_iterations(self._per_epoch or 0)
 
+    @property
+    def num_iterations(self) -> int:
+        """The number of iterations of the plan."""
+        return sum(self.length_of(scheduled.phase) for scheduled in self.schedule)
+
+    def __repr__(self) -> str:
+        name = self.plan.method.__name__ if isinstance(self.plan, Plan) else "a list of phases"
+        place = "before its first phase" if self.position < 0 else f"phase {self.position + 1} of {len(self.schedule)}"
+        return f"Cursor({name}, {'over' if self.is_over else place}, {self.iteration} iterations done)"
+
     def skip_to(self, done: int) -> None:
-        """Note that so many iterations of the current phase are done already."""
+        """Record that the first `done` iterations of the current phase are done already."""
         self.iteration = self.start + done
 
     # Phases
@@ -303,10 +326,11 @@ class Cursor:
         self._base, self._returned = None, {}
 
     def _place_at(self, scheduled: ScheduledPhase) -> None:
-        self.position, self._trail = scheduled.index, _onward(self._trail, scheduled)
+        self.position, self._trail = scheduled.index, onward(self._trail, scheduled)
+        self._own.waiting = None
 
     def _watch(self) -> None:
-        """See to it that gradients are there when the edits to come look at them."""
+        """Collect gradients for the next edits if they need them."""
         edits = [] if self.current is None else next_edits(self.schedule, self.current)
         is_last = not self._is_counting or (self.current is not None and self.left == 1)
         by = {edit.by for edit in edits if edit.by.needs_gradients}
@@ -317,22 +341,26 @@ class Cursor:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Beside the state of the model, of its SparseModel and of the optimizer, what an exact resume needs."""
+        """Return the place in the plan. An exact resume also needs the states of SparseModel, model and optimizer."""
         place = {"position": self.position, "trail": self._trail, "is_over": self.is_over}
         count = {"iteration": self.iteration, "start": self.start, "is_counting": self._is_counting}
+        count["num_steps_after"] = self.num_steps_after
         rule = {} if self.rule is None else self.rule.state_dict()
         return {**place, **count, "rule": rule, "base": self._base, "returned": dict(self._returned)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another cursor of the same plan stood. Load the SparseModel's state before."""
-        check_state(state, "position", "trail", "is_over", "iteration", "start", "is_counting", "base", "returned")
+        """Resume from the state of a cursor of the same plan. Load the SparseModel's state first."""
+        counts = "iteration", "start", "is_counting", "num_steps_after"
+        check_state(state, "position", "trail", "is_over", *counts, "base", "returned")
         if not self.is_place(state):
             raise GrowpruneError(
-                f"the state is of phase {state['position']} of another plan: make the Cursor with that plan, or begin "
-                f"this one without loading the state"
+                f"the state belongs to phase {state['position']} of another plan: create the Cursor with that plan, or "
+                f"start this one without loading the state"
             )
         self.position, self._trail, self.is_over = state["position"], state["trail"], state["is_over"]
         self.iteration, self.start, self._is_counting = state["iteration"], state["start"], state["is_counting"]
+        self.num_steps_after = state["num_steps_after"]
+        self._own.waiting = None if self.position >= 0 else self._own.waiting
         self._base, self._returned = state["base"], dict(state["returned"])
         self._begin_rule(None if self.current is None else self.current.phase)
         if self.rule is not None:
@@ -340,12 +368,12 @@ class Cursor:
         self._watch()
 
     def is_place(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state is of this plan, as far as it went."""
+        """True if a state belongs to this plan, up to its place."""
         position, is_end = state["position"], state["position"] == len(self.schedule) - 1
         known = self.schedule[: position + 1]
         return (
             position < len(self.schedule)
-            and functools.reduce(_onward, known, "") == state["trail"]
+            and functools.reduce(onward, known, "") == state["trail"]
             and (is_end or not state["is_over"])
         )
 
@@ -354,28 +382,15 @@ def _whole(iteration: int) -> int:
     whole = plain(iteration)
     if isinstance(whole, bool) or not isinstance(whole, int):
         raise GrowpruneError(
-            f"advance was given {iteration!r}, but takes how many iterations are done: give a whole number, such as 3"
+            f"advance takes the number of iterations that are done, an integer such as 3, got {iteration!r}"
         )
     return whole
 
 
 def _check(own: Internals, schedule: Sequence[ScheduledPhase]) -> None:
-    """Raise, before anything is done, if the plan is one of another model, or does not go with how it is stored."""
+    """Raise, before anything is done, if the plan does not fit the model or its storage."""
     own.check(*{id(part): part for scheduled in schedule for part in scheduled.parts}.values())
     for by in {edit.by for scheduled in schedule for edit in scheduled.phase.edits}:
         own.check_by(by)
     for rule in {scheduled.phase.rule for scheduled in schedule}:
         running(rule, own)
-
-
-def _onward(trail: str, scheduled: ScheduledPhase) -> str:
-    phase, returns = scheduled.phase, scheduled.returns
-    edits = [(e.action.value, _digest(e.part), e.by.value, e.to, e.share, e.spread, e.within) for e in phase.edits]
-    place = (scheduled.stage, scheduled.branch, None if returns is None else _digest(returns))
-    how = (phase.epochs, phase.iterations, phase.restart, repr(phase.rule))
-    return hashlib.sha256(f"{trail}{edits}{place}{how}".encode()).hexdigest()
-
-
-@functools.lru_cache(maxsize=4096)
-def _digest(part: Part) -> str:
-    return hashlib.sha256(repr(part).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Carry out an edit of the masks: counts.py says how many groups of which weights live after it, this file which.
+"""Apply an edit to the masks: counts.py says how many groups of each weight are live afterwards, this file which ones.
 
-A pool of weights is ranked together, and its best groups live. Where each process has a share of the values only,
-sharding/choosing.py chooses. Never are the dense tensors of more than one parameter held at a time.
+The weights of a pool are ranked together, and the best groups are live. If the values are sharded,
+sharding/choosing.py chooses. The dense tensors of at most one parameter are in memory at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from growprune.masks.allocation import Pool
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import count_groups, in_one_go, write_groups
 from growprune.masks.ranking import check_finite, choose, edit_keys, key_bits_of, salt_of
+from growprune.masks.zeros import masks_of_zeros
 from growprune.plan import Action, By, Edit
 from growprune.sparse.counts import Counts, total_of, within_one
 from growprune.sparse.gradients import Gradients, Keep
@@ -27,28 +28,31 @@ from growprune.storage import SparseParameter
 from growprune.storage.ranking import can_keep_largest, keep_largest
 
 Read = Callable[[Weight], tuple[Tensor, Tensor]]
-"""Gives what a weight is ranked by, and its mask."""
+"""Returns the values that a weight is ranked by, and its mask."""
 
 SetMask = Callable[[str, Tensor], None]
 """Takes the name of a parameter, and its new mask."""
 
 Chosen = Iterator[tuple[Weight, Iterator[Tensor]]]
-"""For each weight of a pool, in order, a walk over which of its groups live."""
+"""For each weight of a pool, in order: which of its groups are live, a few rows at a time."""
 
 
 class Editor:
-    """Changes masks; the state of optimizers follows."""
+    """Change masks, and the state of optimizers with them."""
 
     def __init__(self, counts: Counts, optimizers: Optimizers, *, seed: int) -> None:
         self.counts, self._optimizers, self._seed = counts, optimizers, seed
         self._stored, self._gradients, self._pattern = counts.stored, counts.gradients, counts.pattern
         self.num_edits = 0
-        """The number of edits so far, which makes each random one draw its own numbers."""
+        """The number of edits so far, so that each random edit draws different numbers."""
+        self._warned_of: set[str] = set()
+        """The names of weights without live elements that a warning has named."""
         self.together: Any = None
-        """If the weights are sharded: a sharding.choosing.Choosing, which chooses without gathering them."""
+        """If the weights are sharded: a sharding.choosing.Choosing, which chooses without gathering."""
 
     def apply(self, edit: Edit) -> None:
         if edit.by is By.AS_IS:
+            self._keep_zeros()
             self._check_as_is(edit)
         elif edit.to == 0 and edit.within is None:
             self._grow_all(edit)
@@ -59,44 +63,44 @@ class Editor:
         self.num_edits += 1
 
     def apply_within(self, edit: Edit, names: set[str]) -> None:
-        """Do what an edit does to those of its pools that lie in the parameters of these names."""
+        """Apply an edit to those of its pools that lie within these parameters."""
         pools = self.counts.pools(edit) if edit.to else []
         self.select([pool for pool in pools if {weight.parameter for weight in pool.weights} <= names], edit)
 
     def _is_whole(self, pools: Sequence[Pool]) -> bool:
-        """Whether growth to dense is not held back."""
+        """True if growth to dense is not limited."""
         return all(pool.kept == sum(map(self._pattern.num_groups, pool.weights)) for pool in pools)
 
     def _grow_all(self, edit: Edit) -> None:
         self.counts.lost = {}
         weights = self.counts.weights_of(edit.part) if edit.action is Action.GROW else ()
         if edit.action is Action.GROW and not weights:
-            what = "no weight of it may be pruned; give Partition keep_dense too"
+            what = "all its weights are kept dense; pass the same keep_dense to Partition"
             warn(f"{edit.part.name} has nothing to grow: {what}")
         for name in dict.fromkeys([weight.parameter for weight in weights]):
             stored = self._stored[name]
             self.set_mask(name, torch.ones(stored.shape, dtype=torch.bool, device=stored.parameter.device))
 
     def is_possible(self, edit: Edit) -> bool:
-        """Whether an edit can reach its count."""
+        """True if an edit can reach its count."""
         alive = self.counts.num_alive(self.counts.weights)
         pools = within_one(self.counts.pools(edit, alive), alive, edit.action)
         return not any(_is_wrong_way(edit, pool, total_of(pool, alive)) for pool in pools)
 
     def is_done(self, edit: Edit) -> bool:
-        """Whether as many live as an edit leaves, in all: methods that move weights among layers count as done too."""
+        """True if the total of live weights is already what the edit leaves, however layers share it."""
         alive = self.counts.num_alive(self.counts.weights)
         pools = self.counts.pools(edit, alive)
         return sum(pool.kept for pool in pools) == sum(total_of(pool, alive) for pool in pools)
 
     def select(self, pools: Sequence[Pool], edit: Edit, alive: Mapping[str, int] | None = None) -> None:
-        """Do what an edit does to some of its pools; if one of them cannot be, nothing changes.
+        """Apply an edit to some of its pools. If one of them is impossible, nothing changes.
 
         Args:
-            alive: the number of live groups of each weight, by name; counted if not given.
+            alive: the number of live groups of each weight, by name; by default counted.
         """
         alive = self.counts.num_alive([w for pool in pools for w in pool.weights]) if alive is None else alive
-        pools = self._changed(pools, edit, alive)
+        pools = self.changed(pools, edit, alive)
         weights = [weight for pool in pools for weight in pool.weights]
         reader = Reader(self._stored, self._gradients, edit)
         if self.together is not None and self.together.can_choose(weights, edit):
@@ -109,11 +113,20 @@ class Editor:
                 check_finite(reader.values(weight), weight)
             left = self._choose(pools, lambda pool: self._chosen(pool, edit, reader.read), reader, self.set_mask)
         self.counts.lost = {weight.name: alive[weight.name] - left[weight.name] for weight in weights}
-        if dead := [weight for weight in weights if not left[weight.name]]:
-            warn(f"no weight lives in {_names(dead)}: {_why(dead, pools)}; see keep_dense")
+        self.warn_of_dead([weight for weight in weights if not left[weight.name]], pools)
 
-    def _changed(self, pools: Sequence[Pool], edit: Edit, alive: Mapping[str, int]) -> list[Pool]:
-        """The pools that an edit changes. Raise if it cannot."""
+    def warn_of_dead(self, dead: Sequence[Weight], pools: Sequence[Pool]) -> None:
+        """Warn once about each layer that has no live weight left."""
+        if not (new := [weight for weight in dead if weight.name not in self._warned_of]):
+            return
+        self._warned_of |= {weight.name for weight in new}
+        layers, it = (f"layer {_names(new)} was", "it") if len(new) == 1 else (f"layers {_names(new)} were", "them")
+        is_ranking = any(len(pool.weights) > 1 and not set(pool.weights).isdisjoint(new) for pool in pools)
+        small = "" if is_ranking else f", too small for this sparsity; add {it} to keep_dense"
+        warn(f"{layers} pruned to zero weights" + (small or f"; add {it} to keep_dense or use allocation='uniform'"))
+
+    def changed(self, pools: Sequence[Pool], edit: Edit, alive: Mapping[str, int]) -> list[Pool]:
+        """Return the pools that an edit changes. Raise if the edit is impossible."""
         totals = [(pool, total_of(pool, alive)) for pool in within_one(pools, alive, edit.action)]
         for pool, total in totals:
             self._check(pool, edit, total)
@@ -122,7 +135,7 @@ class Editor:
     def _choose(
         self, pools: Sequence[Pool], chosen_of: Callable[[Pool], Chosen], reader: Reader, set_mask: SetMask
     ) -> dict[str, int]:
-        """Set the masks with which the best groups of each pool live, each once; gives the live groups by weight."""
+        """Set the masks so that the best groups of each pool are live. Return the live groups by weight."""
         name, mask, left, counted = "", None, {}, {}
         for pool in pools:
             for weight, chosen in chosen_of(pool):
@@ -140,7 +153,7 @@ class Editor:
         return left | dict(zip(counted, in_one_go(list(counted.values())), strict=True))
 
     def _chosen(self, pool: Pool, edit: Edit, read: Read) -> Chosen:
-        """The best `pool.kept` groups of a pool: for each weight, in order, a walk over which of its groups live."""
+        """Yield, for each weight in order, which groups are among the best `pool.kept` of the pool."""
         parameters = [self._stored[weight.parameter].parameter for weight in pool.weights]
         is_wide = torch.float64 in [parameter.dtype for parameter in parameters]
         dtype = torch.float64 if is_wide else torch.float32
@@ -153,7 +166,7 @@ class Editor:
         return zip(pool.weights, walks, strict=True)
 
     def _can_choose_at_once(self, weights: Sequence[Weight], edit: Edit) -> bool:
-        """Whether all can be ranked in one go: magnitudes of single weights, stored dense on a GPU."""
+        """True if all can be ranked at once: magnitudes of single weights, stored dense on a GPU."""
         if edit.action is not Action.PRUNE or edit.by is not By.MAGNITUDE or not self._pattern.is_single:
             return False
         stored = [self._stored[weight.parameter] for weight in weights]
@@ -164,7 +177,7 @@ class Editor:
         return is_dense and can_keep_largest(parameters)
 
     def _choose_at_once(self, pools: Sequence[Pool]) -> dict[str, int]:
-        """Set the masks; gives the live weights of each."""
+        """Set the masks. Return the live weights of each."""
         weights = [(weight, number) for number, pool in enumerate(pools) for weight in pool.weights]
         masks = {weight.parameter: self._stored[weight.parameter].mask() for weight, _ in weights}
         values = [weight.of(self._stored[weight.parameter].weight()) for weight, _ in weights]
@@ -180,9 +193,9 @@ class Editor:
         return dict(zip((weight.name for weight, _ in weights), counts, strict=True))
 
     def preview(self, edit: Edit) -> Callable[[], None]:
-        """Prune, but leave optimizers alone; gives what undoes it. If it fails, all is as it was."""
+        """Prune without touching optimizers, and return a function that undoes it. On failure, nothing changes."""
         alive, reader = self.counts.num_alive(self.counts.weights), Reader(self._stored, self._gradients, edit)
-        pools = self._changed(self.counts.pools(edit, alive), edit, alive)
+        pools = self.changed(self.counts.pools(edit, alive), edit, alive)
         with ExitStack() as undo:
 
             def set_mask(name: str, mask: Tensor) -> None:
@@ -192,12 +205,12 @@ class Editor:
             return undo.pop_all().close
 
     def projected(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """By parameter: these values, but zero where pruning them would prune. No mask changes."""
+        """Return these values by parameter, with zeros where the edit would prune them. No mask changes."""
         masks = self.kept(edit, values)
         return {name: torch.where(masks[name], tensor, 0) for name, tensor in values.items()}
 
     def kept(self, edit: Edit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """By parameter: which of these values would live if all lived now and an edit pruned them. No mask changes."""
+        """Return which of these values an edit would keep if all were live now, by parameter. No mask changes."""
         pools = self.counts.pools(edit)
         ranked = {w.parameter: self._stored[w.parameter].weight() for pool in pools for w in pool.weights}
         ranked |= values  # a ranking of the whole model has other weights too
@@ -213,12 +226,12 @@ class Editor:
         return {name: masks[name] for name in values}
 
     def candidates(self, edits: Sequence[Edit]) -> Keep | None:
-        """What edits that grow by a dense gradient may look at: the best, and the live. None if all of it counts."""
+        """Return the gradients that edits may choose from: the best and those of live weights. None for all."""
         by_gradient = [edit for edit in edits if edit.by.needs_gradients]
         if any(edit.action is Action.PRUNE or edit.by is not By.GRADIENT for edit in by_gradient):
             return None
         if any(self._pattern.most_alive(w) < self._pattern.num_groups(w) for w in self.counts.weights):
-            return None  # what is pruned first makes room for its neighbours, and nobody knows yet what that will be
+            return None  # a prune that comes first changes which neighbors may grow, and is not known yet
         if not self.counts.can_be_bounded(edits):
             return None
         grown = self.counts.num_grown(edits)
@@ -239,19 +252,30 @@ class Editor:
         """Raise if an edit cannot reach its count."""
         if _is_wrong_way(edit, pool, alive):
             raise GrowpruneError(
-                f"cannot {edit.action.value} to sparsity {edit.to}: that is {pool.kept} alive, but {alive} are alive "
-                f"in {_names(pool.weights)}; {'grow' if edit.action is Action.PRUNE else 'prune'} first"
+                f"cannot {edit.action.value} {_names(pool.weights)} to sparsity {edit.to}: that needs {pool.kept} live "
+                f"weights, but {alive} are live; {'grow' if edit.action is Action.PRUNE else 'prune'} first"
             )
         most = sum(self._pattern.most_alive(weight) for weight in pool.weights)
         if pool.kept > most:
             raise GrowpruneError(
-                f"cannot {edit}: that is {pool.kept} alive in {_names(pool.weights)}, which have room for {most}"
+                f"cannot {edit}: that needs {pool.kept} live weights in {_names(pool.weights)}, but the pattern allows "
+                f"at most {most}"
             )
 
-    def _check_as_is(self, edit: Edit) -> None:
-        """Raise unless as many live already as an edit leaves; where layers share by rounding, one may have one more.
+    def _keep_zeros(self) -> None:
+        """Prune the zeros of a model whose weights are all live, if it was pruned earlier or by another tool.
 
-        Each pool by itself, and not only in all: the edits that follow ask for the same of it.
+        Optimizers are attached by now, and follow if the storage replaces parameters.
+        """
+        if self.together is None and all(bool(stored.mask().all()) for stored in self._stored.values()):
+            masks = masks_of_zeros(lambda name: self._stored[name].weight(), self.counts.weights, self._pattern)
+            for name, mask in masks.items():
+                self.set_mask(name, mask)
+
+    def _check_as_is(self, edit: Edit) -> None:
+        """Raise unless each pool already has as many live groups as the edit leaves, up to one group of rounding.
+
+        Each pool is checked, not only the total, because later edits need the same of it.
         """
         self.counts.lost = {}
         alive = self.counts.num_alive(self.counts.weights_of(edit.part))
@@ -260,21 +284,21 @@ class Editor:
         is_in_all = sum(counts) == sum(pool.kept for pool in pools)
         for pool, count in zip(pools, counts, strict=True):
             if abs(pool.kept - count) > (1 if is_in_all else 0):
-                remedy = "initial_mask='magnitude' prunes to that" if count > pool.kept else "begin with a sparser plan"
-                remedy = "allocation='global' counts all layers together" if is_in_all else remedy
+                remedy = "use initial_mask='magnitude'" if count > pool.kept else "start the plan at a higher sparsity"
+                remedy = "use allocation='global', which counts all layers together" if is_in_all else remedy
                 raise GrowpruneError(
-                    f"the masks cannot stay as they are: {count} are alive in {_names(pool.weights)}, but the plan "
-                    f"begins with {pool.kept} (sparsity {edit.to:.4g}); {remedy}"
+                    f"initial_mask='as_is' does not fit: {_names(pool.weights)} has {count} live weights, but the plan "
+                    f"starts with {pool.kept} (sparsity {edit.to:.4g}); {remedy}"
                 )
 
     def set_mask(self, name: str, mask: Tensor) -> None:
-        """Let exactly these weights of a parameter live; new ones are zero, and so is their state in optimizers."""
+        """Set the mask of a parameter. New live weights start at zero, and so does their optimizer state."""
         with self._optimizers.following(name) as stored:
             stored.set_mask(mask)
 
 
 class Reader:
-    """The dense masks of parameters, and the values that an edit ranks them by, one parameter at a time."""
+    """Read dense masks and the values that an edit ranks by, one parameter at a time."""
 
     def __init__(self, stored: Mapping[str, SparseParameter], gradients: Gradients, edit: Edit) -> None:
         self._stored, self._gradients, self._by = stored, gradients, edit.by
@@ -289,7 +313,7 @@ class Reader:
         return self._seen[what]
 
     def whole_mask(self, weight: Weight) -> Tensor:
-        """The mask of the parameter that a weight belongs to."""
+        """Return the mask of the parameter that a weight belongs to."""
         return self._of(weight, "mask", self._stored[weight.parameter].mask)
 
     def mask(self, weight: Weight) -> Tensor:
@@ -301,21 +325,14 @@ class Reader:
         return weight.of(self._of(weight, "values", make))  # type: ignore[no-any-return]
 
     def read(self, weight: Weight) -> tuple[Tensor, Tensor]:
-        """The values and the mask of a weight; a random edit needs no values."""
+        """Return the values and the mask of a weight. A random edit needs no values."""
         mask = self.mask(weight)
         return (mask if self._by is By.RANDOM else self.values(weight)), mask
 
 
 def _is_wrong_way(edit: Edit, pool: Pool, alive: int) -> bool:
-    """Whether an edit would have to prune in order to grow, or to grow in order to prune."""
+    """True if an edit would have to prune in order to grow, or to grow in order to prune."""
     return pool.kept != alive and (pool.kept > alive) is (edit.action is Action.PRUNE)
-
-
-def _why(dead: Sequence[Weight], pools: Sequence[Pool]) -> str:
-    """What left none of these weights alive."""
-    if any(len(pool.weights) > 1 and not set(pool.weights).isdisjoint(dead) for pool in pools):
-        return "one ranking of several layers left them none; allocation 'uniform' or 'erk' gives each layer its share"
-    return "too small for this sparsity"
 
 
 def _names(weights: Sequence[Weight]) -> str:

@@ -1,9 +1,9 @@
-"""The one FLOPs rule: a multiplication and an addition are two operations, and a sparse weight costs its live elements.
+"""Count FLOPs: a multiplication and an addition are two operations, and a sparse weight costs its live elements.
 
-What is counted is every matrix product and convolution of one forward pass, as torch's own FLOP counter does, those
-between activations (attention) included. Each operation is charged to the weight it multiplies by, which is known by
-its memory, however a model comes to use it: through a layer, through `F.linear`, or through a copy under autocast.
-Norms, activations and biases count nothing.
+Every matrix product and convolution of one forward pass counts, as in torch's own FLOP counter, including products
+between activations (attention). Each operation is charged to the weight it multiplies by. The weight is recognized by
+its memory, whether the model uses it through a layer, `F.linear`, or a copy under autocast. Norms, activations and
+biases do not count.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from growprune.errors import GrowpruneError, warn
-from growprune.masks.layers import Weight, dense_shape, layer_weights
+from growprune.errors import GrowpruneError
+from growprune.masks.layers import Weight, layer_weights, shape_of
+from growprune.sparse.weight_memory import WeightMemory
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,14 @@ class Flops:
     """The FLOPs of one forward pass."""
 
     dense: int
-    """In all, if everything lives."""
+    """The total of the dense model."""
     by_layer: dict[str, int]
-    """What the weights of each layer cost if they all live; a product of two activations belongs to no layer."""
+    """The cost of each layer's weights, if dense. A product of two activations belongs to no layer."""
     by_weight: dict[str, int]
     """The same for each weight, and for each other parameter."""
 
     def at(self, densities: Mapping[str, float]) -> int:
-        """In all, if only this share of each weight lives; a weight that is not named is dense.
+        """Return the total if only this share of each weight is live. A weight that is not named is dense.
 
         Examples:
             >>> count_flops(nn.Linear(8, 4), torch.zeros(1, 8)).at({"weight": 0.25})
@@ -46,33 +47,31 @@ class Flops:
         unknown = [name for name in densities if name not in self.by_weight]
         if unknown:
             raise GrowpruneError(
-                f"densities has {unknown[0]!r}, which is no weight; there are {', '.join(self.by_weight)}"
+                f"densities has {unknown[0]!r}, which is not a weight; the weights are {', '.join(self.by_weight)}"
             )
         return self.dense - sum(self.by_weight[name] - self.of(name, density) for name, density in densities.items())
 
     def of(self, name: str, density: float) -> int:
-        """What one weight costs if only this share of it lives."""
+        """Return the cost of one weight if only this share of it is live."""
         return round(self.by_weight[name] * density)
 
 
 def count_flops(model: nn.Module, example: Any) -> Flops:
-    """Count the FLOPs of a forward pass of `example`, in eval mode; the model is left as it was.
+    """Count the FLOPs of a forward pass of `example`, in eval mode, without changing the model.
 
     Args:
-        example: the input, or a tuple of positional or a dict of keyword arguments. Model and example may both be on
-            the meta device, where nothing is computed.
+        example: the input, a tuple of positional arguments or a dict of keyword arguments. Model and example may both
+            be on the meta device, where nothing is computed.
 
     Examples:
         >>> count_flops(nn.Linear(8, 4), torch.zeros(3, 8)).dense
         192
     """
-    if any(isinstance(m, nn.RNNBase) and not next(m.parameters()).is_meta for m in model.modules()):
-        warn("recurrent layers run as one and are not counted: count on the meta device")
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     layers = layer_weights(model)
     weights = [weight for group in layers.values() for weight in group]
     known = {weight.parameter for weight in weights}
-    weights += [Weight(name, name, _shape(model, name)) for name, _ in model.named_parameters() if name not in known]
+    weights += [Weight(name, name, shape_of(model, name)) for name, _ in model.named_parameters() if name not in known]
     with _left_as_it_was(model) as buffers, FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         charges = _Charges(counter, model, weights)
         with charges:
@@ -103,23 +102,14 @@ class _Charges(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch giv
 
     supports_higher_order_operators = True
 
-    COPIES = ("aten._to_copy.default", "aten.clone.default", "growprune.expand.default")
-    """Operations that make another tensor of the same weight; the last is how compact storage makes it dense."""
-
     def __init__(self, counter: FlopCounterMode, model: nn.Module, weights: list[Weight]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._counter = counter
         self._charged: dict[str, list[tuple[int, int, int]]] = {weight.parameter: [] for weight in weights}
         """By parameter: (first element, first beyond the last, FLOPs) of each operation."""
-        self._places: dict[int, tuple[str, int]] = {}
-        """By memory: the parameter that lies there, and which of its elements is the first."""
-        self._copies: list[Tensor] = []
-        """Kept until the end, so that their memory is not given to anything else."""
         parameters = dict(model.named_parameters())
-        for weight in weights:
-            if len(weight.shape) >= 2:  # a bias takes part, but only adds
-                parameter = parameters[weight.parameter]
-                self._places[_memory(parameter)] = weight.parameter, -int(parameter.storage_offset())
+        matrices = [w.parameter for w in weights if len(w.shape) >= 2]  # a bias takes part, but only adds
+        self._memory = WeightMemory({name: parameters[name] for name in matrices})
 
     def of(self, weight: Weight) -> int:
         """What was charged to a weight: its parameter's operations, or the share that its rows have in each."""
@@ -135,48 +125,44 @@ class _Charges(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch giv
         before = self._counter.get_total_flops()
         out = func(*args, **(kwargs or {}))
         flops = self._counter.get_total_flops() - before
-        if flops or str(func) in self.COPIES:
-            for name, start, tensor in self._known(tree_leaves((args, kwargs)))[:1]:
-                if flops:
-                    self._charged[name].append((start, start + _extent(tensor), flops))
-                else:
-                    self._places[_memory(out)] = name, start - out.storage_offset()
-                    self._copies.append(out)
+        arguments = tree_leaves((args, kwargs))
+        # the last that is a weight: in addmm(bias, x, weight) it is not the bias
+        for tensor in [a for a in reversed(arguments) if a in self._memory][:1] if flops else ():
+            name, first, end = self._memory.range_of(tensor)
+            self._charged[name].append((first, end, flops))
+        if not flops:
+            self._memory.note(func._schema.name if hasattr(func, "_schema") else "", arguments, out)
         return out
-
-    def _known(self, arguments: list[Any]) -> list[tuple[str, int, Tensor]]:
-        """The parameters among the arguments, the last first: in addmm(bias, x, weight) it is the weight."""
-        tensors = [a for a in reversed(arguments) if isinstance(a, Tensor) and a.layout is torch.strided]
-        found = [(self._places[_memory(t)], t) for t in tensors if _memory(t) in self._places]
-        return [(name, first + int(t.storage_offset()), t) for (name, first), t in found]
-
-
-def _shape(model: nn.Module, name: str) -> tuple[int, ...]:
-    path, _, local = name.rpartition(".")
-    return dense_shape(model.get_submodule(path), local)
-
-
-def _extent(tensor: Tensor) -> int:
-    """From the first to the last element in memory; fewer than `numel` if a weight is repeated along a batch."""
-    return 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # unlike data_ptr, it tells tensors on the meta device apart
 
 
 @contextlib.contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Eval mode without gradients, and ways of computing that a counter sees; gives buffers that may be written to."""
+    """Switch to eval mode without gradients, and to operations that a counter sees; yield copies of buffers."""
     training = {module: module.training for module in model.modules()}
     gpus = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     fast_attention = torch.backends.mha.get_fastpath_enabled()
     try:
         model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
-        with torch.no_grad(), torch.random.fork_rng(list(gpus)), sdpa_kernel(SDPBackend.MATH):
+        is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+        by_steps = _recurrent_by_steps() if is_recurrent else contextlib.nullcontext()
+        with torch.no_grad(), torch.random.fork_rng(list(gpus)), sdpa_kernel(SDPBackend.MATH), by_steps:
             yield {name: buffer.clone() for name, buffer in model.named_buffers()}
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_attention)
         for module, was_training in training.items():
             module.training = was_training
+
+
+@contextlib.contextmanager
+def _recurrent_by_steps() -> Iterator[None]:
+    """Have recurrent layers multiply step by step: cuDNN and oneDNN take a sequence at once, unseen by a counter."""
+    libraries: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)
+    before = [(library, library.enabled) for library in libraries]
+    try:
+        for library, _ in before:
+            library.enabled = False
+        yield
+    finally:
+        for library, was_enabled in before:
+            library.enabled = was_enabled

@@ -1,9 +1,9 @@
-"""The gradients that edits look at: those of dead weights too, which training never needs.
+"""Collect the gradients that edits need, including those of dead weights, which training never needs.
 
-They exist for a moment in each backward pass, and are masked as they accumulate. Where an edit looks at them, they are
-*watched* in the iteration before it: `Gradients` is told of each dense gradient before it is masked, adds up those of
-the iteration, and keeps the sum until the edit. Compact storage has the dense gradient of one layer at a time; there,
-if an iteration is known to have one backward pass, only the best candidates for growth are kept of it.
+They exist for a moment in each backward pass, and are masked as they accumulate. If an edit needs them, they are
+*watched* in the iteration before it: `Gradients` receives each dense gradient before it is masked, sums those of the
+iteration, and keeps the sum until the edit. Compact storage has the dense gradient of one layer at a time. If an
+iteration has a single backward pass, it keeps only the best candidates for growth.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from growprune.plan import By
 from growprune.storage import SparseParameter
 
 DECAY = 0.9
-"""What a moving average of gradients keeps of itself in an iteration, as in RigL's code for "momentum"."""
+"""The decay per iteration of the moving average of gradients, as in RigL's code for "momentum"."""
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
-"""Gives the number of the backward pass that is going on."""
+"""Return the number of the current backward pass."""
 
 
 Keep = Callable[[str, Tensor], Tensor]
-"""Given a parameter's name and its dense gradient, which of its weights an edit may look at, as a bool tensor."""
+"""(parameter name, dense gradient) -> a bool tensor of the weights whose gradients an edit may use."""
 
 
 class Gradients:
-    """Watches the gradients of sparse parameters."""
+    """Collect the gradients of sparse parameters for edits."""
 
     def __init__(self, parameters: Mapping[str, SparseParameter]) -> None:
         self._parameters = parameters
         self._sums: dict[str, Tensor] = {}
-        """Of the iteration that is going on, by parameter; flat and sparse if only some are kept."""
+        """The sums of the current iteration, by parameter; flat and sparse if only some are kept."""
         self._ended: dict[str, Tensor] = {}
-        """The same of the last iteration that was watched and is over: what edits look at."""
+        """The same of the last complete iteration that was watched: what edits use."""
         self._averages: dict[str, Tensor] = {}
         self._passes: dict[str, int] = {}
         """By parameter: the backward pass that its last gradient came from."""
         self._is_hessian = False
-        """Whether what edits look at is the Hessian times the gradient."""
+        """True if edits use the Hessian times the gradient."""
         self._watched: By | None = None
         self.is_watching = False
         self._keep: Keep | None = None
@@ -57,10 +57,10 @@ class Gradients:
         return {**self.__dict__, "_watched": None, "is_watching": False, "_keep": None}  # a copy watches nothing
 
     def watch(self, by: By | None, *, keep: Keep | None = None) -> None:
-        """Watch the iterations to come for an edit that looks at gradients, or stop watching.
+        """Watch the next iterations for an edit that needs gradients; with None, stop watching.
 
         Args:
-            keep: what to keep of a gradient as soon as it is there; for iterations of one backward pass.
+            keep: selects what to keep of each gradient at once; for iterations of one backward pass.
         """
         self._keep = keep
         if by is not self._watched:
@@ -81,15 +81,14 @@ class Gradients:
         if self.shares is not None:
             gradient = self.shares.cut(gradient.reshape(-1))
             which = None if which is None else self.shares.cut(which.reshape(-1))
-        if self._watched is By.MOMENTUM:  # for many iterations: what is over makes room
+        if self._watched is By.MOMENTUM:  # for many iterations: free what is over
             self._ended.pop(name, None)
         if before is None:
             self._sums[name] = gradient.clone() if which is None else _only(which, gradient)
         elif self._keep is not None:
             raise GrowpruneError(
-                f"{name} has a second gradient in one iteration, but one was expected, as of a layer that is called "
-                f"once and one backward pass: give Cursor accumulate=2 or more, or a trainer's callback "
-                f"storage='masked'"
+                f"{name} got a second gradient in one iteration, but accumulate=1 allows one backward pass, and one "
+                f"call of each layer: pass accumulate=2 or more to Cursor, or use storage='masked'"
             )
         elif parameter.adds_up_gradients:  # that of live weights is a sum already
             self._sums[name] = torch.where(parameter.mask(), gradient, before + gradient)
@@ -97,13 +96,13 @@ class Gradients:
             self._sums[name] = before + gradient
 
     def end_iteration(self, *, of_others: Container[str] = (), scale: Tensor | None = None) -> None:
-        """An optimizer has stepped: what is watched of its weights from now on belongs to another iteration.
+        """End the iteration after an optimizer step: later gradients of its weights belong to the next iteration.
 
         Args:
-            of_others: parameters that other optimizers train, whose iteration ends with a step of these. A backward
-                pass may still reach them, as that of a generator goes through the discriminator.
-            scale: what the loss was multiplied by, if that is known. It is the same for all weights, so that a ranking
-                does not change with it; but an average over iterations does, as it may be another in each.
+            of_others: parameters of other optimizers, whose iteration ends with a step of those. A backward pass may
+                still reach them, as a generator's goes through the discriminator.
+            scale: the factor of the loss, if known. It does not change a ranking, because it is the same for all
+                weights. But it may differ between the iterations of an average.
         """
         ended = [name for name in self._sums if name not in of_others]
         if self._watched is None or not ended:
@@ -119,20 +118,20 @@ class Gradients:
         return totals if self.add_up is None else {name: self.add_up(total) for name, total in totals.items()}
 
     def are_seen(self, by: By) -> bool:
-        """Whether there is what an edit looks at, of an iteration that an attached optimizer has ended."""
+        """True if there are gradients for an edit, from an iteration that an attached optimizer has ended."""
         if by is By.GRASP:
             return self._is_hessian
         return bool(self._averages) if by is By.MOMENTUM else bool(self._ended) and not self._is_hessian
 
     def scores(self, by: By, name: str) -> Tensor:
-        """What an edit ranks the weights of a parameter by; its sign counts for GraSP alone."""
+        """Return the scores by which an edit ranks a parameter's weights. The sign matters only for GraSP."""
         found = self._averages if by is By.MOMENTUM else self._ended
         parameter = self._parameters[name]
         if not self.are_seen(by):
             self._check_trained(by)
             raise GrowpruneError(
-                f"an edit by {by.value} needs gradients, but none were seen: attach the optimizer before the iteration "
-                f"that comes before it, or call SparseModel.score() with losses first"
+                f"an edit by {by.value} needs gradients, but none were seen: attach the optimizer at least one "
+                f"iteration before the edit, or call SparseModel.score() with losses first"
             )
         if name not in found:  # it took no part in the loss
             return torch.zeros(parameter.shape, device=parameter.parameter.device)
@@ -140,16 +139,15 @@ class Gradients:
         return seen * parameter.weight() if by in (By.SNIP, By.GRASP) else seen
 
     def _check_trained(self, by: By) -> None:
-        """Raise if no sparse weight is trained, as below adapters, so that none ever has a gradient."""
+        """Raise if all sparse weights are frozen, as with adapters, and never get a gradient."""
         if not any(parameter.parameter.requires_grad for parameter in self._parameters.values()):
             raise GrowpruneError(
-                f"an edit by {by.value} needs gradients, but the weights to be pruned are all frozen "
-                f"(requires_grad=False), as those below LoRA are: train them, or use a method that looks at none, such "
-                f"as gradual_gap"
+                f"an edit by {by.value} needs gradients, but all prunable weights are frozen (requires_grad=False), as "
+                f"with LoRA: train them, or use a method that needs no gradients, such as gradual_gap"
             )
 
     def share(self, name: str) -> Tensor:
-        """What this process keeps of the gradient of a parameter, flat. Of a sharded model only."""
+        """Return this process's flat share of a parameter's gradient, in a sharded model."""
         assert self.shares is not None
         parameter = self._parameters[name]
         if name not in self._ended:
@@ -167,25 +165,25 @@ class Gradients:
         return whole
 
     def clear(self) -> None:
-        """Forget everything; edits that needed it are done."""
+        """Drop all gradients once the edits that needed them are done."""
         self._sums, self._ended, self._averages, self._is_hessian = {}, {}, {}, False
 
     def flags(self) -> dict[str, bool]:
-        """What edits would look at."""
+        """Return the flags of the state: whether the iteration is over, and whether GraSP's product is stored."""
         return {"is_over": bool(self._ended), "is_hessian": self._is_hessian}
 
     @property
     def averages(self) -> dict[str, Tensor]:
-        """The moving averages over the iterations of a phase, by parameter."""
+        """Return the moving averages over the iterations of a phase, by parameter."""
         return dict(self._averages)
 
     def all_shares(self) -> dict[str, Tensor]:
-        """What this process keeps of all gradients, flat, by parameter."""
+        """Return this process's flat shares of all gradients, by parameter."""
         sums = {name: total.to_dense() if total.is_sparse else total for name, total in self._ended.items()}
         return {name: total.reshape(-1) for name, total in sums.items()}
 
     def take_shares(self, parts: Mapping[str, Tensor]) -> None:
-        """Take back what `all_shares` gave, of as many processes as there are now."""
+        """Load what `all_shares` returned, for the present number of processes."""
         shapes = {name: (-1,) if self.shares is not None else self._parameters[name].shape for name in parts}
         self._ended = {name: part.view(shapes[name]) for name, part in parts.items()}
 
@@ -203,7 +201,7 @@ class Gradients:
     # Before any training
 
     def observe(self, by: By, model: nn.Module, losses: Sequence[Callable[[], Tensor]]) -> None:
-        """Look at some losses once, without a step: their gradients, or for GraSP the Hessian times their gradient."""
+        """Compute the gradients of some losses without a step; for GraSP, the Hessian times the gradient."""
         self._check_trained(by)
         self.clear()
         if by is By.GRASP:

@@ -1,4 +1,4 @@
-"""Building a model that would not fit in memory dense."""
+"""Build a sparse model that would not fit in memory as a dense model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 def reset(module: nn.Module) -> None:
-    """Initialise a module's own parameters and buffers the way the module itself does."""
+    """Initialize a module's own parameters and buffers with its reset_parameters."""
     method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if method is None:
         own = [name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
         raise GrowpruneError(
-            f"{type(module).__name__} has {', '.join(own)} but no reset_parameters, so sparse_init cannot initialise "
-            f"it: give it one, or pass initialise=a function that takes a module"
+            f"{type(module).__name__} has {', '.join(own)} but no reset_parameters, so sparse_init cannot initialize "
+            f"it: add that method, or pass initialise=, a function that takes a module"
         )
     method()
 
@@ -44,17 +44,17 @@ def sparse_init(
     sharding: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> SparseModel:
-    """Build a randomly masked model in compact storage, layer by layer: no more than one layer is ever dense.
+    """Build a randomly masked model in compact storage, layer by layer, so that at most one layer is dense at a time.
 
-    What comes out is what `build()` and a random prune give, if every module initialises itself: the masks are those
-    a plan begins with, for every allocation. What a model does in its `__init__` to the modules inside of it, such
-    as `nn.init.normal_(self.head.weight)`, is not seen, since memory is given later: pass it as `initialise`.
+    The result equals `build()` followed by a random prune, if every module initializes itself. The masks are those that
+    a plan starts with, for every allocation. Initialization in the `__init__` of a parent module, such as
+    `nn.init.normal_(self.head.weight)`, has no effect, because memory is allocated later: pass it as `initialise`.
 
     Args:
-        build: makes the model; called on the meta device, where it takes no memory.
-        initialise: fills one module's own parameters and buffers, all of them.
-        mesh: shard the model over its ranks, as `SparseModel.shard` does: each unit as soon as it is filled. `device`
-            is then that of the mesh. Have the same torch.manual_seed on all ranks.
+        build: creates the model; called on the meta device, where it takes no memory.
+        initialise: fills all of one module's own parameters and buffers.
+        mesh: shard the model over its ranks, as `SparseModel.shard` does, each unit as soon as it is filled. `device`
+            is then that of the mesh. Call torch.manual_seed with the same seed on all ranks.
         sharding: further arguments of `SparseModel.shard`, such as {"mp_policy": ...}.
         settings: further arguments of `SparseModel`.
 
@@ -63,17 +63,17 @@ def sparse_init(
         1000
     """
     if (storage := settings.pop("storage", "compact")) != "compact":
-        instead = "or make a SparseModel of build(), and prune it by=By.RANDOM"
-        raise GrowpruneError(f"storage is {storage!r}, but sparse_init builds compact models: leave it out, {instead}")
+        instead = "or create SparseModel(build(), ...) and prune it with by=By.RANDOM"
+        raise GrowpruneError(f"sparse_init supports only storage='compact', got {storage!r}: remove it, {instead}")
     with torch.device("meta"):
         model = build()
     sparse = SparseModel(model, sparsity=sparsity, storage="compact", **settings)
     own = internals(sparse)
     shards = _shards(own, mesh, sharding)
     device = torch.device(device) if shards is None else shards.device
-    edit = prune(own.whole, to=own.sparsity, by=By.RANDOM)
+    edit = prune(own.whole, to=own.target_sparsity, by=By.RANDOM)
     pools: dict[str, list[Pool]] = {}
-    for shared in own.editor.counts.pools(edit) if own.sparsity > 0 else ():
+    for shared in own.editor.counts.pools(edit) if own.target_sparsity > 0 else ():
         for pool in _one_each(shared, own, edit, device):
             pools.setdefault(pool.weights[0].parameter.rpartition(".")[0], []).append(pool)
     for path, module in _fill(model, device, initialise):
@@ -87,7 +87,7 @@ def sparse_init(
 
 def _shards(own: Internals, mesh: DeviceMesh | None, sharding: Mapping[str, Any] | None) -> Any:
     if mesh is None and sharding:
-        raise GrowpruneError(f"sharding is {dict(sharding)}, but there is no mesh to shard over: give mesh too")
+        raise GrowpruneError(f"sharding={dict(sharding)} needs a mesh to shard over: pass mesh= too")
     if mesh is None:
         return None
     shards = sharded.sharding().UnitByUnit(own, mesh, **(sharding or {}))
@@ -101,7 +101,7 @@ def dense_init(
     device: torch.device | str = "cpu",
     initialise: Callable[[nn.Module], None] = reset,
 ) -> nn.Module:
-    """Build a dense model with the weights that `sparse_init` begins with: the same numbers, drawn in that order."""
+    """Build a dense model with the same initial weights as `sparse_init`, drawn in the same order."""
     with torch.device("meta"):
         model = build()
     for _ in _fill(model, torch.device(device), initialise):
@@ -112,9 +112,9 @@ def dense_init(
 def _fill(
     model: nn.Module, device: torch.device, initialise: Callable[[nn.Module], None]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Give a model on the meta device memory and values; yields the path of each module that has them, and the module.
+    """Allocate and fill a model from the meta device; yield the path of each filled module, and the module.
 
-    Of new tensors, only those that have several places are remembered: others are to be freed.
+    Only tied tensors are remembered, so that the others can be freed.
     """
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     places = Counter(id(tensor) for _, tensor in named)
@@ -127,14 +127,14 @@ def _fill(
 
 
 def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module after those inside it, the order in which constructors initialise them."""
+    """Yield every module after its children, the order in which constructors initialize them."""
     for name, child in module.named_children():
         yield from _children_first(child, f"{path}.{name}" if path else name)
     yield path, module
 
 
 def _materialise(module: nn.Module, device: torch.device, tied: dict[int, torch.Tensor | None]) -> list[str]:
-    """Give a module memory for its own tensors, tied ones once; returns the names of those that are new."""
+    """Allocate a module's own tensors, tied ones once. Return the names of the new ones."""
     new_names = []
     for tensors in (module._parameters, module._buffers):
         for name, old in tensors.items():
@@ -147,12 +147,12 @@ def _materialise(module: nn.Module, device: torch.device, tied: dict[int, torch.
                 if id(old) in tied:
                     tied[id(old)] = new
                 new_names.append(name)
-            tensors[name] = new  # type: ignore[assignment]
+            setattr(module, name, new)  # not past it: recurrent layers keep their parameters twice
     return new_names
 
 
 def _nothing(dtype: torch.dtype) -> float | int | bool:
-    """What no initialisation gives, as far as there is such a thing."""
+    """Return a value that no initialization produces, as far as there is one."""
     if dtype is torch.bool:
         return False
     if dtype.is_floating_point or dtype.is_complex:
@@ -168,15 +168,15 @@ def _check_filled(module: nn.Module, path: str, names: list[str]) -> None:
         ends, nothing = tensor.detach().flatten()[[0, -1]], _nothing(tensor.dtype)
         if bool((ends.isnan() if nothing != nothing else ends == nothing).all()):
             raise GrowpruneError(
-                f"nothing initialised {f'{path}.{name}' if path else name}, not even {type(module).__name__}'s "
-                f"reset_parameters: pass initialise=a function that does"
+                f"{f'{path}.{name}' if path else name} was not initialized, not even by reset_parameters of "
+                f"{type(module).__name__}: pass initialise=, a function that fills it"
             )
 
 
 def _one_each(pool: Pool, own: Internals, edit: Edit, device: torch.device) -> list[Pool]:
-    """A pool of many weights as one of each, with the counts that a ranking of all together gives them.
+    """Split a pool into one pool per weight, with the counts that a ranking of all together results in.
 
-    Random keys depend on positions only, so that they can be ranked before there are weights, a few at a time.
+    Random keys depend only on positions, so they can be ranked before the weights exist, a few at a time.
     """
     if len(pool.weights) == 1:
         return [pool]
@@ -186,7 +186,7 @@ def _one_each(pool: Pool, own: Internals, edit: Edit, device: torch.device) -> l
 
 
 def _random_keys(weight: Weight, own: Internals, edit: Edit, device: torch.device) -> KeyChunks:
-    """The keys of a weight's groups, all of them alive, for a random edit."""
+    """Return the keys of a weight's groups, all live, for a random edit."""
     everything = torch.ones((), dtype=torch.bool, device=device).expand(weight.shape)  # takes no memory
     salt = salt_of(own.seed, own.editor.num_edits, weight.name)
     read = (everything, everything)

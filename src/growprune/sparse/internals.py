@@ -1,8 +1,8 @@
-"""What the packages of growprune need of a SparseModel beyond what users call.
+"""The internal state of a SparseModel, for the other packages of growprune.
 
-`SparseModel` (model.py) is the public face. `Internals` holds the state behind it: how parameters are stored, which
-optimizers train them, which gradients edits look at, and the editor of the masks. The cursor, the rules, sharding,
-files, the engine and the integrations get it with `internals(sparse)`.
+`SparseModel` (model.py) is the public class. `Internals` holds its state: how parameters are stored, which optimizers
+train them, which gradients edits need, and the editor of the masks. The cursor, the rules, sharding, files, the engine
+and the integrations get it with `internals(sparse)`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, warn
 from growprune.masks.allocation import Scope
 from growprune.masks.bits import Snapshot, check_packed, like, pack, unpack, whole
 from growprune.masks.layers import prunable_weights
 from growprune.masks.patterns import Pattern, Unstructured
+from growprune.masks.zeros import already_sparse
 from growprune.plan import By, Edit, Part, prune
-from growprune.sparse.checks import check_not_taken, check_parts, check_same_layers, is_fsdp2, named_tensors
+from growprune.sparse.checks import (
+    check_not_taken,
+    check_optimizer,
+    check_parts,
+    check_same_layers,
+    is_fsdp2,
+    named_tensors,
+)
 from growprune.sparse.counts import Counts
 from growprune.sparse.editor import Editor
 from growprune.sparse.gradients import Gradients
-from growprune.sparse.optimizers import Optimizers
+from growprune.sparse.optimizers import Optimizers, unwrapped
 from growprune.sparse.sharded import sharding
 from growprune.storage import SparseParameter, store
 
@@ -36,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Internals:
-    """The state of a SparseModel. Its settings are those that the SparseModel was made with, checked."""
+    """The state of a SparseModel, with its checked settings."""
 
     def __init__(
         self,
@@ -52,7 +60,7 @@ class Internals:
         storage: str,
         lr_scaling: float,
     ) -> None:
-        self.model, self.sparsity, self.allocation, self.pattern = model, sparsity, allocation, pattern
+        self.model, self.target_sparsity, self.allocation, self.pattern = model, sparsity, allocation, pattern
         self.scope, self.keep_dense, self.include, self.seed, self.storage = scope, keep_dense, include, seed, storage
         self.weights = prunable_weights(model, keep_dense=keep_dense, include=include)
         for weight in self.weights:
@@ -67,19 +75,25 @@ class Internals:
         self.ranks: Any = None
         """The processes that share the weights, if the model is sharded."""
         self.shards_masks = False
-        """Whether they share the masks too."""
+        """True if masks are sharded too."""
         self.is_released = False
-        """Whether the model was made dense by `to_dense_`."""
+        """True after `to_dense_`."""
+        self._has_stepped = False
+        """True after the first step of an attached optimizer."""
+        self.waiting: weakref.ref[Any] | None = None
+        """A cursor of the model, whose plan may not have begun."""
+        self.is_allocation_given = True
+        """True if the user chose the allocation; if not, a plan for another one is refused."""
         self.notice_shards()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Internals:
-        """An independent copy, attached to no optimizer, without a rule, and summing over no replicas."""
+        """Return an independent copy, attached to no optimizer, without a rule, and without replicas."""
         memo[id(self)] = clone = object.__new__(type(self))
         memo[id(self.optimizers.attached)] = weakref.WeakSet()
         for passing in (self.rule, self.gradients.add_up):
             if passing is not None:
                 memo[id(passing)] = None
-        vars(clone).update(copy.deepcopy(vars(self), memo))
+        vars(clone).update(copy.deepcopy(vars(self), memo) | {"waiting": None})
         return clone
 
     # Checks
@@ -91,20 +105,60 @@ class Internals:
             sharding().adopt(self)
 
     def check(self, *parts: Part) -> None:
-        """Raise if the model has other layers than when it was made sparse, or lacks tensors that a part names."""
+        """Raise if layers of the model were replaced, or if it lacks tensors that a part names."""
         if parts:
             self.check_not_released()
         check_same_layers(self.model, self.stored)
         check_parts(self.model, parts)
 
     def check_by(self, by: By) -> None:
-        """Raise if this storage lacks what an edit would look at."""
+        """Raise if this storage does not support a criterion."""
         if by in (By.MOMENTUM, By.GRASP) and self.storage == "compact":
-            raise GrowpruneError(f"by is {by.value}, which needs dense tensors of all weights: use storage='masked'")
+            raise GrowpruneError(f"by={by.value} needs dense tensors of all weights: use storage='masked'")
 
     def check_not_released(self) -> None:
         if self.is_released:
-            raise GrowpruneError("the model was made dense by to_dense_(): make a new SparseModel of it")
+            raise GrowpruneError("the model was made dense by to_dense_(): create a new SparseModel from it")
+
+    def wait_for(self, cursor: Any) -> None:
+        """Refuse steps until the plan of a cursor has begun."""
+        self.waiting, self.optimizers.is_checked = weakref.ref(cursor), False
+
+    def _check_begun(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise before a step if there is a plan that has not begun, because nothing would ever be pruned."""
+        cursor = None if self.waiting is None else self.waiting()
+        if cursor is not None and cursor.position < 0:
+            if not any(group.get("lr", 1) for group in optimizer.param_groups):
+                return  # torch's distributed checkpoint makes such a step to have state that it can load into
+            raise GrowpruneError(
+                "the optimizer steps, but the plan has not begun: call cursor.attach(optimizer), or call "
+                "cursor.advance(0) before the first step and cursor.advance(iteration) after each"
+            )
+        self.waiting, self.optimizers.is_checked = None, True
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._warn_of_revived_zeros()
+
+    def attach(self, optimizer: Any) -> None:
+        """Keep pruned weights exactly zero under an optimizer, which another library may have wrapped."""
+        self.check_not_released()
+        self.notice_shards()
+        inner = unwrapped(optimizer)
+        check_optimizer(inner)
+        own = {id(parameter) for parameter in self.model.parameters()}
+        self.optimizers.attach(inner, own=own, check=self._check_begun)
+        self.optimizers.enforce()
+
+    def _warn_of_revived_zeros(self) -> None:
+        """Warn if a pruned model is about to be trained with all of its weights live."""
+        if self.editor.num_edits or self.storage != "masked" or self.rule is not None:
+            return  # a rule may keep zeros among live weights
+        zeros = already_sparse(self.model, self.weights)
+        if zeros is not None and all(mask.all() for mask in (stored.mask() for stored in self.stored.values())):
+            warn(
+                f"{zeros:.4g} of the model's weights are zero, and training will make them non-zero: to keep them "
+                f"pruned, use a method with initial_mask, such as gradual_gap, or SparseModel.from_zeros(model)"
+            )
 
     # Edits
 
@@ -119,19 +173,19 @@ class Internals:
             self.gradients.clear()
 
     def prune_early(self, edits: Sequence[Edit], part: Part) -> None:
-        """Do what edits will do later, in those of their rankings that lie within a part."""
+        """Apply those rankings of later edits that lie within a part."""
         for edit in edits:
             self.editor.apply_within(edit, set(part.tensors))
         if edits:
             self.optimizers.enforce()
 
     def skip(self, edits: Sequence[Edit]) -> None:
-        """Note that edits are done elsewhere, so that later ones draw the same random numbers everywhere."""
+        """Record edits that are applied elsewhere, so that later ones draw the same random numbers everywhere."""
         self.editor.num_edits += len(edits)
 
     @contextmanager
     def pruned(self) -> Iterator[None]:
-        """Within this context, the model is pruned to its target. Optimizers must not step meanwhile."""
+        """Prune the model to its target within this context. Optimizers must not step in it."""
         self.notice_shards()
         undo = self.editor.preview(self._to_target())
         try:
@@ -141,7 +195,7 @@ class Internals:
 
     @property
     def can_be_pruned(self) -> bool:
-        """Whether the model can be pruned to its target: False if it is sparser already."""
+        """True if the model can be pruned to its target; False if it is already sparser."""
         return self.editor.is_possible(self._to_target())
 
     @property
@@ -149,7 +203,7 @@ class Internals:
         return self.editor.is_done(self._to_target())
 
     def _to_target(self) -> Edit:
-        return prune(self.whole, to=self.sparsity)
+        return prune(self.whole, to=self.target_sparsity)
 
     # Training
 
@@ -162,10 +216,10 @@ class Internals:
         self.optimizers.rule = rule
 
     def watch(self, edits: Sequence[Edit], *, is_one_backward: bool = False) -> None:
-        """Watch the gradients of the coming iterations for edits that look at them; without edits, stop watching.
+        """Watch the gradients of the next iterations for edits that need them; without edits, stop watching.
 
         Args:
-            is_one_backward: whether an iteration has a single backward pass.
+            is_one_backward: True if an iteration has a single backward pass.
         """
         looked_at = [edit.by for edit in edits if edit.by.needs_gradients]
         by = By.MOMENTUM if By.MOMENTUM in looked_at else next(iter(looked_at), None)  # an average takes all iterations
@@ -186,10 +240,10 @@ class Internals:
     # Copies
 
     def snapshot(self, part: Part | None = None, *, device: torch.device | str | None = None) -> Snapshot:
-        """Copy the tensors and masks of a part, or of the whole model; of sparse weights, the live values.
+        """Copy the tensors and masks of a part, or of the whole model; only the live values of sparse weights.
 
         Args:
-            device: where the copy goes; each tensor's own device if not given.
+            device: the device of the copy; by default each tensor's own.
         """
         self.notice_shards()
         tensors = named_tensors(self.model)
@@ -201,10 +255,10 @@ class Internals:
         }
 
     def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
-        """Put copied tensors and masks back, whatever storage they were copied from.
+        """Restore copied tensors and masks, from any storage.
 
         Args:
-            keep: whether compact storage may keep the given tensors of sparse weights instead of copying them.
+            keep: let compact storage keep the given tensors of sparse weights instead of copying them.
         """
         self.check_not_released()
         self.notice_shards()
@@ -225,15 +279,15 @@ class Internals:
                     stored.load(values, mask, keep=keep)
 
     def packed_masks(self) -> dict[str, Tensor]:
-        """The masks of all prunable parameters, by name, eight weights to a byte."""
+        """Return the masks of all prunable parameters, by name, eight weights to a byte."""
         return {name: pack(stored.mask()) for name, stored in self.stored.items()}
 
     def set_packed_masks(self, masks: Mapping[str, Tensor]) -> None:
-        """Load what `packed_masks` gave."""
+        """Load what `packed_masks` returned."""
         if unknown := set(masks) ^ set(self.stored):
             raise GrowpruneError(
-                f"the state's masks and the model's prunable weights differ in {sorted(unknown)}: make the model "
-                f"sparse with the keep_dense and include of then"
+                f"the state's masks and the model's prunable weights differ in {sorted(unknown)}: use the same "
+                f"keep_dense and include as when the state was saved"
             )
         for name, stored in self.stored.items():  # all, before any is changed
             check_packed(masks[name], stored.shape)
@@ -246,23 +300,23 @@ class Internals:
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """The settings that decide which weights later edits choose; a state is loaded only where they are equal."""
+        """The settings that decide which weights later edits choose. A state is loaded only if they are equal."""
         return {"seed": self.seed, "allocation": self.allocation, "pattern": self.pattern.name}
 
     # Live weights
 
     @property
     def num_mask_changes(self) -> int:
-        """Changes whenever masks may have changed: by edits, by a rule, or with a state that was loaded."""
+        """A counter that changes whenever masks may have changed: by edits, by a rule, or by a loaded state."""
         return self.optimizers.num_mask_changes
 
     def alive_by_weight(self) -> dict[str, int]:
-        """The number of live elements of each weight; waits for the device once."""
+        """Return the number of live elements of each weight. Waits for the device once."""
         return self.editor.counts.num_alive(self.weights, pattern=Unstructured())
 
 
 def internals(sparse: SparseModel) -> Internals:
-    """The state behind a SparseModel; for the packages of growprune only."""
+    """Return the internal state of a SparseModel, for the packages of growprune only."""
     return sparse._internals
 
 

@@ -1,7 +1,7 @@
 """Learning rates that follow density: a layer of density d trains at `lr * d ** -exponent` (docs/theory.md).
 
 Just before a step, the param groups of the optimizer are replaced by groups with scaled rates, one for each rate. Just
-after it, the user's groups are put back. So schedulers, loggers and checkpoints see the user's groups only.
+after it, the user's groups are put back. So schedulers, loggers and checkpoints see only the user's groups.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from growprune.errors import GrowpruneError
 from growprune.storage import SparseParameter
+from growprune.storage.uncompiled import uncompiled
 
 CAP = 10.0
 """The largest factor: a layer with almost no live weights would otherwise train at any rate."""
@@ -27,7 +28,7 @@ Group = dict[str, Any]
 
 
 def parse_lr_scaling(given: float | Literal["auto"]) -> float:
-    """The exponent of a setting.
+    """Return the exponent of an lr_scaling setting.
 
     >>> parse_lr_scaling("auto"), parse_lr_scaling(1)
     (0.0, 1.0)
@@ -36,14 +37,14 @@ def parse_lr_scaling(given: float | Literal["auto"]) -> float:
         return AUTO
     if isinstance(given, bool) or not isinstance(given, Real) or not 0 <= given <= LARGEST:
         raise GrowpruneError(
-            f"lr_scaling is {given!r}, but must be 'auto' or an exponent in [0, {LARGEST:g}]: 0 leaves learning rates "
-            f"alone, 1 divides them by the density of the layer"
+            f"lr_scaling must be 'auto' or an exponent in [0, {LARGEST:g}], got {given!r}. 0 leaves learning rates "
+            f"unchanged, 1 divides them by the density of the layer"
         )
     return float(given)
 
 
 def rate_factor(density: float, exponent: float) -> float:
-    """What the learning rate of a layer is multiplied by.
+    """Return the factor of a layer's learning rate.
 
     >>> [rate_factor(density, 1.0) for density in (1.0, 0.25, 0.01, 0.0)], rate_factor(0.25, 0.5)
     ([1.0, 4.0, 10.0, 10.0], 2.0)
@@ -52,10 +53,10 @@ def rate_factor(density: float, exponent: float) -> float:
 
 
 class ScaledRates:
-    """Scales the learning rates of optimizers while they step.
+    """Scale the learning rates of optimizers while they step.
 
     Args:
-        exponent: 0 leaves rates alone, 1 divides them by the density.
+        exponent: 0 leaves rates unchanged, 1 divides them by the density.
         stored: how the sparse parameters are stored, by name.
     """
 
@@ -73,16 +74,18 @@ class ScaledRates:
         """Raise if there is no learning rate to scale."""
         if self.exponent and any("lr" not in group for group in optimizer.param_groups):
             raise GrowpruneError(
-                f"lr_scaling is {self.exponent:g}, but {type(optimizer).__name__} has no learning rate: give "
-                f"lr_scaling=0, or use an optimizer with an lr"
+                f"lr_scaling={self.exponent:g} needs a learning rate, but {type(optimizer).__name__} has none: use "
+                f"lr_scaling=0, or an optimizer with an lr"
             )
 
     def hook_before(self, optimizer: Optimizer, when_gradients_are_there: Callable[..., Any]) -> None:
         """Scale rates before other hooks, so that rules see the rates that the step uses."""
         if self.exponent:
-            optimizer.register_step_pre_hook(
-                lambda stepping, args, kwargs: when_gradients_are_there(args, kwargs, lambda: self._scale(stepping))
-            )
+
+            def scale(stepping: Optimizer, args: Any, kwargs: Any) -> Any:
+                return when_gradients_are_there(args, kwargs, lambda: self._scale(stepping))
+
+            optimizer.register_step_pre_hook(uncompiled(scale))
             # a step that raised has left scaled groups in place
             optimizer.register_state_dict_pre_hook(self.put_back)
             optimizer.register_load_state_dict_pre_hook(lambda loading, state: self.put_back(loading))
@@ -90,7 +93,7 @@ class ScaledRates:
     def hook_after(self, optimizer: Optimizer) -> None:
         """Put the user's groups back after other hooks, and before a cursor edits."""
         if self.exponent:
-            optimizer.register_step_post_hook(lambda stepped, args, kwargs: self.put_back(stepped))
+            optimizer.register_step_post_hook(uncompiled(lambda stepped, args, kwargs: self.put_back(stepped)))
 
     def _scale(self, optimizer: Optimizer) -> None:
         self.put_back(optimizer)

@@ -1,7 +1,7 @@
-"""SparseModel: the public face of a model whose weights can be pruned and grown.
+"""SparseModel: a model whose weights can be pruned and grown.
 
-Edits change its masks, pruned weights stay exactly zero while attached optimizers train, and live weights are counted.
-A Cursor (cursor.py) knows where a model stands in a plan. What other packages need beyond this is in internals.py.
+Edits change its masks, and pruned weights stay exactly zero while attached optimizers train. A Cursor (cursor.py)
+applies a plan to it. internals.py has what other packages need beyond the public methods.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import check_sparse, masks_of_zeros
 from growprune.plan import Action, By, Edit, Part, parse_choice
 from growprune.plan.settings import as_float, as_names, as_seed, check_sparsity, check_state
-from growprune.sparse.checks import check_model, check_optimizer, check_settings, unpruned
+from growprune.sparse.checks import check_model, check_settings, unpruned
 from growprune.sparse.copies import mask_copy
 from growprune.sparse.internals import Internals
 from growprune.sparse.learning_rates import parse_lr_scaling
-from growprune.sparse.optimizers import unwrapped
 from growprune.sparse.sharded import sharding
 from growprune.sparse.summary import Summary, summarise
 from growprune.storage import make_plain
@@ -37,10 +36,10 @@ Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
 class Masks(dict[str, Tensor]):
-    """Masks by the names of parameters; a name that is not prunable is an error that lists those that are."""
+    """Masks by parameter name. An unknown name raises an error that lists the prunable parameters."""
 
     def __missing__(self, name: str) -> Tensor:
-        raise KeyError(f"{name!r} is not prunable; prunable are {', '.join(self)}")
+        raise KeyError(f"{name!r} is not a prunable parameter; these are: {', '.join(self)}")
 
 
 class SparseModel:
@@ -49,20 +48,21 @@ class SparseModel:
     Args:
         model: any module. It is not rewritten: names, forward pass and `state_dict` stay as they are. With compact
             storage, it may be sharded by FSDP2 already.
-        sparsity: the target fraction of zeros, which `prune` goes to by default and `summary` compares with.
-        allocation: how sparsity is shared among layers: "uniform", "global" or "erk".
-        pattern: which positions may live: "unstructured", a block such as "1x8", or N:M such as "2:4".
+        sparsity: the target fraction of zeros. `prune` goes to it by default, and `summary` compares with it.
+        allocation: how sparsity is divided among layers: "uniform" (the default), "global" or "erk". A `Cursor` refuses
+            a plan whose method is designed for another allocation, unless you set it here.
+        pattern: which positions may be live: "unstructured", a block such as "1x8", or N:M such as "2:4".
         scope: what a global ranking covers when one part is pruned: the whole "model", or the "part".
         keep_dense: names or globs of modules or parameters that are never pruned.
-        include: names or globs of parameters to prune that are not the weight of a known kind of layer; they are read
-            as (out, in, ...).
-        seed: decides every random mask.
+        include: names or globs of further parameters to prune, which belong to no known kind of layer. They are read as
+            (out, in, ...).
+        seed: the seed of every random mask.
         storage: how sparse weights are stored: "masked" (dense, with a mask) or "compact" (live values only).
-        lr_scaling: let learning rates follow density. While an attached optimizer steps, a layer of density d trains at
-            lr * d ** -lr_scaling, at most 10 * lr. 0 leaves rates alone, 1 divides them by the density; "auto" is 0.
+        lr_scaling: scale learning rates with density. While an attached optimizer steps, a layer of density d trains at
+            lr * d ** -lr_scaling, at most 10 * lr. 0 leaves rates unchanged, 1 divides by the density; "auto" is 0.
 
-    Everything is alive at first; the edits of a plan, or `prune`, make it sparse. `copy.deepcopy` gives an independent
-    copy of the model and its masks, attached to no optimizer.
+    All weights are live at first; the edits of a plan, or `prune`, make the model sparse. `copy.deepcopy` returns an
+    independent copy of the model and its masks, attached to no optimizer.
 
     Examples:
         >>> sparse = SparseModel(nn.Linear(10, 100), sparsity=0.9)
@@ -74,9 +74,9 @@ class SparseModel:
     def __init__(
         self,
         model: nn.Module,
-        *,
         sparsity: float,
-        allocation: str = "uniform",
+        *,
+        allocation: str | None = None,
         pattern: str | Pattern = "unstructured",
         scope: str | Scope = Scope.MODEL,
         keep_dense: Iterable[str] = (),
@@ -90,7 +90,7 @@ class SparseModel:
         self._internals = Internals(
             model,
             sparsity=as_float(sparsity),
-            allocation=allocation,
+            allocation=allocation or "uniform",
             pattern=parse_pattern(pattern),
             scope=parse_scope(scope),
             keep_dense=as_names(keep_dense, "keep_dense"),
@@ -99,6 +99,7 @@ class SparseModel:
             storage=storage,
             lr_scaling=parse_lr_scaling(lr_scaling),
         )
+        self._internals.is_allocation_given = allocation is not None
         for message in unpruned(model, self.weights, self._internals.keep_dense) if sparsity > 0 else ():
             warn(message)
 
@@ -114,13 +115,13 @@ class SparseModel:
         include: Iterable[str] = (),
         **settings: Any,
     ) -> SparseModel:
-        """Make a SparseModel of a model that is sparse already, such as a pruned checkpoint: its zeros are dead.
+        """Create a SparseModel from a model that is already sparse, such as a pruned checkpoint; its zeros stay pruned.
 
         Args:
-            sparsity: the target fraction of zeros; the fraction that the model has if not given.
-            settings: further arguments of `SparseModel`; those named here are the same as there.
+            sparsity: the target fraction of zeros; by default the fraction that the model has.
+            settings: further arguments of `SparseModel`; those named here mean the same as there.
 
-        A dense model is refused. Live weights that happen to be zero are taken for dead.
+        A dense model is an error. Live weights that happen to be zero count as pruned.
 
         Examples:
             >>> layer = nn.Linear(4, 2)
@@ -132,11 +133,11 @@ class SparseModel:
         keep_dense, include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
         check_model(model)
         weights = prunable_weights(model, keep_dense=keep_dense, include=include)
-        masks = masks_of_zeros(model, weights, pattern)
+        masks = masks_of_zeros(model.get_parameter, weights, pattern)
         found = check_sparse(weights, masks, pattern)
         sparse = cls(
             model,
-            sparsity=found if sparsity is None else sparsity,
+            found if sparsity is None else sparsity,
             allocation=allocation,
             pattern=pattern,
             keep_dense=keep_dense,
@@ -149,13 +150,18 @@ class SparseModel:
 
     @property
     def model(self) -> nn.Module:
-        """The module that is sparse."""
+        """The module that becomes sparse."""
         return self._internals.model
 
     @property
     def sparsity(self) -> float:
-        """The target fraction of zeros."""
-        return self._internals.sparsity
+        """The fraction of the prunable weights that are zero now."""
+        return 1 - self.num_alive / self.num_prunable if self.num_prunable else 0.0
+
+    @property
+    def target_sparsity(self) -> float:
+        """The fraction of zeros to reach."""
+        return self._internals.target_sparsity
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -167,14 +173,14 @@ class SparseModel:
     def prune(
         self, part: Part | None = None, *, to: float | None = None, share: float | None = None, by: By = By.MAGNITUDE
     ) -> None:
-        """Keep the best weights of a part (the whole model by default) and make the others exactly zero."""
-        to = self.sparsity if to is None and share is None else to
+        """Keep the best weights of a part (by default the whole model) and set the others to exactly zero."""
+        to = self.target_sparsity if to is None and share is None else to
         self.apply(Edit(Action.PRUNE, part or self._internals.whole, by, to, share))
 
     def grow(
         self, part: Part | None = None, *, to: float | None = None, share: float | None = None, by: By = By.RANDOM
     ) -> None:
-        """Let more weights of a part (the whole model by default) live, all by default, each from exactly zero."""
+        """Make more weights of a part (by default the whole model) live, by default all, starting at exactly zero."""
         to = 0.0 if to is None and share is None else to
         self.apply(Edit(Action.GROW, part or self._internals.whole, by, to, share))
 
@@ -183,16 +189,16 @@ class SparseModel:
         self._internals.apply(edits)
 
     def score(self, by: By, losses: Sequence[Callable[[], Tensor]]) -> None:
-        """Look at gradients before any training, so that the next edit can choose by them.
+        """Compute gradients before training, so that the next edit can choose by them.
 
         Args:
-            losses: functions that compute a loss each; GraSP calls them twice.
+            losses: functions that each compute a loss; GraSP calls them twice.
         """
         own, by = self._internals, parse_choice(By, by)
         own.check_by(by)
         if callable(losses) or not losses:
-            given = repr(losses) if callable(losses) else "empty"
-            raise GrowpruneError(f"losses is {given}, but must be a list of functions that compute a loss each")
+            given = repr(losses) if callable(losses) else "an empty list"
+            raise GrowpruneError(f"losses must be a list of functions that each compute a loss, got {given}")
         own.notice_shards()
         for stored in own.stored.values():  # there may be no optimizer yet
             stored.hook_gradients()
@@ -203,16 +209,16 @@ class SparseModel:
     def shard(
         self, mesh: DeviceMesh, *, units: Sequence[str] | None = None, masks: bool = False, **settings: Any
     ) -> nn.Module:
-        """Shard the model over the ranks of a mesh with torch's FSDP2; needs compact storage. Make optimizers after it.
+        """Shard the model over the ranks of a mesh with torch's FSDP2. Create optimizers after it.
 
-        Every rank then holds a share of the live values, and sends live values only. `fully_shard` calls of your own,
-        inner modules first, do the same. Returns the model.
+        It needs compact storage. Every rank then holds a share of the live values, and sends only live values. You may
+        call `fully_shard` yourself instead, inner modules first. Returns the model.
 
         Args:
-            units: names or globs of the modules that are gathered one at a time; if not given, the blocks in the
-                model's lists (ModuleList, Sequential). What is in none of them is gathered with the model.
-            masks: whether masks are sharded too, and those of a layer gathered whenever it computes. All ranks must
-                then call whatever looks at a mask (`summary`, `num_alive`).
+            units: names or globs of the modules that are gathered one at a time; by default the blocks in the model's
+                lists (ModuleList, Sequential). All other parameters are gathered with the model.
+            masks: shard masks too, and gather those of a layer whenever it computes. All ranks must then call every
+                method that reads a mask (`summary`, `num_alive`).
             settings: further arguments of `torch.distributed.fsdp.fully_shard`, such as mp_policy.
         """
         self._internals.check_not_released()
@@ -220,49 +226,50 @@ class SparseModel:
         return self.model
 
     def attach(self, optimizer: Optimizer) -> Optimizer:
-        """Keep what is pruned exactly zero under this optimizer: gradients, weights, and its state.
+        """Keep pruned weights exactly zero under this optimizer: gradients, weights and optimizer state.
 
-        Works with any optimizer: state shaped like its parameter is masked, other state is left alone.
-        Returns the optimizer, so that it can be made and attached in one line.
+        It does not advance a plan: call `Cursor.attach` for that instead. It works with any optimizer: state with the
+        shape of its parameter is masked, other state is left alone. Returns the optimizer, so that you can create and
+        attach it in one line.
         """
-        own = self._internals
-        own.check_not_released()
-        own.notice_shards()
-        inner = unwrapped(optimizer)
-        check_optimizer(inner)
-        own.optimizers.attach(inner, own={id(parameter) for parameter in self.model.parameters()})
-        self.enforce()
+        self._internals.attach(optimizer)
         return optimizer
 
     def enforce(self) -> None:
-        """Make weights, and the state of attached optimizers, exactly zero off the masks."""
+        """Set pruned weights, and their state in attached optimizers, to exactly zero."""
         self._internals.optimizers.enforce()
 
     def mask_copy(self, copy: nn.Module) -> None:
-        """Make another copy of the model (a moving average, a deepcopy) exactly as sparse as this one.
+        """Apply the masks to a copy of the model, such as a moving average or a deepcopy.
 
-        Do so before a moving average is used or saved: averaged over an edit, it has the weights of both masks. The
-        copy may be wrapped, as by AveragedModel. A compact copy is as sparse as the model was when it was made; after
-        an edit, make it anew.
+        Do this before you use or save a moving average: averaged across an edit, it has the weights of both masks. The
+        copy may be wrapped, as by AveragedModel. A compact copy keeps the mask that it was copied with; copy the model
+        again after an edit.
         """
         mask_copy(copy, self._internals.stored)
 
     def to_dense_(self) -> nn.Module:
-        """Make the model a plain one that happens to hold zeros, and let it go, for pickles, traces and exports.
+        """Turn the model back into a plain module with zeros, for pickling, tracing and export. Returns the model.
 
-        Masks can still be read and saved. But edits are refused from now on, and so are steps of optimizers that were
-        attached; a new SparseModel can be made of the model. Returns the model.
+        Masks can still be read and saved. Edits and steps of attached optimizers raise an error from now on. You can
+        create a new SparseModel from the model.
         """
         own = self._internals
         own.check_not_released()
         if own.ranks is not None:
             raise GrowpruneError(
-                "the model is sharded, and no rank may have all of it dense: save it, and load it into a fresh model"
+                "a sharded model cannot be made dense on one rank: save it, and load it into a new model"
             )
         make_plain(self.model, own.stored, own.pattern)
         own.optimizers.release()
         own.storage, own.is_released = "masked", True
         return self.model
+
+    def __repr__(self) -> str:
+        own = self._internals
+        now = "" if own.shards_masks else f"sparsity {self.sparsity:.4g} of "  # counting those takes all ranks
+        what = f"{self.num_prunable:,} prunable weights, storage={own.storage!r}"
+        return f"SparseModel({type(self.model).__name__}, {now}target {self.target_sparsity:.4g}, {what})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
         memo[id(self)] = clone = object.__new__(type(self))
@@ -272,16 +279,16 @@ class SparseModel:
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to pickle, which would lose the attached optimizers silently."""
         raise GrowpruneError(
-            "a SparseModel cannot be pickled: keep its state_dict() and its model's, or write a file with "
+            "a SparseModel cannot be pickled: save its state_dict() and that of its model, or write a file with "
             "growprune.save(sparse, path)"
         )
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks, and the gradients that the next edit looks at.
+        """Return the masks, and the gradients that the next edit needs.
 
-        With the state of the model, of the optimizer and of the Cursor, this is all that an exact resume needs.
+        Together with the states of the model, of the optimizer and of the Cursor, an exact resume needs nothing else.
         """
         own = self._internals
         return {
@@ -292,10 +299,9 @@ class SparseModel:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state. Load the model's own state after it: masks decide the length of compact weights.
+        """Load a state. Load the model's own state after it, because masks decide the length of compact weights.
 
-        With masked storage the order does not matter. The state of a SparseModel that was made with another seed,
-        allocation or pattern is refused.
+        With masked storage the order does not matter. A state with another seed, allocation or pattern is an error.
         """
         own = self._internals
         own.check_not_released()
@@ -307,52 +313,37 @@ class SparseModel:
         own.gradients.load_state_dict(state["gradients"])
         self.enforce()
 
-    def optimizer_state(
-        self, optimizer: torch.optim.Optimizer, *, device: torch.device | str | None = None
-    ) -> dict[str, Any]:
-        """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only that of live weights.
-
-        Args:
-            device: where the state goes; each tensor's own device if not given.
-        """
-        return self._internals.optimizers.live_state(optimizer, device)
-
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load what `optimizer_state` gave, whatever storage it was taken from."""
-        self._internals.optimizers.load_live_state(optimizer, state)
-
     # Live weights
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """Copies of the masks of all prunable parameters, by name: bool tensors, True where a weight lives."""
+        """Copies of the masks of all prunable parameters, by name: bool tensors, True where a weight is live."""
         return Masks({name: stored.mask().clone() for name, stored in self._internals.stored.items()})
 
     @property
     def num_alive(self) -> int:
-        """The number of prunable weights that live."""
+        """The number of live prunable weights."""
         return sum(self._internals.alive_by_weight().values())
 
     @property
     def num_prunable(self) -> int:
-        """The number of weights that may be pruned, dead or alive."""
+        """The number of prunable weights, live or pruned."""
         return sum(weight.numel for weight in self.weights)
 
     @property
     def is_at_target(self) -> bool:
-        """True if the model is at its target sparsity: as many weights live as `prune()` leaves."""
+        """True if the model is at its target sparsity."""
         return self._internals.is_at_target
 
     def summary(self, example: Any = None) -> Summary:
-        """Count the live weights, per layer and in all; with an example input, FLOPs too. Print it for a table."""
+        """Count the live weights per layer and in total, and FLOPs if given an example input. Print it for a table."""
         self._internals.check()
         return summarise(self, example)
 
 
 def check_sparse_model(given: object, who: str) -> None:
-    """Raise if the model itself was given where its SparseModel is wanted."""
+    """Raise if the argument is not a SparseModel, such as the model itself."""
     if not isinstance(given, SparseModel):
-        raise GrowpruneError(
-            f"{who} was given a {type(given).__name__}, but takes a SparseModel: make one of the model, as in "
-            f"SparseModel(model, sparsity=0.9)"
-        )
+        has_one = isinstance(getattr(given, "sparse", None), SparseModel)
+        remedy = "give its attribute .sparse" if has_one else "create one with SparseModel(model, sparsity=0.9)"
+        raise GrowpruneError(f"{who} needs a SparseModel, got a {type(given).__name__}: {remedy}")

@@ -1,8 +1,8 @@
-"""The optimizers that train a sparse model: what is pruned stays zero in their state, which follows each edit.
+"""Hook the optimizers of a sparse model: keep pruned weights and their state zero, and update state after each edit.
 
-Most optimizers keep zeros by themselves: from a zero gradient, a zero weight and zero state they make zeros. There,
-only gradients are masked, as they arise (see storage/masked.py), and once more before a step if someone has written to
-them since. For all others weights and state are masked after each step too.
+Most optimizers keep zeros by themselves: a zero gradient, weight and state stay zero. For these, only gradients are
+masked as they arise (see storage/masked.py), and again before a step if they were written to since. For all others,
+weights and state are masked after each step too.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.bits import like, whole
 from growprune.sparse.gradients import Gradients
 from growprune.sparse.learning_rates import ScaledRates
+from growprune.sparse.optimizer_state import cast, live_state, load_live_state
 from growprune.storage import Masked, SparseParameter
+from growprune.storage.uncompiled import uncompiled
+from growprune.storage.wrapped import plain
 
 if TYPE_CHECKING:
     from growprune.sparse.rules.base import RunningRule
@@ -34,10 +36,10 @@ Trained = Mapping[str, tuple[SparseParameter, nn.Parameter]]
 """By name: how a parameter is stored, and the parameter."""
 
 REPLACED: Any = WeakTensorKeyDictionary()
-"""Parameters in whose place there is another since an edit, and how they were stored: training them changes nothing."""
+"""Parameters that an edit has replaced, and how they were stored. Training them has no effect."""
 
 CAME_FIRST = "_growprune_came_first"
-"""The attribute of an optimizer whose state was loaded since its last step: whether other masks came after it."""
+"""The attribute of an optimizer whose state was loaded since its last step: True if other masks were loaded later."""
 
 KEEPS_ZEROS = frozenset(
     {
@@ -52,11 +54,11 @@ KEEPS_ZEROS = frozenset(
         torch.optim.SGD,
     }
 )
-"""Optimizers that leave a weight and its state at zero if its gradient is: these, and nothing derived from them."""
+"""Optimizers that keep a weight and its state at zero if its gradient is zero: these classes, not subclasses."""
 
 
 def keeps_zeros(optimizer: Optimizer) -> bool:
-    """Whether a step with masked gradients leaves zeros exactly zero, with the settings an optimizer has now."""
+    """True if a step with masked gradients keeps zeros exactly zero, with the optimizer's present settings."""
     return type(optimizer) in KEEPS_ZEROS and all(map(_keeps_zeros, optimizer.param_groups))
 
 
@@ -73,7 +75,7 @@ def _keeps_zeros(group: dict[str, Any]) -> bool:
 
 
 class Optimizers:
-    """The optimizers that are attached to a model, held weakly."""
+    """The optimizers attached to a model, held by weak references."""
 
     def __init__(
         self, stored: Mapping[str, SparseParameter], storage: str, gradients: Gradients, lr_scaling: float = 0.0
@@ -86,56 +88,73 @@ class Optimizers:
         self.num_mask_changes = 0
         """The number of masks that were set by edits, by rules, or from a state."""
         self._versions: dict[str, tuple[int, int]] = {}
+        self._dtypes: weakref.WeakKeyDictionary[Optimizer, torch.dtype] = weakref.WeakKeyDictionary()
+        """By optimizer: the dtype of its first parameter in the last step."""
         self._written: set[str] = set()
         self._has_warned = False
         self._is_released = False
+        self.is_checked = False
+        """False if the next step must be checked; see `attach`."""
         self._replaced: list[weakref.ref[Tensor]] = []
 
-    def attach(self, optimizer: Optimizer, *, own: Set[int]) -> None:
-        """Follow an optimizer, which must train some of the model's own parameters, given by their ids."""
+    def attach(self, optimizer: Optimizer, *, own: Set[int], check: Callable[[Optimizer], None]) -> None:
+        """Hook an optimizer.
+
+        Args:
+            own: the ids of the model's parameters. The optimizer must train some of them.
+            check: called before a step until it has set `is_checked`. Only the optimizer refers to it: a reference from
+                here would make a cycle, which keeps a deleted model alive.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(id(parameter) in own for parameter in parameters):
-            raise GrowpruneError("the optimizer has no parameter of the model: make it of model.parameters()")
+            raise GrowpruneError("the optimizer has no parameter of the model: create it with model.parameters()")
         for parameter in parameters:
             if parameter in REPLACED:
                 raise GrowpruneError(
-                    f"the optimizer holds {REPLACED[parameter]} weights as they were before an edit: make it after the "
-                    f"edit, or attach it before"
+                    f"the optimizer holds {REPLACED[parameter]} weights from before an edit: create it after the edit, "
+                    f"or attach it before"
                 )
         self._refuse(optimizer, parameters)
         self.rates.check(optimizer)
         for stored in self._stored.values():
             stored.hook_gradients()
         if optimizer not in self.attached:
-            self._hook(optimizer)
+            self._hook(optimizer, check)
             self.attached.add(optimizer)
 
-    def _hook(self, optimizer: Optimizer) -> None:
+    def _hook(self, optimizer: Optimizer, check: Callable[[Optimizer], None]) -> None:
         """Masking comes first, so that a rule sees masked gradients and, after the step, masked weights."""
+
+        def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not self.is_checked:
+                check(optimizer)
+            return self._before_step(optimizer, args, kwargs)
+
         self.rates.hook_before(optimizer, _when_gradients_are_there)
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_pre_hook(self._let_rule_begin)
+        optimizer.register_step_pre_hook(uncompiled(before_step))
+        optimizer.register_step_pre_hook(uncompiled(self._let_rule_begin))
         if self._storage == "masked":
-            optimizer.register_step_post_hook(self._after_step)
+            optimizer.register_step_post_hook(uncompiled(self._after_step))
             optimizer.register_load_state_dict_post_hook(lambda loaded: self._versions.clear())
         else:
             optimizer.register_load_state_dict_post_hook(lambda loaded: setattr(loaded, CAME_FIRST, False))
-        optimizer.register_step_post_hook(self._end_iteration)
+        optimizer.register_step_post_hook(uncompiled(self._end_iteration))
         self.rates.hook_after(optimizer)
 
     def release(self) -> None:
-        """The model is no longer sparse: refuse further steps of attached optimizers."""
+        """Refuse further steps of attached optimizers, because the model is no longer sparse."""
         self._is_released, self._storage = True, "masked"
 
     def reset(self) -> None:
-        """Empty the state of attached optimizers, as if they were new."""
+        """Clear the state of attached optimizers."""
         for optimizer in self.attached:
             optimizer.state.clear()
 
     def _refuse(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise GrowpruneError(
-                "LBFGS cannot train a sparse model: its state is not shaped like the weights; use SGD or Adam"
+                "LBFGS cannot train a sparse model, because its state does not have the shape of the weights: use SGD "
+                "or Adam"
             )
         ours = {id(stored.parameter) for stored in self._stored.values()}
         if isinstance(optimizer, torch.optim.Muon) and self._storage == "compact" and ours & set(map(id, parameters)):
@@ -148,13 +167,16 @@ class Optimizers:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mask gradients that are not known to be masked; those that a closure makes, once it has made them."""
         if self._is_released:
-            raise GrowpruneError("the model was made dense by to_dense_(): make the optimizer anew")
+            raise GrowpruneError("the model was made dense by to_dense_(): create a new optimizer")
         self._check_wrapped_again()
+        self._follow_dtype(optimizer)
         if self._storage == "compact":
             _check_order(optimizer)
             return None  # dead weights are not stored
         trained = self._trained_by(optimizer)
         self._written = {name for name, (_, p) in trained.items() if self._versions.get(name) != (id(p), p._version)}
+        if len(self._written) == len(trained):
+            self._warn_of_loaded_weights(trained)
 
         def mask_gradients() -> None:
             # versions do not show what is done to gradients on their way between processes
@@ -163,6 +185,27 @@ class Optimizers:
                 stored.mask_gradient(again=is_shared)
 
         return _when_gradients_are_there(args, kwargs, mask_gradients)
+
+    def _warn_of_loaded_weights(self, trained: Trained) -> None:
+        """Warn if somebody has loaded weights over pruned ones since the last step: they are about to be zeroed."""
+        dead = [~stored.mask() for stored, _ in trained.values()]
+        total = sum(int(torch.count_nonzero(mask)) for mask in dead)
+        lost = sum(
+            int(torch.count_nonzero(p.detach()[mask])) for mask, (_, p) in zip(dead, trained.values(), strict=True)
+        )
+        if total and 2 * lost > total:
+            warn(
+                "most pruned weights are no longer zero, as after load_state_dict, and this step zeroes them again: "
+                "load weights before you make the model sparse, or resume with the Sparsifier's load_state_dict"
+            )
+
+    def _follow_dtype(self, optimizer: Optimizer) -> None:
+        """Convert state if the model's dtype has changed since the last step, which torch does not do."""
+        dtype = next(p.dtype for group in optimizer.param_groups for p in group["params"])
+        before = self._dtypes.get(optimizer, dtype)
+        self._dtypes[optimizer] = dtype
+        if before != dtype:
+            cast(optimizer, before)
 
     def _let_rule_begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.rule is None or is_skipped(optimizer):
@@ -204,7 +247,7 @@ class Optimizers:
         return {name: math.nan if rate is None else float(rate) for name, rate in trained.items()}
 
     def note_other_masks(self) -> None:
-        """Other masks were loaded: compact state that was loaded before now belongs to other weights."""
+        """Record that other masks were loaded, so that compact state loaded before belongs to other weights."""
         for optimizer in self.attached:
             if self._storage == "compact" and CAME_FIRST in vars(optimizer):
                 setattr(optimizer, CAME_FIRST, True)
@@ -212,7 +255,7 @@ class Optimizers:
     # Masks
 
     def enforce(self) -> None:
-        """Make weights, and state that is shaped like its parameter, exactly zero off the masks."""
+        """Set pruned weights, and state with the shape of its parameter, to exactly zero."""
         if self._storage == "masked":
             found = [(name, stored, stored.parameter) for name, stored in self._stored.items()]
             self._enforce(self.attached, {name: (stored, parameter) for name, stored, parameter in found})
@@ -223,13 +266,15 @@ class Optimizers:
             states = [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]
             tensors = [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
             weight = [] if only_state else [parameter]
-            listed.append((stored, [*weight, *[t for t in tensors if t.shape == parameter.shape]]))
+            # codes of quantized state are integers, and a code of zero need not stand for zero
+            shaped_alike = [t for t in tensors if t.shape == parameter.shape and t.is_floating_point()]
+            listed.append((stored, [*weight, *shaped_alike]))
         Masked.enforce(listed)
         self._versions.update({name: (id(p), p._version) for name, (_, p) in which.items()})
 
     @contextmanager
     def following(self, name: str) -> Iterator[SparseParameter]:
-        """While the mask of a parameter changes: optimizers keep the state of its live weights."""
+        """Keep the optimizer state of live weights while the mask of a parameter changes."""
         self.num_mask_changes += 1
         self.rates.factors = None  # which follow the masks
         stored = self._stored[name]
@@ -246,7 +291,7 @@ class Optimizers:
             self._enforce(self.attached, {name: (stored, old)}, only_state=True)
 
     def _replace(self, name: str, old: nn.Parameter, new: nn.Parameter, dense: Mapping[Optimizer, Any]) -> None:
-        """Let optimizers train a new parameter in place of an old one, with its state."""
+        """Make optimizers train a new parameter in place of an old one, with its state."""
         stored, REPLACED[old] = self._stored[name], self._storage
         if not hasattr(new, "device_mesh"):  # FSDP2 knows the new one; DistributedDataParallel would hold the old one
             self._replaced.append(weakref.ref(old))
@@ -260,12 +305,12 @@ class Optimizers:
             elif not self._has_warned:
                 self._has_warned = True
                 warn(
-                    f"{type(optimizer).__name__}'s state of {name} does not fit the weight after an edit, and starts "
-                    f"anew; so does that of others it edits: storage='masked' keeps it"
+                    f"the state of {name} in {type(optimizer).__name__} does not fit the weight after an edit and was "
+                    f"reset, as for every edited weight: use storage='masked' to keep it"
                 )
 
     def _check_wrapped_again(self) -> None:
-        """Raise if gradients are shared by a DistributedDataParallel made before an edit: new weights are not in it."""
+        """Raise if a DistributedDataParallel from before an edit lacks the new weights."""
         replaced, self._replaced = self._replaced, []
         if not replaced or not (distributed.is_available() and distributed.is_initialized()):
             return
@@ -274,61 +319,19 @@ class Optimizers:
         wrapped = [id(p) for w in _data_parallel() for p in w._module_parameters] if old else []
         new = {id(stored.parameter) for stored in self._stored.values()}
         if old & set(wrapped) and not new <= set(wrapped):
-            raise GrowpruneError("edits changed weights that DistributedDataParallel holds: wrap the model in it again")
+            raise GrowpruneError("an edit replaced weights that DistributedDataParallel holds: wrap the model again")
 
-    # State of live weights
-
-    def live_state(self, optimizer: Optimizer, device: torch.device | str | None) -> dict[str, Any]:
-        """Like `optimizer.state_dict()`, but of state shaped like a sparse weight, only that of live weights.
-
-        Args:
-            device: where what is shaped like a parameter goes, one after the other; where it is, if not given.
-        """
-
-        def put(tensor: Tensor) -> Tensor:
-            return tensor if device is None else tensor.to(device)
-
-        return self._converted(
-            optimizer,
-            optimizer.state_dict(),
-            lambda stored: (stored.parameter.shape, lambda entry: put(stored.to_live(entry))),
-            lambda parameter, entry: put(whole(entry)),
-        )
+    def live_state(self, optimizer: Optimizer, device: torch.device | str | None = None) -> dict[str, Any]:
+        return live_state(self._stored, optimizer, device)
 
     def load_live_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take back what `live_state` gave, whatever storage it was taken from."""
-        optimizer.load_state_dict(
-            self._converted(
-                optimizer,
-                state,
-                lambda stored: ((int(torch.count_nonzero(stored.mask())),), stored.from_live),
-                like,
-            )
-        )
-
-    def _converted(
-        self,
-        optimizer: Optimizer,
-        state: dict[str, Any],
-        how: Callable[[SparseParameter], tuple[Sequence[int], Callable[[Tensor], Tensor]]],
-        other: Callable[[Tensor, Tensor], Tensor],
-    ) -> dict[str, Any]:
-        """State whose tensors of a certain shape are converted, parameter by parameter."""
-        of_id = {id(stored.parameter): stored for stored in self._stored.values()}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        converted = {}
-        for index, entries in state["state"].items():
-            parameter = parameters[index]
-            stored = of_id.get(id(parameter))
-            shape, convert = (parameter.shape, partial(other, parameter)) if stored is None else how(stored)
-            converted[index] = _reshaped(entries, shape, convert)
-        return {**state, "state": converted}
+        load_live_state(self._stored, optimizer, state)
 
 
 def _when_gradients_are_there(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]) -> Any:
-    """In a hook before a step: act at once, or, if the step has a closure that makes gradients, when it has made them.
+    """Act in a hook before a step: at once, or after the step's closure has computed gradients.
 
-    Gives what such a hook returns: nothing, or other arguments of the step.
+    Return what such a hook returns: None, or new arguments of the step.
     """
     closure = kwargs.get("closure") or next(iter(args[1:]), None)
     if closure is None:
@@ -344,16 +347,16 @@ def _when_gradients_are_there(args: tuple[Any, ...], kwargs: dict[str, Any], act
 
 
 def is_skipped(optimizer: Optimizer) -> bool:
-    """Asked in a hook of a step: whether the step changes nothing, since a GradScaler has found infinite gradients.
+    """True, in a hook of a step, if the step changes nothing because a GradScaler has found infinite gradients.
 
-    It makes no such step of most optimizers, but leaves the skipping to those that unscale gradients by themselves, as
-    fused ones do. To ask waits for the device, in this case only.
+    GradScaler skips the step of most optimizers itself. It leaves skipping to those that unscale gradients themselves,
+    such as fused ones. Only then does this wait for the device.
     """
     return bool(vars(optimizer).get("found_inf", False))
 
 
 def _unscale(optimizer: Optimizer) -> None:
-    """In a hook before a step: make gradients those of the loss, if a GradScaler has left that to the optimizer."""
+    """Unscale gradients in a hook before a step, if a GradScaler has left that to the optimizer."""
     scale: Tensor | None = vars(optimizer).get("grad_scale")
     if scale is None:
         return
@@ -366,25 +369,19 @@ def _unscale(optimizer: Optimizer) -> None:
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer itself, where accelerate has wrapped it."""
+    """Return the optimizer inside accelerate's wrapper."""
     inner = getattr(optimizer, "__dict__", {}).get("optimizer")
     return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def _check_order(optimizer: Optimizer) -> None:
-    """Raise, before a step, if the state that was loaded has followed masks which it had never been of."""
+    """Raise before a step if the optimizer's state was loaded before the masks that it belongs to."""
     if vars(optimizer).get(CAME_FIRST, False):
         raise GrowpruneError(
-            "the optimizer's state was loaded before the SparseModel's, whose masks say what it is of: load the "
-            "optimizer's once more, and next time after it"
+            "the optimizer's state was loaded before the SparseModel's, whose masks say which weights it belongs to: "
+            "load the SparseModel's state first, then the optimizer's"
         )
     vars(optimizer).pop(CAME_FIRST, None)
-
-
-def _follows(optimizer: Optimizer, entries: dict[str, Any], old: Tensor) -> bool:
-    """Whether state can be taken to a parameter of another shape: not if it is of rows and columns."""
-    tensors = [entry for entry in entries.values() if isinstance(entry, Tensor) and entry.numel() > 1]
-    return "adafactor" not in type(optimizer).__name__.lower() and all(t.shape == old.shape for t in tensors)
 
 
 def _data_parallel() -> list[DistributedDataParallel]:
@@ -392,8 +389,16 @@ def _data_parallel() -> list[DistributedDataParallel]:
 
 
 def _reshaped(entries: dict[str, Any], shape: Sequence[int], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """The state of one parameter, with the tensors of a shape converted."""
+    """Convert those tensors of a parameter's state that have a given shape. Quantized ones become plain."""
     return {
-        name: convert(entry) if isinstance(entry, Tensor) and entry.shape == torch.Size(shape) else entry
+        name: convert(entry if type(entry) is Tensor else plain(entry))
+        if isinstance(entry, Tensor) and entry.shape == torch.Size(shape)
+        else entry
         for name, entry in entries.items()
     }
+
+
+def _follows(optimizer: Optimizer, entries: dict[str, Any], old: Tensor) -> bool:
+    """True if state can move to a parameter of another shape: not if it belongs to rows and columns."""
+    tensors = [entry for entry in entries.values() if isinstance(entry, Tensor) and entry.numel() > 1]
+    return "adafactor" not in type(optimizer).__name__.lower() and all(t.shape == old.shape for t in tensors)

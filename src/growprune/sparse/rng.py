@@ -1,4 +1,4 @@
-"""The global random numbers of python, numpy and torch. Models and tasks may draw from any of them, so all are kept."""
+"""Save and restore the global random states of Python, numpy and torch. Models and tasks may draw from any of them."""
 
 # ruff: noqa: NPY002  the legacy generator is the one that others use without being handed one
 
@@ -14,7 +14,7 @@ from growprune.masks.ranking import salt_of
 
 
 def seed_all(*what: object) -> None:
-    """Seed every global generator from everything named, and from nothing else."""
+    """Seed every global generator from all arguments, and from nothing else."""
     seed = salt_of(*what) >> 1
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
@@ -22,7 +22,7 @@ def seed_all(*what: object) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every global random number generator a model or task may draw from."""
+    """Return the state of every global random number generator that a model or task may draw from."""
     version, internal, gauss = random.getstate()
     name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     return {

@@ -1,4 +1,4 @@
-"""What sharding adds to a SparseModel: `growprune.sharding` registers itself here, and nothing below it imports it."""
+"""The link to `growprune.sharding`, which is registered here so that no lower package imports it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _load: Callable[[], Any] | None = None
 
 
 def register(load: Callable[[], Any]) -> None:
-    """Say where sharding comes from; it is loaded when first needed, since FSDP2 takes a second to load."""
+    """Register the loader of sharding. It is loaded on first use, because FSDP2 takes a second to load."""
     global _load
     _load = load
 
 
 def sharding() -> Any:
-    """The package `growprune.sharding`."""
+    """Return the package `growprune.sharding`."""
     assert _load is not None, "growprune/__init__.py registers it"
     return _load()

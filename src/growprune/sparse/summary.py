@@ -1,4 +1,4 @@
-"""The live weights of a sparse model, layer by layer and in all, and what they save in theory."""
+"""Summaries: the live weights of a sparse model per layer and in total, and the FLOPs and bytes they save in theory."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One weight."""
+    """One weight of a summary."""
 
     name: str
     shape: tuple[int, ...]
     target: float | None
-    """The sparsity aimed at; None where layers are ranked together and only their total has a target."""
+    """The target sparsity; None if layers are ranked together and only their total has a target."""
     alive: int
     flops_dense: int | None
-    """Those of the example, if there was one."""
+    """The dense FLOPs for the example, if there was one."""
     flops_sparse: int | None
 
     @property
@@ -50,18 +50,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """How many weights live in a sparse model. Print it for a table."""
+    """The live weights of a sparse model. Print it for a table."""
 
     rows: tuple[Row, ...]
-    """The prunable weights; all else is dense."""
+    """The prunable weights; everything else is dense."""
     target: float
-    """The sparsity that all rows together aim at."""
+    """The target sparsity of all rows together."""
     parameters: int
     """The elements of all parameters, prunable or not."""
     bytes_dense: int
-    """What parameters and buffers take as they are."""
+    """The bytes of dense parameters and buffers."""
     bytes_sparse: int
-    """What they take in a sparse file (see docs/file-format.md), its header not counted."""
+    """Their bytes in a sparse file (see docs/file-format.md), without its header."""
     flops_dense: int | None
     flops_sparse: int | None
 
@@ -71,16 +71,16 @@ class Summary:
 
     @property
     def alive(self) -> int:
-        """How many of the prunable weights live."""
+        """The number of live prunable weights."""
         return sum(row.alive for row in self.rows)
 
     @property
     def sparsity(self) -> float:
-        """The share of the prunable weights that are gone."""
+        """The fraction of the prunable weights that are pruned."""
         return 1 - self.alive / self.prunable if self.prunable else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: "rows" and "totals"."""
+        """Return "rows" and "totals" as plain values, for JSON."""
         counts = ("target", "prunable", "alive", "sparsity", "parameters")
         costs = ("bytes_dense", "bytes_sparse", "flops_dense", "flops_sparse")
         totals = {key: getattr(self, key) for key in (*counts, *costs)}
@@ -110,7 +110,7 @@ class Summary:
 
 
 def summarise(sparse: SparseModel, example: Any = None) -> Summary:
-    """The live weights of a sparse model; given an example input (see `count_flops`), its FLOPs too.
+    """Count the live weights of a sparse model, and its FLOPs if given an example input (see `count_flops`).
 
     >>> from growprune import SparseModel
     >>> sparse = SparseModel(torch.nn.Linear(10, 4), sparsity=0.75)
@@ -137,7 +137,7 @@ def summarise(sparse: SparseModel, example: Any = None) -> Summary:
     sizes |= {name: mask.numel() for name, mask in sparse.masks.items()}  # a compact parameter is shorter
     return Summary(
         rows=tuple(rows),
-        target=sparse.sparsity,
+        target=sparse.target_sparsity,
         parameters=sum(sizes.values()),
         bytes_dense=dense_bytes,
         bytes_sparse=sparse_bytes,
@@ -147,18 +147,18 @@ def summarise(sparse: SparseModel, example: Any = None) -> Summary:
 
 
 def targets(sparse: SparseModel) -> dict[str, float | None]:
-    """The sparsity that each weight aims at; None where weights are ranked together and only their total has one."""
+    """Return the target sparsity of each weight; None if weights are ranked together and only their total has one."""
     found: dict[str, float | None] = dict.fromkeys((weight.name for weight in sparse.weights), None)
-    for pool in internals(sparse).editor.counts.pools(prune(internals(sparse).whole, to=sparse.sparsity)):
+    for pool in internals(sparse).editor.counts.pools(prune(internals(sparse).whole, to=sparse.target_sparsity)):
         if len(pool.weights) == 1:
             groups = internals(sparse).pattern.num_groups(pool.weights[0])
-            is_as_asked = pool.kept == num_kept(sparse.sparsity, groups)
-            found[pool.weights[0].name] = sparse.sparsity if is_as_asked else 1 - pool.kept / groups
+            is_as_asked = pool.kept == num_kept(sparse.target_sparsity, groups)
+            found[pool.weights[0].name] = sparse.target_sparsity if is_as_asked else 1 - pool.kept / groups
     return found
 
 
 def num_bytes(sparse: SparseModel) -> tuple[int, int]:
-    """The bytes of the model's tensors when dense, and in a sparse file without its header."""
+    """Return the bytes of the model's tensors when dense, and in a sparse file without its header."""
     dense = in_file = 0
     for name, tensor in tensors_of(sparse.model)[0].items():
         weights = [weight for weight in sparse.weights if weight.parameter == name]
@@ -192,7 +192,7 @@ def _count(number: int | None) -> str:
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Columns, the first two (texts) to the left and the others (numbers) to the right."""
+    """Align columns: the first two (strings) to the left, the others (numbers) to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = (
         [

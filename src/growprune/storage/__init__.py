@@ -1,4 +1,4 @@
-"""How sparse parameters are stored while they train: one interface, `SparseParameter`, and one file for each way."""
+"""Storage of sparse parameters during training: one interface, `SparseParameter`, and one file per storage."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STORAGES: dict[str, type[SparseParameter]] = {"masked": Masked, "compact": Compa
 
 def parse_storage(name: str) -> type[SparseParameter]:
     if name not in STORAGES:
-        raise GrowpruneError(f"storage is {name!r}, but must be one of {', '.join(STORAGES)}")
+        raise GrowpruneError(f"storage must be one of {', '.join(STORAGES)}, got {name!r}")
     return STORAGES[name]
 
 
 def store(model: nn.Module, names: Collection[str], storage: str, pattern: Pattern) -> dict[str, SparseParameter]:
-    """Store the parameters of these names as asked; all are checked first, since storing may change the model."""
+    """Store these parameters in a storage. All are checked first, because storing may change the model."""
     kind = parse_storage(storage)
     for name in names:
         kind.check(model, name)
@@ -35,9 +35,9 @@ def store(model: nn.Module, names: Collection[str], storage: str, pattern: Patte
 
 
 def make_plain(model: nn.Module, parameters: dict[str, SparseParameter], pattern: Pattern) -> None:
-    """Make stored parameters plain ones that happen to hold zeros. What lives of them can still be asked."""
+    """Turn stored parameters into plain ones with zeros. Their masks can still be read."""
     masks = {name: pack(parameter.mask()) for name, parameter in parameters.items()}
-    for parameter in parameters.values():  # which lets go of all that its layer holds: of several, none is asked after
+    for parameter in parameters.values():  # releases everything that its layer holds, so read all masks before
         parameter.release()
     for name, mask in masks.items():
         parameters[name] = plain = Masked(model, name, pattern)

@@ -1,9 +1,9 @@
-"""Adapters (LoRA and its kin, as in PEFT) on a sparse model: merging them keeps every mask.
+"""Keep masks when adapters, such as PEFT's LoRA, are merged into a sparse model.
 
-To merge, an adapter writes into the weight of the layer it adapts: `base_layer.weight.data += change`. Where that is
-masked, weights off the mask would come alive; where it is compact, the attribute is a dense copy, and the change would
-be lost. So an adapter's methods that write run while the layer has a plain dense weight, and what they wrote off the
-mask is dropped. PEFT is not imported: an adapter is known by what it has.
+To merge, an adapter writes into the weight of the layer it adapts: `base_layer.weight.data += change`. In masked
+storage this would make pruned weights non-zero. In compact storage the attribute is a dense copy, and the change would
+be lost. So the adapter's methods that write run while the layer has a plain dense weight, and their changes to pruned
+weights are dropped. PEFT is not imported: an adapter is recognized by its attributes.
 """
 
 from __future__ import annotations
@@ -24,31 +24,35 @@ from growprune.storage.compact_modules import layouts_of
 from growprune.storage.parameter import SparseParameter
 
 SPARSE_PARAMETERS = "_growprune_sparse_parameters"
-"""The attribute in which a module refers to how its sparse parameters are stored, by their local names."""
+"""The attribute of a module with references to its stored sparse parameters, by local name."""
 
 WRITING = ("merge", "unmerge", "update_layer")
-"""The methods of an adapter that may write into the layer it adapts; the last when it is made, as PiSSA does."""
+"""The methods of an adapter that may write into its layer; the last one on creation, as in PiSSA."""
 
 
 class Reference:
-    """A weak reference that a copy of the model takes along: it then refers to the copy, if that is copied too."""
+    """A weak reference from a module to the storage of one of its parameters.
 
-    def __init__(self, target: SparseParameter) -> None:
+    A deepcopy of the module holds a copy of the target, so that the copied model keeps its zeros in training.
+    """
+
+    def __init__(self, target: SparseParameter, *, is_owned: bool = False) -> None:
         self._target = weakref.ref(target)
+        self.owned = target if is_owned else None
 
     def __call__(self) -> SparseParameter | None:
         return self._target()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reference | None:
         target = self()
-        return None if target is None else Reference(copy.deepcopy(target, memo))
+        return None if target is None else Reference(copy.deepcopy(target, memo), is_owned=True)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a model that is pickled leaves its SparseModel behind, and needs no growprune
 
 
 def check_adapters(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise if a parameter that is to be compact has an adapter that takes its place."""
+    """Raise if a parameter for compact storage has an adapter that replaces it."""
     own: dict[nn.Module, list[str]] = {}
     for path, _, local in (name.rpartition(".") for name in names):
         own.setdefault(model.get_submodule(path), []).append(local)
@@ -59,13 +63,17 @@ def check_adapters(model: nn.Module, names: Iterable[str]) -> None:
 def _check(adapter: nn.Module, compact: Collection[str]) -> None:
     if (parameter := vars(adapter).get("parameter_name")) in compact:
         raise GrowpruneError(
-            f"{parameter} cannot be compact and have an adapter of its own (target_parameters of PEFT): use "
-            f"storage='masked', or adapt whole layers"
+            f"{parameter} has its own adapter (target_parameters of PEFT), which storage='compact' does not support: "
+            f"use storage='masked', or adapt whole layers"
         )
 
 
 def keep_masks(model: nn.Module, sparse_parameters: Mapping[str, SparseParameter]) -> None:
-    """See to it that adapters of these parameters, those there are and those to come, keep their masks."""
+    """Make copies of these parameters, and their present and future adapters, keep the masks."""
+    for module in model.modules():  # if it is a copy of another sparse model: the masks from there count no more
+        own = vars(module).get(SPARSE_PARAMETERS, {})
+        for local in [local for local, reference in own.items() if reference is None or reference.owned is not None]:
+            del own[local]
     for name, sparse_parameter in sparse_parameters.items():
         own = vars(sparse_parameter.module).setdefault(SPARSE_PARAMETERS, {})
         own[name.rpartition(".")[2]] = Reference(sparse_parameter)
@@ -74,8 +82,21 @@ def keep_masks(model: nn.Module, sparse_parameters: Mapping[str, SparseParameter
     _watch_for_adapters()
 
 
+def stored_in_copy(module: nn.Module, local: str) -> SparseParameter | None:
+    """Return the storage of a parameter in a copied module, if the original module had it masked."""
+    reference = vars(module).get(SPARSE_PARAMETERS, {}).get(local)
+    owned: SparseParameter | None = None if reference is None else reference.owned
+    return owned
+
+
+def leaving_masks(model: nn.Module) -> dict[int, Any]:
+    """Return a memo for `copy.deepcopy` that copies a model without its masks."""
+    owns = (vars(module).get(SPARSE_PARAMETERS) for module in model.modules())
+    return {id(own): {} for own in owns if own is not None}
+
+
 def forget_masks(model: nn.Module) -> None:
-    """Let adapters write whatever they like from now on."""
+    """Stop restricting what adapters write."""
     for module in model.modules():
         vars(module).pop(SPARSE_PARAMETERS, None)
         if is_adapter(module):
@@ -85,7 +106,7 @@ def forget_masks(model: nn.Module) -> None:
 
 @functools.cache
 def _watch_for_adapters() -> None:
-    """Have torch say when a module becomes part of another: an adapter may be put on a model that is sparse."""
+    """Hook torch's registration of modules, because an adapter may be added to a sparse model later."""
     register_module_module_registration_hook(_guard_if_adapter)
 
 
@@ -95,7 +116,7 @@ def _guard_if_adapter(module: nn.Module, name: str, submodule: nn.Module | None)
 
 
 def _guard(adapter: nn.Module, layer: nn.Module) -> None:
-    """Have an adapter keep the masks of the layer it adapts."""
+    """Make an adapter keep the masks of its layer."""
     _check(adapter, layouts_of(layer))
     for name in WRITING:
         if hasattr(type(adapter), name):
@@ -103,13 +124,13 @@ def _guard(adapter: nn.Module, layer: nn.Module) -> None:
 
 
 def _call_keeping_masks(adapter: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """What an adapter's own method does, but with the masks of the layer it adapts."""
+    """Call an adapter's own method, and keep the masks of its layer."""
     with dense_weights(_innermost(adapter.base_layer)):
         return getattr(type(adapter), name)(adapter, *args, **kwargs)
 
 
 def _innermost(module: Any) -> Any:
-    """The layer under adapters upon adapters."""
+    """Return the layer below all nested adapters."""
     while hasattr(module, "base_layer"):
         module = module.base_layer
     return module
@@ -117,9 +138,9 @@ def _innermost(module: Any) -> Any:
 
 @contextmanager
 def dense_weights(module: nn.Module) -> Iterator[None]:
-    """While a module's sparse weights are dense parameters that can be written to; then what is off a mask is dropped.
+    """Make a module's sparse weights writable dense parameters within this context; then apply the masks again.
 
-    If writing fails, compact weights are what they were.
+    If writing fails, compact weights are restored.
     """
     compact = {local: layout for local, layout in layouts_of(module).items() if layout is not None}
     values = {local: _parameter(module, local) for local in compact}
@@ -146,7 +167,7 @@ def _parameter(module: nn.Module, local: str) -> nn.Parameter:
 
 
 def _enforce(module: nn.Module) -> None:
-    """Make the module's masked weights zero again where none lives; compact ones have no such place."""
+    """Apply the masks to the module's masked weights. Compact weights do not need it."""
     for reference in vars(module).get(SPARSE_PARAMETERS, {}).values():
         sparse_parameter = None if reference is None else reference()
         if sparse_parameter is not None:

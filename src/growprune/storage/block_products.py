@@ -1,16 +1,16 @@
 # mypy: allow-untyped-calls
 # torch.library has no types
-"""Products of a `Linear` over the live blocks of its weight, where that is faster than to make the weight dense.
+"""Products of a `Linear` over the live blocks of its weight, where this is faster than a dense weight.
 
     output    y  = x W^T + bias
     input     dx = dy W
-    values    dW = dy^T x, its live values only
+    values    dW = dy^T x, only its live values
 
-On CUDA with Triton, in bfloat16 and float16. Which way is faster, and with which tile, is measured when a product is
-first needed, with its own operands, for each shape, pattern, density in percent and number of tokens up to a power of
-two. A measurement may end in another way the next time, and another way rounds otherwise; so where the same bits are
-wanted each time (torch's deterministic algorithms, or cuDNN's, as in recipes) and inside a CUDA graph a rule decides by
-the density alone. `choose_products`, or the environment variable GROWPRUNE_BLOCK_PRODUCTS, forces one way.
+On CUDA with Triton, in bfloat16 and float16. The first time a product is needed, both ways and several tiles are
+measured with its own operands, for each shape, pattern, density in percent and number of tokens up to a power of two.
+Another measurement may choose another way, which rounds differently. So with deterministic algorithms (torch's, or
+cuDNN's, as in recipes) and inside a CUDA graph, a rule decides by the density alone. `choose_products`, or the
+environment variable GROWPRUNE_BLOCK_PRODUCTS, forces one way.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from growprune.storage.blocks import LiveBlocks
 WAYS = ("measure", "sparse", "dense")
 VARIABLE = "GROWPRUNE_BLOCK_PRODUCTS"
 PAYS_BELOW = {32: 0.2, 64: 0.3}
-"""Up to which density the rule takes live blocks only, by the smaller side of a block."""
+"""The highest density at which the rule uses live blocks, by the smaller side of a block."""
 REPEATS = 5
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 CHOSEN: dict[tuple[Any, ...], Any] = {}
-"""The tile of a product, or None where the dense way is faster; by what it depends on."""
+"""The tile of each product, or None if the dense way is faster."""
 SKIPPED: dict[tuple[Any, ...], str] = {}
 """Tiles that could not run, and why."""
 MILLISECONDS: dict[tuple[Any, ...], dict[Any, float]] = {}
-"""What was measured: for each product, by tile; None is the dense way."""
+"""The measured times of each product, by tile; None is the dense way."""
 
 log = logging.getLogger(__name__)
 _way = os.environ.get(VARIABLE, "measure")
 
 
 def choose_products(way: str) -> str:
-    """Say how layers with large blocks multiply from now on; what was in force is returned.
+    """Choose how layers with large blocks multiply from now on, and return the previous choice.
 
     Args:
-        way: "measure" takes what is faster, "sparse" live blocks only, "dense" makes the weight dense.
+        way: "measure" uses the faster way, "sparse" only live blocks, "dense" the dense weight.
 
     >>> choose_products("dense"), choose_products("measure")
     ('measure', 'dense')
@@ -65,27 +65,27 @@ def choose_products(way: str) -> str:
 
 
 def check_environment() -> None:
-    """Raise if the environment asks for a way there is none of."""
+    """Raise if the environment variable has an unknown value."""
     _check(_way, VARIABLE)
 
 
 def _check(way: str, what: str) -> None:
     if way not in WAYS:
-        raise GrowpruneError(f"{what} is {way!r}, but must be one of {', '.join(WAYS)}")
+        raise GrowpruneError(f"{what} must be one of {', '.join(WAYS)}, got {way!r}")
 
 
 def can_run(x: Tensor) -> bool:
-    """Whether products with x may be taken over live blocks."""
+    """True if products with x can use live blocks."""
     if x.is_cuda:
         can = _way != "dense" and HAS_TRITON and x.dtype in (torch.bfloat16, torch.float16)
     else:
         can = _way == "sparse"
-    # who exports or traces is told by the dense way that there is nothing to be had
+    # exporters and tracers get the error of the dense way
     return can and x.numel() > 0 and not (torch.compiler.is_exporting() or torch.jit.is_tracing())  # type: ignore[attr-defined]
 
 
 def output(layout: Any, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    """y of x (N, inputs), whose dtype is the one to compute in."""
+    """Return y for x (N, inputs), computed in the dtype of x."""
     if not _is_direct(x):
         return torch.ops.growprune.block_output(x, values, bias, *_operands(layout, x))  # type: ignore[no-any-return]
 
@@ -96,14 +96,14 @@ def output(layout: Any, x: Tensor, values: Tensor, bias: Tensor | None) -> Tenso
 
 
 def input_gradient(layout: Any, dy: Tensor, values: Tensor) -> Tensor:
-    """dx of dy (N, outputs)."""
+    """Return dx for dy (N, outputs)."""
     if not _is_direct(dy):
         return torch.ops.growprune.block_input(dy, values, *_operands(layout, dy))  # type: ignore[no-any-return]
     return _input(dy, values, layout.to(dy.device).blocks, lambda: dy @ layout.expand(values, dy.dtype))
 
 
 def values_gradient(layout: Any, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The live values of dW, of dy (N, outputs) and x (N, inputs), in a dtype of choice."""
+    """Return the live values of dW for dy (N, outputs) and x (N, inputs), in the given dtype."""
     if not _is_direct(x):
         operands = _operands(layout, x)
         return torch.ops.growprune.block_values(dy, x, *operands, dtype)  # type: ignore[no-any-return]
@@ -111,7 +111,7 @@ def values_gradient(layout: Any, dy: Tensor, x: Tensor, dtype: torch.dtype) -> T
 
 
 def _is_direct(x: Tensor) -> bool:
-    """Whether the dispatcher can be passed by, which takes as long as to start a kernel."""
+    """True if the dispatcher can be bypassed, which takes as long as a kernel launch."""
     return x.is_cuda and kernels.is_plain()
 
 
@@ -165,7 +165,7 @@ def _values(dy: Tensor, x: Tensor, dtype: torch.dtype, blocks: LiveBlocks, dense
 def _by_the_faster(
     product: str, blocks: LiveBlocks, x: Tensor, sparse: Callable[[Any], Tensor], dense: Dense
 ) -> Tensor:
-    """A product, by the way that was chosen for it; chosen now if it is the first of its kind."""
+    """Compute a product in the way chosen for it; choose now if it is the first of its kind."""
     wants_same_bits = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
     key = (product, (x.shape[0] - 1).bit_length(), x.dtype, x.get_device(), wants_same_bits, *blocks.kind)
     if key in CHOSEN:
@@ -190,27 +190,27 @@ def _tiles(product: str, blocks: LiveBlocks) -> Sequence[Any]:
 
 
 def _measured(key: tuple[Any, ...], tiles: Sequence[Any], sparse: Callable[[Any], Tensor], dense: Dense) -> Any:
-    """The tile that is fastest; None if the dense way is faster than all."""
+    """Return the fastest tile; None if the dense way is faster than all."""
     found: dict[Any, float] = {None: _milliseconds(dense)}
     for tile in tiles:
         try:
             found[tile] = _milliseconds(lambda tile=tile: sparse(tile))  # type: ignore[misc]
         except _failures() as error:
             SKIPPED[(*key, tile)] = str(error)
-            log.warning("%s of blocks: %s cannot run here and is left out: %s", key[0], tile, str(error)[:200])
+            log.warning("%s of blocks: %s cannot run here and is skipped: %s", key[0], tile, str(error)[:200])
     MILLISECONDS[key] = found
     return min(found, key=lambda tile: found[tile])
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What Triton raises for a tile that does not compile or fit."""
+    """Return the exceptions that Triton raises for a tile that does not compile or fit."""
     from triton.errors import TritonError
 
     return TritonError, RuntimeError
 
 
 def _milliseconds(run: Callable[[], object]) -> float:
-    """How long the GPU takes: the first run, which may compile, is not counted."""
+    """Measure the time on the GPU, without the first run, which may compile."""
     run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

@@ -1,9 +1,9 @@
-"""Where the live blocks of a weight are, if it lives in large blocks, and its products in torch operations.
+"""The positions of large live blocks of a weight, and its products in torch operations.
 
-For `Linear` layers whose pattern has blocks of a x b, both multiples of 32, that fit without a rest. The live values of
-compact storage lie in row-major order: a row of the weight has the rows of its live blocks one after another, here
-called pieces, of b values each. Where the live blocks are is one flat int32 tensor, made anew after each edit. With R
-block rows, C block columns and n live blocks, numbered row by row:
+For `Linear` layers whose pattern has blocks of a x b, both multiples of 32, that divide the weight evenly. The live
+values of compact storage are in row-major order: a row of the weight has the rows of its live blocks one after another,
+here called pieces, of b values each. The positions are one flat int32 tensor, recomputed after each edit. With R block
+rows, C block columns and n live blocks, numbered row by row:
 
     R + 1   for each block row, its first live block, and at last n
     C + 1   for each block column, its first in the order column by column, and at last n
@@ -12,10 +12,10 @@ block rows, C block columns and n live blocks, numbered row by row:
     n       column by column: block rows
     n       column by column: the piece that is a block's first row
     n       column by column: how many pieces further its next row is
-    1       nothing, so that who looks up the next block may do so after the last
+    1       unused, so that a lookup of the next block is valid after the last one
 
-The products here are those of `triton_blocks`, in plain torch and any dtype, to compare with. They are no faster than
-to make the weight dense.
+The products here are those of `triton_blocks`, in plain torch and any dtype, for comparison. They are not faster than a
+dense weight.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class LiveBlocks:
-    """Where the live blocks of a matrix are."""
+    """The positions of the live blocks of a matrix."""
 
     table: Tensor
     sizes: tuple[int, int, int, int, int]
@@ -44,7 +44,7 @@ class LiveBlocks:
         block_rows, block_columns, num_blocks, height, width = self.sizes
         self.density = num_blocks / (block_rows * block_columns)
         self.kind = (block_rows, block_columns, height, width, round(100 * self.density))
-        """What the time that products take depends on, beside the number of tokens."""
+        """What the time of products depends on, besides the number of tokens."""
 
     def to(self, device: torch.device) -> LiveBlocks:
         return LiveBlocks(self.table.to(device), self.sizes)
@@ -54,7 +54,7 @@ class LiveBlocks:
 
 
 def block_of(pattern: Pattern, name: str, shape: torch.Size) -> tuple[int, int] | None:
-    """Height and width of the blocks there are products for, if the weight of this name and shape has such."""
+    """Return the height and width of a weight's blocks if there are products for them, else None."""
     height, width = pattern.height, pattern.width
     if not isinstance(pattern, Block) or len(shape) != 2 or height % 32 or width % 32:
         return None
@@ -62,7 +62,7 @@ def block_of(pattern: Pattern, name: str, shape: torch.Size) -> tuple[int, int] 
         return height, width
     fitting = [f"{side}x{side}" for side in (128, 64, 32) if shape[0] % side == 0 and shape[1] % side == 0]
     log.warning(
-        "%s is %dx%d, which blocks of %s do not fill: its products stay dense; %s",
+        "%s is %dx%d, which blocks of %s do not divide evenly: its products stay dense; %s",
         *(name, *shape, pattern.name),
         f"{' and '.join(fitting)} would fit" if fitting else "no large blocks would fit",
     )
@@ -70,7 +70,7 @@ def block_of(pattern: Pattern, name: str, shape: torch.Size) -> tuple[int, int] 
 
 
 def live_blocks(mask: Tensor, height: int, width: int) -> LiveBlocks | None:
-    """Where the live blocks of a mask are; None if it splits a block.
+    """Return the positions of the live blocks of a mask; None if it splits a block.
 
     >>> live_blocks(torch.eye(2, dtype=torch.bool).repeat_interleave(32, 0).repeat_interleave(32, 1), 32, 32).sizes
     (2, 2, 2, 32, 32)
@@ -124,7 +124,7 @@ def _dense(values: Tensor, blocks: LiveBlocks) -> Tensor:
 
 
 def _placed(blocks: LiveBlocks) -> tuple[Tensor, Tensor, Tensor]:
-    """Row by row: block rows, block columns, and which pieces are the block's rows (n, height)."""
+    """Return the block rows, block columns and pieces (n, height) of the live blocks, row by row."""
     block_rows, block_columns, num_blocks, height, _ = blocks.sizes
     starts = blocks.table[: block_rows + 1].long()
     after = block_rows + block_columns + 2

@@ -1,12 +1,11 @@
-"""Compact storage: of a sparse weight, only the live values are kept, and one bit for each weight or block.
+"""Compact storage: keep only the live values of a sparse weight, and one bit for each weight or block.
 
-The parameter of the layer *becomes* the 1-D tensor of its live values, under its old name, so that gradients, optimizer
-state, moving averages, all-reduce and checkpoints shrink by themselves. The dense weight exists only while its layer
-computes, in the dtype it computes in: `Linear` and convolutions make it for the forward pass, forget it, and make it
-again for the backward pass, where the dense gradient of one layer at a time is gathered to the live values. Any other
-module sees the dense weight, with gradients, when it reads its attribute; there autograd keeps it until the backward
-pass. A weight that is all alive is a plain dense parameter; its layer forgets, and makes again, the copy that autocast
-would keep.
+The parameter of the layer *becomes* the 1-D tensor of its live values, under its old name. So gradients, optimizer
+state, moving averages, all-reduce and checkpoints shrink too. The dense weight exists only while its layer computes, in
+the dtype of the computation. `Linear` and convolutions create it for the forward pass, free it, and create it again for
+the backward pass, where the dense gradient of one layer at a time is reduced to the live values. Any other module gets
+the dense weight, with gradients, when it reads its attribute; there autograd keeps it until the backward pass. A fully
+live weight is a plain dense parameter; its layer frees and recreates the copy that autocast would keep.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from growprune.storage.compact_modules import let_compile_again, make_plain, set
 from growprune.storage.layout import Layout
 from growprune.storage.masked import hookable
 from growprune.storage.parameter import SparseParameter, no_parameter
+from growprune.storage.uncompiled import uncompiled
 
 
 class Compact(SparseParameter):
@@ -36,7 +36,7 @@ class Compact(SparseParameter):
     def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
         super().__init__(model, name, pattern)
         self._group = pattern.run_length(self.shape, transposed=getattr(self.module, "transposed", False))
-        """How many consecutive elements a bit can stand for."""
+        """The number of consecutive elements that share a bit."""
         self._block = block_of(pattern, name, self.shape)
         block_products.check_environment()
         self._record: Callable[[Tensor], None] | None = None
@@ -49,20 +49,22 @@ class Compact(SparseParameter):
     @staticmethod
     def check(model: nn.Module, name: str) -> None:
         parameter = model.get_parameter(name)
-        if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.RNNBase):
+        path = name.rpartition(".")[0]
+        if isinstance(layer := model.get_submodule(path), nn.RNNBase):
+            what, instead = path or "the model", f", or keep_dense=[{path!r}]" if path else ""
             raise GrowpruneError(
-                f"compact storage cannot hold {name}, a recurrent weight: use storage='masked', or keep_dense"
+                f"storage='compact' does not support {what} ({type(layer).__name__}): use storage='masked'{instead}"
             )
         if not parameter.is_floating_point():
             raise GrowpruneError(
-                f"compact storage cannot hold {name}, which is {parameter.dtype}: name it in keep_dense"
+                f"storage='compact' does not support {name}, which has dtype {parameter.dtype}: add it to keep_dense"
             )
         everywhere = [p for _, m in model.named_modules(remove_duplicate=False) for p in m._parameters.values()]
         if sum(p is parameter for p in everywhere) > 1:
             places = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
             raise GrowpruneError(
-                f"compact storage cannot hold {name}, which is tied to {', '.join(places[1:])}: "
-                f"use storage='masked', or keep_dense"
+                f"storage='compact' does not support {name}, which is tied to {', '.join(places[1:])}: "
+                f"use storage='masked', or add it to keep_dense"
             )
 
     @property
@@ -74,7 +76,7 @@ class Compact(SparseParameter):
 
     @property
     def _layout(self) -> Layout | None:
-        """None while everything lives. It belongs to the module, so that a copy of the model takes it along."""
+        """The layout; None while all weights are live. It belongs to the module, so that copies include it."""
         layout: Layout | None = vars(self.module)[LAYOUTS][self._local]
         return layout
 
@@ -164,13 +166,13 @@ class Compact(SparseParameter):
             self._record(gradient)
 
     def _listen(self) -> None:
-        """See the dense gradients from now on: in the layer, or at the parameter itself where all of it lives."""
+        """Start to record dense gradients: in the layer, or at the parameter itself if it is fully live."""
         parameter, me = self.parameter, weakref.ref(self)
         if self._layout is not None:
             RECORDERS[self._layout] = me
         elif self._listening is None or self._listening() is not parameter:
             with hookable(parameter):
-                parameter.register_post_accumulate_grad_hook(lambda p: hand_over(me(), p.grad))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(uncompiled(lambda p: hand_over(me(), p.grad)))  # type: ignore[no-untyped-call]
             self._listening = weakref.ref(parameter)
 
     def _put(self, dense: Tensor, mask: Tensor) -> None:

@@ -1,11 +1,12 @@
-"""How layers compute with a compact weight: the dense one is made for the forward pass, and again for the backward.
+"""Layers with compact weights: the dense weight is created for the forward pass, and again for the backward pass.
 
-The backward formulas are those of autograd, operation by operation, so that on a CPU compact and masked storage give
-the same bits. This is the code that runs most often, and a GPU waits for it: no step of it is there for its looks.
+The backward formulas are those of autograd, operation by operation, so that compact and masked storage are
+bit-identical on a CPU. This code runs most often, and a GPU waits for it, so speed matters more than style here.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,16 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.storage import block_products
+from growprune.storage.uncompiled import uncompiled
 
 RECORDERS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""By layout: the sparse parameter that may want to record dense gradients."""
+"""By layout: the sparse parameter that may record dense gradients."""
 
 
 LAYOUTS = "_compact_layouts"
 """The attribute of a module that holds the layouts of its compact parameters, by their local names."""
 
 WATCHED = "_compact_is_watched"
-"""The attribute of a layer whose dense gradients somebody records. torch.compile looks at it, too."""
+"""The attribute of a layer whose dense gradients are recorded. torch.compile checks it too."""
 
 
 def _apply(function: type[torch.autograd.Function], *operands: Any) -> Tensor:
@@ -32,19 +34,29 @@ def _apply(function: type[torch.autograd.Function], *operands: Any) -> Tensor:
 
 
 EAGERLY = _apply
-"""The same outside of what torch.compile makes, once somebody has recorded: to say so loads the compiler."""
+"""The same, outside compiled graphs once gradients were recorded: marking a function loads the compiler."""
+
+
+def _apply_eagerly(function: type[torch.autograd.Function], *operands: Any) -> Tensor:
+    return _apply(_eager(function), *operands)
+
+
+@functools.cache
+def _eager(function: Any) -> Any:
+    """Wrap a function so that its backward pass runs eagerly too if a whole training step is compiled."""
+    return type(function.__name__, (function,), {"backward": staticmethod(uncompiled(function.backward))})
 
 
 def watch(module: nn.Module, *, is_watched: bool) -> None:
-    """Let a layer run eagerly, even in a compiled model, while its dense gradients are recorded."""
+    """Make a layer run eagerly, even in a compiled model, while its dense gradients are recorded."""
     global EAGERLY
     module.__dict__[WATCHED] = is_watched
     if is_watched and EAGERLY is _apply:
-        EAGERLY = torch.compiler.disable(_apply)  # type: ignore[no-untyped-call]
+        EAGERLY = uncompiled(_apply_eagerly)
 
 
 def record(layout: Any, gradient: Tensor) -> None:
-    """Give a dense gradient to the sparse parameter that records it, if there is one."""
+    """Pass a dense gradient to the sparse parameter that records it, if there is one."""
     if torch.compiler.is_compiling():
         return  # nobody does: see `watch`
     if RECORDERS and layout is not None and (recorder := RECORDERS.get(layout)) is not None:
@@ -57,14 +69,14 @@ def hand_over(sparse_parameter: Any, gradient: Tensor | None) -> None:
 
 
 def is_recorded(layout: Any) -> bool:
-    """Whether somebody wants to see the dense gradient."""
+    """True if the dense gradient is recorded."""
     recorder = RECORDERS.get(layout) if RECORDERS and not torch.compiler.is_compiling() else None
     sparse_parameter = None if recorder is None else recorder()
     return sparse_parameter is not None and sparse_parameter.record is not None
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
-"""How autograd is asked to keep tensors, as by activation checkpointing: how to put one away, how to get it back."""
+"""Autograd's hooks for saved tensors, as used by activation checkpointing: pack and unpack."""
 
 _hooks_in_force: Callable[[bool], Hooks] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
@@ -75,7 +87,7 @@ _keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_gra
 
 
 def _operands(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, Any, torch.dtype, Packed]:
-    """Live values, bias, layout, the dtype to compute in as autocast would, and what is put away for later."""
+    """Return live values, bias, layout, the dtype that autocast would use, and the packed input."""
     parameters = module._parameters
     values, layout = parameters["weight"], module.__dict__[LAYOUTS]["weight"]
     assert values is not None
@@ -88,7 +100,7 @@ def _operands(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, Any,
 
 
 Packed = tuple[Any, Callable[[Any], Tensor]] | None
-"""The input as activation checkpointing put it away, and how to get it back."""
+"""The input as packed by activation checkpointing, and the function that unpacks it."""
 
 
 def _dense(values: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
@@ -100,13 +112,12 @@ def _live(dense: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _packed(hooks: Hooks, x: Tensor, values: Tensor, dtype: torch.dtype) -> Packed:
-    """Put away what the backward pass needs, if activation checkpointing asks for it.
+    """Pack the input for the backward pass if activation checkpointing is active.
 
-    What a function saves is saved when its forward is over. Activation checkpointing ends a recomputation as soon as
-    the last tensor it needs is saved: a layer that left that to autograd would multiply once more for nothing. So its
-    hooks are called before the layer computes, and before there is a node that the end would leave half made. Those of
-    others are left to autograd, which frees what they keep. Values need not be put away: they live as long as the
-    model does.
+    Autograd saves a function's tensors after its forward. Activation checkpointing ends a recomputation as soon as the
+    last tensor it needs is saved, so a layer that left this to autograd would multiply once more in vain. So its hooks
+    are called before the layer computes, and before there is a node that the end would leave incomplete. Other hooks
+    are left to autograd, which frees what they keep. Values need not be packed: they live as long as the model.
     """
     if (
         hooks is None
@@ -128,7 +139,7 @@ def _keep(ctx: Any, packed: Packed, x: Tensor, values: Tensor) -> None:
 
 
 def _kept(ctx: Any) -> Any:
-    """Input and values."""
+    """Return the input and the values."""
     if ctx.packed is None:
         return ctx.saved_tensors
     x, unpack = ctx.packed
@@ -137,25 +148,26 @@ def _kept(ctx: Any) -> Any:
     return unpack(x), ctx.values
 
 
-def _applied(module: nn.Module, function: type[torch.autograd.Function], *operands: Any) -> Tensor:
-    """`function.apply`, less what that does for transforms of whole functions, which takes as long as the rest."""
+def applied(module: nn.Module, function: type[torch.autograd.Function], *operands: Any) -> Tensor:
+    """Call `function.apply` without its support for function transforms, which takes as long as the rest."""
     if torch.compiler.is_compiling():
         # what is compiled shows nothing to anybody
         return EAGERLY(function, *operands) if module.__dict__[WATCHED] else _apply(function, *operands)
     if torch._C._are_functorch_transforms_active():
         return _apply(function, *operands)
+    function = _eager(function) if module.__dict__[WATCHED] else function
     return super(torch.autograd.Function, function).apply(*operands)  # type: ignore[no-any-return,misc]
 
 
 def check_first_derivative(gradient: Tensor) -> None:
-    """Raise where a graph of the backward pass is made, since the kernels on a GPU have no derivatives of their own."""
+    """Raise if a graph of the backward pass is created, because the GPU kernels have no second derivatives."""
     if torch.is_grad_enabled() and gradient.is_cuda and not torch.compiler.is_compiling():
         raise RuntimeError("compact storage has no second derivatives on a GPU: use storage='masked'")
 
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
-    """`nn.Linear.forward`."""
-    return _applied(module, CompactLinear, x, *_operands(module, x))
+    """Compute `nn.Linear.forward`."""
+    return applied(module, CompactLinear, x, *_operands(module, x))
 
 
 class CompactLinear(torch.autograd.Function):
@@ -201,7 +213,10 @@ class CompactLinear(torch.autograd.Function):
 
 
 def _has_block_products(layout: Any, x: Tensor) -> bool:
-    return layout is not None and layout.blocks is not None and block_products.can_run(x)
+    if layout is None or layout.blocks is None or not block_products.can_run(x):
+        return False
+    # they have no derivatives of their own, which are wanted where a backward pass makes a graph
+    return torch.compiler.is_compiling() or not torch.is_grad_enabled()
 
 
 def _linear_gradient(rows: Tensor, x: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
@@ -216,14 +231,14 @@ def _linear_gradient(rows: Tensor, x: Tensor, layout: Any, dtype: torch.dtype) -
 
 
 def convolution(module: Any, x: Tensor) -> Tensor:
-    """`nn.Conv1d.forward` to `nn.Conv3d.forward`."""
+    """Compute `nn.Conv1d.forward` to `nn.Conv3d.forward`."""
     x, padding = _padded(module, x)
     shape = (module.stride, padding, module.dilation, False, (0,) * len(module.stride), module.groups)
     return _convolve(module, x, shape)
 
 
 def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The input with the padding that a convolution cannot do by itself, and the padding that is left to it."""
+    """Return the input with the padding that a convolution does not support, and the remaining padding."""
     nothing = (0,) * len(module.stride)
     if module.padding_mode != "zeros":
         return F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode), nothing
@@ -236,7 +251,7 @@ def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def transposed_convolution(module: Any, x: Tensor, output_size: list[int] | None = None) -> Tensor:
-    """`nn.ConvTranspose1d.forward` to `nn.ConvTranspose3d.forward`."""
+    """Compute `nn.ConvTranspose1d.forward` to `nn.ConvTranspose3d.forward`."""
     extra = module._output_padding(
         x, output_size, module.stride, module.padding, module.kernel_size, len(module.stride), module.dilation
     )
@@ -247,7 +262,7 @@ def transposed_convolution(module: Any, x: Tensor, output_size: list[int] | None
 def _convolve(module: nn.Module, x: Tensor, shape: tuple[Any, ...]) -> Tensor:
     is_batch = x.dim() == len(shape[0]) + 2
     x = x if is_batch else x[None]
-    y = _applied(module, CompactConvolution, x, *_operands(module, x), shape)
+    y = applied(module, CompactConvolution, x, *_operands(module, x), shape)
     return y if is_batch else y[0]
 
 
@@ -297,4 +312,4 @@ FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.ConvTranspose2d: transposed_convolution,
     nn.ConvTranspose3d: transposed_convolution,
 }
-"""By the kind of layer whose own forward it takes the place of."""
+"""By the class of a layer: the function that replaces its forward."""

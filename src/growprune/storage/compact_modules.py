@@ -1,7 +1,7 @@
-"""What a layer with compact parameters becomes: a class of its own, that shows dense weights to whoever asks.
+"""The class of a layer with compact parameters, whose attributes and `state_dict` are dense.
 
-Reading an attribute, `state_dict`, copies: all see dense tensors. What cannot be done without a dense model (pickling,
-scripting, another parameter in its place) is refused with what to do.
+Attributes, `state_dict` and copies all see dense tensors. What needs a dense model (pickling, scripting, replacing a
+parameter) raises an error that says what to do.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import DENSE_SHAPES
-from growprune.storage.compact_layers import FORWARDS, LAYOUTS, WATCHED, check_first_derivative, record
+from growprune.storage.compact_layers import FORWARDS, LAYOUTS, WATCHED, applied, check_first_derivative, record
 from growprune.storage.layout import Layout
 
 MOST_GRAPHS = 64
-"""How many graphs of one function torch.compile may keep; its own default is 8."""
+"""The most graphs of one function that torch.compile may keep. Its own default is 8."""
 
 
 def let_compile_again() -> None:
-    """Let torch.compile keep a graph for each part that may be dense.
+    """Raise torch.compile's limit of graphs, so that it keeps one for each part that may be dense.
 
-    It compiles once for each of them, and finds its graphs again when the parts' turn comes again. But from the ninth
-    graph on it would run without any, and say so in a log only.
+    It compiles once for each of them, and reuses the graphs in later rounds. By default, it runs eagerly from the ninth
+    graph on, and only logs that.
     """
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MOST_GRAPHS)
 
 
 def layouts_of(module: nn.Module) -> dict[str, Layout | None]:
-    """The layouts of a module's compact parameters, by their local names; None for one that is all alive."""
+    """Return the layouts of a module's compact parameters, by local name; None for one that is fully live."""
     found = module.__dict__.get(LAYOUTS, {})
     assert isinstance(found, dict)
     return found
 
 
 def set_layout(module: nn.Module, local: str, layout: Layout | None) -> None:
-    """Say how a parameter of a module is stored; the module's class, and what its state_dict does, follow."""
+    """Set the layout of a module's parameter, and adapt the module's class and its state_dict."""
     layouts = {**layouts_of(module), local: layout}
     module.__dict__[LAYOUTS] = layouts
     module.__dict__.setdefault(WATCHED, False)
@@ -59,7 +59,7 @@ def set_layout(module: nn.Module, local: str, layout: Layout | None) -> None:
 
 
 def make_plain(module: nn.Module) -> None:
-    """Undo `set_layout`: dense parameters, the plain class, and nothing that is left of ours."""
+    """Undo `set_layout`: restore dense parameters and the plain class."""
     for local, layout in layouts_of(module).items():
         values = module._parameters[local]
         if layout is not None and values is not None:
@@ -74,9 +74,9 @@ def make_plain(module: nn.Module) -> None:
 
 @functools.cache
 def compact_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """A kind of layer like `plain`, but whose parameters of these names are compact."""
+    """Return a subclass of `plain` whose parameters of these names are compact."""
     members: dict[str, Any] = {name: _dense_attribute(name) for name in names}
-    members["_plain_class"], members["__setattr__"] = plain, _assign
+    members |= {"_plain_class": plain, "__setattr__": _assign, "__delattr__": _delete}
     members |= {"__reduce_ex__": _refuse_to_pickle, "__prepare_scriptable__": _refuse_to_script, "__copy__": _copied}
     if not hasattr(plain, "__deepcopy__"):
         members["__deepcopy__"] = _deeply_copied
@@ -87,38 +87,36 @@ def compact_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which this process has a shard: as FSDP2 leaves parameters between passes."""
+    """True for a DTensor, of which this process has a shard, as FSDP2 leaves parameters between passes."""
     return hasattr(tensor, "device_mesh")
 
 
 def _dense_attribute(name: str) -> property:
-    """Reading the attribute gives the dense weight, through which gradients reach the live values."""
+    """Return a property that reads the dense weight, through which gradients reach the live values."""
 
     def dense(module: nn.Module) -> Tensor:
-        layout, values = layouts_of(module)[name], module._parameters[name]
-        assert values is not None
+        layout, values = layouts_of(module)[name], module._parameters.get(name)
+        if values is None:
+            raise _not_replaceable(module, name)
         if layout is None or is_sharded(values):
             return values
-        return Expand.apply(values, layout)  # type: ignore[no-any-return,no-untyped-call]
+        return applied(module, Expand, values, layout)
 
     return property(dense)
 
 
 def _assign(module: nn.Module, name: str, value: Any) -> None:
-    """Assigning a dense tensor, such as the attribute itself, takes in its live elements."""
+    """Assign an attribute: of a dense tensor, such as the attribute itself, keep the live elements."""
     layout, values = layouts_of(module).get(name), module._parameters.get(name)
     is_parameter = isinstance(value, nn.Parameter)
     is_dense = isinstance(value, Tensor) and not is_parameter
     if is_parameter and layout is not None and value.shape == layout.shape:
         raise GrowpruneError(
-            f"{name} of a {type(module).__name__} cannot become another parameter, as torchao's quantize_ wants: call "
-            f"sparse.to_dense_() first, which makes the model a plain one; or assign a tensor"
+            f"{name} of a {type(module).__name__} in compact storage cannot be replaced by another parameter, as "
+            f"torchao's quantize_ does: call sparse.to_dense_() first, or assign a tensor"
         )
     if name in layouts_of(module) and values is None and is_dense:
-        raise GrowpruneError(
-            f"{name} of a {type(module).__name__} cannot become a view of another tensor, as FSDP1 "
-            f"(FullyShardedDataParallel) wants: shard the model with sparse.shard(mesh), which is FSDP2"
-        )
+        raise _not_replaceable(module, name)
     if layout is not None and values is not None and is_dense and value.shape == layout.shape:
         values.data.copy_(layout.compress(value.detach()))
     elif is_parameter and values is not None and name in layouts_of(module):
@@ -129,25 +127,41 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
         plain.__setattr__(module, name, value)
 
 
+def _not_replaceable(module: nn.Module, name: str) -> GrowpruneError:
+    return GrowpruneError(
+        f"{name} of a {type(module).__name__} in compact storage cannot be replaced by a computed tensor: apply "
+        f"weight_norm and other parametrizations before you create the SparseModel. Instead of FSDP1 "
+        f"(FullyShardedDataParallel), use sparse.shard(mesh), which is FSDP2"
+    )
+
+
+def _delete(module: nn.Module, name: str) -> None:
+    """Refuse to delete a compact parameter, as a parametrization does in order to replace it."""
+    if name in layouts_of(module):
+        raise _not_replaceable(module, name)
+    plain: Any = getattr(type(module), "_plain_class", nn.Module)
+    plain.__delattr__(module, name)
+
+
 def _refuse_to_pickle(module: nn.Module, protocol: object) -> Any:
-    """A pickle names its classes, and this one has no name that another process could find."""
+    """Refuse to pickle, because another process could not find this class by its name."""
     del protocol
     raise GrowpruneError(
-        f"{type(module).__name__} has compact storage, and compact storage cannot be pickled: call sparse.to_dense_() "
-        f"first, which makes the model a plain one, or write a file with growprune.save(sparse, path)"
+        f"{type(module).__name__} has compact storage, which cannot be pickled: call sparse.to_dense_() first, or "
+        f"write a file with growprune.save(sparse, path)"
     )
 
 
 def _refuse_to_script(module: nn.Module) -> Any:
-    """What torch.jit.script asks a module for first."""
+    """Refuse torch.jit.script, at the first attribute that it reads."""
     raise GrowpruneError(
-        f"{type(module).__name__} has compact storage, which torch.jit.script cannot read: call sparse.to_dense_() "
-        f"first, which makes the model a plain one"
+        f"{type(module).__name__} has compact storage, which torch.jit.script does not support: call "
+        f"sparse.to_dense_() first"
     )
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """What copy.copy does, which would ask for what a pickle is made of."""
+    """Copy a module as copy.copy does, which would otherwise use the refused pickling."""
     clone: nn.Module = type(module).__new__(type(module))
     clone.__setstate__(module.__getstate__())  # type: ignore[no-untyped-call]
     return clone
@@ -161,7 +175,7 @@ def _deeply_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 class Expand(torch.autograd.Function):
-    """Live values to the dense tensor; gradients go back to the live values."""
+    """Expand live values to the dense tensor. Gradients go back to the live values."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, layout: Layout) -> Tensor:
@@ -184,7 +198,7 @@ def _hook_state_dict(module: nn.Module) -> None:
 
 
 def _give_dense(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Whoever asks for the state gets plain dense tensors; of a sharded model, shards of the live values."""
+    """Put plain dense tensors into the state dict; for a sharded model, shards of the live values."""
     del metadata
     for name, layout in layouts_of(module).items():
         if layout is not None and prefix + name in state and not is_sharded(state[prefix + name]):
@@ -192,7 +206,7 @@ def _give_dense(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 
 
 def _take_dense(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Dense tensors are taken in, if they are zero off the mask."""
+    """Load dense tensors. Raise if pruned weights are not zero in them."""
     del rest
     for name, layout in layouts_of(module).items():
         tensor = state.get(prefix + name)
@@ -200,6 +214,6 @@ def _take_dense(module: nn.Module, state: dict[str, Any], prefix: str, *rest: An
             state[prefix + name] = live = layout.to(tensor.device).compress(tensor)
             if lost := int(torch.count_nonzero(tensor)) - int(torch.count_nonzero(live)):
                 raise GrowpruneError(
-                    f"{prefix}{name} has {lost} weights where none live with compact storage, which would be lost: "
-                    f"load the SparseModel's state before the model's"
+                    f"{prefix}{name} has {lost} non-zero weights where the mask is pruned, which compact storage would "
+                    f"lose: load the SparseModel's state before the model's"
                 )

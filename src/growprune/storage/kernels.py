@@ -1,6 +1,6 @@
 # mypy: allow-untyped-calls
 # torch.library has no types
-"""What compact storage is made of: a dense tensor out of its live values, and live values out of a dense tensor.
+"""The operations of compact storage: `expand` live values to a dense tensor, and `compress` it back.
 
 A sparse tensor of n elements, read flat and row-major, is three tensors:
 
@@ -8,13 +8,12 @@ A sparse tensor of n elements, read flat and row-major, is three tensors:
     bits     its mask, uint8, eight to a byte, least significant bit first, zero bits up to a whole block of 1024 bits
     offsets  int64, one for each block: how many bits are set in the blocks before it
 
-With `group=g` a bit stands for g consecutive elements, which live and die together: 1x8 blocks cost an eighth of a bit
-a weight. Offsets then count live groups. A block is always 1024 bits, so `offsets` cost 1/16 of a bit for each bit.
+With `group=g` a bit stands for g consecutive elements, which are live or dead together: 1x8 blocks cost an eighth of a
+bit per weight. Offsets then count live groups. A block is always 1024 bits, so `offsets` cost 1/16 of a bit per bit.
 
-`expand` and `compress` are PyTorch operators, so torch.compile does not break its graph at them. They have no
-gradient of their own: whoever wants one writes it with the other of the two. On CUDA they run in Triton, without a
-synchronisation; elsewhere, and on CUDA without Triton, in torch operations over a few hundred thousand weights at a
-time, so that no temporary is as large as the dense tensor.
+`expand` and `compress` are PyTorch operators, so torch.compile does not break its graph at them. The gradient of each
+is the other. On CUDA they run in Triton, without synchronization. Elsewhere, and on CUDA without Triton, they run in
+torch operations over a few hundred thousand weights at a time, so that temporaries are smaller than the dense tensor.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,13 +36,13 @@ from growprune.masks.bits import unpack as unpack_mask
 from growprune.masks.patterns import CPU_CHUNK, CUDA_CHUNK
 
 BLOCK = 1024
-"""How many bits share an offset. The last block is filled up with zeros, so loads never end inside one."""
+"""The bits that share an offset. The last block is padded with zeros, so loads never end inside a block."""
 
 log = logging.getLogger(__name__)
 
 
 def pack(mask: Tensor, *, group: int = 1) -> Tensor:
-    """The bits of a flat bool mask; of a group, whose elements must agree, the first is asked.
+    """Pack a flat bool mask into bits. The elements of a group must agree; the first one is used.
 
     >>> pack(torch.tensor([True, False, True, True]))[:2].tolist()
     [13, 0]
@@ -55,7 +55,7 @@ def pack(mask: Tensor, *, group: int = 1) -> Tensor:
 
 
 def unpack(bits: Tensor, n: int, *, group: int = 1) -> Tensor:
-    """The flat bool mask of n elements that `pack` made these bits of.
+    """Unpack bits into the flat bool mask of n elements: the inverse of `pack`.
 
     >>> unpack(pack(torch.tensor([True, False, True, True])), 4).tolist()
     [True, False, True, True]
@@ -72,7 +72,7 @@ def unpack(bits: Tensor, n: int, *, group: int = 1) -> Tensor:
 
 
 def block_offsets(bits: Tensor) -> tuple[Tensor, int]:
-    """How many bits are set before each block, and how many in all.
+    """Return how many bits are set before each block, and in total.
 
     >>> block_offsets(pack(torch.ones(1500, dtype=torch.bool)))
     (tensor([   0, 1024]), 1500)
@@ -84,7 +84,7 @@ def block_offsets(bits: Tensor) -> tuple[Tensor, int]:
 
 
 def _count_in_blocks(bits: Tensor) -> Tensor:
-    """How many bits are set in each block."""
+    """Return how many bits are set in each block."""
     if bits.device.type == "cpu":
         if hasattr(np, "bitwise_count"):
             return torch.from_numpy(_add_sixteen(np.bitwise_count(bits.numpy().view(np.uint64))))
@@ -95,7 +95,7 @@ def _count_in_blocks(bits: Tensor) -> Tensor:
 
 
 def _add_sixteen(counts: np.ndarray) -> np.ndarray:
-    """The sums of sixteen bytes each, none over 64: eight at a time in one number, ten times as fast as numpy's."""
+    """Sum sixteen bytes each, none over 64, with eight bytes in one number: ten times as fast as numpy's sum."""
     words = counts.view(np.uint64).reshape(-1, 2)
     pairs = words[:, 0] + words[:, 1]  # eight bytes, none over 128
     fours = (pairs & _EVEN_BYTES) + ((pairs >> np.uint64(8)) & _EVEN_BYTES)
@@ -106,7 +106,7 @@ _EVEN_BYTES = np.uint64(0x00FF00FF00FF00FF)
 
 
 def count_bits(bits: Tensor) -> int:
-    """How many bits are set in bytes on the CPU, in all.
+    """Count the bits that are set in bytes on the CPU.
 
     >>> count_bits(torch.tensor([255, 5], dtype=torch.uint8))
     10
@@ -140,9 +140,9 @@ def _fake_expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: t
 
 
 def _refuse_to_export(what: str) -> None:
-    """What would come out could be read by growprune only, if at all, and who exports is about to leave it."""
+    """Refuse to export, because only growprune could read the result."""
     raise GrowpruneError(
-        f"compact storage cannot be {what}: call sparse.to_dense_() first, which makes the model a plain one"
+        f"a model with storage='compact' cannot be {what}: call sparse.to_dense_() first, which makes it a plain model"
     )
 
 
@@ -161,7 +161,8 @@ _library = torch.library.Library("growprune", "FRAGMENT")
 def _register(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
     # not torch.library.custom_op: 12 microseconds a call to 4 here, and there are several calls a layer in each step
     name = _library.define(schema)
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    # where a whole training step is compiled, torch.compile would trace the kernel as well
+    _library.impl(name, torch._disable_dynamo(kernel), "CompositeExplicitAutograd")  # type: ignore[attr-defined]
     torch.library.register_fake(f"growprune::{name}", fake, lib=_library)
 
 
@@ -177,11 +178,33 @@ _register(
 )
 
 
-def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int = 1) -> Tensor:
-    """The n elements, dense and in a dtype of choice: live ones from `values`, exact zeros elsewhere.
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save what the backward pass of either operation needs."""
+    del output
+    operand, bits, offsets, _, _, ctx.group = inputs
+    ctx.numel, ctx.dtype = operand.numel(), operand.dtype
+    ctx.save_for_backward(bits, offsets)
 
-    Here and in `compress`, what does not fit together is not found out: to check takes as long as a kernel. The
-    dispatcher is passed by where nobody listens to it.
+
+def _expand_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    bits, offsets = ctx.saved_tensors
+    return compress(gradient, bits, offsets, ctx.numel, ctx.dtype, ctx.group), None, None, None, None, None
+
+
+def _compress_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    bits, offsets = ctx.saved_tensors
+    return expand(gradient, bits, offsets, ctx.numel, ctx.dtype, ctx.group), None, None, None, None, None
+
+
+torch.library.register_autograd("growprune::expand", _expand_backward, setup_context=_keep, lib=_library)
+torch.library.register_autograd("growprune::compress", _compress_backward, setup_context=_keep, lib=_library)
+
+
+def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int = 1) -> Tensor:
+    """Return the n elements as a dense tensor in the given dtype: `values` where live, exact zeros elsewhere.
+
+    Here and in `compress`, arguments are not checked against each other, because that takes as long as a kernel. The
+    dispatcher is bypassed if nothing listens to it.
 
     >>> bits = pack(torch.tensor([False, True, True]))
     >>> expand(torch.tensor([5.0, 6.0]), bits, block_offsets(bits)[0], 3, torch.float64)
@@ -189,12 +212,12 @@ def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.d
     """
     if torch.jit.is_tracing():  # type: ignore[attr-defined]  # torch.compile knows it by this name only
         _refuse_to_export("traced (torch.jit.trace, and ONNX or OpenVINO by it)")
-    run = _expand if values.is_cuda and is_plain() else torch.ops.growprune.expand
+    run = _expand if _is_direct(values) else torch.ops.growprune.expand
     return run(values, bits, offsets, n, dtype, group)
 
 
 def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int = 1) -> Tensor:
-    """The `nnz` live elements of a flat dense tensor, in order and in a dtype of choice.
+    """Return the `nnz` live elements of a flat dense tensor, in order and in the given dtype.
 
     `nnz` is what `block_offsets` counted, times the group.
 
@@ -202,19 +225,28 @@ def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torc
     >>> compress(torch.tensor([4.0, 5.0, 6.0]), bits, block_offsets(bits)[0], 2, torch.float64)
     tensor([5., 6.], dtype=torch.float64)
     """
-    run = _compress if dense.is_cuda and is_plain() else torch.ops.growprune.compress
+    run = _compress if _is_direct(dense) else torch.ops.growprune.compress
     return run(dense, bits, offsets, nnz, dtype, group)
 
 
+def _is_direct(operand: Tensor) -> bool:
+    """True if nothing listens to the dispatcher: no mode, no transform, and no autograd that needs a derivative."""
+    if operand.is_cuda:
+        return is_plain()  # layers have no second derivatives there
+    is_usual = operand.is_cpu and type(operand) in (Tensor, torch.nn.Parameter)
+    is_derived = torch.is_grad_enabled() and operand.requires_grad
+    return is_usual and not is_derived and is_plain() and not torch._C._are_functorch_transforms_active()
+
+
 def is_plain() -> bool:
-    """Whether operations simply run: nobody traces, compiles or counts them."""
+    """True if operations are not traced, compiled or counted."""
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
 
 
 def padded_copy(tensor: Tensor, *, to: int = 1) -> Tensor:
-    """A copy of a flat tensor, with zeros up to a multiple of some number of elements.
+    """Copy a flat tensor, padded with zeros to a multiple of `to` elements.
 
-    On the CPU by numpy, in one thread: torch would wake all of them for each tensor, and wait for the slowest.
+    The CPU uses numpy in one thread: torch would wake all threads for each tensor, and wait for the slowest.
     """
     size = -(-tensor.numel() // to) * to
     if not size:
@@ -252,16 +284,16 @@ def scatter_live(dense: Tensor, mask: Tensor, values: Tensor, packed: Tensor) ->
 
 
 FILLED = 1 << 20
-"""How many elements a thread fills in one go."""
+"""The elements that a thread fills at a time."""
 
 
 def can_zero_off(device: torch.device) -> bool:
-    """Whether tensors on a device can be zeroed off packed bits."""
+    """True if `zero_off` supports the device."""
     return _triton_kernels(device.type) is not None
 
 
 def zero_off(tensor: Tensor, bits: Tensor) -> None:
-    """Make a contiguous tensor zero where its bits are, in place, unseen by autograd; where one `can_zero_off`."""
+    """Set a contiguous tensor to zero where its bits are zero, in place, without autograd, if `can_zero_off`."""
     triton = _triton_kernels("cuda")
     assert triton is not None
     triton.zero_off(tensor, bits)
@@ -270,7 +302,7 @@ def zero_off(tensor: Tensor, bits: Tensor) -> None:
 def expander(
     values: Tensor, bits: Tensor, offsets: Tensor, shape: torch.Size, dtype: torch.dtype, group: int
 ) -> Callable[[int], Tensor] | None:
-    """What expands values like these with the least Python, from their address; None where there is no such thing."""
+    """Return a fast function that expands such values, given their address; None if there is none."""
     triton = _triton_kernels(values.device.type)
     return None if triton is None else triton.expander(values, bits, offsets, shape, dtype, group)
 
@@ -278,26 +310,26 @@ def expander(
 def compressor(
     dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int
 ) -> Callable[[int], Tensor] | None:
-    """The same for `compress`."""
+    """Return a fast function for `compress`, as `expander` does for `expand`."""
     triton = _triton_kernels(dense.device.type)
     return None if triton is None else triton.compressor(dense, bits, offsets, nnz, dtype, group)
 
 
 @functools.cache
 def _triton_kernels(device_type: str) -> ModuleType | None:
-    """The Triton kernels where they can run; asked once for each kind of device, so it says so once."""
+    """Return the Triton kernels if they can run. Cached for each kind of device, so that it logs once."""
     if device_type != "cuda":
         return None
     try:
         from growprune.storage import triton_kernels
     except ImportError:
-        log.warning("Triton is not installed: compact storage runs in torch operations, which are slower on CUDA")
+        log.warning("Triton is not installed: compact storage uses torch operations, which are slower on CUDA")
         return None
     return triton_kernels
 
 
 def _live_spans(bits: Tensor, n: int, group: int) -> Iterator[tuple[slice, Tensor, slice]]:
-    """Walks the dense tensor: a span of it, which of its groups live, and the span of `values` that holds them."""
+    """Yield spans of the dense tensor, which of their groups are live, and the spans of `values` that hold them."""
     taken = 0
     for start, stop in _chunks(n // group, bits.device):
         part = bits[start // 8 : -(-stop // 8)]
@@ -308,7 +340,7 @@ def _live_spans(bits: Tensor, n: int, group: int) -> Iterator[tuple[slice, Tenso
 
 
 def _set_bits(bits: Tensor) -> Tensor:
-    """The numbers of the bits that are set, on the CPU."""
+    """Return the indices of the bits that are set, on the CPU."""
     # numpy searches a mask with at most a tenth set for one at a time, and any other at twice the speed; so add some
     tail = np.full(-(-bits.numel() // 8), 0xFF, dtype=np.uint8)
     bools = np.unpackbits(np.append(bits.numpy(), tail), bitorder="little").view(np.bool_)

@@ -1,4 +1,4 @@
-"""Where the live values of a compact parameter belong: its mask in bits, and the way from values to dense and back."""
+"""The layout of a compact parameter: its mask in bits, and the conversion of values to dense and back."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from growprune.storage.blocks import LiveBlocks
 
 @dataclass(eq=False)
 class Layout:
-    """Where the live values of one parameter belong."""
+    """The positions of one parameter's live values."""
 
     shape: torch.Size
     bits: Tensor
     offsets: Tensor
     num_alive: int
     group: int
-    """Consecutive elements that live and die together, and share a bit."""
+    """The number of consecutive elements that are live or dead together, and share a bit."""
     is_folded: bool
-    """Whether elements are ordered kernel position by kernel position, as blocks of a convolution are."""
+    """True if elements are ordered kernel position by kernel position, as in blocks of a convolution."""
     blocks: LiveBlocks | None = None
-    """Where its live blocks are, if it lives in blocks that products can be taken over."""
+    """The positions of its live blocks, if the pattern has blocks that products support."""
 
     @classmethod
     def of(cls, mask: Tensor, group: int) -> Layout:
@@ -39,10 +39,10 @@ class Layout:
 
     @classmethod
     def of_packed(cls, packed: Tensor, shape: torch.Size, group: int, *, keep: bool = False) -> Layout | None:
-        """That of a mask that `snapshot.pack` made, without unpacking it; None where values must change their order.
+        """Return the layout of a packed mask, without unpacking it; None if values must be reordered.
 
         Args:
-            keep: whether the mask may be kept as it is, if that is possible.
+            keep: keep the given mask without a copy, if possible.
         """
         is_folded = group > 1 and len(shape) > 2
         if (is_folded and shape[2:].numel() > 1) or (group > 1 and group % 8):
@@ -60,10 +60,10 @@ class Layout:
     def __post_init__(self) -> None:
         self._numel = self.shape.numel()
         self._quick: dict[tuple[Any, ...], Callable[[int], Tensor] | None] = {}
-        """Ways to expand and compress that Python is done with soon, by what for; made when first needed."""
+        """Fast functions that expand and compress, by dtype and device; created when first needed."""
 
     def to(self, device: torch.device) -> Layout:
-        """Follow the values to another device."""
+        """Return the layout on another device."""
         if self.bits.device != device:
             self.bits, self.offsets = self.bits.to(device), self.offsets.to(device)
             self.blocks = None if self.blocks is None else self.blocks.to(device)
@@ -80,7 +80,7 @@ class Layout:
         return self._unfold(kernels.unpack(self.bits, self.shape.numel(), group=self.group))
 
     def expand(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The dense tensor."""
+        """Return the dense tensor of live values."""
         key = (values.dtype, dtype, values.device)
         if (quick := self._quick.get(key)) is not None and _is_usual(values):
             return quick(values.data_ptr())
@@ -92,7 +92,7 @@ class Layout:
         return self._unfold(flat)
 
     def compress(self, dense: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The live values of a dense tensor."""
+        """Return the live values of a dense tensor."""
         key = (dense.dtype, dtype, dense.device, "compress")
         if (quick := self._quick.get(key)) is not None and _is_usual(dense):
             return quick(dense.data_ptr())
@@ -113,7 +113,7 @@ class Layout:
 
 
 def _is_usual(tensor: Tensor) -> bool:
-    """Whether a kernel that was started before can be started again with this tensor, past all checks."""
+    """True if a kernel that ran before can run again with this tensor, without checks."""
     return (
         tensor.is_cuda
         and kernels.is_plain()

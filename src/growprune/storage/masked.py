@@ -6,6 +6,7 @@ happens to hold zeros. The mask takes a bit a weight on a GPU with Triton, and a
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,14 @@ from growprune.masks.bits import unpack
 from growprune.masks.patterns import CPU_CHUNK, Pattern
 from growprune.storage import kernels
 from growprune.storage.parameter import SparseParameter, no_parameter
+from growprune.storage.uncompiled import uncompiled
+from growprune.storage.wrapped import is_wrapped, zero_wrapped_off
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: the integer type of that size."""
 
 MASKED = "_growprune_masked"
-"""The attribute by which a gradient is known to be masked: as what object, which version of it, off which mask."""
+"""The attribute that marks a gradient as masked: the object, its version, and the mask."""
 
 
 class Masked(SparseParameter):
@@ -48,6 +51,17 @@ class Masked(SparseParameter):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "record": None}  # a copy records nothing
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Masked:
+        """Return a copy that masks the gradients of the copied parameter from the start, with any optimizer."""
+        memo[id(self)] = clone = object.__new__(type(self))
+        vars(clone).update(copy.deepcopy(self.__getstate__(), memo))
+        parameter = self.module._parameters.get(self._local)
+        if parameter is not None and parameter.shape == self.shape:
+            copied = copy.deepcopy(parameter, memo)  # not by its module, which may not have it yet
+            if copied is not parameter:
+                clone._hook(copied)
+        return clone
 
     @staticmethod
     def check(model: nn.Module, name: str) -> None:
@@ -75,7 +89,7 @@ class Masked(SparseParameter):
         return kernels.unpack(self._bits[self._row_major], self.shape.numel()).view(self.shape)
 
     def _follow(self) -> None:
-        """Take the mask to where the parameter is, if the model was moved."""
+        """Move the mask to the device of the parameter, if the model was moved."""
         device = self.parameter.device
         if self._device != device:
             mask = self._mask
@@ -85,7 +99,7 @@ class Masked(SparseParameter):
             self._hold(mask.to(device))
 
     def _hold(self, mask: Tensor, *, is_full: bool | None = None) -> None:
-        """Keep a mask, in place where there was one, so that nothing compiled or captured around it is made again."""
+        """Store a mask, in place if there was one, so that compiled or captured code stays valid."""
         self._num_masks += 1
         if mask.device != self._device:
             self._device, self._takes_bits = mask.device, kernels.can_zero_off(mask.device)
@@ -143,7 +157,7 @@ class Masked(SparseParameter):
                 sparse_parameter.zero_off(tensor)
 
     def zero_off(self, tensor: Tensor) -> None:
-        """Make a tensor shaped like the weight exactly zero off the mask, in place."""
+        """Set a tensor with the shape of the weight to exactly zero where the mask is False, in place."""
         # a graph that is being captured may be run again when the mask is another
         is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
         if is_captured or not self._is_all_alive():
@@ -156,14 +170,16 @@ class Masked(SparseParameter):
         return self._is_full
 
     def _zero_off(self, tensor: Tensor) -> None:
-        if self._bits and (flat := self._flat(tensor)) is not None:
+        if is_wrapped(tensor):
+            zero_wrapped_off(self.mask(), tensor)
+        elif self._bits and (flat := self._flat(tensor)) is not None:
             kernels.zero_off(*flat)
             torch.autograd.graph.increment_version(tensor)
         else:
             zero_off(self.mask(), tensor)
 
     def _flat(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """A tensor in the order it has in memory, with the bits in that order; None if it has gaps."""
+        """Return a tensor in memory order, with the bits in that order; None if it is not contiguous in memory."""
         order = self._row_major
         if not tensor.is_contiguous():
             strides = tensor.stride()
@@ -180,7 +196,7 @@ class Masked(SparseParameter):
         return getattr(self.parameter.grad, MASKED, None) is None  # what has been added to was masked before
 
     def mask_gradient(self, *, again: bool) -> None:
-        """Make the gradient zero off the mask, unless it is known to be: masked as it is now, by the mask as it is."""
+        """Mask the gradient, unless it is known to be masked with the present mask."""
         gradient = self.parameter.grad
         if gradient is not None and (again or getattr(gradient, MASKED, None) != self._stamp(gradient)):
             self._mask_and_stamp(gradient)
@@ -193,12 +209,14 @@ class Masked(SparseParameter):
         return id(gradient), gradient._version, id(self), self._num_masks
 
     def hook_gradients(self) -> None:
-        parameter = self.parameter
+        self._hook(self.parameter)
+
+    def _hook(self, parameter: nn.Parameter) -> None:
         is_hooked = self._hooked is not None and self._hooked() is parameter
         if not is_hooked and _has_gradients(parameter):
             # as soon as they are there, so that clipping, accumulation and all-reduce see masked gradients only
             with hookable(parameter):
-                parameter.register_post_accumulate_grad_hook(_mask_gradient)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(uncompiled(_mask_gradient))  # type: ignore[no-untyped-call]
             self._hooked = weakref.ref(parameter)
             HOLDERS[parameter] = [*_holders(parameter), weakref.ref(self)]
 
@@ -209,7 +227,7 @@ def _has_gradients(parameter: Tensor) -> bool:
 
 @contextmanager
 def hookable(parameter: nn.Parameter) -> Iterator[None]:
-    """Let a hook be registered on a frozen parameter, which it sees to from the day the parameter is unfrozen."""
+    """Allow a hook on a frozen parameter, which then works once the parameter is unfrozen."""
     is_frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
     yield
@@ -218,7 +236,7 @@ def hookable(parameter: nn.Parameter) -> Iterator[None]:
 
 
 def _ask_at_once(sparse_parameters: Sequence[Masked]) -> None:
-    """Find out which masks are full, where that is not known: each single answer would wait for the device."""
+    """Find out at once which masks are full, if unknown, because each single query would wait for the device."""
     asked: dict[torch.device | None, list[Masked]] = {}
     for sparse_parameter in sparse_parameters:
         sparse_parameter._follow()
@@ -230,7 +248,7 @@ def _ask_at_once(sparse_parameters: Sequence[Masked]) -> None:
 
 
 HOLDERS: Any = WeakTensorKeyDictionary()
-"""By parameter, who masks its gradients: of several SparseModels of one model, the last that is still there."""
+"""By parameter: the storage that masks its gradients. Of several SparseModels of one model, the last that exists."""
 
 
 def _holders(parameter: Tensor) -> list[weakref.ref[Masked]]:
@@ -238,7 +256,7 @@ def _holders(parameter: Tensor) -> list[weakref.ref[Masked]]:
 
 
 def _mask_gradient(parameter: Tensor) -> None:
-    """Mask a gradient for as long as somebody holds the mask: a model may outlive it, and must then train freely."""
+    """Mask a gradient while its mask exists. A model may outlive its SparseModel, and then trains without masks."""
     holders = _holders(parameter)
     sparse_parameter = holders[-1]() if holders else None
     if sparse_parameter is not None and parameter.grad is not None:
@@ -253,10 +271,10 @@ def _as_integers(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def zero_off(mask: Tensor, tensor: Tensor) -> None:
-    """Make a tensor exactly zero off a mask, in place.
+    """Set a tensor to exactly zero where a mask is False, in place.
 
-    The product is one of bits: one of floats would leave NaN and negative zeros, and torch.where is slow on a CPU.
-    There it goes a few rows at a time, since the mask is widened first; a GPU widens as it reads.
+    This is a bitwise product: a product of floats would leave NaN and negative zeros, and torch.where is slow on a CPU.
+    The CPU processes a few rows at a time, because the mask is widened first; a GPU widens as it reads.
     """
     bits = _as_integers(tensor)
     if tensor.is_cuda:

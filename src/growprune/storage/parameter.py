@@ -1,4 +1,4 @@
-"""What all ways to store a sparse parameter have in common."""
+"""The interface of all storages of a sparse parameter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SparseParameter(Protocol):
     """One parameter of a model and the mask of its live weights."""
 
     module: nn.Module
-    """Whose parameter it is."""
+    """The module that has the parameter."""
 
     shape: torch.Size
     """The shape of the weight, and of its mask."""
@@ -24,14 +24,14 @@ class SparseParameter(Protocol):
     _local: str
 
     record: Callable[[Tensor], None] | None
-    """If set: called once for each backward pass with the dense gradient of the weight, before anything is masked.
+    """If set: called in each backward pass with the dense gradient of the weight, before it is masked.
 
-    With masked storage it is what `parameter.grad` holds then, earlier masked gradients that add up there included.
-    A copy of the model records nothing. It works once an optimizer is attached, and not under torch.compile.
+    With masked storage this is the content of `parameter.grad`, including earlier masked gradients that accumulate
+    there. A copy of the model records nothing. It needs an attached optimizer, and does not work under torch.compile.
     """
 
     def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
-        """Store the parameter of this name, all of it alive; its masks will keep to the pattern."""
+        """Store the parameter of this name, fully live. Its masks will have the pattern."""
         del pattern
         path, _, self._local = name.rpartition(".")
         self.module = model.get_submodule(path)
@@ -43,45 +43,45 @@ class SparseParameter(Protocol):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """What the optimizer sees."""
+        """The parameter that the optimizer trains."""
 
     @property
     def is_first_gradient(self) -> bool:
-        """Asked while `record` is called: whether there was no gradient before this backward pass."""
+        """True, while `record` is called, if there was no gradient before this backward pass."""
 
     @property
     def adds_up_gradients(self) -> bool:
-        """Whether `record` is given the gradients of live weights as sums over the backward passes of an iteration."""
+        """True if `record` gets the gradients of live weights as sums over the backward passes of an iteration."""
 
     @property
     def is_known_full(self) -> bool:
-        """Whether all weights live, as far as is known without asking the device."""
+        """True if all weights are live, as far as is known without waiting for the device."""
 
     def num_alive(self) -> int:
-        """The number of live weights; may wait for the device."""
+        """The number of live weights. It may wait for the device."""
 
     def mask(self) -> Tensor:
-        """Which weights live: bool, shaped like the weight. Edit it only to give it back to `set_mask`."""
+        """Return the mask: bool, with the shape of the weight. Change it only to pass it to `set_mask`."""
 
     def weight(self) -> Tensor:
-        """The values, exactly zero where no weight lives, shaped like the weight."""
+        """Return the dense weight, exactly zero where the mask is False."""
 
     def set_mask(self, mask: Tensor) -> None:
-        """Let exactly these live. A weight that is new is zero, and one that is gone is gone."""
+        """Set the mask. New live weights are zero, and pruned values are lost."""
 
     def preview(self, mask: Tensor) -> Callable[[], None]:
-        """Let only these of the live weights live, until what is returned is called: then all is as it was."""
+        """Apply a smaller mask, and return a function that restores the old mask and values."""
 
     def load(self, live: Tensor, packed: Tensor, *, keep: bool = False) -> None:
-        """Let exactly these live, with these values in row-major order.
+        """Set the mask, and the live values in row-major order.
 
         Args:
-            packed: the mask, as `growprune.masks.bits.pack` has it.
-            keep: whether both may be kept, and written to, where they fit as they are; otherwise they are copied.
+            packed: the mask, packed by `growprune.masks.bits.pack`.
+            keep: keep and write to both tensors without a copy, if they fit; otherwise copy them.
         """
 
     def to_dense(self, tensor: Tensor) -> Tensor:
-        """A tensor shaped like the parameter (optimizer state), shaped like the weight."""
+        """Convert a tensor with the shape of the parameter (optimizer state) to the shape of the weight."""
         return tensor
 
     def from_dense(self, dense: Tensor) -> Tensor:
@@ -89,37 +89,37 @@ class SparseParameter(Protocol):
         return dense
 
     def to_live(self, tensor: Tensor) -> Tensor:
-        """The live elements of a tensor shaped like the parameter, in row-major order."""
+        """Return the live elements of a tensor with the shape of the parameter, in row-major order."""
         return self.to_dense(tensor)[self.mask()]
 
     def from_live(self, live: Tensor) -> Tensor:
-        """The inverse of `to_live`: shaped like the parameter, zero where nothing lives."""
+        """The inverse of `to_live`: return the shape of the parameter, zero where the mask is False."""
         mask = self.mask()
         dense = torch.zeros(mask.shape, dtype=live.dtype, device=mask.device)
         dense[mask] = live.to(mask.device)
         return self.from_dense(dense)
 
     def release(self) -> None:
-        """Make it a plain dense parameter again, in a module that is as it was. Do not use the SparseParameter then."""
+        """Restore the plain dense parameter and its module. Do not use the SparseParameter afterwards."""
         return
 
     @staticmethod
     def enforce(shaped_alike: Sequence[tuple[Any, Sequence[Tensor]]]) -> None:
-        """Make tensors shaped like the parameters they are listed with exactly zero off their masks."""
+        """Set tensors with the shapes of their parameters to exactly zero where the masks are False."""
         return
 
     def hook_gradients(self) -> None:
-        """See to it that gradients off the mask are zero from the next backward pass on."""
+        """Mask gradients from the next backward pass on."""
         return
 
     def mask_gradient(self, *, again: bool) -> None:
-        """Make the gradient that is there now zero off the mask; if it is known to be, only if `again` is set."""
+        """Mask the present gradient; if it is known to be masked, only if `again` is set."""
         return
 
 
 def no_parameter(module: nn.Module, local: str) -> GrowpruneError:
-    """The error for a parameter that has become something that is computed."""
+    """Return the error for a parameter that was replaced by a computed tensor."""
     return GrowpruneError(
         f"a {type(module).__name__} of the sparse model has no parameter {local} any more, as after weight_norm or "
-        f"another parametrization of it: make the SparseModel after those, or remove them"
+        f"another parametrization: create the SparseModel after those, or remove them"
     )

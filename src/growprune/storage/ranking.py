@@ -1,7 +1,7 @@
-"""Which weights are the largest, of many tensors at once on a GPU: no copy, no chunk, one wait for the device at most.
+"""Find the largest weights of many tensors at once on a GPU, without copies, with at most one wait for the device.
 
-What `masks.ranking` chooses of magnitude keys, this chooses too, bit for bit, by the same radix select; but the
-digits are counted in Triton, and prefix and place stay on the device.
+The choice is bit-identical to that of `masks.ranking` by magnitude, with the same radix select. But digits are counted
+in Triton, and the intermediate results stay on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def can_keep_largest(values: Sequence[Tensor]) -> bool:
-    """Whether `keep_largest` takes these: contiguous floats of one kind, on one GPU that Triton knows."""
+    """True if `keep_largest` supports these: contiguous floats of one dtype, on one GPU that Triton supports."""
     first = values[0]
     return (
         first.is_cuda
@@ -30,13 +30,13 @@ def can_keep_largest(values: Sequence[Tensor]) -> bool:
 def keep_largest(
     values: Sequence[Tensor], masks: Sequence[Tensor], pools: Sequence[int], kept: Sequence[int]
 ) -> list[Tensor] | None:
-    """Which of the live weights of each pool are its `kept` largest; of equal ones, the first.
+    """Keep the `kept` largest live weights of each pool; of equal ones, the first.
 
     Args:
         values: tensors that `can_keep_largest`.
-        masks: which of their weights live, contiguous bool.
-        pools: for each tensor, the number of the pool it is ranked in.
-        kept: for each pool, how many weights stay; at most those that live.
+        masks: their masks, contiguous bool.
+        pools: for each tensor, the number of its pool.
+        kept: for each pool, how many weights stay, at most those that are live.
 
     Returns:
         The new masks; None if a live weight is not finite.

@@ -24,7 +24,7 @@ from growprune.storage.triton_kernels import launch
 
 
 class Tile(NamedTuple):
-    """How one program goes about a product."""
+    """The sizes with which one program computes a product."""
 
     rows: int
     """Of its tile of the result: tokens; of the weight's gradient, outputs."""
@@ -76,7 +76,7 @@ def values_gradient(dy: Tensor, x: Tensor, table: Tensor, sizes, dtype: torch.dt
 
 @functools.cache
 def tiles(product: str, height: int, width: int) -> tuple[Tile, ...]:
-    """What to try for a product ("output", "input", "values") of blocks of a size; the first is for who cannot try."""
+    """Return the tiles to try for a product ("output", "input", "values"); the first is used without measuring."""
     if product == "values":
         found = [Tile(_part(height, t[0]), _part(width, t[1]), *t[2:]) for t in _of_values(height)]
         if width in (32, 64):

@@ -27,16 +27,16 @@ from torch import Tensor
 
 READ_ALL, SKIP_DEAD, ONLY_STORE = range(3)
 ZERO_OFF = {"mode": SKIP_DEAD, "bytes": 128, "is_backwards": 1, "num_warps": 4}
-"""How `zero_off` goes about it: whether it reads everything, leaves eight dead neighbours unread, or reads nothing and
-stores zeros one by one; how many bytes of mask a program has; whether it begins at the end, as the end of what was just
-written may still be in the cache; how many warps a program has."""
+"""The settings of `zero_off`: whether it reads everything, skips eight dead neighbors, or reads nothing and stores
+zeros one by one; the bytes of mask per program; whether it starts at the end, which may still be in the cache after
+writing; the warps per program."""
 
 STAGES = 3
-"""How many steps of a loop are under way at once, where nobody says; Triton's own default."""
+"""The default number of pipelined loop steps, the same as Triton's."""
 
 _STARTED: dict[tuple[Any, ...], Callable[..., None]] = {}
-"""Kernels that ran before, by types and sizes. Triton's own way to the same kernel takes Python several times as long
-as the GPU takes to start it, and a layer starts four in each step."""
+"""Kernels that ran before, by types and sizes. Triton's own lookup takes several times as long in Python as the GPU
+needs to start a kernel, and a layer starts four in each step."""
 
 
 def expand(values: Tensor, bits: Tensor, offsets: Tensor, n: int, dtype: torch.dtype, group: int) -> Tensor:
@@ -60,9 +60,9 @@ def compress(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torc
 
 
 def expander(values: Tensor, bits: Tensor, offsets: Tensor, shape: torch.Size, dtype: torch.dtype, group: int):
-    """What does `expand` for values like these with the least Python; None if it cannot be. They must run first once.
+    """Return a fast function for `expand` of such values; None if there is none. Run `expand` once before.
 
-    It takes the address of the values, and gives the dense tensor. Bits and offsets must stay where they are.
+    It takes the address of the values, and returns the dense tensor. Bits and offsets must stay in place.
     """
     n, (width, num_bits) = shape.numel(), _tile(group)
     dense = torch.empty(shape, dtype=dtype, device=values.device)
@@ -83,7 +83,7 @@ def expander(values: Tensor, bits: Tensor, offsets: Tensor, shape: torch.Size, d
 
 
 def compressor(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: torch.dtype, group: int):
-    """The same for `compress`: takes the address of a dense tensor, and gives the live values."""
+    """Return a fast function for `compress`, from the address of a dense tensor to the live values."""
     width, num_bits = _tile(group)
     values = torch.empty(nnz, dtype=dtype, device=dense.device)
     grid = (bits.numel() * 8 // num_bits, -(-group // width), 1)
@@ -103,7 +103,7 @@ def compressor(dense: Tensor, bits: Tensor, offsets: Tensor, nnz: int, dtype: to
 
 
 def _started(kernel, grid, tensors, numbers, num_warps):
-    """How a kernel was started before with such tensors on the current device, if it was."""
+    """Return the launcher of a kernel that ran before with such tensors on the current device, if any."""
     index = tensors[0].get_device()
     if index != torch.cuda.current_device() or any(tensor.data_ptr() % 16 for tensor in tensors):
         return None
@@ -125,7 +125,7 @@ def unpack(bits: Tensor, n: int) -> Tensor:
 
 
 def zero_off(flat: Tensor, bits: Tensor) -> None:
-    """Make a contiguous tensor zero where the bits are, in place."""
+    """Set a contiguous tensor to zero where the bits are zero, in place."""
     num_bytes = ZERO_OFF["bytes"]
     grid = (-(-bits.numel() // num_bytes), 1, 1)
     numbers = (flat.numel(), bits.numel(), num_bytes, ZERO_OFF["mode"], ZERO_OFF["is_backwards"])
@@ -133,7 +133,7 @@ def zero_off(flat: Tensor, bits: Tensor) -> None:
 
 
 def launch(kernel, grid, tensors, numbers, *, num_warps, num_stages=STAGES):
-    """Start a kernel; from the second time on, with as little Python as can be."""
+    """Start a kernel; from the second time on, with as little Python as possible."""
     device = tensors[0].get_device()
     addresses = [tensor.data_ptr() for tensor in tensors]
     # what Triton compiled for aligned tensors is wrong for others

@@ -121,7 +121,7 @@ def _count_kernel(
 
 @triton.jit
 def _pick_kernel(counts, state, WIDTH: tl.constexpr, BINS: tl.constexpr):
-    """Go on with the digit that the last of those kept falls into."""
+    """Continue with the digit of the last key that is kept."""
     pool = tl.program_id(0)
     bins = tl.arange(0, BINS)
     count = tl.load(counts + pool * BINS + (BINS - 1 - bins))  # the largest digit first

@@ -1,6 +1,6 @@
-"""What is trained: data, a model, a loss and a metric. To add a task: write its file, add its line here.
+"""Tasks: data, a model, a loss and a metric. To add a task, write its file and add a line here.
 
-A task knows nothing of sparsity, methods or the engine. Tasks are loaded when first used: a run loads its own only.
+A task does not depend on sparsity, methods or the engine. Tasks are loaded on first use, so a run loads only its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLASSES = {
     "translation": "Translation",
     "language": "Language",
 }
-"""By the name of a task, which is that of its module, its class."""
+"""The class of each task, by the name of its module."""
 
 __all__ = [
     "TASKS",

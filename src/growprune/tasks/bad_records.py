@@ -1,4 +1,4 @@
-"""What tasks do with data on a disk: say what is missing, and skip what cannot be read, up to a limit."""
+"""Checks of data files: report missing files, and skip unreadable records up to a limit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from growprune.errors import GrowpruneError, warn
 
 
 class BadRecords:
-    """Names and skips records that cannot be used, each once; raises when they are more than `limit`.
+    """Skips bad records with a warning, and raises when there are more than `limit`.
 
-    The first ten are named one by one, after that each tenth, hundredth and so on.
+    The first ten are named, then every tenth, hundredth and so on.
 
     Args:
         source: where the records are, for the message.
-        num_records: how many there are in all; 1 % of them may be bad.
-        always: how many may be, however few there are. Of records that are measured on, one.
+        num_records: total number of records; 1 % of them may be bad.
+        always: number of bad records that is always allowed; 1 for evaluation data.
     """
 
     def __init__(self, source: Path | str, num_records: int, *, always: int = 10) -> None:
@@ -28,39 +28,39 @@ class BadRecords:
         return len(self._names)
 
     def skip(self, name: str, why: object) -> None:
-        """Leave a record out, with a warning that names it the first time."""
+        """Skip a record, with a warning the first time."""
         if name in self._names:
             return
         self._names.add(name)
         if self.count > self.limit:
             raise GrowpruneError(
-                f"{self.source}: {name}: {why}; that is bad record number {self.count}, and more than {self.limit} are "
-                f"not skipped: repair or remove them"
+                f"{self.source}: {name}: {why}. This is bad record number {self.count}, but at most {self.limit} are "
+                f"skipped. Repair or remove them"
             )
         if self.count % 10 ** (len(str(self.count - 1)) - 1) == 0:
             warn(f"{self.source}: skipped {name}: {why} ({self.count} so far)")
 
 
 def find(root: str, relative: str, *, layout: str) -> Path:
-    """The path of something that a data folder must have.
+    """The path of a required file or folder in the data folder. Raise if it is missing.
 
     Args:
-        root: the data folder, as the user gave it with `--data`.
-        relative: what must be there, inside of it.
-        layout: what the folder should look like, for the message.
+        root: the data folder, as given with `--data`.
+        relative: the required path inside it.
+        layout: the expected layout, for the message.
     """
     if not root:
-        raise GrowpruneError(f"say where the data is with --data DIR; expected is {layout}")
+        raise GrowpruneError(f"--data is missing. Give --data DIR with {layout}")
     if not Path(root).exists():
-        raise GrowpruneError(f"there is no {root}; expected is {layout}")
+        raise GrowpruneError(f"--data {root} does not exist. Expected {layout}")
     path = Path(root) / relative
     if not path.exists():
-        raise GrowpruneError(f"{root} has no {relative}; expected is {layout}")
+        raise GrowpruneError(f"{root} has no {relative}. Expected {layout}")
     return path
 
 
 def check_split(num_examples: int, source: Path | str, split: str, *, layout: str = "") -> None:
-    """Refuse a split without examples."""
+    """Raise if a split has no examples."""
     if not num_examples:
-        expected = f"; expected is {layout}" if layout else ""
+        expected = f". Expected {layout}" if layout else ""
         raise GrowpruneError(f"{source}: the {split} split has no examples{expected}")

@@ -1,7 +1,7 @@
-"""The user's cache folder: what is slow to make again. A cache that cannot be read or written is as good as none.
+"""The user's cache folder. A cache that cannot be read or written is ignored.
 
-A file of arrays stands for one source of data and holds a key that says what the source looked like before it was read;
-if it looks different now, the file counts for nothing.
+Each file of arrays belongs to one data source. It has a key made from the names, sizes and times of the source's files,
+and is ignored if they have changed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from growprune.files.atomic import replacing
 
 
 def folder() -> Path:
-    """`$XDG_CACHE_HOME/growprune`; a RuntimeError where there is neither that nor a home."""
+    """`$XDG_CACHE_HOME/growprune`. Raise RuntimeError if there is neither that nor a home folder."""
     given = os.environ.get("XDG_CACHE_HOME")
     return (Path(given) if given else Path.home() / ".cache") / "growprune"
 
 
 def write(path: Path, write_content: Callable[[IO[bytes]], object]) -> None:
-    """Put a file there whole: whoever reads at the same time sees the old one or the new one."""
+    """Write a file atomically: a concurrent reader sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as stream:
         write_content(stream)
@@ -41,7 +41,7 @@ KEY = "key"
 
 
 def load_arrays(source: Path, key: str) -> Arrays | None:
-    """What was saved for a source under this key."""
+    """Load the arrays saved for a source under this key."""
     try:
         with _file(source).open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
             if str(stored[KEY]) != key:
@@ -52,12 +52,12 @@ def load_arrays(source: Path, key: str) -> Arrays | None:
 
 
 def save_arrays(source: Path, key: str, arrays: Arrays) -> None:
-    """Keep what was read from a source."""
+    """Save the arrays read from a source."""
     try:
         keyed: Any = {KEY: np.array(key), **arrays}
         write(_file(source), lambda stream: np.savez(stream, **keyed))
     except (OSError, RuntimeError) as error:
-        log.info("what was read from %s is not cached: %s", source, error)
+        log.info("data of %s is not cached: %s", source, error)
 
 
 def _file(source: Path) -> Path:
@@ -66,7 +66,7 @@ def _file(source: Path) -> Path:
 
 
 def key_of(source: Path, names: Iterable[str], version: str) -> str:
-    """Changes with the names, sizes and times of a source's files, or of the zip file that holds them all."""
+    """A key made from the names, sizes and times of a source's files, or of its zip file."""
     digest = hashlib.sha256(version.encode())
     for name in names if source.is_dir() else [""]:
         try:

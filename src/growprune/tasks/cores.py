@@ -1,4 +1,4 @@
-"""How many cores this process may use."""
+"""The number of cores for this process."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def num_cores() -> int:
-    """Those that the system lets it use, which may be fewer than the machine has."""
+    """Number of cores this process may use, which may be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,9 +1,9 @@
-"""Handwritten digits (1,797 images of 8 x 8 pixels that scikit-learn carries) and a small CNN. Trains in seconds."""
+"""Handwritten digits (1,797 images of 8 x 8 pixels from scikit-learn) and a small CNN. Trains in seconds."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError, need
-from growprune.tasks.task import Split, Task
+from growprune.tasks.task import Split, Task, with_channels
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,15 @@ class Digits(Task):
     def __post_init__(self) -> None:
         for name in ("width", "batch_size"):
             if getattr(self, name) < 1:
-                raise GrowpruneError(f"{name} is {getattr(self, name)}, but must be at least 1")
+                raise GrowpruneError(f"{name} must be >= 1, got {getattr(self, name)}")
         if not 0 <= self.label_smoothing < 1:
-            raise GrowpruneError(f"label_smoothing is {self.label_smoothing}, but must be from 0 to below 1")
+            raise GrowpruneError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
 
     def build_model(self) -> nn.Module:
         return DigitsNet(self.width)
+
+    def narrower(self) -> Sequence[Task]:
+        return with_channels(self, "width")
 
     def example(self) -> Tensor:
         return torch.zeros(1, 1, 8, 8)
@@ -82,8 +85,8 @@ def _convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
 
 @functools.cache
 def _load() -> dict[str, tuple[Tensor, Tensor]]:
-    """Images in [0, 1] and labels: 1,197 to train on, 200 to validate, 400 to test, the same cut for every run."""
-    datasets = need("sklearn.datasets", "digits", "the digits come with scikit-learn")
+    """Images in [0, 1] and labels: 1,197 for training, 200 for validation, 400 for test, the same in every run."""
+    datasets = need("sklearn.datasets", "digits", "the task digits needs scikit-learn")
     images, labels = datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     x = torch.from_numpy(images[order]).float().view(-1, 1, 8, 8) / 16

@@ -1,4 +1,4 @@
-"""What tasks on images share: Pillow, processes that decode, and replicas that each decode their own."""
+"""Image loading for tasks: Pillow, worker processes, and replicas that decode only their own images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from growprune.tasks.task import Task
 
 
 class Shareable(Task):
-    """A task whose streamed images are decoded only by the replica that looks at them."""
+    """A task whose streamed images are decoded only by the replica that uses them."""
 
     _replica = 0, 1
 
@@ -28,22 +28,22 @@ class Shareable(Task):
 
 
 def pillow(extra: str) -> Any:
-    """Pillow's Image module; `extra` is what of growprune to install for it."""
-    return need("PIL.Image", extra, "images are read with Pillow")
+    """Pillow's Image module. `extra` is the extra of growprune that installs it."""
+    return need("PIL.Image", extra, "reading images needs Pillow")
 
 
 def unreadable(image_module: Any) -> tuple[type[Exception], ...]:
-    """What Pillow raises for a file that is no image, or a broken one."""
+    """The errors that Pillow raises for a file that is not an image, or is broken."""
     return OSError, ValueError, SyntaxError, RuntimeError, image_module.DecompressionBombError
 
 
 def to_rgb(image: Any) -> Any:
-    """A Pillow image with 8 bits for each of three colours; left to itself, Pillow makes most of 16 bits white."""
+    """Convert a Pillow image to 8-bit RGB. Pillow alone turns most 16-bit images white."""
     if image.mode.startswith("I;16"):
         grey = (np.asarray(image) >> 8).astype(np.uint8)
         return pillow("tasks").fromarray(grey).convert("RGB")
     if image.mode in ("I", "F"):
-        raise GrowpruneError(f"nobody knows what is white in its mode {image.mode!r}: save it with 8 or 16 bits")
+        raise GrowpruneError(f"images must have 8 or 16 bits, got Pillow mode {image.mode!r}. Convert the image")
     return image.convert("RGB")
 
 
@@ -55,7 +55,7 @@ def decoding(
     workers: int,
     device: torch.device,
 ) -> DataLoader[Any]:
-    """A loader whose processes decode batches in order; a dataset is asked for (number, whether it is wanted)."""
+    """A loader that decodes batches in order in worker processes. Indices are (number, whether it is used)."""
     return DataLoader(
         dataset,
         batch_sampler=batches,  # type: ignore[arg-type]  # torch says lists, and takes any sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,97 +14,116 @@ Split = Literal["validation", "test"]
 
 
 class Task(ABC):
-    """What is trained: data, a model, a loss and a metric. Derive a frozen dataclass of settings from it.
+    """Base class of tasks: data, a model, a loss and a metric. Derive a frozen dataclass from it.
 
-    Its fields can be set from the command line. A task that reads files has a field `data: str = ""`, the folder given
-    with `--data`. Building the model and its example needs no data, and works on the meta device.
+    `--set` can change its fields. A task that reads files has a field `data: str = ""` for the folder given with
+    `--data`. Building the model and its example must work without data, and on the meta device.
 
-    The methods without a default must be written; the others have one that suits most tasks.
+    Abstract methods must be implemented. The others have a default that suits most tasks.
     """
 
     metric: str
-    """The name of the number, among those `evaluate` returns, that says how good a model is."""
+    """The main metric: a key of the dict that `evaluate` returns."""
 
     lower_is_better: bool = False
-    """Whether a better model has less of it, as of a loss, or more, as of an accuracy."""
+    """True if a lower metric is better, as for a loss."""
+
+    has_validation_data: bool = True
+    """True if validation data differs from test data. `growprune compare --tune` needs it."""
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """A freshly initialised model; the engine seeds torch before."""
+        """Build a newly initialised model. The engine seeds torch before."""
 
     @abstractmethod
     def example(self) -> Any:
-        """One input of the model, in a batch of one, to count FLOPs with."""
+        """An input of the model with batch size 1, for counting FLOPs."""
 
     @abstractmethod
     def num_batches(self) -> int:
-        """How many batches an epoch has; called first of all, so what is wrong with the data is said here.
+        """The number of batches of an epoch. It is called first, so raise errors about the data here.
 
-        It may be called often: what is slow is done once.
+        It may be called often, so cache slow work.
         """
 
     @abstractmethod
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Any]:
-        """The batches of an epoch from number `start` on; which they are depends on the seed alone.
+        """Yield the batches of an epoch from number `start` on. They must depend only on the seed.
 
-        The seed is a whole number from 0 to below 2**63, which torch.Generator and numpy.random.default_rng both take.
+        The seed is an integer in [0, 2**63), valid for torch.Generator and numpy.random.default_rng.
 
-        A batch is a tensor, or a tuple, list or dict of tensors whose first axis counts the examples: replicas take
-        every n-th example of each. What is drawn for batch i, such as its augmentation, is drawn from (seed, i), so
-        that an epoch can be entered anywhere.
+        A batch is a tensor, or a tuple, list or dict of tensors whose first axis is the examples: each replica takes
+        every n-th example. Random numbers for batch i, such as its augmentation, must depend only on (seed, i), so that
+        an epoch can start anywhere.
         """
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a batch, as a mean over its examples, so that the losses of its shares add up to it."""
+        """The loss of a batch. It must be a mean over examples, so that batches can be split."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
-        """Metrics of a model in eval mode on data it was not trained on."""
+        """Evaluate a model in eval mode on the validation or test split, and return its metrics."""
 
     initialises_modules: bool = False
-    """Whether `initialise` is all that gives the model its first weights. It is then built module by module, and, where
-    it begins sparse, without ever being dense."""
+    """True if `initialise` sets all initial weights. The model is then built module by module, and if it starts sparse,
+    it is never dense in memory."""
 
     def initialise(self, module: nn.Module) -> None:
-        """Give one module's own parameters and buffers, all of them, their first values."""
+        """Initialise all parameters and buffers of one module, without its submodules."""
         method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         assert method is not None, f"{type(module).__name__} has no reset_parameters"
         method()
 
+    def narrower(self) -> Sequence[Task]:
+        """The same task with narrower models, the narrowest first. The last is the task itself.
+
+        Comparisons choose small dense models from it. The default is for a model without a width.
+        """
+        return [self]
+
     def weigh(self, batch: Any) -> int | Tensor:
-        """What a batch counts among those that are accumulated: its examples, or what else its loss is a mean over."""
+        """Weight of a batch in gradient accumulation: the number of examples (or tokens) its loss is a mean over."""
         return num_examples(batch) or 1
 
     def for_replica(self, index: int, count: int) -> Task:
-        """The task as replica `index` of `count` needs it.
+        """The task for replica `index` of `count`.
 
-        Where making an example is costly, its batches may have blank ones in the places of all but the examples
-        number index, index + count, ...; their shapes stay the same.
+        If examples are costly to make, its batches may have blank examples, except for numbers index, index + count,
+        ... Shapes must stay the same.
         """
         del index, count
         return self
 
     def files(self) -> dict[str, bytes]:
-        """What the task makes of its data without which a model is of no use, such as a vocabulary, by file name.
+        """Files made from the data that the model needs, such as a vocabulary, by file name.
 
-        It is kept in the run folder, and must be the same when the run is resumed.
+        They are stored in the run folder, and must be the same when the run is resumed.
         """
         return {}
 
     @property
     def signature(self) -> str:
-        """How the metric is counted, if there are several ways; goes to `result.json`."""
+        """How the metric is computed, if there are several ways. Stored in `result.json`."""
         return ""
 
     @property
     def reads_files(self) -> bool:
-        """Whether `--data` says where its files are, that is, whether it has a field `data`."""
+        """True if the task has a field `data`, which `--data` sets."""
         return dataclasses.is_dataclass(self) and "data" in {field.name for field in dataclasses.fields(self)}
 
 
+def with_channels(task: Task, name: str, multiple: int = 1, *others: str) -> list[Task]:
+    """The task with every smaller value of `name` that is a multiple of a number. Other sizes keep their ratio."""
+    assert dataclasses.is_dataclass(task)
+    full = getattr(task, name)
+    narrow = range(multiple, full, multiple)
+    sizes = [{name: n} | {other: max(1, round(getattr(task, other) * n / full)) for other in others} for n in narrow]
+    return [*(dataclasses.replace(task, **each) for each in sizes), task]
+
+
 def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
-    """A batch with each of its tensors replaced by what a function gives for it; all else stays."""
+    """Apply a function to each tensor of a batch. Other values stay."""
     if isinstance(batch, dict):
         return {name: map_tensors(function, item) for name, item in batch.items()}
     if isinstance(batch, tuple | list):
@@ -113,7 +132,7 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def leaves_of(batch: Any) -> Iterator[Any]:
-    """The tensors of a batch, and what else is in it, one after the other."""
+    """Yield the tensors and other values of a batch."""
     if isinstance(batch, dict | tuple | list):
         for item in batch.values() if isinstance(batch, dict) else batch:
             yield from leaves_of(item)
@@ -122,7 +141,7 @@ def leaves_of(batch: Any) -> Iterator[Any]:
 
 
 def num_examples(batch: Any) -> int:
-    """How long the first tensor of a batch is that has a length.
+    """The number of examples of a batch: the length of its first tensor that has one.
 
     >>> num_examples((7, {"image": torch.zeros(5, 3)}))
     5

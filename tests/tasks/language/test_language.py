@@ -198,9 +198,9 @@ def test_the_real_text_starts_and_learns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings, says",
     [
-        ({"context": 0}, "context is 0, but must be at least 1"),
-        ({"dropout": 1.0}, "dropout is 1.0, but must be at least 0 and below 1"),
-        ({"d_model": 9}, r"d_model is 9, but must be a multiple of heads \(2\)"),
+        ({"context": 0}, "context must be >= 1, got 0"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"d_model": 9}, r"d_model must be a multiple of heads=2, got 9"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -209,10 +209,10 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], says: str
 
 
 def test_a_text_that_is_none_or_too_short_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(GrowpruneError, match=r"is a folder; expected is a file of text.*: give the file itself"):
+    with pytest.raises(GrowpruneError, match=r"--data must be a text file .*is a folder. Give the file itself"):
         small(tmp_path).num_batches()
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(GrowpruneError, match=r"empty\.txt has 0 bytes, but 40 or more are needed"):
+    with pytest.raises(GrowpruneError, match=r"--data must have at least 40 bytes, but .*empty\.txt has 0"):
         small(tmp_path / "empty.txt").num_batches()
-    with pytest.raises(GrowpruneError, match=r"has 54 bytes to train on \(90 %\), but a batch wants 404: .*\(100\)"):
+    with pytest.raises(GrowpruneError, match=r"has 54 bytes for training \(90 %\), but a batch needs 404\. .*\(100\)"):
         small(numbered(tmp_path, 60), batch_size=100).num_batches()

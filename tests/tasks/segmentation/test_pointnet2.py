@@ -211,7 +211,10 @@ def test_it_can_be_cut_into_the_parts_of_the_paper() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"batch_size": 0}, "batch_size is 0, but must be above 0"), ({"num_points": 31}, "the model picks 32 of them")],
+    [
+        ({"batch_size": 0}, "batch_size must be > 0, got 0"),
+        ({"num_points": 31}, "num_points must be >= 32, the number of centres, got 31"),
+    ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):

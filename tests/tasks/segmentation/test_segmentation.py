@@ -210,7 +210,7 @@ def test_a_sparse_run_lowers_the_loss(folder: Path, tmp_path: Path) -> None:
         method=methods.cyclic_gap,
         options={"steps": 2, "epochs": 2, "finetune": 2},
         sparsity=0.5,
-        partition=contiguous(2),
+        parts=contiguous(2),
         device="cpu",
     )
     engine.train(recipe, tmp_path / "run")

@@ -22,14 +22,14 @@ def refusal(data: Path | str) -> str:
 
 
 def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
-    assert "say where the data is with --data" in refusal("")
-    assert f"there is no {tmp_path / 'nowhere'}; expected is the folder" in refusal(tmp_path / "nowhere")
+    assert "--data is missing. Give --data DIR with" in refusal("")
+    assert f"--data {tmp_path / 'nowhere'} does not exist. Expected the folder" in refusal(tmp_path / "nowhere")
     lists = "train_test_split/shuffled_val_file_list.json"
     (folder / lists).unlink()
     assert f"{folder} has no {lists}" in refusal(folder)
     assert f"has no {lists}" in refusal(zipped(folder, tmp_path / "a.zip"))
     (folder / shapenet.INDEX).unlink()
-    assert f"{folder} has no {shapenet.INDEX}; expected is the folder" in refusal(folder)
+    assert f"{folder} has no {shapenet.INDEX}. Expected the folder" in refusal(folder)
     assert f"{folder.parent} has no {shapenet.INDEX}" in refusal(folder.parent)
     assert f"has no {shapenet.INDEX}" in refusal(zipped(folder, tmp_path / "b.zip"))
 
@@ -37,18 +37,18 @@ def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
 def test_a_zip_file_that_is_none_or_is_cut_off_is_refused(folder: Path, tmp_path: Path) -> None:
     path = zipped(folder, tmp_path / "a.zip")
     path.write_bytes(path.read_bytes()[:-500])
-    assert "is no folder and no whole zip file" in refusal(path)
+    assert "is not a folder or a valid zip file" in refusal(path)
     (tmp_path / "b.zip").write_text("hello")
-    assert "is no folder and no whole zip file" in refusal(tmp_path / "b.zip")
+    assert "is not a folder or a valid zip file" in refusal(tmp_path / "b.zip")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('["shape_data/02691156/sha', "is no JSON (Unterminated string"),
-        ('{"a": 1}', "must be a list like"),
-        ("[1, 2]", "must be a list like"),
-        ("[" * 100_000, "is no JSON (maximum recursion depth"),
+        ('["shape_data/02691156/sha', "is not JSON (Unterminated string"),
+        ('{"a": 1}', "must be a list such as"),
+        ("[1, 2]", "must be a list such as"),
+        ("[" * 100_000, "is not JSON (maximum recursion depth"),
     ],
 )
 def test_a_broken_list_is_refused(folder: Path, text: str, message: str) -> None:
@@ -61,7 +61,7 @@ def test_a_broken_list_is_refused(folder: Path, text: str, message: str) -> None
 def test_a_category_that_is_not_official_is_refused(folder: Path) -> None:
     with (folder / shapenet.INDEX).open("a") as file:
         file.write("\nDragon\t01234567\n")
-    assert f"{shapenet.INDEX} line 5 has 'Dragon\\t01234567', which names none of 02691156" in refusal(folder)
+    assert f"{shapenet.INDEX} line 5 must name one of 02691156" in refusal(folder)
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
@@ -71,16 +71,16 @@ def test_a_split_without_shapes_is_refused(folder: Path, split: str) -> None:
 
 
 BAD_TEXTS = {
-    "there is no 03797390/shape6.txt": None,
+    "03797390/shape6.txt does not exist": None,
     "the shape has no points": " \n\n",
     "line 3 has 6 columns, not the 7 of x y z nx ny nz label": GOOD * 2 + "0 0 0 0 0 36\n" + GOOD,
     "line 1 has 6 columns": "0 0 0 0 0 36\n" * 3,
-    "line 2 has 'O.5', which is no number": GOOD + "0 O.5 0 0 0 1 36\n",
-    "line 2 has '#', which is no number": GOOD + "# 0 0 0 0 1 36\n",
-    "line 2 has '1_0', which is no number": GOOD + "1_0 0 0 0 0 1 36\n",
-    "point 3 has a value that is not finite": GOOD * 2 + "nan 0 0 0 0 1 36\n",
-    "point 2 has label 38; a shape of category Mug has 36 to 37": GOOD + "0 0 0 0 0 1 38\n",
-    "point 1 has label 36.5; ": "0 0 0 0 0 1 36.5\n",
+    "line 2 has 'O.5', which is not a number": GOOD + "0 O.5 0 0 0 1 36\n",
+    "line 2 has '#', which is not a number": GOOD + "# 0 0 0 0 1 36\n",
+    "line 2 has '1_0', which is not a number": GOOD + "1_0 0 0 0 0 1 36\n",
+    "point 3 has a non-finite value": GOOD * 2 + "nan 0 0 0 0 1 36\n",
+    "labels of category Mug must be 36 to 37, got 38 for point 2": GOOD + "0 0 0 0 0 1 38\n",
+    "labels of category Mug must be 36 to 37, got 36.5 for point 1": "0 0 0 0 0 1 36.5\n",
     "line 1 has ": "\x00\x01ÿ",
 }
 
@@ -105,8 +105,8 @@ def test_a_bad_shape_is_named_and_skipped(folder: Path, tmp_path: Path, message:
     ("entry", "message"),
     [
         ("shape_data/03001627/chair", "its category '03001627' is not in synsetoffset2category.txt"),
-        ("nonsense", "expected is shape_data/<synset>/<id>"),
-        (f"shape_data/{MUG}/../{BAG}/shape11", "expected is shape_data/<synset>/<id>"),
+        ("nonsense", "it must be shape_data/<synset>/<id>"),
+        (f"shape_data/{MUG}/../{BAG}/shape11", "it must be shape_data/<synset>/<id>"),
     ],
 )
 def test_a_bad_entry_of_a_list_is_named_and_skipped(folder: Path, entry: str, message: str) -> None:
@@ -124,7 +124,7 @@ def test_a_shape_damaged_inside_a_zip_file_is_named_and_skipped(folder: Path, tm
     middle = info.header_offset + 30 + len(info.filename) + info.compress_size // 2
     content[middle : middle + 8] = bytes(8)
     path.write_bytes(content)
-    with pytest.warns(UserWarning, match="shape6: .* cannot be read"):
+    with pytest.warns(UserWarning, match="shape6: cannot read .*"):
         assert len(shapenet.load(str(path))["train"]) == 14
 
 
@@ -133,7 +133,9 @@ def test_no_shape_that_is_measured_on_is_skipped(folder: Path, split: str) -> No
     path = folder / "train_test_split" / f"shuffled_{split}_file_list.json"
     path.write_text(json.dumps([f"shape_data/{MUG}/lost", *json.loads(path.read_text())]))
     name = {"val": "validation", "test": "test"}[split]
-    expected = f"shape_data/{MUG}/lost: there is no {MUG}/lost.txt; no shape of the {name} split is skipped: repair it"
+    expected = (
+        f"shape_data/{MUG}/lost: {MUG}/lost.txt does not exist. Shapes of the {name} split are never skipped. Repair it"
+    )
     assert expected in refusal(folder)
 
 

@@ -73,7 +73,7 @@ def test_pieces_are_kept_with_a_run_and_must_be_the_same_when_it_is_resumed(data
     before = (data / "train.en").read_bytes()
     (data / "train.en").write_bytes(before.upper())
     forget()
-    with pytest.raises(ValueError, match=r"pieces.model is not what the data gives now.*start a new run"):
+    with pytest.raises(ValueError, match=r"pieces.model differs from what the data gives now.*start a new run"):
         engine.resume(recipe, tmp_path / "run")
     (data / "train.en").write_bytes(before)
     forget()

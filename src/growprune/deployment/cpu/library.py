@@ -34,7 +34,17 @@ from growprune.files.atomic import replacing
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"),
+    *(
+        "-std=c++17",
+        "-O3",
+        "-march=native",
+        "-fopenmp",
+        "-pthread",
+        "-shared",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-Wno-psabi",
+    ),
     *("-ffp-contract=fast", "-fno-math-errno"),  # multiply-adds, but NaN and infinity as ever
 )
 COMPILERS = ("c++", "g++", "clang++")
@@ -99,6 +109,14 @@ class Library:
         )
         self.run = _typed(library.gp_run, None, c_void_p, *strided, *strided, *strided)
         self.free = _typed(library.gp_free, None, c_void_p)
+        self.prepare_depthwise = _typed(
+            library.gp_prepare_depthwise, c_void_p, POINTER(_Geometry), c_void_p, c_void_p, c_int, c_int
+        )
+        self.run_depthwise = _typed(library.gp_run_depthwise, None, c_void_p, *strided, *strided, *strided)
+        self.free_depthwise = _typed(library.gp_free_depthwise, None, c_void_p)
+        self.begin_alone = _typed(library.gp_begin_alone, c_int)
+        self.end_alone = _typed(library.gp_end_alone, None, c_int)
+        self.repeat = _typed(library.gp_repeat, None, *pool, c_int)
         self.max_pool = _typed(library.gp_max_pool, None, *pool, c_int)
         self.mean_pool = _typed(library.gp_mean_pool, None, *pool, c_int, c_int)
 

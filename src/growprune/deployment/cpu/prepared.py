@@ -7,6 +7,7 @@ further apart than they are long.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import warnings
 import weakref
@@ -28,7 +29,7 @@ from growprune.deployment.cpu.library import (
     strided,
     tile_struct,
 )
-from growprune.deployment.cpu.matrix import SparseMatrix
+from growprune.deployment.cpu.matrix import SparseMatrix, own_channels
 from growprune.errors import GrowpruneError
 
 
@@ -39,6 +40,7 @@ class Activation(enum.IntEnum):
     RELU = 1
     GELU = 2
     """With erf, as torch has it by default."""
+    RELU6 = 3
 
 
 @dataclass
@@ -51,6 +53,18 @@ class LayerSpec:
     bias: Tensor | None = None
     is_sparse: bool = True
     activation: Activation = Activation.NONE
+    groups: int = 1
+    """Of a convolution. Its matrix is block-diagonal then, with all channels as its inputs."""
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether each channel is filtered by itself, to one output."""
+        return self.groups > 1 and self.groups == self.geometry.channels == self.weight.rows
+
+    @property
+    def sparsity(self) -> float:
+        """Of its own weights: what other groups have is not among them."""
+        return 1 - self.weight.num_alive * self.groups / max(1, self.weight.rows * self.weight.columns)
 
 
 class Layer:
@@ -110,9 +124,10 @@ class DenseLayer(Layer):
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
-        self._weight, g = spec.weight.dense(), spec.geometry
-        if not g.is_plain:
-            self._weight = self._weight.view(self.rows, *g.kernel, g.channels).permute(0, 3, 1, 2).contiguous()
+        self._weight, g, self._groups = spec.weight.dense(), spec.geometry, spec.groups
+        if not g.is_plain or spec.groups > 1:
+            own = own_channels(self._weight, spec.groups, g.kernel[0] * g.kernel[1])
+            self._weight = own.view(self.rows, *g.kernel, -1).permute(0, 3, 1, 2).contiguous()
 
     def _bound(self, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], object]:
         return partial(self._run, x, out, residual)
@@ -125,15 +140,18 @@ class DenseLayer(Layer):
             found += residual
         if self._activation is Activation.RELU:
             found.relu_()
+        elif self._activation is Activation.RELU6:
+            found.clamp_(0, 6)
         elif self._activation is Activation.GELU:
             found = F.gelu(found)
         out.copy_(found)
 
     def _multiply(self, x: Tensor) -> Tensor:
         g = self.geometry
-        if g.is_plain:
+        if self._weight.dim() == 2:
             return self._weight @ x
-        return _columns(F.conv2d(_images(g, x), self._weight, None, g.stride, g.padding, g.dilation))
+        images = F.conv2d(_images(g, x), self._weight, None, g.stride, g.padding, g.dilation, self._groups)
+        return _columns(images)
 
 
 class CsrLayer(DenseLayer):
@@ -171,6 +189,25 @@ class Pool:
         else:
             largest = F.max_pool2d(_images(g, x), g.kernel, g.stride, g.padding, g.dilation, g.ceil_mode)
             out.copy_(_columns(largest))
+        return out
+
+
+class Repeat:
+    """Each number of images in a block of height x width, as nearest neighbours are; (1, 1) copies."""
+
+    def __init__(self, geometry: Geometry, times: tuple[int, int]) -> None:
+        self.geometry, self._times, self._threads = geometry, times, torch.get_num_threads()
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        g, found = self.geometry, library()
+        check_matrix("x", x, g.channels, g.in_columns)
+        check_matrix("out", out, g.channels, g.in_columns * self._times[0] * self._times[1])
+        if found:
+            sizes = dataclasses.replace(g, stride=self._times)
+            found.repeat(geometry_struct(sizes), *strided(x), *strided(out), self._threads)
+        else:
+            wide = _images(g, x).repeat_interleave(self._times[0], 2).repeat_interleave(self._times[1], 3)
+            out.copy_(_columns(wide))
         return out
 
 

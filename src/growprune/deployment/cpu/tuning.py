@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from growprune.deployment.cpu.depthwise import DepthwiseLayer
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.library import Tile, library, require_library
 from growprune.deployment.cpu.matrix import SparseMatrix
@@ -18,6 +19,8 @@ from growprune.deployment.layer_table import Row
 
 CSR_FROM = 0.9
 """The sparsity from which on torch's CSR is faster than dense."""
+WORTH_OUR_THREADS = 0.1
+"""How much of the time of all layers our kernels may lose: one layer in torch binds all others to torch's threads."""
 SHAPES = ((4, 256), (3, 256), (4, 128), (2, 512), (6, 128), (8, 64), (8, 128), (2, 256))
 """(vectors, k_block) worth a try, the likeliest first: blocks of X that about fit the caches next to a core."""
 SHAPES_OF_EIGHT = ((2, 512), (3, 256), (1, 512), (2, 256))
@@ -27,7 +30,12 @@ LARGEST_OFFSET = 65535
 
 
 def choose(
-    specs: Sequence[LayerSpec], *, seconds: float, threads: int, known: Mapping[str, Row]
+    specs: Sequence[LayerSpec],
+    *,
+    seconds: float,
+    threads: int,
+    known: Mapping[str, Row],
+    all_else_is_ours: bool = False,
 ) -> list[tuple[Layer, Row]]:
     """The layer that runs each spec, and its row of the table. With 0 seconds, whatever is sparse runs sparse.
 
@@ -36,73 +44,95 @@ def choose(
 
     Args:
         known: by layer, what was measured before.
+        all_else_is_ours: whether torch computes nothing else, so that a few slower layers are worth to do without it.
     """
     end = time.perf_counter() + seconds
     keys = [_key(spec) for spec in specs]
     tiles = _tiles(specs, keys, threads, seconds / 2, known)
-    sparse = [sparse_layer(spec, tiles.get(key)) for spec, key in zip(specs, keys, strict=True)]
+    ours = [our_layer(spec, tiles.get(key), threads) for spec, key in zip(specs, keys, strict=True)]
     times: dict[object, tuple[float, float]] = {}
-    for i, (spec, key, layer) in enumerate(zip(specs, keys, sparse, strict=True)):
-        if seconds > 0 and layer is not None and spec.name not in known:
-            found = dense_and_sparse_seconds(spec, layer, max(0.0, end - time.perf_counter()) / (len(specs) - i))
+    for i, (spec, key, layer) in enumerate(zip(specs, keys, ours, strict=True)):
+        if seconds > 0 and spec.name not in known and layer is not None and not isinstance(layer, DepthwiseLayer):
+            found = torch_and_our_seconds(spec, layer, max(0.0, end - time.perf_counter()) / (len(specs) - i))
             before = times.get(key, found)
             times[key] = min(before[0], found[0]), min(before[1], found[1])
+    prefers_ours = all_else_is_ours and _loses_little([times[key] for key in keys if key in times])
     return [
-        _decide(spec, layer, times.get(key), known.get(spec.name))
-        for spec, key, layer in zip(specs, keys, sparse, strict=True)
+        _decide(spec, layer, times.get(key), known.get(spec.name), prefers_ours)
+        for spec, key, layer in zip(specs, keys, ours, strict=True)
     ]
+
+
+def _loses_little(times: Sequence[tuple[float, float]]) -> bool:
+    """Whether all layers on our kernels take hardly longer than the faster of both.
+
+    >>> _loses_little([(9.0, 1.0), (1.0, 1.1)]), _loses_little([(2.0, 1.0), (1.0, 2.0)])
+    (True, False)
+    """
+    return sum(ours for _, ours in times) <= (1 + WORTH_OUR_THREADS) * sum(map(min, times))
 
 
 def _key(spec: LayerSpec) -> object:
     """Layers of one kind are cut up alike."""
     weight = spec.weight
-    return spec.geometry, weight.rows, weight.height, weight.width, round(weight.sparsity, 1), spec.activation
+    about = (weight.rows, weight.height, weight.width, round(weight.sparsity, 1), spec.groups)
+    return spec.geometry, *about, spec.activation, spec.is_sparse
 
 
 def _tiles(
     specs: Sequence[LayerSpec], keys: Sequence[object], threads: int, seconds: float, known: Mapping[str, Row]
 ) -> dict[object, Tile]:
-    """By kind of layer, its tile; none where there are no kernels."""
+    """By kind of layer, its tile; none where there are no kernels, or there is one that needs no tile."""
     found: dict[object, Tile] = {}
-    share = seconds / max(1, len(set(keys)))
+    share = seconds / max(1, len({key for spec, key in zip(specs, keys, strict=True) if not spec.is_depthwise}))
     for spec, key in zip(specs, keys, strict=True):
-        if spec.is_sparse and library() is not None and key not in found:
+        if library() is not None and key not in found and not spec.is_depthwise:
             row = known.get(spec.name)
-            found[key] = row.tile if row and row.tile else fastest_tile(spec, threads, share)
+            found[key] = row.tile if row and row.tile else fastest_tile(spec, threads, 0 if row else share)
     return found
 
 
-def sparse_layer(spec: LayerSpec, tile: Tile | None) -> Layer | None:
-    """The layer run sparse; without a tile, on torch's CSR if that is worth it. None where it must run dense."""
-    if not spec.is_sparse:
-        return None
+def our_layer(spec: LayerSpec, tile: Tile | None, threads: int) -> Layer | None:
+    """The layer on our kernels; without them, on torch's CSR if that is worth it. None where it must run dense."""
+    if spec.is_depthwise and library() is not None:
+        return DepthwiseLayer(spec, threads)
     if tile is not None:
         return NativeLayer(spec, tile)
-    is_csr = spec.geometry.is_plain and spec.weight.sparsity >= CSR_FROM
+    is_csr = spec.is_sparse and spec.geometry.is_plain and spec.sparsity >= CSR_FROM
     return CsrLayer(spec) if is_csr else None
 
 
 def _decide(
-    spec: LayerSpec, sparse: Layer | None, times: tuple[float, float] | None, known: Row | None
+    spec: LayerSpec, ours: Layer | None, times: tuple[float, float] | None, known: Row | None, prefers_ours: bool
 ) -> tuple[Layer, Row]:
-    """The faster one; if it was not measured, the one of before, or the sparse one."""
-    is_faster = times[1] <= times[0] if times is not None else known is None or known.choice == "sparse"
-    is_sparse = sparse is not None and is_faster
+    """The faster one; if it was not measured, the one of before, or ours."""
+    is_ours = ours is not None and (_is_ours_faster(spec, times, known) or (prefers_ours and times is not None))
     weight, geometry = spec.weight, spec.geometry
     kernel = "" if geometry.kernel == (1, 1) else f" ({geometry.kernel[0]}x{geometry.kernel[1]})"
-    shape = f"{weight.rows}x{weight.columns}{kernel} x {geometry.columns}"
+    shape = f"{weight.rows}x{weight.columns // spec.groups}{kernel} x {geometry.columns}"
     dense_ms, sparse_ms = (None, None) if times is None else (1e3 * times[0], 1e3 * times[1])
-    tile = sparse.tile if isinstance(sparse, NativeLayer) else None
-    row = Row(spec.name, shape, weight.sparsity, dense_ms, sparse_ms, "sparse" if is_sparse else "dense", tile)
-    return sparse if sparse is not None and is_sparse else DenseLayer(spec), row
+    if not spec.is_sparse and times is not None:
+        dense_ms, sparse_ms = 1e3 * min(times), None
+    tile = ours.tile if isinstance(ours, NativeLayer) and (spec.is_sparse or is_ours) else None
+    choice = "sparse" if is_ours and spec.is_sparse else "dense"
+    row = Row(spec.name, shape, spec.sparsity, dense_ms, sparse_ms, choice, tile)
+    return ours if ours is not None and is_ours else DenseLayer(spec), row
+
+
+def _is_ours_faster(spec: LayerSpec, times: tuple[float, float] | None, known: Row | None) -> bool:
+    if times is not None:
+        return times[1] <= times[0]
+    if known is None or spec.is_depthwise:
+        return True
+    return known.choice == "sparse" if spec.is_sparse else known.tile is not None
 
 
 # Timing
 
 
-def dense_and_sparse_seconds(spec: LayerSpec, sparse: Layer, seconds: float) -> tuple[float, float]:
-    """How long a call takes dense, and sparse."""
-    first, second = _quickest([DenseLayer(spec), sparse], seconds)
+def torch_and_our_seconds(spec: LayerSpec, ours: Layer, seconds: float) -> tuple[float, float]:
+    """How long a call takes in torch, dense, and on our kernels."""
+    first, second = _quickest([DenseLayer(spec), ours], seconds)
     return first, second
 
 
@@ -128,12 +158,19 @@ def _quickest(layers: Sequence[Layer], seconds: float) -> list[float]:
 
 
 @torch.no_grad()
-def seconds_in_turns(calls: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
-    """How long each call takes, several times, in turns, so that other load hits all of them."""
+def seconds_in_turns(calls: Sequence[Callable[[], object]], seconds: float, pause: float = 0.0) -> list[list[float]]:
+    """How long each call takes, several times, in turns, so that other load hits all of them.
+
+    Args:
+        pause: seconds before each turn, which then begins with a call that is not timed.
+    """
     taken: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds
     while len(taken[0]) < 4 or time.perf_counter() < end:
         for call, times in zip(calls, taken, strict=True):
+            if pause:
+                time.sleep(pause)
+                call()
             start = time.perf_counter()
             call()
             times.append(time.perf_counter() - start)

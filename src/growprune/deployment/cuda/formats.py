@@ -98,7 +98,7 @@ def from_live(values: Tensor, mask: Tensor) -> Entries:
     places = [mask[i : i + step].nonzero()[:, 1].to(torch.int32) for i in range(0, max(1, rows), step)]
     found = torch.cat(places)
     if len(found) != values.numel():
-        raise GrowpruneError(f"there are {values.numel()} values, but {len(found)} weights live: give one for each")
+        raise GrowpruneError(f"got {values.numel()} values for {len(found)} live weights: give one value for each")
     return Entries(rows, columns, _starts(mask.sum(1)), found, values.detach().reshape(-1))
 
 
@@ -161,7 +161,7 @@ def lane_matrix(entries: Entries, *, lanes: int = 16, has_offsets: bool = True) 
             f"the matrix has {entries.columns} columns, but 16-bit columns allow {MOST_COLUMNS}: use the bitmask format"
         )
     if lanes not in (1, 2, 4, 8, 16, 32):
-        raise GrowpruneError(f"lanes is {lanes}, but must be a power of two up to 32: a warp has no more")
+        raise GrowpruneError(f"lanes must be a power of two up to 32, got {lanes}")
     order = entries.lengths.argsort(descending=True, stable=True)
     bounds, widths, num_slabs = _cut(entries, order, lanes, has_offsets=has_offsets)
     unit, run, entry = _place(bounds, widths)

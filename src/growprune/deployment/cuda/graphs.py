@@ -36,26 +36,28 @@ class Graphed:
                 self._output = step(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """The output, which the next call overwrites: clone what is to be kept."""
+        """Replay the step and return its output, which the next call overwrites: clone it to keep it."""
         if len(inputs) != len(self._inputs):
-            raise GrowpruneError(f"the step was recorded with {len(self._inputs)} inputs, but given {len(inputs)}")
+            raise GrowpruneError(
+                f"the step was recorded with {len(self._inputs)} inputs, got {len(inputs)}: give as many"
+            )
         for mine, given in zip(self._inputs, inputs, strict=True):
             if given.shape != mine.shape or given.dtype != mine.dtype:
                 raise GrowpruneError(
                     f"an input is {given.dtype} {tuple(given.shape)}, but the step was recorded with {mine.dtype} "
-                    f"{tuple(mine.shape)}: record one for each shape"
+                    f"{tuple(mine.shape)}: call graphed once for each shape"
                 )
             mine.copy_(given)
         self._graph.replay()
         return self._output
 
     def replay(self) -> None:
-        """Again with the same inputs."""
+        """Replay the step with the same inputs."""
         self._graph.replay()
 
 
 def graphed(step: Callable[..., Any], *example: Tensor) -> Graphed:
-    """Record a step, such as a model's forward for one token, as a CUDA graph. Calling what is returned replays it.
+    """Record a step, such as a model's forward for one token, as a CUDA graph. Call the result to replay it.
 
     Args:
         step: a module or function of tensors on a GPU. It may change tensors in place, such as a cache of keys and
@@ -72,15 +74,15 @@ def graphed(step: Callable[..., Any], *example: Tensor) -> Graphed:
                 tokens = step(tokens).clone()
     """
     if not torch.cuda.is_available():
-        raise GrowpruneError("a step was to be recorded as a CUDA graph, but torch sees no CUDA device here")
+        raise GrowpruneError("graphed needs a GPU, but torch sees no CUDA device here: call the step itself")
     return Graphed(step, *example)
 
 
 def microseconds(calls: Sequence[Callable[[], object]], *, device: torch.device, repeats: int = 10) -> float:
     """How long one of these calls takes, all of them done in turn: the median over repeats.
 
-    On CUDA they are one graph. To time what reads weights from memory, give calls with copies of the weights, so many
-    that no cache holds them (`BEYOND_CACHE`).
+    On CUDA they are one graph. To time what reads weights from memory, give calls with enough
+    copies of the weights that no cache holds them (`BEYOND_CACHE`).
     """
     if device.type != "cuda":
         return _microseconds_on_the_cpu(calls, min(repeats, 3))

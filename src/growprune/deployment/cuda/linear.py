@@ -18,7 +18,7 @@ from growprune.deployment.cuda.formats import Entries
 from growprune.deployment.cuda.products import MOST_SAMPLES, Matrix, Tile, product
 
 FEW_ROUNDS = 4
-"""Batches of so many times 16 are taken 16 at a time; larger ones by a dense copy, made for the call."""
+"""Batches of up to this many times 16 are computed 16 at a time; larger ones with a dense copy, made for the call."""
 
 
 class DenseLinear(nn.Module):

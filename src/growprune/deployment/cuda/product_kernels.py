@@ -253,7 +253,7 @@ def _tile(values, mark, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch"])
 def _interleave_kernel(x, out, batch, num_columns, BATCH: tl.constexpr, BLOCK: tl.constexpr):
-    """(batch, columns) to (columns, BATCH), once for each so many samples; zeros where there is no sample.
+    """(batch, columns) to (columns, BATCH), once for each BATCH samples; zeros where there is no sample.
 
     Then one load brings all inputs of a column.
     """

@@ -60,7 +60,7 @@ Tile = LaneTile | BitmaskTile
 ENOUGH_PROGRAMS = 264
 """Two for each multiprocessor of an H200; with fewer, the columns are split."""
 LOAD_BYTES = 16
-"""What one load brings: a column of 8 samples, or of 4 in float32. The matrix is read once for each so many."""
+"""What one load brings: a column of 8 samples, or of 4 in float32. The matrix is read once for each load."""
 NEAR_BYTES = 160 << 10
 """Of x, that stay in the first-level cache of an H200, which has 256 KB."""
 
@@ -156,7 +156,7 @@ def _kernels(x: Tensor) -> ModuleType | None:
     try:
         from growprune.deployment.cuda import product_kernels
     except ImportError:
-        raise GrowpruneError("sparse products on CUDA are written in Triton: pip install triton") from None
+        raise GrowpruneError("sparse products on CUDA need Triton: pip install triton") from None
     return product_kernels
 
 
@@ -177,12 +177,12 @@ def is_interpreted() -> bool:
 def _check(matrix: Matrix, x: Tensor) -> None:
     if x.dim() != 2 or x.shape[1] != matrix.columns or len(x) > MOST_SAMPLES:
         raise GrowpruneError(
-            f"x has shape {tuple(x.shape)}, but must be (batch, {matrix.columns}), with {MOST_SAMPLES} samples at most"
+            f"x must have shape (batch, {matrix.columns}) with a batch of 1 to {MOST_SAMPLES}, got {tuple(x.shape)}"
         )
     if x.dtype != matrix.values.dtype or x.dtype not in DTYPES:
         raise GrowpruneError(
-            f"x is {x.dtype} and the matrix {matrix.values.dtype}, but both must be the same of bfloat16, float16 and "
-            f"float32: convert one of them"
+            f"x and the matrix must have the same dtype, one of bfloat16, float16 and float32, got {x.dtype} and "
+            f"{matrix.values.dtype}: convert one of them"
         )
     if x.device != matrix.values.device:
-        raise GrowpruneError(f"x is on {x.device}, but the matrix on {matrix.values.device}: move one of them")
+        raise GrowpruneError(f"x is on {x.device}, but the matrix is on {matrix.values.device}: move one of them")

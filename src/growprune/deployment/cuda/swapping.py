@@ -10,7 +10,6 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from growprune.deployment.skeleton import does_more, module_of
 from growprune.errors import warn
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
+from growprune.storage.adapters import leaving_masks
 from growprune.storage.compact_modules import layouts_of, make_plain
 
 LEAST_SPARSITY = 0.4
@@ -108,7 +108,7 @@ def waiting_for(module: nn.Module, mask: Tensor | None = None) -> Waiting | None
 
 def waiting_copy(module: nn.Module, layers: Mapping[str, Waiting], device: torch.device) -> nn.Module:
     """A copy of a model on a device, in eval mode, without these layers' weights; all else of it is plain."""
-    memo: dict[int, Any] = {}
+    memo = leaving_masks(module)
     for path in layers:
         weight = module.get_submodule(path)._parameters["weight"]
         memo[id(weight)] = nn.Parameter(torch.empty(0), requires_grad=False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, from_dense, matrix_of_zeros
+from growprune.deployment.cpu.matrix import WORTHWHILE, SparseMatrix, block_diagonal, from_dense, matrix_of_zeros
 from growprune.deployment.cpu.prepared import Activation, LayerSpec
 from growprune.deployment.graph.trace import PERMUTES, RESHAPES, are_float, arguments, aten, constant, is_constant, pair
 from growprune.deployment.skeleton import Skeleton
@@ -91,7 +91,9 @@ class _Weights:
         weight = constant(node) if is_constant(node) else None
         if weight is None:
             return None
-        return self.names.get(node, node.name), from_dense(weight, torch.ones(weight.shape, dtype=torch.bool))
+        alive = torch.ones(weight.shape, dtype=torch.bool)
+        pattern = "8x1" if len(weight) >= 8 else "unstructured"  # the faster ones where all weights live
+        return self.names.get(node, node.name), from_dense(weight, alive, pattern=pattern)
 
 
 Made = tuple[fx.Node, Fused] | None
@@ -128,7 +130,7 @@ def _product(x: Any, found: tuple[str, SparseMatrix] | None, bias: Any) -> Made:
 
 def _conv2d(node: fx.Node, weights: _Weights) -> Made:
     x, weight, bias, stride, padding, dilation, groups = arguments(node, None, None, None, 1, 0, 1, 1)
-    is_known = groups == 1 and (bias is None or is_constant(bias)) and not is_constant(x) and x.meta["val"].dim() == 4
+    is_known = (bias is None or is_constant(bias)) and not is_constant(x) and x.meta["val"].dim() == 4
     padding = _padding(padding, weight.meta["val"].shape[2:], dilation) if is_known else None
     if padding is None or not x.meta["val"].numel():
         return None
@@ -140,8 +142,12 @@ def _conv2d(node: fx.Node, weights: _Weights) -> Made:
     kernel = tuple(weight.meta["val"].shape[2:])
     pairs = (kernel, pair(stride), padding, pair(dilation))
     geometry = Geometry(channels, batch, height, width, *pairs)
-    name = found[0].removesuffix(".weight")
-    return x, Fused(name, found[1], geometry, constant(bias), sparse is not None, is_image=True)
+    name, matrix = found[0].removesuffix(".weight"), found[1]
+    if groups > 1:
+        matrix = block_diagonal(matrix, groups, kernel[0] * kernel[1])
+    fused = Fused(name, matrix, geometry, constant(bias), sparse is not None, groups=groups, is_image=True)
+    fused.is_sparse &= not fused.is_depthwise  # whose kernel is dense
+    return x, fused
 
 
 def _padding(padding: Any, kernel: Any, dilation: Any) -> tuple[int, int] | None:
@@ -223,6 +229,8 @@ def _residual(node: fx.Node, own: fx.Node) -> fx.Node | None:
 def _activation(node: fx.Node) -> Activation:
     if node.target is aten.relu.default:
         return Activation.RELU
+    if node.target is aten.relu6.default or (node.target is aten.hardtanh.default and node.args[1:] == (0.0, 6.0)):
+        return Activation.RELU6
     is_exact = node.target is aten.gelu.default and node.kwargs.get("approximate", "none") == "none"
     return Activation.GELU if is_exact and len(node.args) == 1 else Activation.NONE
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from growprune.deployment.graph.fuse import Fused, Reshape, layer
 from growprune.deployment.graph.places import (
@@ -155,7 +156,15 @@ class Lowering:
     def _in_torch(self, node: fx.Node) -> InSlot:
         arguments = self.arguments_in_torch(node)
         slot = self.hold()
-        self.add(TorchStep(SAFE.get(node.target, node.target), *arguments, slot.slot))
+        self.add(TorchStep(SAFE.get(node.target, node.target), *arguments, slot.slot, size=largest(node)))
         if isinstance(node.target, torch._ops.OpOverload) and node.target not in VIEWS:
             self.done.in_torch.append(str(node.target).removeprefix("aten.").rpartition(".")[0])
         return slot
+
+
+def largest(node: fx.Node) -> int:
+    """How many numbers the largest tensor has that an operation reads or makes; none if it only looks at them."""
+    if node.target in VIEWS:
+        return 0
+    tensors = pytree.tree_leaves([n.meta.get("val") for n in (node, *node.all_input_nodes)])
+    return max((tensor.numel() for tensor in tensors if isinstance(tensor, Tensor)), default=0)

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from growprune.deployment.cpu.geometry import Geometry
-from growprune.deployment.cpu.prepared import Pool
-from growprune.deployment.graph.lower import Lowering
-from growprune.deployment.graph.places import InSlot, Stored, Strides, as_matrix, feature_major, with_features
+from growprune.deployment.graph.image_operations import ON_IMAGES
+from growprune.deployment.graph.lower import Lowering, largest
+from growprune.deployment.graph.places import InSlot, Stored, Strides, as_matrix, as_rows, with_features
 from growprune.deployment.graph.program import CallStep, TorchStep
-from growprune.deployment.graph.trace import are_float, arguments, aten, pair
+from growprune.deployment.graph.trace import are_float, arguments, aten
 
 POINTWISE: dict[Any, Any] = {
     aten.add.Tensor: aten.add.out,
@@ -43,7 +42,7 @@ def pointwise(lowering: Lowering, node: fx.Node) -> Stored | None:
         return None
     given = lowering.arguments_in_torch(node)
     out = lowering.store(_dense(like.place))
-    lowering.add(TorchStep(POINTWISE[node.target], *given, None, out))
+    lowering.add(TorchStep(POINTWISE[node.target], *given, None, out, largest(node)))
     return out
 
 
@@ -67,15 +66,8 @@ def layer_norm(lowering: Lowering, node: fx.Node) -> Stored | None:
     out = lowering.store(with_features(x.place, axis, x.place.shape[axis]))
     scratch = lowering.store(out.place)
     make = partial(_norm, gain, shift, float(epsilon))
-    lowering.add(CallStep(make, [_as_rows(x, axis)], [_as_rows(out, axis), _as_rows(scratch, axis)]))
+    lowering.add(CallStep(make, [as_rows(x, axis)], [as_rows(out, axis), as_rows(scratch, axis)]))
     return out
-
-
-def _as_rows(value: Stored, axis: int, *, ordered: bool = False) -> Stored:
-    """The matrix of a value, with a row for each feature of `axis`."""
-    matrix = as_matrix(value.place, axis, ordered=ordered)
-    assert matrix is not None
-    return Stored(value.buffer, matrix)
 
 
 def _norm(
@@ -99,58 +91,6 @@ def _norm(
             out.add_(shift)
 
     return run
-
-
-MEAN_POOL = partial(Pool, is_mean=True)
-
-
-def max_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
-    _, kernel, stride, padding, dilation, ceil_mode = arguments(node, None, None, [], 0, 1, False)
-    return _pool(lowering, node, Pool, kernel, stride or kernel, padding, dilation, bool(ceil_mode))
-
-
-def mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
-    _, kernel, stride, padding, ceil_mode, counts, divisor = arguments(node, None, None, [], 0, False, True, None)
-    if divisor is not None or node.kwargs:
-        return None
-    pool = partial(MEAN_POOL, counts_padding=bool(counts))
-    return _pool(lowering, node, pool, kernel, stride or kernel, padding, (1, 1), bool(ceil_mode))
-
-
-def adaptive_mean_pool(lowering: Lowering, node: fx.Node) -> Stored | None:
-    """Where the output divides the input, it is a pool like any other."""
-    shape, out = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
-    if len(shape) != 4 or any(a % b for a, b in zip(shape[2:], out[2:], strict=True)):
-        return None
-    kernel = [a // b for a, b in zip(shape[2:], out[2:], strict=True)]
-    return _pool(lowering, node, MEAN_POOL, kernel, kernel, (0, 0), (1, 1), False)
-
-
-def mean(lowering: Lowering, node: fx.Node) -> Stored | None:
-    """Over height and width of images."""
-    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    axes: Any = node.args[1] if len(node.args) > 1 else None
-    is_over_image = len(shape) == 4 and isinstance(axes, (list, tuple)) and sorted(a % 4 for a in axes) == [2, 3]
-    if not is_over_image or node.kwargs:
-        return None
-    return _pool(lowering, node, MEAN_POOL, shape[2:], shape[2:], (0, 0), (1, 1), False)
-
-
-def _pool(
-    lowering: Lowering, node: fx.Node, kind: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
-) -> Stored | None:
-    x = lowering.stored(node.args[0])
-    if x is None or len(x.place.shape) != 4 or as_matrix(x.place, 1, ordered=True) is None:
-        return None
-    batch, channels, height, width = x.place.shape
-    kernel, stride, padding, dilation = map(pair, (kernel, stride, padding, dilation))
-    geometry = Geometry(channels, batch, height, width, kernel, stride, padding, dilation, ceil)
-    out = lowering.store(feature_major((batch, channels, *geometry.out_size), 1))
-    rows = [_as_rows(value, 1, ordered=True) for value in (x, out)]
-    lowering.add(CallStep(partial(partial, kind(geometry)), rows[:1], rows[1:]))
-    place = out.place.reshape(node.meta["val"].shape)
-    assert place is not None
-    return Stored(out.buffer, place)
 
 
 def attention(lowering: Lowering, node: fx.Node) -> Stored | None:
@@ -222,9 +162,6 @@ def _of_row(mask: Tensor, row: int) -> Tensor:
 KNOWN: dict[Any, Callable[[Lowering, fx.Node], Any]] = {
     **dict.fromkeys(POINTWISE, pointwise),
     aten.layer_norm.default: layer_norm,
-    aten.max_pool2d.default: max_pool,
-    aten.avg_pool2d.default: mean_pool,
-    aten.adaptive_avg_pool2d.default: adaptive_mean_pool,
-    aten.mean.dim: mean,
+    **ON_IMAGES,
     aten.scaled_dot_product_attention.default: attention,
 }

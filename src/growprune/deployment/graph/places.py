@@ -176,6 +176,13 @@ class Stored:
     place: Strides
 
 
+def as_rows(value: Stored, axis: int, *, ordered: bool = False) -> Stored:
+    """The matrix of a value, with a row for each feature of `axis`."""
+    matrix = as_matrix(value.place, axis, ordered=ordered)
+    assert matrix is not None
+    return Stored(value.buffer, matrix)
+
+
 @dataclass(frozen=True)
 class InSlot:
     """A value that an operation of torch makes anew each time."""

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from growprune.deployment.cpu.prepared import Layer
+from growprune.deployment.cpu.library import Library, library
+from growprune.deployment.cpu.prepared import CsrLayer, DenseLayer, Layer
 from growprune.deployment.graph.fuse import Fused
 from growprune.deployment.graph.places import InSlot, Stored, Value
 
+LITTLE = 1 << 19
+"""How many numbers torch may compute with in a program that has its threads for itself."""
 ALIGNMENT = 16
 """Floats: buffers begin where cache lines do."""
 
@@ -112,6 +115,8 @@ class TorchStep:
     kwargs: dict[str, Value]
     slot: int | None
     out: Stored | None = None
+    size: int = 0
+    """How many numbers the largest of its tensors has."""
 
     def bind(self, memory: Memory) -> Callable[[], object]:
         args, kwargs = mapped((self.args, self.kwargs), memory.bound)
@@ -169,6 +174,8 @@ class CallStep:
     inputs: list[Stored]
     outputs: list[Stored]
     in_slots: list[InSlot] = field(default_factory=list)
+    is_ours: bool = False
+    """Whether it runs on our kernels."""
 
     def bind(self, memory: Memory) -> Callable[[], object]:
         call = self.make(*(memory.tensor(value) for value in (*self.inputs, *self.outputs)))
@@ -209,16 +216,45 @@ class Program:
         self._calls = [step.bind(self._memory) for step in lowered.steps]
         self._inputs, self._out_spec = lowered.inputs, out_spec
         self._outputs = [_output(value, self._memory) for value in lowered.outputs]
+        self._alone: Library | None = library() if is_ours(lowered.steps) else None
+        """Where steps share threads of our own, which wait for nobody that is not running; see native/threads.h."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         slots = self._memory.slots
         for slot, leaf in zip(self._inputs, leaves, strict=True):
             slots[slot] = leaf
+        if self._alone is None:
+            self._run()
+        else:
+            threads = self._alone.begin_alone()
+            try:
+                self._run()
+            finally:
+                self._alone.end_alone(threads)
+        return self._result()
+
+    def _run(self) -> None:
         for call in self._calls:
             call()
+
+    def _result(self) -> Any:
+        slots = self._memory.slots
         found = [output() for output in self._outputs]
         slots[:] = [None] * len(slots)
         return pytree.tree_unflatten(found, self._out_spec)
+
+
+def is_ours(steps: Sequence[Step]) -> bool:
+    """Whether torch computes so little that it does without threads."""
+    in_torch = 0
+    for step in steps:
+        if isinstance(step, TorchStep):
+            in_torch += step.size
+        if isinstance(step, LayerStep) and isinstance(step.layer, (DenseLayer, CsrLayer)):
+            return False
+        if isinstance(step, CallStep) and not step.is_ours:
+            return False
+    return in_torch <= LITTLE
 
 
 def _output(value: Any, memory: Memory) -> Callable[[], Any]:

@@ -48,7 +48,7 @@ LARGEST = 1 << 24
 
 
 class NotTraceable(Exception):
-    """A module that cannot be taken as a graph, and why."""
+    """A module cannot be traced as a graph; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def trace(module: nn.Module, example: Example) -> Traced:
         else:
             raise NotTraceable(f"it has an input of kind {spec.kind.name}")
     if len(inputs) != len(example.leaves):
-        raise NotTraceable("its inputs are of a kind that torch.export takes apart otherwise")
+        raise NotTraceable("torch.export flattens its inputs differently")
     _make_functional(graph, tensors)
     _check(graph)
     return Traced(graph, tensors, tuple(inputs), program.call_spec.out_spec)
@@ -115,7 +115,7 @@ def _make_functional(graph: fx.Graph, tensors: Mapping[fx.Node, Tensor]) -> None
         is_shared = written in tensors or written.op == "placeholder" or _is_view(written)
         is_seen_elsewhere = any(_is_view(user) and positions[user] < positions[node] for user in written.users)
         if functional is None or is_shared or is_seen_elsewhere:
-            raise NotTraceable(f"{node.target} writes to what others see")
+            raise NotTraceable(f"{node.target} writes in place to a tensor that is used elsewhere")
         node.target = functional
         written.replace_all_uses_with(node, delete_user_cb=lambda user, at=positions[node]: positions[user] > at)
     graph.lint()

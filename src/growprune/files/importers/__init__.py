@@ -1,8 +1,8 @@
 """Read pruned checkpoints of other tools as tensors and masks.
 
-A format is known by its content. IMPORTERS has them all, in the order in which they are tried.
-Reading runs no code: a pickle is read with `torch.load(weights_only=True)`, and what that refuses is refused.
-Where a source has masks, a live weight that happens to be zero stays alive. Where it has none, zeros are dead.
+A format is recognized by its content. IMPORTERS lists them in the order in which they are tried.
+Reading runs no code: pickles are read with `torch.load(weights_only=True)`, and what that rejects is an error.
+If a source has masks, a live weight that happens to be zero stays live. If it has none, zeros are pruned.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ IMPORTERS: dict[str, Importer] = {
     "torch-prune": TORCH_PRUNE,
     "dense": DENSE,
 }
-"""By name; the first that finds its signs in a source reads it."""
+"""The importers by name. The first that recognizes a source reads it."""
 
 
 def read(source: str | os.PathLike[str] | nn.Module | Mapping[str, Any], *, format: str | None = None) -> Imported:
-    """The tensors of a source, dense and by their plain names, and the masks of those that are sparse.
+    """Read the dense tensors of a source under their plain names, and the masks of the sparse ones.
 
     Args:
-        source: a file (safetensors, or what torch.save wrote), a folder as transformers has, a module, or a state dict.
-        format: a name of IMPORTERS; found out by what the source holds, if not given.
+        source: a file (safetensors or torch.save), a folder of transformers, a module, or a state dict.
+        format: a name of IMPORTERS; by default recognized by the content.
 
     Examples:
         >>> import torch
@@ -46,7 +46,7 @@ def read(source: str | os.PathLike[str] | nn.Module | Mapping[str, Any], *, form
         ('torch-prune', 2, ['bias', 'weight'])
     """
     if format is not None and format not in IMPORTERS:
-        raise GrowpruneError(f"format is {format!r}, but known are {', '.join(IMPORTERS)}")
+        raise GrowpruneError(f"format must be one of {', '.join(IMPORTERS)}, got {format!r}")
     contents = open_contents(source)
     found = next(name for name, importer in IMPORTERS.items() if importer.signs(contents))
     if format not in (None, found):
@@ -61,12 +61,12 @@ def load(
     format: str | None = None,
     **settings: Any,
 ) -> SparseModel:
-    """Fill a model from a source, and return it as a SparseModel with the masks of the source, ready to train on.
+    """Fill a model from a source, and return it as a SparseModel with the masks of the source, ready for training.
 
     Args:
-        model: the same model, without whatever the other tool had added to it.
+        model: the same model, without the additions of the other tool.
         format: see `read`.
-        settings: arguments of SparseModel; sparsity is what the source has, if not given, and allocation "global".
+        settings: arguments of SparseModel. By default, sparsity is that of the source and allocation is "global".
     """
     return read(source, format=format).into(model, **settings)
 
@@ -74,8 +74,8 @@ def load(
 def _refuse(contents: Contents, asked: str, found: str) -> None:
     importer, other = IMPORTERS[asked], IMPORTERS[found]
     raise GrowpruneError(
-        f"{contents.where} is not {importer.title}, which has {importer.wants}; it is {other.title}, as it has "
-        f"{other.signs(contents)}: use format {found!r}, or none"
+        f"{contents.where} is not {importer.title}, which has {importer.wants}. It is {other.title}, because it has "
+        f"{other.signs(contents)}: use format={found!r}, or leave format out"
     )
 
 

@@ -1,10 +1,10 @@
 """compressed-tensors: "sparse-bitmask" and "sparse-24-bitmask", in safetensors.
 
-Of a parameter `fc.weight` there are
+A parameter `fc.weight` is stored as
 
-    fc.compressed     the values that are not zero, row-major; for 2:4, (rows, columns / 2)
-    fc.bitmask        uint8, (..., ceil(columns / 8)): each row by itself, the first column in the lowest bit
-    fc.shape          of the dense tensor
+    fc.compressed     the non-zero values, row-major; for 2:4, (rows, columns / 2)
+    fc.bitmask        uint8, (..., ceil(columns / 8)): each row on its own, the first column in the lowest bit
+    fc.shape          the shape of the dense tensor
     fc.row_offsets    where the values of each row begin; not for 2:4
 """
 
@@ -66,7 +66,7 @@ def _decompress(contents: Contents, stem: str) -> tuple[Tensor, Tensor]:
 
 
 def _refuse(contents: Contents, why: str) -> None:
-    raise GrowpruneError(f"{contents.where} {why}: it is damaged, fetch or save it again")
+    raise GrowpruneError(f"{contents.where} {why}: it is damaged, download or save it again")
 
 
 COMPRESSED_TENSORS = Importer(

@@ -1,4 +1,4 @@
-"""Tensors by name, from safetensors, from what torch.save wrote, and from folders as transformers has.
+"""Read tensors by name from safetensors, from files of torch.save, and from folders of transformers.
 
 Nothing in a file is trusted, and reading it runs no code. Tensors are views of the file where possible.
 """
@@ -27,48 +27,48 @@ PICKLED, INDEX = "pytorch_model.bin", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 256 << 20
 
 STATES = ("state_dict", "model_state_dict", "model", "net", "module")
-"""Where in a checkpoint the tensors of the model are; the first that is there counts."""
+"""The entries of a checkpoint that may hold the model's tensors. The first one found is used."""
 
 WRAPPINGS = ("module.", "_orig_mod.")
-"""What DataParallel and torch.compile put before all names, one of them or both."""
+"""The prefixes that DataParallel and torch.compile add to all names."""
 
 SPARE_BYTES = 64 << 20
-"""How much more than its file the tensors of a checkpoint may take, if they overlap in it."""
+"""The most bytes by which the overlapping tensors of a checkpoint may exceed its file."""
 
 OTHERS = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x08": "ONNX", b"<": "XML", b"{": "JSON", b"\x93NUM": "numpy's"}
-"""How files begin that hold models, but not for us."""
+"""The first bytes of model files that are not supported."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a source holds, whatever its format."""
+    """The contents of a source of any format."""
 
     where: str
-    """The path, or what the source is called in errors."""
+    """The path, or the name of the source in errors."""
     tensors: Mapping[str, Tensor]
-    """By the first of their names."""
+    """The tensors by their first names."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The strings in the header of safetensors."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """{other name: first name} of tensors that have several."""
+    """{other name: first name} of tensors with several names."""
     path: Path | None = None
     """The file, if it is a single one."""
     notes: tuple[str, ...] = ()
 
 
 def open_contents(source: str | os.PathLike[str] | nn.Module | Mapping[str, Any]) -> Contents:
-    """What a file, a folder, a module or a state dict holds."""
+    """Read a file, a folder, a module or a state dict."""
     if isinstance(source, nn.Module):
         return from_checkpoint(source.state_dict(), f"the {type(source).__name__}")
     if isinstance(source, Mapping):
         return from_checkpoint(source, "the state dict")
     if not isinstance(source, str | os.PathLike):
-        raise GrowpruneError(f"the source is {type(source).__name__}, but must be a path, a module or a state dict")
+        raise GrowpruneError(f"source must be a path, a module or a state dict, got a {type(source).__name__}")
     path = Path(source)
     if path.is_dir():
         return _of_folder(path)
     if not path.is_file():
-        raise GrowpruneError(f"{path} is not there: give a file or a folder with weights")
+        raise GrowpruneError(f"{path} does not exist: pass a file or a folder with weights")
     return _of_file(path)
 
 
@@ -84,19 +84,19 @@ def _of_folder(path: Path) -> Contents:
 
 
 def _indexed_files(path: Path) -> list[str]:
-    """The files with the weights of a folder, by its index."""
+    """Return the files with the weights of a folder, from its index."""
     if not (path / INDEX).is_file():
-        raise GrowpruneError(f"{path} holds no weights: give a folder with {DENSE}, {PICKLED} or {INDEX}")
+        raise GrowpruneError(f"{path} has no weights: pass a folder with {DENSE}, {PICKLED} or {INDEX}")
     try:
         if (path / INDEX).stat().st_size > MAX_INDEX_BYTES:
             raise ValueError("it is too large")
         names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
         if any(Path(name).name != name for name in names):
-            raise ValueError("a name leads out of the folder")
+            raise ValueError("a name points outside the folder")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise GrowpruneError(f"{path / INDEX} is damaged ({one_line(error)}): fetch the folder again") from None
+        raise GrowpruneError(f"{path / INDEX} is damaged ({one_line(error)}): download the folder again") from None
     if missing := [name for name in names if not (path / name).is_file()]:
-        raise GrowpruneError(f"{path} lacks {missing[0]}, which its {INDEX} names: fetch it too")
+        raise GrowpruneError(f"{path} lacks {missing[0]}, which its {INDEX} lists: download it too")
     return names
 
 
@@ -109,26 +109,26 @@ def _of_file(path: Path) -> Contents:
         return from_checkpoint(_read_torch(path), str(path), path.stat().st_size)
     if start[8:9] != b"{":
         kind = next((kind for sign, kind in OTHERS.items() if start.startswith(sign)), None)
-        what = f"looks like a file of {kind} format" if kind else "is neither safetensors nor what torch.save writes"
-        raise GrowpruneError(f"{path} {what}: give safetensors, a checkpoint of torch.save, or a folder with one")
+        what = f"looks like a file in {kind} format" if kind else "is neither safetensors nor a torch.save file"
+        raise GrowpruneError(f"{path} {what}: pass safetensors, a checkpoint of torch.save, or a folder with one")
     tensors, metadata = _read_safetensors(path)
     aliases = {alias: name for alias, name in metadata.items() if name in tensors and alias not in tensors}
     return Contents(str(path), tensors, metadata=metadata, aliases=aliases, path=path)
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, as private views of the file, and the strings of the header."""
+    """Return the tensors, as private views of the file, and the strings of the header."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return tensors, file.metadata() or {}
     except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
-        what = f"{path} is not a safetensors file that torch can hold, or not all of it ({one_line(error)})"
-        raise GrowpruneError(f"{what}: fetch or save it again") from None
+        what = f"{path} is not a safetensors file that torch can read, or is incomplete ({one_line(error)})"
+        raise GrowpruneError(f"{what}: download or save it again") from None
 
 
 def _read_torch(path: Path) -> Any:
-    """What torch.save wrote, without running any code of it."""
+    """Read a file of torch.save, without running any code in it."""
     try:
         if is_zip := zipfile.is_zipfile(path):
             _check_stored(path)
@@ -137,13 +137,13 @@ def _read_torch(path: Path) -> Any:
         refused = re.search(r"GLOBAL (\S+)|`?([\w.]+)`? was not an allowed global", str(error))
         why = f"it has {next(filter(None, refused.groups()))}" if refused else one_line(error)
         raise GrowpruneError(
-            f"{path} is a pickle that would run code, or damaged ({why}): no code is run, so save state_dict() alone"
+            f"{path} is a pickle that would run code, or is damaged ({why}). No code is run: save only state_dict()"
         ) from None
     except GrowpruneError:
         raise
     except Exception as error:  # torch raises almost any for a damaged or forged checkpoint, and documents none
         raise GrowpruneError(
-            f"{path} is not a whole checkpoint of torch.save ({one_line(error)}): fetch or save it again"
+            f"{path} is not a complete checkpoint of torch.save ({one_line(error)}): download or save it again"
         ) from None
 
 
@@ -151,32 +151,32 @@ def _check_stored(path: Path) -> None:
     """Refuse compressed members, which torch never writes and which could become any size."""
     with zipfile.ZipFile(path) as archive:
         if packed := [member.filename for member in archive.infolist() if member.compress_type != zipfile.ZIP_STORED]:
-            raise GrowpruneError(f"{path} has compressed {packed[0]!r}, which torch.save does not write: unpack it")
+            raise GrowpruneError(f"{path} has a compressed {packed[0]!r}, which torch.save never writes: unpack it")
 
 
 def from_checkpoint(found: Any, where: str, num_bytes: int | None = None) -> Contents:
-    """What a checkpoint holds: tensors by name, or a dict with an entry that does.
+    """Read a checkpoint that is a state dict, or a dict with one as an entry.
 
     Args:
-        num_bytes: of its file, beyond which overlapping tensors may not grow far.
+        num_bytes: the size of its file, which overlapping tensors may not exceed by much.
     """
     state = _state_in(found, where)
     tensors = {str(name): value.detach() for name, value in state.items() if isinstance(value, Tensor)}
     others = [str(name) for name, value in state.items() if not isinstance(value, Tensor)]
-    notes = (f"{', '.join(others[:3])} is no tensor, and was left out",) if others else ()
+    notes = (f"skipped {', '.join(others[:3])}: not a tensor",) if others else ()
     _check_plain(tensors, where)
     tensors = _unwrapped(tensors)
     first, aliases = _without_twins(tensors)
     size = sum(tensor.numel() * tensor.element_size() for tensor in first.values())
     if num_bytes is not None and size > num_bytes + SPARE_BYTES:
-        raise GrowpruneError(f"{where} has tensors of {size} bytes in a file of {num_bytes}: they overlap, save copies")
+        raise GrowpruneError(f"{where} has overlapping tensors, {size} bytes in a file of {num_bytes}: save copies")
     return Contents(where, first, aliases=aliases, notes=notes)
 
 
 def _state_in(found: Any, where: str) -> Mapping[Any, Any]:
     if not isinstance(found, Mapping):
         kind = type(found).__name__
-        raise GrowpruneError(f"{where} holds a {kind}, but must hold tensors by name, as state_dict() gives them")
+        raise GrowpruneError(f"{where} must hold tensors by name, as state_dict() returns them, got a {kind}")
     if any(isinstance(value, Tensor) for value in found.values()):
         return found
     for key in STATES:
@@ -184,7 +184,7 @@ def _state_in(found: Any, where: str) -> Mapping[Any, Any]:
         if isinstance(state, Mapping) and any(isinstance(value, Tensor) for value in state.values()):
             return state
     has = ", ".join(str(key)[:40] for key in [*found][:6]) or "nothing"
-    raise GrowpruneError(f"{where} holds no tensors, but {has}: save model.state_dict(), alone or as 'state_dict'")
+    raise GrowpruneError(f"{where} holds no tensors, only {has}: save model.state_dict(), alone or as 'state_dict'")
 
 
 def _check_plain(tensors: Mapping[str, Tensor], where: str) -> None:
@@ -195,7 +195,7 @@ def _check_plain(tensors: Mapping[str, Tensor], where: str) -> None:
 
 
 def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each wrapping is taken off once: beneath it, a part of the model may be called the same."""
+    """Remove each wrapper's prefix once. Below it, a submodule may have the same name."""
     left = list(WRAPPINGS)
     while prefix := next((p for p in left if tensors and all(name.startswith(p) for name in tensors)), ""):
         left.remove(prefix)
@@ -204,7 +204,7 @@ def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _without_twins(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors by the first of their names, and their other names."""
+    """Return the tensors by their first names, and their other names."""
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():

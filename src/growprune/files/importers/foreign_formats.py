@@ -15,7 +15,7 @@ from growprune.files.reader import open_sparse
 ORIGINAL, MASK = "_orig", "_mask"
 ASP_MASK = re.compile(r"(.*\.)?__([^.]+)_mma_mask")
 ASP_PRUNED = re.compile(r"(.*\.)?__([^.]+)_mma_pruned_p")
-"""What `allow_recompute_mask` keeps of pruned values; it is not taken over."""
+"""The pruned values that `allow_recompute_mask` keeps. They are not imported."""
 
 
 def _signs_of_ours(contents: Contents) -> str:
@@ -32,7 +32,7 @@ def _read_ours(contents: Contents) -> Imported:
 
 
 def _pruned_by_torch(contents: Contents) -> list[str]:
-    """The plain names of pruned parameters: `weight` is stored as `weight_orig` beside the buffer `weight_mask`."""
+    """Return the names of pruned parameters: `weight` is stored as `weight_orig` with the buffer `weight_mask`."""
     stems = (name.removesuffix(ORIGINAL) for name in contents.tensors if name.endswith(ORIGINAL))
     return [stem for stem in stems if f"{stem}{MASK}" in contents.tensors and stem not in contents.tensors]
 
@@ -54,7 +54,7 @@ def _read_torch_prune(contents: Contents) -> Imported:
 
 
 def _asp_masks(contents: Contents) -> dict[str, str]:
-    """The name of the weight for each mask: `weight`, pruned in place, beside the buffer `__weight_mma_mask`."""
+    """Map each mask to its weight: `weight`, pruned in place, has the buffer `__weight_mma_mask`."""
     found = {name: ASP_MASK.fullmatch(name) for name in contents.tensors}
     return {name: f"{match[1] or ''}{match[2]}" for name, match in found.items() if match}
 
@@ -67,7 +67,9 @@ def _read_asp(contents: Contents) -> Imported:
     masks = _asp_masks(contents)
     for name, weight in masks.items():
         if weight not in contents.tensors:
-            raise GrowpruneError(f"{contents.where} has {name}, but no {weight}: it is damaged, fetch or save it again")
+            raise GrowpruneError(
+                f"{contents.where} has {name}, but no {weight}: it is damaged, download or save it again"
+            )
     tensors = {n: t for n, t in contents.tensors.items() if n not in masks and not ASP_PRUNED.fullmatch(n)}
     return with_masks(contents, "apex-asp", tensors, {weight: contents.tensors[n] for n, weight in masks.items()})
 
@@ -77,18 +79,18 @@ def _signs_of_dense(contents: Contents) -> str:
 
 
 def _read_dense(contents: Contents) -> Imported:
-    """Zeros are all that is left of pruning."""
+    """Read a dense checkpoint, where only zeros show what was pruned."""
     if lost := _values_of_ours(contents):
         raise GrowpruneError(
-            f"{contents.where} has {lost} and its mask, as a sparse file of growprune, but not the metadata of one: it "
-            f"is damaged, fetch or save it again"
+            f"{contents.where} has {lost} and its mask, like a sparse file of growprune, but lacks its metadata: it is "
+            f"damaged, download or save it again"
         )
     tensors = dict(contents.tensors)
     return Imported("dense", tensors, masks_by_zeros(tensors), contents.aliases, contents.notes)
 
 
 def _values_of_ours(contents: Contents) -> str | None:
-    """The name of live values whose mask is there as well, which no dense checkpoint has."""
+    """Return the name of live values with a mask, which no dense checkpoint has."""
     names = (name for name, tensor in contents.tensors.items() if name.endswith(".values") and tensor.dim() == 1)
     masks = (".mask", ".gaps")
     return next((n for n in names if any(n.removesuffix(".values") + m in contents.tensors for m in masks)), None)

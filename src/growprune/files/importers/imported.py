@@ -1,4 +1,4 @@
-"""What an importer is, and what it returns."""
+"""The base of importers: what an importer is, and what it returns."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from growprune.masks.zeros import LEAST, masks_of_zeros
 from growprune.sparse.model import SparseModel
 
 MAX_DEPTH = 64
-"""How many dots a name may have: walking a deeper model would overflow Python's stack."""
+"""The most dots in a name. Walking a deeper model would overflow Python's stack."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """Dense tensors by their plain names, and which of their weights live."""
+    """Dense tensors by their plain names, and their masks."""
 
     format: str
     """The name of its importer."""
     tensors: dict[str, Tensor]
     masks: dict[str, Tensor] = field(default_factory=dict)
-    """Of sparse matrices only: those of two dimensions and more in which not all is alive."""
+    """The masks of sparse matrices: tensors with two or more dimensions that are not fully live."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """{other name: first name} of tensors that have several."""
+    """{other name: first name} of tensors with several names."""
     notes: tuple[str, ...] = ()
-    """What was not taken over, and what to know of it."""
+    """Notes for the user, such as what was not imported."""
 
     @property
     def num_alive(self) -> int:
-        """Of the sparse matrices."""
+        """The number of live weights of the sparse matrices."""
         return sum(int(torch.count_nonzero(mask)) for mask in self.masks.values())
 
     @property
     def sparsity(self) -> float:
-        """Of the sparse matrices; 0 if there are none."""
+        """The sparsity of the sparse matrices; 0 if there are none."""
         return 1 - self.num_alive / sum(mask.numel() for mask in self.masks.values()) if self.masks else 0.0
 
     @property
@@ -53,7 +53,7 @@ class Imported:
     def into(self, model: nn.Module, *, pattern: str | Pattern = "unstructured", **settings: Any) -> SparseModel:
         """Fill a model, and return it as a SparseModel with these masks; see `growprune.files.importers.load`.
 
-        The model is checked before it is touched.
+        The model is checked before it is changed.
         """
         pattern = parse_pattern(pattern)
         theirs = {name: name for name in self.tensors} | dict(self.aliases)
@@ -72,49 +72,51 @@ class Imported:
 
     def _warn_of_dense(self, names: Mapping[str, str], prunable: set[str]) -> None:
         if not self.masks:
-            warn(f"nothing is sparse in what was read as {self.format}: all weights live")
+            warn(f"the {self.format} source has no sparse weights, so all weights are live")
         if dense := [name for name, theirs in names.items() if theirs in self.masks and name not in prunable]:
-            warn(f"{', '.join(dense[:5])} is sparse in the source, but dense in the model: name it in include")
+            warn(f"{', '.join(dense[:5])} is sparse in the source, but dense in the model: add it to include")
 
 
 @dataclass(frozen=True)
 class Importer:
-    """A format: how it is known, and how it is read."""
+    """A format: how to recognize it, and how to read it."""
 
     title: str
-    """Whose format it is, for readers."""
+    """A readable name of the format."""
     wants: str
-    """What a source of it has, for errors."""
+    """What a source in this format contains, for errors."""
     signs: Callable[[Contents], str]
-    """What of it is found, in words; empty if it is of another format."""
+    """Returns what shows that a source has this format, in words; empty if it has another."""
     read: Callable[[Contents], Imported]
 
 
 def with_masks(contents: Contents, format: str, tensors: dict[str, Tensor], masks: dict[str, Tensor]) -> Imported:
-    """What a format with masks gives: what they hide is exactly zero, and what has no mask lives.
+    """Build the result of a format with masks: masked weights are exactly zero, tensors without a mask are live.
 
     Args:
         tensors: by their plain names; those with a mask are replaced.
-        masks: as they were stored, of any dtype: what is not zero lives.
+        masks: as stored, of any dtype; non-zero means live.
     """
     alive: dict[str, Tensor] = {}
     for name, stored in masks.items():
         mask = stored.detach() != 0
         if mask.shape != tensors[name].shape:
             has = f"{tuple(tensors[name].shape)} and its mask {tuple(mask.shape)}"
-            raise GrowpruneError(f"{contents.where} has {name} with shape {has}: it is damaged, fetch or save it again")
+            raise GrowpruneError(
+                f"{contents.where} has {name} with shape {has}: it is damaged, download or save it again"
+            )
         if not mask.all():
             tensors[name] = torch.where(mask, tensors[name], torch.zeros((), dtype=tensors[name].dtype))
             if mask.ndim >= 2:
                 alive[name] = mask
     zeros = [name for name in masks_by_zeros(tensors) if name not in masks]
-    notes = [f"{name} has zeros and no mask, so all of it is alive" for name in zeros[:3]]
+    notes = [f"{name} has zeros but no mask, so all of it is live" for name in zeros[:3]]
     aliases = {alias: name for alias, name in contents.aliases.items() if name in tensors}
     return Imported(format, tensors, alive, aliases, (*contents.notes, *notes))
 
 
 def masks_by_zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Masks of the matrices at least 5 % of which are zero: a few zeros, any model may have."""
+    """Return masks of the matrices that are at least 5 % zero. Any model may have a few zeros."""
     masks: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         is_matrix = tensor.ndim >= 2 and tensor.is_floating_point() and tensor.element_size() > 1  # not float8
@@ -124,7 +126,7 @@ def masks_by_zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def bare_model(tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None) -> nn.Module:
-    """A module that holds tensors under their names, and can compute nothing. Their memory is shared, not copied.
+    """Return a module that only holds tensors under their names. It shares their memory.
 
     >>> [name for name, _ in bare_model({"a.weight": Tensor(2, 2), "a.bias": Tensor(2)}).named_parameters()]
     ['a.weight', 'a.bias']
@@ -142,7 +144,7 @@ def bare_model(tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None 
 def _put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
     *path, local = name.split(".")
     if len(path) > MAX_DEPTH:
-        raise GrowpruneError(f"the name {name[:60]!r} has more than {MAX_DEPTH} dots, as no model has")
+        raise GrowpruneError(f"the name {name[:60]!r} has more than {MAX_DEPTH} dots, which is not supported")
     module = root
     try:
         for step in path:
@@ -151,13 +153,13 @@ def _put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
             module = module.get_submodule(step)
         module.register_parameter(local, parameter)
     except (AttributeError, KeyError, TypeError) as error:
-        raise GrowpruneError(f"no model can hold a tensor named {name!r} beside the others ({error.args[0]})") from None
+        raise GrowpruneError(f"a model cannot have a tensor named {name!r} with the others ({error.args[0]})") from None
 
 
 def _masks_for(
     weights: tuple[Weight, ...], names: Mapping[str, str], masks: Mapping[str, Tensor], pattern: Pattern
 ) -> dict[str, Tensor]:
-    """By parameter of the model: which weights live; of blocks, those with a weight that lives."""
+    """Return the masks of the model's parameters. A block is live if any of its weights is."""
     found = {}
     for weight in weights:
         if (theirs := masks.get(names[weight.parameter])) is not None:
@@ -166,7 +168,7 @@ def _masks_for(
         return found
     sparse = [weight for weight in weights if weight.parameter in found]
     as_model = bare_model({name: mask.to(torch.uint8) for name, mask in found.items()})
-    return masks_of_zeros(as_model, sparse, pattern)
+    return masks_of_zeros(as_model.get_parameter, sparse, pattern)
 
 
 def _share_of_dead(weights: tuple[Weight, ...], masks: Mapping[str, Tensor]) -> float:
@@ -177,5 +179,5 @@ def _share_of_dead(weights: tuple[Weight, ...], masks: Mapping[str, Tensor]) -> 
         if weight.parameter in masks
     )
     if dead == total:
-        raise GrowpruneError("all prunable weights are zero: there is no model in it")
+        raise GrowpruneError("all prunable weights of the source are zero, so there is nothing to load")
     return dead / total

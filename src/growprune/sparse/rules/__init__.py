@@ -1,6 +1,6 @@
-"""What a phase does in each iteration beside the optimizer's step. To add a rule: write its file, add its line here.
+"""Rules: what a phase does in each iteration besides the optimizer's step. To add one: its file, and a line here.
 
-A method names a rule by a value (a `Rule`, see plan/phases.py), which touches nothing; here is what carries it out.
+A method names a rule with a value (a `Rule`, see plan/phases.py). This package implements the rules.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ RULES: dict[type[Rule], Callable[[Any, Internals], RunningRule]] = {
     Str: StrRule,
     Deepr: DeeprRule,
 }
-"""By the kind of rule: what sets it to work on a model. It raises if it cannot work there, and changes nothing."""
+"""By the type of a rule: the class that runs it on a model. It raises, without changes, if it does not fit."""
 
 
 def running(rule: Rule | None, own: Internals) -> RunningRule | None:
-    """The rule at work on a model; none if there is no rule."""
+    """Return the running rule of a model; None if there is no rule."""
     return None if rule is None else RULES[type(rule)](rule, own)

@@ -15,7 +15,7 @@ from growprune.sparse.rules.base import Iterations, RunningRule
 
 
 class AdmmRule(RunningRule):
-    """Adds rho (W - Z + U) to the gradients, and every so often makes Z and U anew."""
+    """Add rho (W - Z + U) to the gradients, and update Z and U at regular intervals."""
 
     def __init__(self, rule: Admm, own: Internals) -> None:
         super().__init__(own, rule.part, "ADMM needs all weights dense")

@@ -1,7 +1,7 @@
-"""Dense weights kept aside, while the model has others made of them, which it is trained and evaluated with.
+"""Keep dense weights aside while the model trains and evaluates with weights that are computed from them.
 
-An optimizer's step is done to the weights aside: before it they are put into the parameters, in place, so that what is
-compiled or captured around those stays good; after it they are taken out again.
+The optimizer steps on the dense weights: before a step they are written into the parameters, in place, so that compiled
+or captured code stays valid; after it they are taken out again.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class AsideRule(RunningRule):
 
     @torch.no_grad()
     def put_in(self, names: Iterable[str]) -> None:
-        """Before a step."""
+        """Write the dense weights into the parameters before a step."""
         for name in names:
             self.parameter(name).copy_(self.w[name])
 
     def take_out(self, names: Iterable[str]) -> None:
-        """After a step; the model's own are to be made of them then."""
+        """Take the dense weights out after a step. The model's weights are then computed from them."""
         for name in names:
             self.w[name].copy_(self.parameter(name).detach())
 

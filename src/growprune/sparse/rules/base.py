@@ -1,4 +1,4 @@
-"""What carries a rule out: called around each step of an attached optimizer, while a phase has a rule."""
+"""The base class of running rules, called around each step of an attached optimizer while a phase has a rule."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from growprune.sparse.internals import Internals
 
 
 class RunningRule:
-    """A rule at work on a part of a sparse model, whose weights must be dense.
+    """A rule that runs on a part of a sparse model, which needs masked storage.
 
     Args:
-        why: why they must, for an error.
+        why: the reason, for an error.
     """
 
     def __init__(self, own: Internals, part: Part, why: str) -> None:
         if own.storage != "masked":
-            raise GrowpruneError(f"{why}, but storage is {own.storage!r}: use storage='masked'")
+            raise GrowpruneError(f"{why}: use storage='masked', not {own.storage!r}")
         self._own = own
         self.weights = own.editor.counts.weights_of(part)
         self.names = tuple(dict.fromkeys(weight.parameter for weight in self.weights))
@@ -31,36 +31,36 @@ class RunningRule:
         return self._own.model.get_parameter(name)
 
     def ours(self, trained: Mapping[str, float]) -> list[str]:
-        """The part's parameters among those that an optimizer trains."""
+        """Return the part's parameters among those that an optimizer trains."""
         return [name for name in self.names if name in trained]
 
     def here(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by the names of parameters, on their devices."""
+        """Return tensors by parameter name, on the devices of the parameters."""
         return {name: tensor.to(self.parameter(name).device) for name, tensor in saved.items()}
 
     def check_rates(self, who: str, trained: Mapping[str, float]) -> None:
-        """Raise, before anything is done, if an optimizer has no learning rate for a parameter of the part."""
+        """Raise, before anything is changed, if an optimizer has no learning rate for a parameter of the part."""
         if unknown := [name for name in self.ours(trained) if math.isnan(trained[name])]:
             raise GrowpruneError(
-                f"{who} goes by the learning rate of each step, but the optimizer has no lr for {unknown[0]}: give it "
-                f"one (of transformers' Adafactor, lr=1e-3 with relative_step=False), or use another optimizer"
+                f"{who} needs the learning rate of each step, but the optimizer has no lr for {unknown[0]}: set one "
+                f"(for transformers' Adafactor, lr=1e-3 with relative_step=False), or use another optimizer"
             )
 
     def enter(self) -> None:
-        """Called when a phase begins, after its edits; not where a phase is resumed, whose state is loaded."""
+        """Called when a phase begins, after its edits. Not called when a phase is resumed; its state is loaded then."""
 
     def before_step(self, trained: Mapping[str, float], /) -> None:
-        """Called once there are the gradients of the prunable parameters that an optimizer trains.
+        """Called before a step, when the gradients of the optimizer's prunable parameters are computed.
 
         Args:
-            trained: their learning rates, by name; NaN where the optimizer has none (see `check_rates`).
+            trained: their learning rates, by name; NaN if the optimizer has none (see `check_rates`).
         """
 
     def after_step(self, trained: Mapping[str, float], /) -> None:
         """Called after the step, when pruned weights are exactly zero again."""
 
     def figures(self) -> dict[str, float]:
-        """Numbers worth logging; `sparsity` is the fraction of zeros that the rule has made by itself."""
+        """Return numbers to log. `sparsity` is the fraction of zeros that the rule itself has made."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -71,14 +71,14 @@ class RunningRule:
 
 
 class Iterations:
-    """Counts iterations by the parameters that are stepped: of several optimizers, one may step after the other."""
+    """Count iterations by the parameters that are stepped. Several optimizers may step one after the other."""
 
     def __init__(self) -> None:
         self.begun = 0
         self._stepped: set[str] = set()
 
     def step(self, names: Iterable[str]) -> bool:
-        """Note that these are stepped. True if that begins an iteration, as when one of them steps again."""
+        """Record that these are stepped. Return True if that begins an iteration, as when one of them steps again."""
         names = set(names)
         is_new = not self._stepped or not self._stepped.isdisjoint(names)
         if is_new:

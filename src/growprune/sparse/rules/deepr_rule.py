@@ -19,14 +19,14 @@ from growprune.sparse.rules.base import RunningRule
 
 
 class DeeprRule(RunningRule):
-    """Pulls before each step; shakes and rewires after it."""
+    """Add the L1 gradient before each step; add noise and rewire after it."""
 
     def __init__(self, rule: Deepr, own: Internals) -> None:
         super().__init__(own, rule.part, "DeepR edits masks in every iteration")
         if not own.pattern.is_single:
             raise GrowpruneError(
-                f"DeepR goes by the signs of single weights, but the pattern is {own.pattern.name!r}: use "
-                f"pattern='unstructured'"
+                f"DeepR needs pattern='unstructured', because it uses the signs of single weights, got "
+                f"{own.pattern.name!r}"
             )
         self.rule = rule
         self._iteration: dict[str, int] = {}
@@ -67,7 +67,7 @@ class DeeprRule(RunningRule):
         weights = [weight for weight in self.weights if weight.parameter in masks]
         counts = in_one_go([torch.count_nonzero(weight.of(died[weight.parameter])) for weight in weights])
         changed = dict.fromkeys(weight.parameter for weight, count in zip(weights, counts, strict=True) if count)
-        for name in changed:  # first, so that one that lives again begins anew
+        for name in changed:  # first, so that a revived weight starts from zero
             masks[name].logical_and_(~died[name])
             self._own.editor.set_mask(name, masks[name])
         for weight, count in zip(weights, counts, strict=True):
@@ -77,7 +77,7 @@ class DeeprRule(RunningRule):
             self._own.editor.set_mask(name, masks[name])
 
     def _revive(self, weight: Weight, mask: Tensor, count: int) -> None:
-        """Let so many random ones of those that are dead live, in a mask."""
+        """Make `count` random dead weights live in a mask."""
         keys = random_keys(0, mask.numel(), self._salt(weight.parameter, weight.name), mask.device)
         keys.mul_(~mask.reshape(-1))
         walks = choose([lambda: iter([keys.clone()])], count, device=keys.device)
@@ -85,7 +85,7 @@ class DeeprRule(RunningRule):
         mask.logical_or_(chosen.view(mask.shape))
 
     def _salt(self, parameter: str, what: str) -> int:
-        """What makes the random numbers of a parameter's iteration its own, and the same wherever it is trained."""
+        """Return the seed of a parameter's random numbers in this iteration, the same on every machine."""
         return salt_of(self._own.seed, self._own.editor.num_edits, self._iteration[parameter], parameter, what)
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from growprune.storage.masked import zero_off
 
 
 class DpfRule(AsideRule):
-    """Takes the gradient at m * w for that of w, and makes m anew every so often."""
+    """Use the gradient at m * w for w, and recompute m at regular intervals."""
 
     def __init__(self, rule: Dpf, own: Internals) -> None:
         super().__init__(own, rule.part, "DPF needs all weights dense")

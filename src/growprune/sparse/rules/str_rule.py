@@ -14,9 +14,9 @@ from growprune.sparse.rules.aside import AsideRule
 
 
 class StrRule(AsideRule):
-    """Turns the gradient of what the model has into those of w and s, and trains s.
+    """Convert the gradient of the model's weights into gradients of w and s, and train s.
 
-    Clipping sees the gradients of what the model has, since it comes before.
+    Clipping comes before, so it sees the gradients of the model's weights.
     """
 
     def __init__(self, rule: Str, own: Internals) -> None:

@@ -1,12 +1,12 @@
-"""Image classification: ResNet-50 on ImageNet, ResNet-18 on small images, or any class folders of one's own.
+"""Image classification: ResNet-50 on ImageNet, ResNet-18 on small images, or your own class folders.
 
 Data is a folder `DIR/train/<class>/*.jpg`, `DIR/val/<class>/*.jpg` (jpg, jpeg or png), or one packed file `FILE.npz`
-(see sources.py). As is the custom with ImageNet, `val` is what is tested on; to validate, some are taken from `train`.
+(see sources.py). As usual with ImageNet, `val` is the test split; the validation split is taken from `train`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -22,24 +22,24 @@ from growprune.tasks.classification import augment, images, sources
 from growprune.tasks.classification.resnet import KINDS, Name, ResNet, Stem, initialise
 from growprune.tasks.classification.sources import Array
 from growprune.tasks.image_loading import Shareable
-from growprune.tasks.task import Split
+from growprune.tasks.task import Split, Task, with_channels
 
 UNREADABLE = -100
 """The label of an image that cannot be read; its loss is 0."""
 
 Batch = tuple[Tensor, ...]
-"""Images and labels; with mixup also the labels of what is mixed in, and the share each image has in the mixture."""
+"""Images and labels; with mixup also the labels of the mixed-in images, and the fraction of each image."""
 
 
 @dataclass(frozen=True)
 class Classification(Shareable):
-    """Classify images. The settings one begins with are those of ResNet-50 on ImageNet."""
+    """Classify images. The defaults are for ResNet-50 on ImageNet."""
 
     data: str = ""
     """A folder with train/<class>/ and val/<class>/, or a packed .npz."""
     model: Name = "resnet50"
     stem: Stem = "imagenet"
-    """How the model begins: "imagenet" for large images, "cifar" for those of 32 x 32 pixels or so."""
+    """Stem of the model: "imagenet" for large images, "cifar" for images of about 32 x 32 pixels."""
     width: int = 64
     """Channels of the first convolution; the others have multiples of it."""
     num_classes: int = 1000
@@ -49,20 +49,20 @@ class Classification(Shareable):
     """"resized": train on random parts of images, evaluate their centres. "padded": images of `image_size` already,
     which are shifted by up to 4 pixels to train on, and evaluated whole."""
     min_scale: float = 0.08
-    """The smallest part of an image that a resized crop takes."""
+    """Smallest area of a resized crop, as a fraction of the image."""
     mixup: float = 0.0
     """The alpha of mixup; 0 for none."""
     label_smoothing: float = 0.1
     num_validation: int = 10_000
-    """How many training images are set aside to validate."""
+    """Number of training images used for validation."""
     in_memory: bool = False
-    """Decode all images once and keep them on the device: for small images, all of one size."""
+    """Decode all images once and keep them on the device. For small images of one size."""
     workers: int = 16
-    """Processes that decode images, at most one for each core; 0 for none but the one that trains."""
+    """Processes that decode images, at most one per core. 0: decode in the training process."""
     channels_last: bool = True
-    """On a GPU, hand images over with their channels innermost in memory, as tensor cores like them."""
+    """On a GPU, use the channels-last memory format, which suits tensor cores."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    """Of each channel, on a scale from 0 to 1."""
+    """Mean of each channel, for values in [0, 1]."""
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
 
     metric = "top1"
@@ -71,19 +71,19 @@ class Classification(Shareable):
     def __post_init__(self) -> None:
         for name, known in (("model", tuple(KINDS)), ("stem", ("imagenet", "cifar")), ("crop", ("resized", "padded"))):
             if getattr(self, name) not in known:
-                raise GrowpruneError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(known)}")
+                raise GrowpruneError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         # A single image has no statistics to normalise with.
         for name, least in {"width": 1, "num_classes": 2, "image_size": 1, "batch_size": 2, "workers": 0}.items():
             if getattr(self, name) < least:
-                raise GrowpruneError(f"{name} is {getattr(self, name)}, but must be at least {least}")
+                raise GrowpruneError(f"{name} must be >= {least}, got {getattr(self, name)}")
         if not 0 < self.min_scale <= 1:
-            raise GrowpruneError(f"min_scale is {self.min_scale}, but must be above 0 and at most 1")
+            raise GrowpruneError(f"min_scale must be in (0, 1], got {self.min_scale}")
         if not 0 <= self.label_smoothing < 1:
-            raise GrowpruneError(f"label_smoothing is {self.label_smoothing}, but must be from 0 to below 1")
+            raise GrowpruneError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
         if self.mixup < 0:
-            raise GrowpruneError(f"mixup is {self.mixup}, but must be 0 (none) or more")
+            raise GrowpruneError(f"mixup must be >= 0 (0: no mixup), got {self.mixup}")
         if min(self.std) <= 0:
-            raise GrowpruneError(f"std is {self.std}, but must be above 0")
+            raise GrowpruneError(f"std must be > 0, got {self.std}")
 
     def build_model(self) -> nn.Module:
         return ResNet(self.model, stem=self.stem, width=self.width, num_classes=self.num_classes)
@@ -91,13 +91,16 @@ class Classification(Shareable):
     def initialise(self, module: nn.Module) -> None:
         initialise(module)
 
+    def narrower(self) -> Sequence[Task]:
+        return with_channels(self, "width")
+
     def example(self) -> Tensor:
         return torch.zeros(1, 3, self.image_size, self.image_size)
 
     def num_batches(self) -> int:
         images = len(self._indices("train"))
         if images < 2:
-            raise GrowpruneError(f"{self.data}: there is 1 image to train on that can be read, but there must be two")
+            raise GrowpruneError(f"{self.data}: training needs at least 2 readable images, got 1")
         full, rest = divmod(images, self.batch_size)
         return full + (rest > 1)  # a last batch of one image has no statistics to normalise with, and is left out
 
@@ -162,7 +165,7 @@ class Classification(Shareable):
             yield pixels, labels.to(device, non_blocking=True)
 
     def _looked_at(self, count: int) -> Array:
-        """Which images of a batch this replica trains on; with mixup, also those before them, which are mixed in."""
+        """The images of a batch that this replica uses. With mixup, also those before them, which are mixed in."""
         index, replicas = self._replica
         mine: Array = np.arange(count) % replicas == index
         return mine | np.roll(mine, -1) if self.mixup else mine
@@ -179,7 +182,8 @@ class Classification(Shareable):
         height, width = decoded.pixels.shape[1:3]
         if self.crop == "padded" and (height, width) != (self.image_size, self.image_size):
             raise GrowpruneError(
-                f"crop is 'padded', and {self.data} has images of {width} x {height}: set task.image_size"
+                f"crop='padded' needs images of size task.image_size, but {self.data} has images of {width} x "
+                f"{height}. Set task.image_size"
             )
         order = torch.from_numpy(np.concatenate(groups))
         if device.type == "cuda":  # from where a copy does not make the GPU wait
@@ -222,7 +226,7 @@ class Classification(Shareable):
 
 
 def score(logits: Tensor, labels: Tensor) -> Tensor:
-    """How many labels are the first guess, how many among the first five, and the sum of the losses."""
+    """Number of correct top-1 and top-5 predictions, and the sum of the losses."""
     guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
     is_right = guesses == labels[:, None]
     loss = F.cross_entropy(logits, labels, reduction="sum")

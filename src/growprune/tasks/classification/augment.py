@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 PADDING = 4
-"""How many black pixels a padded crop has at its disposal on every side."""
+"""Black pixels added on every side for a padded crop."""
 NUM_TRIES = 10
-"""How many boxes are drawn for a resized crop, of which the first that fits is taken."""
+"""Boxes drawn for a resized crop. The first that fits is used."""
 RATIOS = (3 / 4, 4 / 3)
 """The narrowest and the widest box of a resized crop, as width by height."""
 
@@ -35,7 +35,7 @@ def shifted(images: Tensor, offsets: Tensor) -> Tensor:
     """Pad with black and cut out what has the size of the images.
 
     Args:
-        offsets: (B, 2) whole numbers from 0 to 2 * PADDING: the row and column of the padded image to cut from.
+        offsets: (B, 2) integers from 0 to 2 * PADDING: the row and column of the padded image to cut from.
     """
     batch, height, width, channels = images.shape
     rows = offsets[:, :1] - PADDING + torch.arange(height, device=images.device)  # (B, H)
@@ -86,7 +86,7 @@ def resampled(images: Tensor, boxes: Tensor, size: int) -> Tensor:
 
 
 def _filter(first: Tensor, last: Tensor, length: int, size: int) -> Tensor:
-    """What each of `length` pixels gives to each of `size` new ones: a triangle, wider where pixels are merged."""
+    """Weights of `length` pixels for `size` new ones: a triangle filter, wider when downscaling."""
     scale = ((last - first) / size)[:, None]  # (B, 1)
     centres = first[:, None] + scale * (torch.arange(size, device=first.device) + 0.5)  # (B, size)
     distances = (torch.arange(length, device=first.device) + 0.5 - centres[:, :, None]).abs()
@@ -102,7 +102,7 @@ def normalised(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) 
 
 @functools.cache
 def _moments(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Kept, because to bring them to a GPU for every batch would make it wait."""
+    """Mean and std on the device. Cached, because copying them for every batch would make the GPU wait."""
     factor = 1 / (255 * torch.tensor(std, dtype=torch.float64))
     shift = -torch.tensor(mean, dtype=torch.float64) * 255 * factor
     return factor.float().to(device), shift.float().to(device)

@@ -29,7 +29,7 @@ CENTRE = 224 / 256
 
 
 def centre_box(index: int, width: int, height: int) -> Box:
-    """What is left if the shorter side is brought to 256 pixels, and 224 x 224 are cut from the middle."""
+    """The box of a centre crop: resize the shorter side to 256 pixels, and cut 224 x 224 from the centre."""
     del index
     side = CENTRE * min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
@@ -54,7 +54,7 @@ class Reader(Dataset[tuple[int, "Array | str | None"]]):
     size: tuple[int, int]
     """Width and height of all images that come out."""
     boxes: Boxes | None
-    """What to take of each; None for all of it, which must have the size already."""
+    """Function that returns the box to take of each image. None: the whole image, which must have the right size."""
 
     def __getitem__(self, wanted: tuple[int, bool]) -> tuple[int, Array | str | None]:
         index, is_wanted = wanted
@@ -86,7 +86,8 @@ def _check_size(found: tuple[int, int], expected: tuple[int, int]) -> None:
     if found != expected:
         given, wanted = (f"{width} x {height}" for width, height in (found, expected))
         raise GrowpruneError(
-            f"it is {given}, not {wanted}; for images of several sizes set task.in_memory=false and task.crop=resized"
+            f"its size is {given}, not {wanted}. For images of several sizes, set task.in_memory=false and "
+            f"task.crop=resized"
         )
 
 
@@ -137,7 +138,7 @@ class Decoded:
     """(N, H, W, 3); what could not be read is black, and not to be used."""
     labels: Tensor
     is_good: Array
-    """Which could be read."""
+    """True for images that could be read."""
 
 
 @functools.cache
@@ -181,4 +182,4 @@ def _first_size(source: Source) -> tuple[int, int]:
                 return image.size  # type: ignore[no-any-return]
         except unreadable(image_module):
             continue  # it is named when it is decoded
-    raise GrowpruneError(f"{source.where}: none of {len(source.labels)} images can be read")
+    raise GrowpruneError(f"{source.where}: none of the {len(source.labels)} images can be read. Check the files")

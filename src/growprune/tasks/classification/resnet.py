@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int,
     "resnet18": (BasicBlock, (2, 2, 2, 2)),
     "resnet50": (Bottleneck, (3, 4, 6, 3)),
 }
-"""By name: the block, and how many of them each stage has."""
+"""The block of each model, and the number of blocks per stage."""
 
 
 class ResNet(nn.Module):

@@ -1,4 +1,4 @@
-"""Where images come from: class folders, or many JPEG files packed into one. Nothing is decoded here."""
+"""Sources of images: class folders, or JPEG files packed into one file. Nothing is decoded here."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PACKED = ("data", "offsets", "labels", "split", "classes")
 0 for training and 1 for test, and the names of the classes."""
 
 KINDS = {"data": "u", "offsets": "iu", "labels": "iu", "split": "iub"}
-"""Of numbers, as numpy calls them."""
+"""Allowed numpy kinds of the arrays of numbers."""
 UNREADABLE = (
     *(OSError, ValueError, EOFError, SyntaxError, RuntimeError, zipfile.BadZipFile, zlib.error, tokenize.TokenError),
     TypeError,  # of a single array, instead of several
 )
-"""What numpy raises for a file that is damaged, or none of its own."""
+"""Errors of numpy for a file that is damaged or not an .npz."""
 
 Array = npt.NDArray[Any]
 
@@ -46,11 +46,11 @@ class Source(ABC):
     is_test: Array
 
     def where_is(self, split: str) -> str:
-        """What a split is called in messages."""
+        """Name of a split in messages."""
         return self.where
 
     def name(self, index: int) -> str:
-        """What an image is called in messages."""
+        """Name of an image in messages."""
         return f"image {index}"
 
     @abstractmethod
@@ -92,7 +92,7 @@ def load(data: str, num_classes: int) -> Source:
     if wrong:
         shown = ", ".join(map(str, wrong[:5])) + (", ..." if len(wrong) > 5 else "")
         raise GrowpruneError(
-            f"{data} has labels {shown}, but the labels of {num_classes} classes are 0 to {num_classes - 1}"
+            f"labels must be 0 to {num_classes - 1} for task.num_classes={num_classes}, but {data} has {shown}"
         )
     for split, count in {"train": (~source.is_test).sum(), "test": source.is_test.sum()}.items():
         check_split(int(count), source.where_is(split), split, layout=LAYOUT)
@@ -106,8 +106,8 @@ def splits(data: str, num_classes: int, num_validation: int) -> dict[str, Array]
     train = np.flatnonzero(~source.is_test)
     if not 0 < num_validation < len(train) - 1:
         raise GrowpruneError(
-            f"num_validation is {num_validation}, but {data} has {len(train)} training images, of which at least one "
-            f"is to validate with and two are to train on"
+            f"num_validation must leave at least 1 image for validation and 2 for training, got {num_validation}, but "
+            f"{data} has {len(train)} training images"
         )
     is_validation = np.zeros(len(train), dtype=bool)
     is_validation[np.random.default_rng(0).permutation(len(train))[:num_validation]] = True
@@ -120,7 +120,7 @@ def splits(data: str, num_classes: int, num_validation: int) -> dict[str, Array]
 
 @functools.cache
 def bad_images(data: str, num_classes: int) -> dict[bool, BadRecords]:
-    """The one account of a source's images that cannot be read: to train on (False), and to test with (True)."""
+    """The bad images of a source, for training (False) and for test (True)."""
     source = load(data, num_classes)
     num_test = int(source.is_test.sum())
     train = BadRecords(source.where_is("train"), len(source.labels) - num_test)
@@ -133,7 +133,7 @@ def _read_folder(data: str, num_classes: int) -> Folder:
     _check_classes(f"{data}: train", len(classes), num_classes)
     if foreign := set(_class_folders(test)) - set(classes):
         raise GrowpruneError(
-            f"{data}: val has the class {min(foreign)!r}, which train has not; remove it, or add it there"
+            f"{data}: val has the class {min(foreign)!r}, which train does not have. Remove it, or add it to train"
         )
     paths, labels, is_test = [], [], []
     for split in (train, test):
@@ -145,7 +145,7 @@ def _read_folder(data: str, num_classes: int) -> Folder:
     folder = Folder(data, np.array(labels, dtype=np.int64), np.array(is_test, dtype=bool), paths)
     trained = set(folder.labels[~folder.is_test].tolist())
     if trained and (empty := [name for label, name in enumerate(classes) if label not in trained]):
-        raise GrowpruneError(f"{train / empty[0]} has no images; expected is {LAYOUT}: remove the folder, or fill it")
+        raise GrowpruneError(f"{train / empty[0]} has no images. Expected {LAYOUT}. Remove the folder, or add images")
     return folder
 
 
@@ -155,7 +155,7 @@ def _class_folders(split: Path) -> list[str]:
 
 
 def _image_files(folder: Path) -> list[str]:
-    """Sorted, because the order of a listing is the disk's; a class that val does not have is no folder there."""
+    """Image files in sorted order. Empty if the folder does not exist, because val need not have all classes."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
@@ -168,11 +168,9 @@ def _read_packed(data: str, num_classes: int) -> Packed:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in PACKED}
     except KeyError as error:
-        raise GrowpruneError(f"{data} has no array {error.args[0]}; a packed file has {', '.join(PACKED)}") from error
+        raise GrowpruneError(f"{data} has no array {error.args[0]}. A packed file needs {', '.join(PACKED)}") from error
     except UNREADABLE as error:
-        raise GrowpruneError(
-            f"{data} cannot be read ({error}); expected is an .npz with {', '.join(PACKED)}"
-        ) from error
+        raise GrowpruneError(f"cannot read {data} ({error}). Expected an .npz with {', '.join(PACKED)}") from error
     _check_packed(data, found)
     _check_classes(data, len(found["classes"]), num_classes)
     labels, is_test = found["labels"].astype(np.int64), found["split"] == 1
@@ -182,24 +180,24 @@ def _read_packed(data: str, num_classes: int) -> Packed:
 def _check_packed(data: str, found: dict[str, Array]) -> None:
     for name, array in found.items():
         if array.ndim != 1:
-            raise GrowpruneError(f"{data}: {name} has {array.ndim} axes, but must have one")
+            raise GrowpruneError(f"{data}: {name} must have 1 dimension, got {array.ndim}")
         if array.dtype.kind not in KINDS.get(name, array.dtype.kind) or (name == "data" and array.itemsize > 1):
-            expected = "uint8" if name == "data" else "whole numbers"
-            raise GrowpruneError(f"{data}: {name} is of {array.dtype}, but must be {expected}")
+            expected = "uint8" if name == "data" else "integers"
+            raise GrowpruneError(f"{data}: {name} must be {expected}, got {array.dtype}")
     offsets, count = found["offsets"], len(found["labels"])
     if len(offsets) != count + 1 or len(found["split"]) != count:
         raise GrowpruneError(
-            f"{data} has {count} labels, {len(found['split'])} splits and {len(offsets)} offsets, but there must be as "
-            f"many splits as labels, and one offset more"
+            f"{data} has {count} labels, {len(found['split'])} splits and {len(offsets)} offsets. It needs the same "
+            f"number of splits as labels, and one more offset"
         )
     if offsets[0] < 0 or offsets[-1] > len(found["data"]) or (np.diff(offsets.astype(np.int64)) < 0).any():
-        raise GrowpruneError(f"{data}: offsets must rise, and not beyond the {len(found['data'])} bytes of data")
+        raise GrowpruneError(f"{data}: offsets must increase and stay within the {len(found['data'])} bytes of data")
     if wrong := sorted(set(found["split"].tolist()) - {0, 1}):
-        raise GrowpruneError(f"{data}: split has {wrong[0]}, but must be 0 (train) or 1 (test)")
+        raise GrowpruneError(f"{data}: split must be 0 (train) or 1 (test), got {wrong[0]}")
 
 
 def _check_classes(where: str, found: int, num_classes: int) -> None:
     if found != num_classes:
         raise GrowpruneError(
-            f"{where} has {found} classes, but num_classes is {num_classes}: set task.num_classes={found}"
+            f"{where} has {found} classes, but num_classes is {num_classes}. Set task.num_classes={found}"
         )

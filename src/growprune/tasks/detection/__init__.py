@@ -19,7 +19,7 @@ from growprune.tasks.detection.boxes import IMAGE_SIZE, Detections, default_boxe
 from growprune.tasks.detection.coco import Scene, coco_numbers, cocoeval, load
 from growprune.tasks.detection.ssd import SSD, Convolution
 from growprune.tasks.image_loading import Shareable
-from growprune.tasks.task import Split
+from growprune.tasks.task import Split, Task, with_channels
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Images, (B, 3, 300, 300); corners of their objects in shares of the image, (B, M, 4); labels, (B, M), 0 for none."""
@@ -30,23 +30,23 @@ class Detection(Shareable):
     """Find objects in images."""
 
     data: str = ""
-    """The folder; see coco.py for what is in it."""
+    """The data folder. coco.py describes its layout."""
     num_classes: int = 80
     """Categories of the data, without the background."""
     depth: Name = "resnet50"
     """The backbone."""
     width: int = 64
-    """Channels of the first convolution; all others go with it."""
+    """Channels of the first convolution. All others scale with it."""
     batch_size: int = 32
-    """At most; the images of an epoch are dealt out evenly."""
+    """Maximum batch size. The images of an epoch are split evenly."""
     num_validation: int = 2000
-    """Training images to validate on, where the data has no labelled test split and `val` is the test split."""
+    """Training images used for validation if there is no labelled test split. `val` is then the test split."""
     zoom_out: float = 1.0
-    """Half of the training images are laid on a canvas whose sides are up to so many times theirs: 1 for none."""
+    """Half of the training images are placed on a canvas up to this many times as large per side. 1: no zoom."""
     jitter: float = 1.0
-    """How strongly colours vary in training; 0 for not at all."""
+    """Strength of colour jitter in training. 0: none."""
     workers: int = 4
-    """Processes that decode images, where these are too many to be kept in memory."""
+    """Processes that decode images, if they do not fit in memory."""
 
     metric = "map"
     initialises_modules = True
@@ -55,7 +55,7 @@ class Detection(Shareable):
         least = {"num_classes": 1, "width": 1, "batch_size": 2, "zoom_out": 1, "jitter": 0, "workers": 0}
         for name, limit in least.items():
             if getattr(self, name) < limit:
-                raise GrowpruneError(f"{name} is {getattr(self, name)}; it must be {limit} or more")
+                raise GrowpruneError(f"{name} must be >= {limit}, got {getattr(self, name)}")
 
     def build_model(self) -> nn.Module:
         return SSD(self.depth, width=self.width, num_classes=self.num_classes)
@@ -66,6 +66,9 @@ class Detection(Shareable):
         else:  # of the backbone
             initialise(module)
 
+    def narrower(self) -> Sequence[Task]:
+        return with_channels(self, "width")
+
     def example(self) -> Tensor:
         return torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE)
 
@@ -75,7 +78,7 @@ class Detection(Shareable):
             self.album(split)  # and of pictures that are
         number = len(self.album("train").scenes)
         if number < 2:
-            raise GrowpruneError(f"{self.data}: there is 1 image to train on that can be read, but there must be two")
+            raise GrowpruneError(f"{self.data}: training needs at least 2 readable images, got 1")
         # A batch of one image could not be normalised where the feature map has one cell.
         return min(-(-number // self.batch_size), number // 2)
 

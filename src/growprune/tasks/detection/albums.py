@@ -110,7 +110,7 @@ def album(data: str, split: str, *, num_classes: int, num_validation: int, worke
 
 
 BLANK = torch.zeros(3, 1, 1, dtype=torch.uint8)
-"""In the place of a picture that cannot be read, or is not looked at."""
+"""Placeholder for a picture that cannot be read or is not used."""
 
 
 class _Decoder(Dataset[tuple[str, Tensor | str]]):

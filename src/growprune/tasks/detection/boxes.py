@@ -53,7 +53,7 @@ def _sizes(level: int) -> list[tuple[float, float]]:
 
 
 def match(boxes: Tensor, labels: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-    """Which object each anchor has to find: the box of its target and its label, 0 for background.
+    """Assign an object to each anchor: the box of its target and its label, 0 for background.
 
     An anchor goes to the object it overlaps most, if their IoU is above 0.5. The best anchor of an object goes to it
     whatever their IoU; of several objects with the same best anchor, the one that overlaps it most has it.
@@ -115,7 +115,7 @@ def decode(offsets: Tensor, anchors: Tensor) -> Tensor:
 
 
 class Detections(NamedTuple):
-    """What was found in each image, the surest first; places that are not used have the score 0."""
+    """Detections of each image, highest score first. Unused entries have score 0."""
 
     boxes: Tensor
     """(B, 200, 4)"""
@@ -158,7 +158,7 @@ def suppress(boxes: Tensor, valid: Tensor) -> Tensor:
 
 
 def _suppress(boxes: Tensor, valid: Tensor) -> Tensor:
-    """What the greedy loop finds, without the loop.
+    """The result of greedy suppression, without a loop over boxes.
 
     A box stays unless one that stays, and comes before it, overlaps it. Applied again and again, this settles the
     boxes from the first to the last, and so ends at the one solution; in practice after a few rounds.

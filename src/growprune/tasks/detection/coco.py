@@ -37,14 +37,14 @@ class Scene:
     boxes: npt.NDArray[np.float64]
     """x, y, width, height in pixels, as the file has them, (n, 4)."""
     labels: npt.NDArray[np.int64]
-    """From 1, in the order of the category ids, (n)."""
+    """Labels from 1, in the order of the category ids, (n)."""
     areas: npt.NDArray[np.float64]
     crowds: npt.NDArray[np.bool_]
     """True for a region of many objects: nothing to train on, and neither right nor wrong to find."""
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Name of the image in messages."""
         return f"{self.path.name} (id {self.image_id})"
 
 
@@ -71,9 +71,7 @@ def load(data: str, *, num_classes: int, num_validation: int) -> dict[str, tuple
         first = first or categories
         _compare(categories, first, num_classes, source)
         if not any((~scene.crowds).any() for scene in splits[name]):
-            raise GrowpruneError(
-                f"{source} has no box of a single object: there is nothing to find in the {name} split"
-            )
+            raise GrowpruneError(f"{source} has no boxes of single objects in the {name} split. Add annotations")
     if "test" in splits:
         return {"train": splits["train"], "validation": splits["val"], "test": splits["test"]}
     train, validation = _draw(splits["train"], num_validation, data)
@@ -81,23 +79,23 @@ def load(data: str, *, num_classes: int, num_validation: int) -> dict[str, tuple
 
 
 def _compare(categories: dict[int, str], first: dict[int, str], num_classes: int, source: Path) -> None:
-    """Refuse categories that are not those of the training split."""
+    """Raise if categories differ from those of the training split."""
     found = len(categories)
     if found != num_classes:
-        raise GrowpruneError(f"{source} has {found} categories, not {num_classes}: set task.num_classes={found}")
+        raise GrowpruneError(f"{source} has {found} categories, not {num_classes}. Set task.num_classes={found}")
     if categories != first:
         identity, name = min(set(categories.items()) ^ set(first.items()))
         raise GrowpruneError(
-            f"the categories of {source} and of the training split are not alike: only one has {name!r} with the "
-            f"id {identity}"
+            f"the categories of {source} differ from those of the training split: only one has {name!r} with id "
+            f"{identity}"
         )
 
 
 def _draw(scenes: tuple[Scene, ...], number: int, data: str) -> tuple[tuple[Scene, ...], tuple[Scene, ...]]:
     if not 0 < number < len(scenes) - 1:
         raise GrowpruneError(
-            f"{data} has no labelled test split, so {number} of its {len(scenes)} training images would be the "
-            f"validation split, and at least two must be left: set task.num_validation"
+            f"task.num_validation must leave at least 1 image for validation and 2 for training, got {number} of the "
+            f"{len(scenes)} training images. {data} has no labelled test split"
         )
     drawn = set(np.random.default_rng(0).permutation(len(scenes))[:number].tolist())
     train = tuple(scene for index, scene in enumerate(scenes) if index not in drawn)
@@ -118,7 +116,7 @@ def read(source: Path, folder: Path) -> tuple[dict[int, str], tuple[Scene, ...]]
             if identity in left_out:  # that was said of the image
                 continue
             if identity not in images:
-                raise GrowpruneError(f"there is no image with the id {identity}")
+                raise GrowpruneError(f"no image has id {identity}")
             rows[identity].append(_row(record, images[identity], labels))
         except ValueError as error:
             bad.skip(_name("annotation", number, record), error)
@@ -130,17 +128,17 @@ def _parse(source: Path) -> dict[str, list[Any]]:
         content: Any = json.loads(source.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise GrowpruneError(
-            f"{source} is no JSON: {error.msg} in line {error.lineno}, column {error.colno} (character {error.pos}); "
-            f"copy or make it again"
+            f"{source} is not JSON: {error.msg} in line {error.lineno}, column {error.colno} (character {error.pos}). "
+            f"Download or create it again"
         ) from error
     except UnicodeDecodeError as error:
-        raise GrowpruneError(f"{source} is no JSON: byte {error.start} is not UTF-8; copy or make it again") from error
+        raise GrowpruneError(f"{source} is not JSON: byte {error.start} is not UTF-8. Download it again") from error
     except (ValueError, RecursionError) as error:  # a number or a nest that is too large
-        raise GrowpruneError(f"{source} cannot be read: {error}; copy or make it again") from error
+        raise GrowpruneError(f"cannot read {source}: {error}. Download or create it again") from error
     names = ("images", "annotations", "categories")
     for name in names:
         if not isinstance(content, dict) or not isinstance(content.get(name), list):
-            raise GrowpruneError(f"{source} has no list {name!r}; a COCO file has images, annotations and categories")
+            raise GrowpruneError(f"{source} has no list {name!r}. A COCO file has images, annotations and categories")
     return {name: content[name] for name in names}
 
 
@@ -151,7 +149,7 @@ def _categories(records: list[Any], source: Path) -> dict[int, str]:
     except ValueError as error:
         raise GrowpruneError(f"{source}: a category has no id: {error}") from error
     if len(names) < len(records):
-        raise GrowpruneError(f"{source}: two categories have the same id; give each its own")
+        raise GrowpruneError(f"{source}: two categories have the same id. Give each its own")
     return dict(sorted(names.items()))
 
 
@@ -167,7 +165,7 @@ def _images(records: list[Any], bad: BadRecords) -> tuple[dict[int, dict[str, An
             if min(_whole(record, "width"), _whole(record, "height")) < 1:
                 raise GrowpruneError(f"its size is {record['width']} x {record['height']} pixels")
             if not isinstance(record.get("file_name"), str):
-                raise GrowpruneError(f"file_name is {record.get('file_name')!r}, not a name")
+                raise GrowpruneError(f"file_name must be a non-empty string, got {record.get('file_name')!r}")
             images[identity] = record
         except ValueError as error:
             bad.skip(_name("image", number, record), error)
@@ -179,17 +177,17 @@ def _row(record: Any, image: dict[str, Any], labels: dict[int, int]) -> tuple[fl
     """x, y, width, height, label, area, crowd of an annotation."""
     category = _whole(record, "category_id")
     if category not in labels:
-        raise GrowpruneError(f"there is no category with the id {category}")
+        raise GrowpruneError(f"no category has id {category}")
     box = record.get("bbox")
     if not isinstance(box, list) or len(box) != 4 or not all(_is_number(value) for value in box):
-        raise GrowpruneError(f"bbox is {box!r}, not four numbers x, y, width, height")
+        raise GrowpruneError(f"bbox must be four numbers x, y, width, height, got {box!r}")
     x, y, width, height = box
     if width <= 0 or height <= 0:
         raise GrowpruneError(f"its box {box} has no size")
     if x >= image["width"] or y >= image["height"] or x + width <= 0 or y + height <= 0:
-        raise GrowpruneError(f"its box {box} is outside of the image of {image['width']} x {image['height']} pixels")
+        raise GrowpruneError(f"its box {box} is outside the image of {image['width']} x {image['height']} pixels")
     if (crowd := record.get("iscrowd") or 0) not in (0, 1):
-        raise GrowpruneError(f"iscrowd is {crowd!r}, not 0 or 1")
+        raise GrowpruneError(f"iscrowd must be 0 or 1, got {crowd!r}")
     area = record.get("area", width * height)
     return (*box, labels[category], area if _is_number(area) else width * height, crowd)
 
@@ -209,7 +207,7 @@ def _scene(image: dict[str, Any], folder: Path, rows: list[tuple[float, ...]]) -
 
 
 def targets(scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
-    """What to find in each scene, crowds left out: corners in shares of the image, (N, M, 4), and labels, (N, M)."""
+    """Objects of each scene without crowds: corners as fractions of the image, (N, M, 4), and labels, (N, M)."""
     wanted = [~scene.crowds for scene in scenes]
     most = max(1, max((int(want.sum()) for want in wanted), default=0))
     boxes, labels = torch.zeros(len(scenes), most, 4), torch.zeros(len(scenes), most, dtype=torch.int64)
@@ -226,7 +224,7 @@ def targets(scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
 def _whole(record: Any, field: str) -> int:
     value = record.get(field) if isinstance(record, dict) else None
     if not isinstance(value, int) or isinstance(value, bool):
-        raise GrowpruneError(f"{field} is {value!r}, not a whole number")
+        raise GrowpruneError(f"{field} must be an integer, got {value!r}")
     return value
 
 
@@ -267,7 +265,7 @@ def coco_numbers(
 
 def cocoeval() -> Any:
     """The class that COCO is evaluated with."""
-    return need("pycocotools.cocoeval", "detection", "detections are scored with pycocotools").COCOeval
+    return need("pycocotools.cocoeval", "detection", "scoring detections needs pycocotools").COCOeval
 
 
 def _truth(scene: Scene) -> list[dict[str, Any]]:
@@ -286,7 +284,7 @@ def _claims(rows: npt.NDArray[np.float64], image_id: int) -> list[dict[str, Any]
 
 
 def _index(images: list[dict[str, Any]], rows: list[dict[str, Any]], num_classes: int) -> Any:
-    """What COCO would make of a file with these rows; unlike its loadRes, for no rows too."""
+    """The index that COCO would make of a file with these rows. Unlike its loadRes, it accepts no rows."""
     from pycocotools.coco import COCO
 
     index = COCO()

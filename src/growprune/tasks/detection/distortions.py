@@ -1,4 +1,4 @@
-"""What SSD does to pictures before it trains on them, a batch at a time.
+"""The augmentation of SSD, a batch at a time.
 
 A few numbers for each picture are drawn and decided on the CPU: which part of it is seen, whether mirrored, in which
 colours. The pixels are worked on where they are.
@@ -16,7 +16,7 @@ from growprune.tasks.detection.boxes import IMAGE_SIZE, iou
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MIN_IOUS = (0.1, 0.3, 0.5, 0.7, 0.9, 0.0, 0.0)
-"""What a crop must have with some object; the last but one asks nothing, the last sees the whole picture."""
+"""Minimum IoU of a crop with some object. The last but one has no minimum, the last keeps the whole picture."""
 NUM_TRIES = 50
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.125, 0.5, 0.5, 0.05
 LUMA = (0.299, 0.587, 0.114)
@@ -29,7 +29,7 @@ def draw_views(generator: np.random.Generator, boxes: Tensor, labels: Tensor, *,
     Args:
         boxes: corners of the objects, (B, M, 4).
         labels: (B, M), 0 where there is no object.
-        zoom_out: half of the pictures are laid on a canvas whose sides are up to so many times theirs.
+        zoom_out: half of the pictures are placed on a canvas up to this many times as large per side.
     """
     factor = generator.uniform(1, zoom_out, (len(boxes), 1)) * np.ones(2)
     factor[generator.random(len(boxes)) < 0.5] = 1.0
@@ -60,7 +60,7 @@ def _draw_crops(generator: np.random.Generator, boxes: Tensor, labels: Tensor) -
 
 
 def _contains(crops: Tensor, boxes: Tensor) -> Tensor:
-    """Whether the centre of each box, (B, M, 4), is in each crop, (B, T, 4), as (B, T, M)."""
+    """True where the centre of a box, (B, M, 4), is in a crop, (B, T, 4), as (B, T, M)."""
     centre = ((boxes[..., :2] + boxes[..., 2:]) / 2).unsqueeze(1)  # (B, 1, M, 2)
     start, end = crops[..., :2].unsqueeze(2), crops[..., 2:].unsqueeze(2)  # (B, T, 1, 2)
     return ((centre > start) & (centre < end)).all(3)
@@ -82,7 +82,7 @@ def crop_boxes(boxes: Tensor, labels: Tensor, views: Tensor, mirrored: Tensor) -
 
 
 def show(pixels: Tensor, sizes: Tensor, views: Tensor, mirrored: Tensor) -> Tensor:
-    """What each view shows, 300 x 300, in [0, 1]; the mean colour where it goes beyond its picture.
+    """Render each view at 300 x 300 in [0, 1], with the mean colour outside its picture.
 
     A view is parallel to the axes, so that it is two products with (output pixel, source pixel) weights. Where it
     makes a picture smaller the weights take the mean over what falls together, as Pillow does.
@@ -101,7 +101,7 @@ def show(pixels: Tensor, sizes: Tensor, views: Tensor, mirrored: Tensor) -> Tens
 
 
 def _weights(ends: Tensor, length: Tensor, num_pixels: int) -> Tensor:
-    """How much each of the picture's pixels along an axis counts for each of the view's, whose ends are (B, 2)."""
+    """Weights of the picture's pixels along an axis for each pixel of the view, whose ends are (B, 2)."""
     start, step = ends[:, :1], (ends[:, 1:] - ends[:, :1]) / IMAGE_SIZE
     centres = start + step * (torch.arange(IMAGE_SIZE, device=ends.device) + 0.5)  # (B, 300)
     pixels = torch.arange(num_pixels, device=ends.device) + 0.5

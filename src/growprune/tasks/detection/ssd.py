@@ -28,7 +28,7 @@ class Backbone(ResNet):
 
 
 class Convolution(nn.Conv2d):
-    """One that starts as those of the reference code do, outside of the backbone."""
+    """A convolution initialised as in the reference code, outside the backbone."""
 
     def reset_parameters(self) -> None:
         nn.init.xavier_uniform_(self.weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from growprune.errors import GrowpruneError
 from growprune.tasks.language.data import in_order, load, num_batches, on_device, shuffled
 from growprune.tasks.language.gpt import GPT, Shape
-from growprune.tasks.task import Split, Task
+from growprune.tasks.task import Split, Task, with_channels
 
 VOCAB_SIZE = 256
 """Every byte is a token, whether the text has it or not: a model means the same without the text it learned from."""
@@ -21,24 +21,23 @@ VOCAB_SIZE = 256
 
 @dataclass(frozen=True)
 class Language(Task):
-    """Predict each byte of a text from those before it.
+    """Predict each byte of a text from the bytes before it.
 
-    The text is cut by position: the first 90 % are trained on, the next 5 % validate, the last 5 % test. `evaluate`
-    gives `bits_per_byte` (of ASCII text, the bits per character of the literature), `loss` (the same in nats) and
-    `perplexity`. A split is read in pieces of `context` bytes, and each byte is predicted from those before it in its
-    piece.
+    The text is split by position: 90 % for training, 5 % for validation, 5 % for test. `evaluate` returns
+    `bits_per_byte` (for ASCII, the bits per character of the literature), `loss` (the same in nats) and `perplexity`. A
+    split is read in pieces of `context` bytes, and each byte is predicted from those before it in its piece.
     """
 
     data: str = ""
     """A file of text."""
     context: int = 256
-    """How many bytes the model sees at most."""
+    """Maximum number of bytes that the model sees."""
     d_model: int = 384
     ffn: int = 1536
     heads: int = 6
     layers: int = 6
     dropout: float = 0.2
-    """Of the embedding, of attention, and of what each layer adds."""
+    """Dropout of the embedding, of attention, and of the output of each layer."""
     batch_size: int = 64
 
     metric = "bits_per_byte"
@@ -48,18 +47,22 @@ class Language(Task):
     def __post_init__(self) -> None:
         for name in ("context", "d_model", "ffn", "heads", "layers", "batch_size"):
             if getattr(self, name) < 1:
-                raise GrowpruneError(f"{name} is {getattr(self, name)}, but must be at least 1")
+                raise GrowpruneError(f"{name} must be >= 1, got {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
-            raise GrowpruneError(f"dropout is {self.dropout}, but must be at least 0 and below 1")
+            raise GrowpruneError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.d_model % self.heads:
-            raise GrowpruneError(f"d_model is {self.d_model}, but must be a multiple of heads ({self.heads})")
+            raise GrowpruneError(f"d_model must be a multiple of heads={self.heads}, got {self.d_model}")
 
     def build_model(self) -> nn.Module:
         sizes = (self.context, self.d_model, self.ffn, self.heads, self.layers)
         return GPT(Shape(VOCAB_SIZE, *sizes, self.dropout))
 
+    def narrower(self) -> Sequence[Task]:
+        """The task with smaller `d_model`, a multiple of the same number of heads. `ffn` keeps its ratio."""
+        return with_channels(self, "d_model", self.heads, "ffn")
+
     def example(self) -> Tensor:
-        """As many bytes as the model sees at most."""
+        """A piece of `context` bytes."""
         return torch.zeros(1, self.context, dtype=torch.int64)
 
     def num_batches(self) -> int:
@@ -67,8 +70,8 @@ class Language(Task):
         found = num_batches(size, self.context, self.batch_size)
         if found < 1:
             raise GrowpruneError(
-                f"{self.data} has {size} bytes to train on (90 %), but a batch wants "
-                f"{self.context * (self.batch_size + 1)}: give a longer text, or lower batch_size "
+                f"{self.data} has {size} bytes for training (90 %), but a batch needs "
+                f"{self.context * (self.batch_size + 1)}. Use a longer text, or lower batch_size "
                 f"({self.batch_size}) or context ({self.context})"
             )
         return found
@@ -78,7 +81,7 @@ class Language(Task):
         return shuffled(text, self.context, self.batch_size, seed=seed, start=start)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """The mean over all bytes; pieces have the same number of them."""
+        """The mean loss over all bytes. All pieces have the same length."""
         return _losses(model, batch).mean()
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:

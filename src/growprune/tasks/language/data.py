@@ -18,7 +18,7 @@ from torch import Tensor
 from growprune.errors import GrowpruneError
 from growprune.tasks.bad_records import find
 
-LAYOUT = "a file of text, of which each byte is a character"
+LAYOUT = "a text file with one byte per character"
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def load(data: str) -> dict[str, Tensor]:
     """Read a file and cut it: the bytes (uint8) of each split."""
     path = find(data, "", layout=LAYOUT)
     if not path.is_file():
-        raise GrowpruneError(f"{path} is a folder; expected is {LAYOUT}: give the file itself with --data")
+        raise GrowpruneError(f"--data must be {LAYOUT}, but {path} is a folder. Give the file itself")
     return cut(path.read_bytes(), path)
 
 
@@ -40,7 +40,7 @@ def cut(content: bytes, source: Path | str = "the text") -> dict[str, Tensor]:
     ends = (size * 90 // 100, size * 95 // 100)
     parts = {"train": content[: ends[0]], "validation": content[ends[0] : ends[1]], "test": content[ends[1] :]}
     if any(len(part) < 2 for part in parts.values()):  # a byte to look at, and one to predict
-        raise GrowpruneError(f"{source} has {size} bytes, but 40 or more are needed to train, validate and test on")
+        raise GrowpruneError(f"--data must have at least 40 bytes, but {source} has {size}. Use a longer text")
     return {split: torch.from_numpy(np.frombuffer(part, np.uint8).copy()) for split, part in parts.items()}
 
 
@@ -51,7 +51,7 @@ def on_device(data: str, split: str, device: torch.device) -> Tensor:
 
 
 def num_batches(size: int, context: int, batch_size: int) -> int:
-    """How many batches of pieces a text of so many bytes fills, whatever the offset.
+    """The number of batches that a text of `size` bytes fills at any offset.
 
     >>> num_batches(41, context=4, batch_size=3), num_batches(39, context=4, batch_size=3)
     (3, 2)

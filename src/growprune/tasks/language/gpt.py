@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 STD = 0.02
-"""Of the first weights."""
+"""Standard deviation of initial weights."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Shape:
 
 
 class GPT(nn.Module):
-    """What comes next, after each byte."""
+    """Predicts the next byte after each byte."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -108,5 +108,5 @@ class Linear(nn.Linear):
 
 
 def last_std(shape: Shape) -> float:
-    """Of layers whose output is added up: less, the more of them there are."""
+    """Standard deviation for layers on the residual path. It is smaller the more layers there are."""
     return float(STD * (2 * shape.layers) ** -0.5)

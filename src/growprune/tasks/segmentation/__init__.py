@@ -1,9 +1,9 @@
-"""Part segmentation of 3D shapes: every point of a ShapeNet object is told which part it belongs to, by PointNet++."""
+"""Part segmentation of 3D shapes: PointNet++ predicts the part of every point of a ShapeNet object."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,12 +20,12 @@ from growprune.tasks.task import Split, Task
 
 @dataclass(frozen=True)
 class PartSegmentation(Task):
-    """Find the parts of ShapeNet's objects: 50 parts of 16 categories, which the model is told."""
+    """Segment ShapeNet objects into 50 parts of 16 categories. The category is an input of the model."""
 
     data: str = ""
     """The folder of the benchmark with normals, its parent, or a zip file of it; see shapenet.py."""
     num_points: int = 2048
-    """How many points of a shape the model sees; drawn anew each epoch, the same each time in evaluation."""
+    """Points per shape. Drawn anew in each epoch, and fixed in evaluation."""
     use_normals: bool = True
     batch_size: int = 32
     width: float = 1.0
@@ -34,11 +34,11 @@ class PartSegmentation(Task):
     """Scales the numbers of centres (512, then 128) and of their neighbours (32 to 128)."""
     dropout: float = 0.5
     scale: tuple[float, float] = (0.8, 1.25)
-    """A shape is trained on at a random size between these."""
+    """Range of the random scale of a shape in training."""
     shift: float = 0.1
-    """And moved by up to this along each axis."""
+    """Maximum random shift along each axis in training."""
     votes: int = 1
-    """In evaluation, how many times a shape is looked at, each with other centres; the logits are added."""
+    """Number of evaluations per shape with different centres. Their logits are added."""
 
     metric = "instance_miou"
     initialises_modules = True
@@ -46,12 +46,12 @@ class PartSegmentation(Task):
     def __post_init__(self) -> None:
         for name in ("num_points", "batch_size", "width", "detail", "votes"):
             if not getattr(self, name) > 0:
-                raise GrowpruneError(f"{name} is {getattr(self, name)}, but must be above 0")
+                raise GrowpruneError(f"{name} must be > 0, got {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
-            raise GrowpruneError(f"dropout is {self.dropout}, but must be at least 0 and below 1")
+            raise GrowpruneError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.num_points < (centres := scaled(NUM_CENTRES[0], self.detail)):
             raise GrowpruneError(
-                f"num_points is {self.num_points}, but the model picks {centres} of them: lower detail"
+                f"num_points must be >= {centres}, the number of centres, got {self.num_points}. Or lower detail"
             )
 
     def build_model(self) -> nn.Module:
@@ -67,6 +67,10 @@ class PartSegmentation(Task):
     def initialise(self, module: nn.Module) -> None:
         super().initialise(module)
         initialise(module)
+
+    def narrower(self) -> Sequence[Task]:
+        """The task at 128 widths: at least as many as most layers have channels."""
+        return [*(replace(self, width=self.width * n / 128) for n in range(1, 128)), self]
 
     def example(self) -> tuple[Tensor, Tensor]:
         return torch.zeros(1, self.num_points, 6 if self.use_normals else 3), torch.zeros(1, dtype=torch.long)
@@ -100,7 +104,7 @@ class PartSegmentation(Task):
         return {"instance_miou": 100 * instance, "class_miou": 100 * by_class, "accuracy": 100 * accuracy}
 
     def _logits(self, model: nn.Module, points: Tensor, categories: Tensor) -> Tensor:
-        """Added up over the votes, each of which starts choosing centres at another point."""
+        """The sum of logits over the votes, each with another first centre."""
         shifts = [vote * self.num_points // self.votes for vote in range(self.votes)]
         votes = [model(points.roll(-n, 1), categories).float().roll(n, 1) for n in shifts]
         return torch.stack(votes).sum(0)

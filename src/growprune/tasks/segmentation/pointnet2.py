@@ -17,7 +17,7 @@ from growprune.tasks.segmentation.points import ball_query, farthest_points, int
 
 
 class Scale(NamedTuple):
-    """One of the sizes of neighbourhoods at which a set abstraction looks."""
+    """A neighbourhood size of a set abstraction."""
 
     radius: float
     num_neighbours: int
@@ -129,7 +129,7 @@ class FeaturePropagation(nn.Module):
 
 
 def group_rows(xyz: Tensor, features: Tensor, centres: Tensor, group: Tensor) -> Tensor:
-    """What a neighbourhood is: the features of each neighbour, then its place as seen from the centre."""
+    """Rows of a neighbourhood: the features of each neighbour, then its position relative to the centre."""
     offsets = rows(xyz, group) - centres.unsqueeze(2)
     return torch.cat([rows(features, group), offsets.to(features.dtype)], 3)  # (B, S, K, C + 3)
 

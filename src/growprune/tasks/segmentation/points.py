@@ -31,7 +31,7 @@ def rows(table: Tensor, index: Tensor) -> Tensor:
 
 
 def squared_distances(xyz: Tensor, others: Tensor) -> Tensor:
-    """From every point of a cloud (B, S, 3) to every one of another (B, N, 3)."""
+    """Squared distances from every point of a cloud (B, S, 3) to every point of another (B, N, 3)."""
     squares = [(xyz[:, :, None, axis] - others[:, None, :, axis]).square_() for axis in range(3)]
     return squares[0].add_(squares[1]).add_(squares[2])  # (B, S, N)
 
@@ -72,7 +72,7 @@ def _triton_kernel(device_type: str) -> Callable[[Tensor, int], Tensor] | None:
     try:
         from growprune.tasks.segmentation.farthest import farthest_points
     except ImportError:
-        log.warning("Triton is not installed: farthest points are found by a loop, which is slow on CUDA")
+        log.warning("Triton is not installed: a slow loop on CUDA finds the farthest points. Run pip install triton")
         return None
     return farthest_points
 

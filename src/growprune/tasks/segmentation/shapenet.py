@@ -32,11 +32,11 @@ LAYOUT = f"the folder {NAME} with {INDEX}, <synset>/<id>.txt and train_test_spli
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
 COLUMNS = ("x", "y", "z", "nx", "ny", "nz", "label")
 VERSION = "2"
-"""Of what is cached; changes when reading does."""
+"""Version of the cache. Increase it when reading changes."""
 
 Root = Path | zipfile.Path
 UNREADABLE = (OSError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)
-"""What a file can raise that is not there, may not be read, or is damaged in its zip file."""
+"""Errors of a file that is missing, unreadable, or damaged in its zip file."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Shapes:
     """(points of all shapes, 6): xyz, moved and scaled into the unit sphere shape by shape, and normals."""
     labels: NDArray[np.uint8]
     counts: NDArray[np.int64]
-    """How many points each shape has."""
+    """Number of points of each shape."""
     categories: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ def load(data: str) -> dict[str, Shapes]:
     if arrays := cache.load_arrays(source, key):
         return {split: Shapes(*(arrays[f"{split}.{k}"] for k in FIELDS)) for split in SPLITS}  # type: ignore[arg-type]
     shapes, num_bad = _read_all(data, lists, present, root)
-    if not num_bad:  # what is bad is to be told every time
+    if not num_bad:  # warn about bad shapes every time
         cache.save_arrays(source, key, {f"{split}.{k}": getattr(shapes[split], k) for split in SPLITS for k in FIELDS})
     return shapes
 
@@ -98,12 +98,12 @@ def _opened(source: Path) -> Root:
     try:
         archive = zipfile.Path(source)
     except (zipfile.BadZipFile, OSError) as error:
-        raise GrowpruneError(f"{source} is no folder and no whole zip file ({error}); expected is {LAYOUT}") from error
+        raise GrowpruneError(f"{source} is not a folder or a valid zip file ({error}). Expected {LAYOUT}") from error
     return archive / NAME if (archive / NAME / INDEX).exists() else archive
 
 
 def _read_all(data: str, lists: dict[str, list[str]], present: set[str], root: Root) -> tuple[dict[str, Shapes], int]:
-    """The three splits, and how many shapes to train on were bad; to leave out others would change what is measured."""
+    """Read the three splits, and count the bad training shapes. Bad validation or test shapes raise an error."""
     bad = BadRecords(data, len(lists["train"]))
     shapes = {}
     for split, entries in lists.items():
@@ -114,7 +114,7 @@ def _read_all(data: str, lists: dict[str, list[str]], present: set[str], root: R
             except ValueError as error:
                 if split != "train":
                     raise GrowpruneError(
-                        f"{data}: {entry}: {error}; no shape of the {split} split is skipped: repair it"
+                        f"{data}: {entry}: {error}. Shapes of the {split} split are never skipped. Repair it"
                     ) from error
                 bad.skip(entry, error)
         shapes[split] = together(read_shapes)
@@ -129,9 +129,7 @@ def _read_index(data: str, root: Root) -> set[str]:
             continue
         synset = line.split()[-1]
         if synset not in SYNSETS:
-            raise GrowpruneError(
-                f"{data}: {INDEX} line {number} has {line!r}, which names none of {', '.join(SYNSETS)}"
-            )
+            raise GrowpruneError(f"{data}: {INDEX} line {number} must name one of {', '.join(SYNSETS)}, got {line!r}")
         present.add(synset)
     return present
 
@@ -140,9 +138,9 @@ def _read_list(data: str, relative: str, root: Root) -> list[str]:
     try:
         entries = json.loads(_required(data, relative, root))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise GrowpruneError(f"{data}: {relative} is no JSON ({error}); expected is a list of shapes") from error
+        raise GrowpruneError(f"{data}: {relative} is not JSON ({error}). Expected a list of shapes") from error
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        raise GrowpruneError(f"{data}: {relative} must be a list like ['shape_data/<synset>/<id>', ...]")
+        raise GrowpruneError(f"{data}: {relative} must be a list such as ['shape_data/<synset>/<id>', ...]")
     return entries
 
 
@@ -150,9 +148,9 @@ def _required(data: str, relative: str, root: Root) -> str:
     try:
         return (root / relative).read_bytes().decode("utf-8", "replace")
     except FileNotFoundError as error:
-        raise GrowpruneError(f"{data} has no {relative}; expected is {LAYOUT}") from error
+        raise GrowpruneError(f"{data} has no {relative}. Expected {LAYOUT}") from error
     except UNREADABLE as error:
-        raise GrowpruneError(f"{data}: {relative} cannot be read ({error}): get the file again") from error
+        raise GrowpruneError(f"{data}: cannot read {relative} ({error}). Download it again") from error
 
 
 def _read_shape(entry: str, present: set[str], root: Root) -> tuple[NDArray[np.float32], int]:
@@ -160,15 +158,15 @@ def _read_shape(entry: str, present: set[str], root: Root) -> tuple[NDArray[np.f
     file = _file_name(entry)
     synset, *rest = file.split("/")
     if len(rest) != 1:
-        raise GrowpruneError("expected is shape_data/<synset>/<id>")
+        raise GrowpruneError("it must be shape_data/<synset>/<id>")
     if synset not in present:
         raise GrowpruneError(f"its category {synset!r} is not in {INDEX}")
     try:
         text = (root / file).read_bytes().decode("latin-1")  # reads anything; what is no number is found later
     except FileNotFoundError as error:
-        raise GrowpruneError(f"there is no {file}") from error
+        raise GrowpruneError(f"{file} does not exist") from error
     except UNREADABLE as error:
-        raise GrowpruneError(f"{file} cannot be read ({error})") from error
+        raise GrowpruneError(f"cannot read {file} ({error})") from error
     category = list(SYNSETS).index(synset)
     return _checked(parse(text), category), category
 
@@ -187,7 +185,7 @@ def parse(text: str) -> NDArray[np.float32]:
 
 
 def _first_bad(lines: list[str]) -> str:
-    """What is wrong with the first line that is no point."""
+    """Describe the first line that is not a valid point."""
     for number, line in enumerate(lines, 1):
         words = line.split()
         if words and len(words) != len(COLUMNS):
@@ -196,7 +194,7 @@ def _first_bad(lines: list[str]) -> str:
             try:
                 np.loadtxt([word], dtype=np.float32, comments=None)
             except ValueError:
-                return f"line {number} has {word!r}, which is no number"
+                return f"line {number} has {word!r}, which is not a number"
     return "it cannot be read as numbers"
 
 
@@ -204,13 +202,13 @@ def _checked(matrix: NDArray[np.float32], category: int) -> NDArray[np.float32]:
     parts = parts_by_category()[category]
     rows = ~np.isfinite(matrix).all(1)
     if rows.any():
-        raise GrowpruneError(f"point {rows.argmax() + 1} has a value that is not finite")
+        raise GrowpruneError(f"point {rows.argmax() + 1} has a non-finite value")
     rows = ~np.isin(matrix[:, 6], parts)
     if rows.any():
         name = list(SYNSETS.values())[category][0]
         raise GrowpruneError(
-            f"point {rows.argmax() + 1} has label {matrix[rows.argmax(), 6]:g}; "
-            f"a shape of category {name} has {parts.start} to {parts.stop - 1}"
+            f"labels of category {name} must be {parts.start} to {parts.stop - 1}, "
+            f"got {matrix[rows.argmax(), 6]:g} for point {rows.argmax() + 1}"
         )
     return matrix
 
@@ -236,7 +234,7 @@ class DeviceShapes:
     points: Tensor
     labels: Tensor
     starts: Tensor
-    """Where the points of each shape begin."""
+    """Index of the first point of each shape."""
     counts: Tensor
     categories: Tensor
     longest: int
@@ -274,5 +272,5 @@ def draw(shapes: DeviceShapes, indices: Tensor, num_points: int, generator: torc
 
 
 def mixed(seed: int, number: int) -> int:
-    """One seed out of two."""
+    """Combine two seeds into one."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> np.uint64(1))

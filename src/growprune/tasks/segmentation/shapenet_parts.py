@@ -1,4 +1,4 @@
-"""The 16 categories and 50 parts of the ShapeNet part benchmark, and how well parts are told apart: its mean IoU."""
+"""The 16 categories and 50 parts of the ShapeNet part benchmark, and its metric, the mean IoU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SYNSETS = {
     "04225987": ("Skateboard", 3),
     "04379243": ("Table", 3),
 }
-"""By folder: the category's name and its number of parts. Parts are numbered through, in this order."""
+"""Name and number of parts of each category, by folder. Parts are numbered consecutively in this order."""
 
 NUM_CATEGORIES = len(SYNSETS)
 NUM_PARTS = sum(count for _, count in SYNSETS.values())
@@ -43,7 +43,7 @@ def parts_by_category() -> list[range]:
 
 
 def parts_of(categories: Tensor) -> Tensor:
-    """Which parts belong to each shape's category, as a mask."""
+    """Mask of the parts that belong to each shape's category."""
     owners = [category for category, parts in enumerate(parts_by_category()) for _ in parts]
     return torch.tensor(owners, device=categories.device) == categories[:, None]  # (B, parts)
 
@@ -55,7 +55,7 @@ def predict(logits: Tensor, categories: Tensor) -> Tensor:
 
 
 def shape_ious(predicted: Tensor, labels: Tensor, categories: Tensor) -> Tensor:
-    """Of each shape, the mean over its category's parts; a part that is neither there nor predicted counts 1."""
+    """Mean IoU of each shape over the parts of its category. A part neither present nor predicted counts as 1."""
     parts = torch.arange(NUM_PARTS, device=labels.device)
     is_predicted, is_true = predicted.unsqueeze(2) == parts, labels.unsqueeze(2) == parts  # (B, N, parts)
     intersection, union = (is_predicted & is_true).sum(1), (is_predicted | is_true).sum(1)
@@ -65,7 +65,7 @@ def shape_ious(predicted: Tensor, labels: Tensor, categories: Tensor) -> Tensor:
 
 
 def mean_ious(ious: Tensor, categories: Tensor) -> tuple[float, float]:
-    """Over shapes, and over the categories there are of the mean over their shapes."""
+    """Mean IoU over shapes, and over categories (of the mean over their shapes)."""
     membership = (categories.unsqueeze(1) == torch.arange(NUM_CATEGORIES, device=ious.device)).to(torch.float64)
     ious, counts = ious.to(torch.float64), membership.sum(0)
     by_category = (ious.unsqueeze(1) * membership).sum(0) / counts.clamp(min=1)

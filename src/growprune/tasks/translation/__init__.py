@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError, need
-from growprune.tasks.task import Split, Task
+from growprune.tasks.task import Split, Task, with_channels
 from growprune.tasks.translation.batching import MULTIPLE, Batch, Batches, Pairs
 from growprune.tasks.translation.corpus import load_pieces, load_split, load_training
 from growprune.tasks.translation.pieces import Pieces
@@ -24,11 +25,10 @@ from growprune.tasks.translation.transformer import EOS, PAD, Shape, Transformer
 class Translation(Task):
     """Translate from one language to another.
 
-    The sizes are those of the base Transformer; the big one has d_model 1024, ffn 4096 and 16 heads.
+    The defaults are those of the base Transformer. The big one has d_model 1024, ffn 4096 and 16 heads.
 
-    `evaluate` gives `bleu` (sacreBLEU on plain text; `signature` says how it was counted), `loss` (per target
-    token, without smoothing) and `perplexity`. Validation translates greedily, to be quick; test uses the beam. No line
-    of either is left out.
+    `evaluate` returns `bleu` (sacreBLEU on plain text; `signature` has its settings), `loss` (per target token, without
+    smoothing) and `perplexity`. Validation uses greedy decoding for speed; test uses beam search. Both use every line.
     """
 
     data: str = ""
@@ -36,7 +36,7 @@ class Translation(Task):
     source: str = "en"
     target: str = "de"
     vocab_size: int = 33_712
-    """Rows of the embedding, and the most pieces that are learned for both languages together."""
+    """Rows of the embedding, and maximum number of pieces for both languages together."""
     d_model: int = 512
     ffn: int = 2048
     heads: int = 8
@@ -46,15 +46,15 @@ class Translation(Task):
     attention_dropout: float = 0.1
     relu_dropout: float = 0.1
     max_tokens: int = 5120
-    """The most tokens of a batch: its size times the longer of its source and target lengths, padding included."""
+    """Maximum tokens per batch: its size times the longer of source and target length, including padding."""
     label_smoothing: float = 0.1
     max_length: int = 256
-    """Training pairs with more tokens on a side are left out, and no translation gets longer."""
+    """Maximum length. Training pairs with more tokens on a side are skipped, and translations are cut there."""
     beam: int = 4
     length_penalty: float = 1.0
     """fairseq's: hypotheses compare by (sum of log p) / length ** length_penalty."""
     lowercase: bool = False
-    """Whether BLEU takes capital and small letters for the same (uncased)."""
+    """True for uncased BLEU."""
 
     metric = "bleu"
     initialises_modules = True
@@ -63,25 +63,29 @@ class Translation(Task):
         counts = ("vocab_size", "d_model", "ffn", "heads", "encoder_layers", "decoder_layers", "max_length", "beam")
         for name in counts:
             if getattr(self, name) < 1:
-                raise GrowpruneError(f"{name} is {getattr(self, name)}, but must be at least 1")
+                raise GrowpruneError(f"{name} must be >= 1, got {getattr(self, name)}")
         for name in ("dropout", "attention_dropout", "relu_dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
-                raise GrowpruneError(f"{name} is {getattr(self, name)}, but must be at least 0 and below 1")
+                raise GrowpruneError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if self.d_model % self.heads or self.d_model % 2:
-            raise GrowpruneError(f"d_model is {self.d_model}, but must be even and a multiple of heads ({self.heads})")
+            raise GrowpruneError(f"d_model must be even and a multiple of heads={self.heads}, got {self.d_model}")
         longest = -(-self.max_length // MULTIPLE) * MULTIPLE
         if self.max_tokens < longest:
             raise GrowpruneError(
-                f"max_tokens is {self.max_tokens}, but a batch must hold a pair of max_length ({self.max_length}): "
-                f"give at least {longest}"
+                f"max_tokens must be >= {longest}, so that a batch can hold a pair of max_length={self.max_length}, "
+                f"got {self.max_tokens}"
             )
         if self.source == self.target:
-            raise GrowpruneError(f"source and target are both {self.source!r}, but must be two languages")
+            raise GrowpruneError(f"source and target must be different languages, got {self.source!r} for both")
 
     def build_model(self) -> nn.Module:
         rates = (self.dropout, self.attention_dropout, self.relu_dropout)
         sizes = (self.d_model, self.ffn, self.heads, self.encoder_layers, self.decoder_layers)
         return Transformer(Shape(self.vocab_size, *sizes, *rates))
+
+    def narrower(self) -> Sequence[Task]:
+        """The task with smaller `d_model`, an even multiple of the same number of heads. `ffn` keeps its ratio."""
+        return with_channels(self, "d_model", math.lcm(self.heads, 2), "ffn")
 
     def example(self) -> tuple[Tensor, Tensor]:
         """A source and a target of 64 tokens each."""
@@ -95,18 +99,18 @@ class Translation(Task):
         return self._training().shuffled(seed, start, device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean over all target tokens of the batch, as a mean over its examples of their shares of it."""
+        """The mean loss over all target tokens of the batch."""
         source, target, scale = batch
         logits = model(source, target[:, :-1])
         losses = token_losses(logits, target[:, 1:], label_smoothing=self.label_smoothing)
         return (losses.sum(1) * scale).mean()
 
     def weigh(self, batch: Batch) -> Tensor:
-        """How many target tokens a batch has."""
+        """Number of target tokens of a batch."""
         return (batch[1][:, 1:] != PAD).sum()
 
     def files(self) -> dict[str, bytes]:
-        """The pieces, in sentencepiece's format: without them the numbers a model gives mean nothing."""
+        """The sentencepiece model, which is needed to decode translations."""
         return {"pieces.model": self._pieces().model}
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
@@ -119,7 +123,7 @@ class Translation(Task):
 
     @property
     def signature(self) -> str:
-        """How BLEU is counted, in sacreBLEU's words; goes to result.json."""
+        """The signature of sacreBLEU. Stored in result.json."""
         counter = bleu(self.target, self.lowercase)
         counter.corpus_score([""], [[""]])  # it has none before it has seen references
         return str(counter.get_signature())
@@ -155,7 +159,7 @@ class Translation(Task):
 
 @functools.cache
 def bleu(target: str, lowercase: bool) -> Any:
-    """sacreBLEU's counter for a language; made once, since its tokenizer may be slow to load."""
+    """sacreBLEU's scorer for a language. Cached, because its tokenizer may be slow to load."""
     counters = need("sacrebleu.metrics.bleu", "translation", "BLEU needs sacrebleu")
     # force: it would warn about translations that end in " .", as those of a model that learns may
     try:

@@ -60,7 +60,7 @@ class Pairs:
         return len(self.source.lengths)
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """How many tokens the encoder and the decoder are given, and so with one EOS or BOS."""
+        """Number of tokens of the encoder and of the decoder input, including one EOS or BOS."""
         return self.source.lengths, self.target.lengths - 1
 
     def batch(self, indices: Tensor, source_width: int, target_width: int) -> Batch:

@@ -21,12 +21,12 @@ Lines = tuple[list[str], list[str]]
 """The sentences of the source and of the target language."""
 
 EMPTY = ("", "@@")
-"""What a line without a sentence holds; the second is left of a sentence that a tool cut into pieces and lost."""
+"""Content of lines without a sentence. The second is what a tokenizer may leave of an empty line."""
 
 
 @functools.cache
 def read_training(data: str, source: str, target: str) -> Lines:
-    """The training pairs. Those that cannot be read, or lack a side, are named and skipped."""
+    """Read the training pairs. Skip pairs that cannot be read or lack a side, with a warning."""
     paths = find_pair(data, "train", source, target)
     pairs = _read(paths)
     bad = BadRecords(f"{paths[0]} and {paths[1].name}", len(pairs))
@@ -44,7 +44,7 @@ def read_training(data: str, source: str, target: str) -> Lines:
 
 
 def read_whole(data: str, split: str, source: str, target: str) -> Lines:
-    """All pairs of a split that is evaluated: leaving one out would change what is measured."""
+    """Read all pairs of an evaluation split. Skipping one would change the metric, so errors are raised."""
     paths = find_pair(data, split, source, target)
     pairs = _read(paths)
     check_split(len(pairs), paths[0], split)
@@ -55,7 +55,7 @@ def read_whole(data: str, split: str, source: str, target: str) -> Lines:
                 side.append(line.decode().strip())
             except UnicodeDecodeError as error:
                 raise GrowpruneError(
-                    f"{path}: line {number} is not UTF-8; no line of the {split} split is skipped: repair it"
+                    f"{path}: line {number} is not UTF-8. Lines of the {split} split are never skipped. Repair it"
                 ) from error
     return whole
 
@@ -74,7 +74,7 @@ def _read(paths: tuple[Path, Path]) -> list[tuple[bytes, bytes]]:
     source, target = (_lines(path.read_bytes().removeprefix(codecs.BOM_UTF8)) for path in paths)
     if len(source) != len(target):
         raise GrowpruneError(
-            f"{paths[0]} has {len(source)} lines but {paths[1]} has {len(target)}; line n of one must be the "
+            f"{paths[0]} has {len(source)} lines but {paths[1]} has {len(target)}. Line n of one must be the "
             f"translation of line n of the other"
         )
     return list(zip(source, target, strict=True))
@@ -90,7 +90,7 @@ def _sentence(path: Path, line: bytes) -> str:
     except UnicodeDecodeError as error:
         raise GrowpruneError(f"{path.name} is not UTF-8 there") from error
     if text in EMPTY:
-        raise GrowpruneError(f"{path.name} has {text!r} for a sentence")
+        raise GrowpruneError(f"{path.name} has {text!r} instead of a sentence")
     return text
 
 
@@ -107,7 +107,7 @@ def load_pieces(data: str, source: str, target: str, vocab_size: int) -> Pieces:
 
 @functools.cache
 def load_training(data: str, source: str, target: str, vocab_size: int, max_length: int, max_tokens: int) -> Batches:
-    """The training pairs in batches, less those with more than `max_length` tokens on a side."""
+    """The training pairs in batches, without those with more than `max_length` tokens on a side."""
     find_pair(data, "train", source, target)
     for split in ("validation", "test"):  # better to hear now of what would be missing at the end
         read_whole(data, split, source, target)
@@ -137,8 +137,8 @@ def _without_long(pairs: Pairs, max_length: int, data: str) -> Pairs:
     num_long = len(pairs) - len(kept)
     if not len(kept):
         raise GrowpruneError(
-            f"{data}: all {num_long} training pairs have more than {max_length} tokens: raise max_length"
+            f"{data}: all {num_long} training pairs have more than {max_length} tokens. Increase max_length"
         )
     if num_long:
-        warn(f"{data}: left out {num_long} of {len(pairs)} training pairs, which have more than {max_length} tokens")
+        warn(f"{data}: skipped {num_long} of {len(pairs)} training pairs with more than {max_length} tokens")
     return Pairs(pairs.source.subset(kept), pairs.target.subset(kept))

@@ -78,13 +78,13 @@ def learn(lines: Iterable[str], vocab_size: int) -> bytes:
         )
     except RuntimeError as error:
         raise GrowpruneError(
-            f"sentencepiece cannot learn {vocab_size} pieces: {error}; try a larger vocab_size"
+            f"sentencepiece cannot learn vocab_size={vocab_size} pieces: {error}. Try a larger vocab_size"
         ) from error
     return model.getvalue()
 
 
 def learn_once(read: Callable[[], Iterable[str]], vocab_size: int, files: tuple[Path, ...]) -> bytes:
-    """What `learn` gives for the lines of these files, from the cache if it is there, without reading them."""
+    """The result of `learn` for the lines of these files, from the cache if possible."""
     key = hashlib.sha256(f"bpe 1 {vocab_size}".encode())
     for file in files:
         with file.open("rb") as opened:

@@ -1,8 +1,8 @@
 """Beam search, on the device and for many sentences at a time.
 
 It follows fairseq's rules, which the numbers to compare with were made by, but for the longest translation, which
-depends on the source here. Of the 2 K best ways to go on, those among the first K that end are finished, and the best K
-that do not end go on. A sentence is done when it has K finished hypotheses. The best is the one with the highest
+depends on the source here. Of the 2 K best continuations, those among the first K that end are finished, and the best K
+that do not end are kept. A sentence is done when it has K finished hypotheses. The best is the one with the highest
 log-probability per token, (sum of log p) / length ** length_penalty, where the length counts the end token. Only an
 empty sentence has an empty translation. With K = 1 this is greedy search.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from growprune.tasks.translation.transformer import BOS, EOS, PAD, UNK, Decoding, Transformer
 
 LONGER = 50
-"""How many tokens a translation may have more than its source."""
+"""Maximum number of tokens of a translation beyond the length of its source."""
 CHECK_EVERY = 8
 """Steps between looks whether all sentences are done, for which the host has to wait for the device."""
 
@@ -55,7 +55,7 @@ def beam_search(
 
 
 def best_candidates(scores: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The best 2 K ways to go on, best first: their scores, the hypotheses they continue, and their tokens (B, 2 K)."""
+    """The best 2 K continuations, best first: their scores, the hypotheses they continue, their tokens (B, 2 K)."""
     beam, vocab_size = log_p.shape[1:]
     best, places = (scores[:, :, None] + log_p).flatten(1).topk(2 * beam)
     return best, places // vocab_size, places % vocab_size
@@ -97,7 +97,7 @@ class Beams:
         self.num_finished = self.num_finished + ends[:, :beam].sum(1)
 
     def advance(self, scores: Tensor, origin: Tensor, tokens: Tensor, *, step: int) -> Tensor:
-        """Go on with the best K candidates that do not end; returns the hypotheses they continue (B, K)."""
+        """Keep the best K candidates that do not end, and return the hypotheses they continue (B, K)."""
         beam = self.scores.shape[1]
         self.scores, chosen = scores.masked_fill(tokens == EOS, -torch.inf).topk(beam)
         origin, self.newest = origin.gather(1, chosen), tokens.gather(1, chosen)

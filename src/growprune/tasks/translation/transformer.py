@@ -59,7 +59,7 @@ class Transformer(nn.Module):
         return cast("list[DecoderLayer]", list(self.decoder.layers))
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """What the encoder makes of a source (B, S, C), and which of its tokens are no padding (B, 1, 1, S)."""
+        """The encoder output of a source (B, S, C), and the mask of tokens that are not padding (B, 1, 1, S)."""
         mask = (source != PAD)[:, None, None, :]
         x = self.embed(source)
         for layer in self.encoder.layers:
@@ -154,7 +154,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """What each of x (B, T, C) finds; the mask is True where it may look."""
+        """The attention output for x (B, T, C). The mask is True where attention is allowed."""
         dropout = self.attention_dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
             self._split(self.q(x)), keys, values, attn_mask=mask, dropout_p=dropout, is_causal=is_causal
@@ -198,7 +198,7 @@ class Decoding:
         return self.model.logits(x)
 
     def reorder(self, origin: Tensor) -> None:
-        """Make hypothesis (b, k) go on from what hypothesis (b, origin[b, k]) was."""
+        """Make hypothesis (b, k) continue hypothesis (b, origin[b, k])."""
         batch, beam = origin.shape
         rows = origin + beam * torch.arange(batch, device=origin.device)[:, None]
         past = self._past[..., : self.position, :]

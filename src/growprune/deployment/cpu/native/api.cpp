@@ -1,4 +1,5 @@
-// What Python calls, through ctypes. Structures are those of growprune/inference/library.py, field by field.
+// What Python calls, through ctypes. Structures are those of growprune/deployment/cpu/library.py, field by field.
+#include "depthwise.h"
 #include "plan.h"
 #include "pool.h"
 
@@ -48,6 +49,49 @@ GP_API void gp_run(const void *plan, const float *x, Index x_stride, float *y, I
 }
 
 GP_API void gp_free(void *plan) { delete static_cast<Plan *>(plan); }
+
+// Null if memory runs out.
+GP_API void *gp_prepare_depthwise(const Geometry *geometry, const float *weights, const float *bias, int activation,
+                                  int threads) {
+    try {
+        return new Depthwise(*geometry, weights, bias, activation, threads);
+    } catch (const std::bad_alloc &) {
+        return nullptr;
+    }
+}
+
+GP_API void gp_run_depthwise(const void *layer, const float *x, Index x_stride, float *y, Index y_stride,
+                             const float *residual, Index residual_stride) {
+    static_cast<const Depthwise *>(layer)->run({x, x_stride, y, y_stride, residual, residual_stride});
+}
+
+GP_API void gp_free_depthwise(void *layer) { delete static_cast<Depthwise *>(layer); }
+
+// From here on jobs of the calling thread go to our own threads, and torch has one, until what this returns is given
+// back.
+GP_API int gp_begin_alone() {
+    uses_crew() = true;
+#if defined(_OPENMP)
+    const int before = omp_get_max_threads();
+    omp_set_num_threads(1);
+    return before;
+#else
+    return 1;
+#endif
+}
+
+GP_API void gp_end_alone(int threads) {
+    uses_crew() = false;
+#if defined(_OPENMP)
+    omp_set_num_threads(threads);
+#else
+    (void)threads;
+#endif
+}
+
+GP_API void gp_repeat(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride, int threads) {
+    repeat(*geometry, x, x_stride, y, y_stride, threads);
+}
 
 GP_API void gp_max_pool(const Geometry *geometry, const float *x, Index x_stride, float *y, Index y_stride,
                         int threads) {

@@ -5,7 +5,7 @@
 
 namespace gp {
 
-enum Activation { NONE = 0, RELU = 1, GELU = 2 };
+enum Activation { NONE = 0, RELU = 1, GELU = 2, RELU6 = 3 };
 
 // Where one panel of columns ends up.
 struct Ends {
@@ -54,6 +54,12 @@ template <int lanes, int U> GP_INLINE void activate(typename Vec<lanes>::type (&
     using V = typename Vec<lanes>::type;
     if (activation == RELU) {
         for (int u = 0; u < U; ++u) sums[u] = sums[u] < V{} ? V{} : sums[u];  // NaN stays, as in torch
+    } else if (activation == RELU6) {
+        const V six = broadcast<lanes>(6.0f);
+        for (int u = 0; u < U; ++u) {
+            const V above = sums[u] < V{} ? V{} : sums[u];
+            sums[u] = above > six ? six : above;
+        }
     } else if (activation == GELU) {
         float values[U * lanes];
         for (int u = 0; u < U; ++u) store<lanes>(values + u * lanes, sums[u]);

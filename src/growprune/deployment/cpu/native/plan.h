@@ -2,31 +2,11 @@
 #pragma once
 
 #include "kernels.h"
+#include "operands.h"
 #include "pack.h"
+#include "threads.h"
 
 namespace gp {
-
-// X, Y and the residual: rows (features) `stride` floats apart, columns next to one another.
-struct Operands {
-    const float *x;
-    Index x_stride;
-    float *y;
-    Index y_stride;
-    const float *residual;  // or null
-    Index residual_stride;
-};
-
-// Room for a packed block and for sums. Each thread has one for all layers, which stays in its cache; it grows when a
-// layer first needs more, so that later calls allocate nothing, and calls by several threads are apart.
-inline float *scratch_of_thread(Index floats) {
-    static thread_local Buffer<float> room;
-    static thread_local Index size = 0;
-    if (size < floats) {
-        room = make_buffer<float>(floats);
-        size = floats;
-    }
-    return room.get();
-}
 
 class Plan {
   public:
@@ -35,7 +15,7 @@ class Plan {
           block_width(matrix.width), weights(matrix, tile), packing(geometry, tile.lanes),
           kernels(find_kernels(matrix, tile.lanes)) {
         num_panels = std::max<Index>(1, (packing.num_vectors + tile.vectors - 1) / tile.vectors);
-        panel_groups = std::max(1, tile.threads / tile.row_chunks);
+        panel_groups = std::min(num_panels, std::max<Index>(1, tile.threads * ITEMS_OF_THREAD / tile.row_chunks));
         row_floats = Index(tile.vectors) * tile.lanes;
         const Index padded_rows = (num_rows + 7) / 8 * 8;
         bias_of_rows = make_buffer<float>(padded_rows);
@@ -43,20 +23,18 @@ class Plan {
         scratch_floats = (Index(tile.k_block) + (weights.num_k_blocks > 1 ? padded_rows : 0)) * row_floats;
     }
 
-    // Which thread does what is fixed, so that each keeps its weights in its cache.
+    // Neighbouring items have the same rows, and so go to the same thread, which keeps their weights in its cache.
     void run(const Operands &operands) const {
-        const int items = panel_groups * tile.row_chunks;
-#pragma omp parallel for num_threads(items) schedule(static, 1) if (items > 1)
-        for (int item = 0; item < items; ++item) run_item(operands, item);
+        share(tile.row_chunks * panel_groups, tile.threads, [&](Index item) { run_item(operands, item); });
     }
 
   private:
     // Panels differ by a vector at most, and where they are cut does not depend on the number of threads.
     Index panel_start(Index panel) const { return panel * packing.num_vectors / num_panels; }
 
-    void run_item(const Operands &operands, int item) const {
+    void run_item(const Operands &operands, Index item) const {
         float *block = scratch_of_thread(scratch_floats);
-        const Index chunk = item % tile.row_chunks, group = item / tile.row_chunks;
+        const Index chunk = item / panel_groups, group = item % panel_groups;
         const Index end = (group + 1) * num_panels / panel_groups;
         for (Index panel = group * num_panels / panel_groups; panel < end; ++panel)
             run_panel(operands, chunk, panel_start(panel), panel_start(panel + 1), block);
@@ -98,8 +76,8 @@ class Plan {
     }
 
     Tile tile;
-    Index num_rows, num_columns, num_panels, row_floats, scratch_floats;
-    int activation, block_width, panel_groups;
+    Index num_rows, num_columns, num_panels, panel_groups, row_floats, scratch_floats;
+    int activation, block_width;
     Weights weights;
     Packing packing;
     const Kernel *kernels;

@@ -8,11 +8,12 @@
 #include <vector>
 
 #include "pack.h"
+#include "threads.h"
 
 namespace gp {
 
 template <bool is_max> GP_INLINE float join(float so_far, float value) {
-    if constexpr (is_max) return value > so_far || value != value ? value : so_far;  // NaN stays, as in torch
+    if constexpr (is_max) return (value > so_far) | (value != value) ? value : so_far;  // NaN stays, as in torch
     return so_far + value;
 }
 
@@ -35,6 +36,18 @@ template <bool is_max> GP_INLINE float join_columns(const Geometry &g, const flo
     return found;
 }
 
+// The same of all windows of a row, a column at a time: for small steps, which vectors can take.
+template <bool is_max, int step>
+void join_windows(const Geometry &g, const float *__restrict joined, float *__restrict y) {
+    std::fill_n(y, g.out_width, is_max ? -std::numeric_limits<float>::infinity() : 0.0f);
+    for (Index s = 0; s < g.kernel_width; ++s) {
+        const Index offset = s * g.dilation_width - g.padding_left;
+        const Index first = offset < 0 ? (-offset + step - 1) / step : 0;
+        const Index last = g.width > offset ? std::min<Index>(g.out_width, (g.width - offset + step - 1) / step) : 0;
+        for (Index i = first; i < last; ++i) y[i] = join<is_max>(y[i], joined[i * step + offset]);
+    }
+}
+
 // How many places of a window count: those inside of the image, or inside of its padding as well.
 inline Index window_length(Index start, Index kernel, Index size, Index padding, bool counts_padding) {
     const Index end = std::min(start + kernel, size + padding);
@@ -45,32 +58,38 @@ template <bool is_max>
 void pool_row(const Geometry &g, const float *image, Index row, bool counts_padding, float *joined, float *y) {
     const Index top = row * g.stride_height - g.padding_top;
     join_rows<is_max>(g, image, top, joined);
+    if (g.stride_width == 1)
+        join_windows<is_max, 1>(g, joined, y);
+    else if (g.stride_width == 2)
+        join_windows<is_max, 2>(g, joined, y);
+    else
+        for (Index i = 0; i < g.out_width; ++i)
+            y[i] = join_columns<is_max>(g, joined, i * g.stride_width - g.padding_left);
+    if (is_max) return;
     const Index tall = window_length(top, g.kernel_height, g.height, g.padding_top, counts_padding);
     for (Index i = 0; i < g.out_width; ++i) {
         const Index left = i * g.stride_width - g.padding_left;
-        const float found = join_columns<is_max>(g, joined, left);
-        const Index wide = is_max ? 1 : window_length(left, g.kernel_width, g.width, g.padding_left, counts_padding);
-        y[i] = is_max ? found : found / static_cast<float>(tall * wide);
+        const Index wide = window_length(left, g.kernel_width, g.width, g.padding_left, counts_padding);
+        y[i] /= static_cast<float>(tall * wide);
     }
 }
 
 template <bool is_max> void pool(const Geometry &g, const float *x, Index x_stride, float *y, Index y_stride,
                                  bool counts_padding, int threads) {
     const Index images = Index(g.channels) * g.batch, in_size = Index(g.height) * g.width;
-    (void)threads;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
+    const Index items = std::min(images, ITEMS_OF_THREAD * threads);
+    const auto pool_some = [&](Index item) {
         static thread_local std::vector<float> joined;  // kept, so that only the first call allocates
         if (joined.size() < static_cast<std::size_t>(g.width)) joined.resize(g.width);
-#pragma omp for schedule(static)
-        for (Index i = 0; i < images; ++i) {
+        for (Index i = item * images / items; i < (item + 1) * images / items; ++i) {
             const Index channel = i / g.batch, image = i % g.batch;
             const float *from = x + channel * x_stride + image * in_size;
             float *to = y + channel * y_stride + image * g.out_height * g.out_width;
             for (Index row = 0; row < g.out_height; ++row)
                 pool_row<is_max>(g, from, row, counts_padding, joined.data(), to + row * g.out_width);
         }
-    }
+    };
+    share(items, threads, pool_some);
 }
 
 }  // namespace gp

@@ -1,0 +1,299 @@
+"""gp.prune_pretrained: prune a trained model in one shot, with a few calibration batches.
+
+Blocks are pruned in the order in which they compute. Each block sees the outputs of the pruned blocks before it.
+Besides the model, only the statistics of one block are in memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growprune.errors import GrowpruneError, warn
+from growprune.masks.bits import pack
+from growprune.masks.heads import heads
+from growprune.masks.layers import Weight
+from growprune.masks.partition import blocks_of
+from growprune.masks.patterns import Pattern
+from growprune.masks.ranking import check_finite
+from growprune.plan import prune
+from growprune.sparse.calibration import Calibration, Forward, Inputs, looking_only, read_batches
+from growprune.sparse.checks import check_model
+from growprune.sparse.group_choice import chosen_in_all, to_matrix, write_matrix
+from growprune.sparse.internals import Internals, internals
+from growprune.sparse.model import SparseModel, check_sparse_model
+from growprune.sparse.sparsegpt import DAMPENING, inverse_factor, sparsegpt_pruned
+from growprune.sparse.wanda import wanda_mask
+
+CRITERIA = ("sparsegpt", "wanda", "magnitude")
+
+
+def prune_pretrained(
+    model: nn.Module,
+    batches: Iterable[Any] | None = None,
+    *,
+    sparsity: float = 0.5,
+    by: str = "sparsegpt",
+    pattern: str | Pattern = "unstructured",
+    allocation: str | None = None,
+    keep_dense: str | Iterable[str] = "auto",
+    forward: Forward | None = None,
+    ranked: str = "row",
+    unreached: str = "error",
+    progress: bool = True,
+    **settings: Any,
+) -> SparseModel:
+    """Prune a trained model in one shot with a few calibration batches, and return its SparseModel.
+
+    Args:
+        model: a trained model. Its weights are changed.
+        batches: the calibration: a few batches of typical inputs, as tensors, tuples (positional arguments) or dicts
+            (keyword arguments). They are moved to the model's device. by="magnitude" needs none.
+        sparsity: the fraction of zeros in each layer.
+        by: "sparsegpt" chooses by the error of a layer's output, and adjusts the remaining weights to reduce it.
+            "wanda" chooses by |w| times the norm of its input, and "magnitude" by |w|; neither changes the rest.
+        pattern: which positions may be live: "unstructured", a block such as "1x8", or N:M such as "2:4".
+        allocation: how sparsity is divided among layers: "uniform" (the default), "erk", or by magnitude also "global".
+        keep_dense: names or globs that are never pruned; "auto" for output layers.
+        forward: computes a batch, as forward(model, batch), if the model cannot be called with it directly.
+        ranked: whether Wanda ranks each output "row" on its own, or the whole "layer".
+        unreached: what to do with layers that no batch reaches: "error", or "magnitude" to prune them by |w|.
+        progress: show a progress bar, if stderr is a terminal.
+        settings: further arguments of `SparseModel`, such as include, storage and seed.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> sparse = prune_pretrained(model, [torch.randn(32, 8)], sparsity=0.5, keep_dense=[])
+        >>> sparse.num_alive
+        96
+    """
+    check_model(model)
+    _check(model, by, ranked, unreached, allocation or "uniform")
+    batches = None if by == "magnitude" else read_batches(batches)
+    sparse = SparseModel(
+        model,
+        sparsity=sparsity,
+        allocation=allocation or "uniform",
+        pattern=pattern,
+        keep_dense=heads(model) if keep_dense == "auto" else keep_dense,
+        **settings,
+    )
+    prune_by_data(sparse, batches, by=by, forward=forward, ranked=ranked, unreached=unreached, progress=progress)
+    return sparse
+
+
+def prune_by_data(
+    sparse: SparseModel,
+    batches: Iterable[Any] | None = None,
+    *,
+    to: float | None = None,
+    by: str = "sparsegpt",
+    forward: Forward | None = None,
+    ranked: str = "row",
+    unreached: str = "error",
+    progress: bool = True,
+) -> None:
+    """Prune a SparseModel as `prune_pretrained` does, and update the state of attached optimizers.
+
+    Args:
+        to: the fraction of zeros; by default the target of the SparseModel. The other arguments are those of
+            `prune_pretrained`.
+    """
+    check_sparse_model(sparse, "prune_by_data")
+    own, to = internals(sparse), sparse.target_sparsity if to is None else to
+    _check(own.model, by, ranked, unreached, own.allocation)
+    if by == "magnitude":
+        sparse.prune(to=to)
+    elif kept := _counts(own, to):
+        _BlockByBlock(own, kept, by=by, by_row=ranked == "row").run(
+            read_batches(batches), forward, by_magnitude=unreached == "magnitude", progress=progress
+        )
+
+
+def _check(model: nn.Module, by: str, ranked: str, unreached: str, allocation: str) -> None:
+    """Raise, before anything is changed, if the arguments are wrong."""
+    _check_choices(by=(by, CRITERIA), ranked=(ranked, ("row", "layer")), unreached=(unreached, ("error", "magnitude")))
+    _check_allocation(by, allocation)
+    _check_loaded(model)
+
+
+def _counts(own: Internals, to: float) -> dict[str, int]:
+    """Return how many groups of each weight that has to change are live in the end, by name."""
+    own.notice_shards()
+    if own.ranks is not None:
+        raise GrowpruneError("a sharded model has no complete layers on any rank: prune it before sharding")
+    edit = prune(own.whole, to=to)
+    own.check(edit.part)
+    own.optimizers.enforce()
+    for weight in own.weights:
+        check_finite(weight.of(own.stored[weight.parameter].weight()), weight)
+    alive = own.editor.counts.num_alive(own.weights)
+    pools = own.editor.changed(own.editor.counts.pools(edit, alive), edit, alive) if to else []
+    own.editor.warn_of_dead([pool.weights[0] for pool in pools if not pool.kept], pools)
+    return {pool.weights[0].name: pool.kept for pool in pools}
+
+
+class _BlockByBlock:
+    """Prune the blocks of a model in the order in which they compute.
+
+    Args:
+        kept: how many groups are live in the end, by the name of each weight to prune.
+        by: "sparsegpt" or "wanda".
+        by_row: let Wanda rank row by row.
+    """
+
+    def __init__(self, own: Internals, kept: Mapping[str, int], *, by: str, by_row: bool) -> None:
+        self._own, self._kept, self._by, self._by_row = own, kept, by, by_row
+        self._weights = [weight for weight in own.weights if weight.name in kept]
+        by_parameter = blocks_of(own.model, keep_dense=own.keep_dense, include=own.include)
+        self._block_of = {weight.name: by_parameter[weight.parameter] for weight in self._weights}
+        self._done: list[str] = []
+        """The names of the weights that are pruned already."""
+        self._by_magnitude: list[str] = []
+        """Those of them that had no input."""
+        self._dampened: dict[str, float] = {}
+        """The dampening of each Hessian that could not be inverted without it."""
+
+    def run(self, batches: Sequence[Any], forward: Forward | None, *, by_magnitude: bool, progress: bool) -> None:
+        own = self._own
+        num_ticks = len(batches) * (1 + len(set(self._block_of.values())))
+        with looking_only(own.model), _bar(num_ticks, is_shown=progress) as tick, self._saying_what_is_done():
+            calibration = Calibration(
+                own.model, self._weights, batches, block_of=self._block_of, forward=forward, tick=tick
+            )
+            order, never = calibration.look()
+            if never and not by_magnitude:
+                raise GrowpruneError(
+                    f"no calibration input reaches {_listed([w.name for w in never])}: pass batches that do, add them "
+                    f"to keep_dense, or prune them by magnitude with unreached='magnitude'"
+                )
+            for block in order:
+                with _naming(block, self._by):
+                    self._prune(block, calibration.inputs(block, with_products=self._by == "sparsegpt"))
+            for block in dict.fromkeys(b for b in self._block_of.values() if b not in order):
+                self._prune(block, {})
+            own.editor.num_edits += 1
+            own.editor.counts.lost = {}
+        self._warn({weight.name for weight in never})
+
+    def _prune(self, block: str, inputs: dict[str, Inputs]) -> None:
+        """Prune the weights of a block, one parameter at a time."""
+        weights = [weight for weight in self._weights if self._block_of[weight.name] == block]
+        for name in dict.fromkeys(weight.parameter for weight in weights):
+            stored = self._own.stored[name]
+            values, mask = stored.weight().clone(), stored.mask().clone()
+            for weight in [weight for weight in weights if weight.parameter == name]:
+                self._choose(weight, weight.of(values), weight.of(mask), inputs.pop(weight.name, None))
+                self._done.append(weight.name)
+            with self._own.optimizers.following(name) as stored:
+                stored.load(values[mask], pack(mask))
+
+    def _choose(self, weight: Weight, values: Tensor, mask: Tensor, inputs: Inputs | None) -> None:
+        """Write the mask of a weight, and its values where they change."""
+        kept, pattern = self._kept[weight.name], self._own.pattern
+        total = None if inputs is None else inputs.total
+        dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+        matrix, alive = to_matrix(values, weight).to(dtype), to_matrix(mask, weight)
+        if total is not None and not total.isfinite().all():
+            raise GrowpruneError(f"the inputs of {weight.name} have NaN or infinity, or are too large for {dtype}")
+        if total is None:
+            self._by_magnitude.append(weight.name)
+            chosen = chosen_in_all(pattern, matrix.abs(), alive, kept)
+        elif self._by == "wanda":
+            chosen = wanda_mask(matrix, alive, total.to(dtype), kept, pattern, by_row=self._by_row)
+        else:
+            factor, dampening = inverse_factor(total.to(dtype))
+            if dampening > DAMPENING:
+                self._dampened[weight.name] = dampening
+            chosen, matrix = sparsegpt_pruned(matrix, alive, factor, kept, pattern)
+            write_matrix(matrix.to(values.dtype), values, weight)
+        write_matrix(chosen, mask, weight)
+
+    @contextmanager
+    def _saying_what_is_done(self) -> Iterator[None]:
+        """Add to an error which weights are pruned already."""
+        try:
+            yield
+        except GrowpruneError as error:
+            raise (GrowpruneError(f"{error}; {self._state()}") if self._done else error) from error.__cause__
+        except BaseException as error:
+            if self._done:
+                error.add_note(f"growprune: {self._state()}")
+            raise
+
+    def _state(self) -> str:
+        return (
+            f"{len(self._done)} of {len(self._weights)} weights are already pruned, up to {self._done[-1]}: load the "
+            f"model again before you prune it again"
+        )
+
+    def _warn(self, never: set[str]) -> None:
+        """Warn once about what did not go as asked. `never` are weights that the user let prune by magnitude."""
+        if lost := [name for name in self._by_magnitude if name not in never]:
+            warn(f"{_listed(lost)} had no input after earlier layers were pruned, so it was pruned by magnitude")
+        if self._dampened:
+            warn(
+                f"the Hessian of {_listed(list(self._dampened))} could not be inverted, so it was dampened by "
+                f"{max(self._dampened.values()):.0%} of its mean diagonal; more calibration data may help"
+            )
+
+
+@contextmanager
+def _naming(block: str, by: str) -> Iterator[None]:
+    """Say which block ran out of memory, and what would help."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise _out_of_memory(block, by) from error
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # how torch says so on a CPU
+            raise
+        raise _out_of_memory(block, by) from error
+
+
+def _out_of_memory(block: str, by: str) -> GrowpruneError:
+    less = ", or by='wanda', which needs one number per input instead of a matrix" if by == "sparsegpt" else ""
+    return GrowpruneError(f"out of memory in block {block}: use smaller calibration batches{less}")
+
+
+@contextmanager
+def _bar(num_ticks: int, *, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """Show a progress bar; yield the function that advances it."""
+    if not is_shown or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("pruning", total=num_ticks)
+        yield lambda: bar.advance(task)
+
+
+def _check_choices(**given: tuple[str, Sequence[str]]) -> None:
+    for name, (value, known) in given.items():
+        if value not in known:
+            raise GrowpruneError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+def _check_allocation(by: str, allocation: str) -> None:
+    if allocation == "global" and by != "magnitude":
+        raise GrowpruneError(
+            f"allocation='global' ranks all layers together, but by={by!r} prunes them one at a time: use "
+            f"allocation='uniform' or 'erk', or by='magnitude'"
+        )
+
+
+def _check_loaded(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise GrowpruneError(f"{name} is on the meta device and has no values: load the model first")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

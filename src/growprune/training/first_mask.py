@@ -1,0 +1,109 @@
+"""initial_mask="auto": choose the first mask of a plan by inspecting the model.
+
+A new model gets a random mask. A trained model keeps its largest weights. A sparse model keeps its zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from growprune.errors import warn
+from growprune.masks.layers import Weight
+from growprune.masks.zeros import already_sparse
+from growprune.plan import InitialMask
+from growprune.sparse.optimizers import unwrapped
+
+BY_DATA = ("wanda", "sparsegpt")
+"""First masks that need calibration data: `prune_pretrained` makes them, and the plan keeps them."""
+MASKS: tuple[str, ...] = (*get_args(InitialMask), *BY_DATA)
+
+
+@dataclass(frozen=True)
+class FirstMask:
+    """How the first mask is chosen."""
+
+    initial_mask: str | None
+    """None if the method chooses it itself."""
+    found: float | None = None
+    """The sparsity of a model that is already sparse."""
+
+    def options(self, taken: Sequence[str], given: Mapping[str, Any], sparsity: float) -> dict[str, Any]:
+        """Return the method's options: a rising sparsity starts at that of the model."""
+        if self.initial_mask is None:
+            return {}
+        rises = self.found is not None and is_rising(taken, given)
+        return {"initial_mask": self.initial_mask} | ({"start": min(self.found or 0.0, sparsity)} if rises else {})
+
+
+def is_rising(taken: Sequence[str], given: Mapping[str, Any]) -> bool:
+    """True if a method has a rising sparsity whose start the user did not set."""
+    return "start" in taken and not {"start", "peak_density"} & given.keys()
+
+
+def choose_mask(
+    model: nn.Module,
+    weights: Sequence[Weight],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    asked: str,
+    can_begin_at: Callable[[float], bool],
+) -> FirstMask:
+    """Choose the first mask. With "auto", warn about the choice if it is not a random mask.
+
+    Args:
+        weights: the prunable weights.
+        can_begin_at: returns whether the plan can start at this sparsity of the model.
+    """
+    zeros = None if asked == "random" else already_sparse(model, weights)
+    if asked != "auto":
+        return FirstMask(asked, zeros)
+    if zeros is not None:
+        mask, fate = ("as_is", " and stay pruned") if can_begin_at(zeros) else ("magnitude", "; the largest are kept")
+        warn(f"{zeros:.4g} of the model's weights are already zero{fate}. {_silence(mask)}")
+        return FirstMask(mask, zeros)
+    if (why := signs_of_training(model, optimizers)) is not None:
+        warn(f"the model is already trained ({why}), so its largest weights are kept. {_silence('magnitude')}")
+        return FirstMask("magnitude")
+    return FirstMask("random")
+
+
+def _silence(mask: str) -> str:
+    return f"Pass initial_mask={mask!r} to silence this warning, or initial_mask='random' to start with a random mask"
+
+
+def signs_of_training(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+    """Return why a model looks trained; None if it does not."""
+    if any(unwrapped(optimizer).state for optimizer in optimizers):
+        return "its optimizer has state"
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "_name_or_path", None):
+            return "loaded by from_pretrained"
+        if "Norm" in type(module).__name__ and any(map(_has_moved, module.parameters(recurse=False))):
+            return "its norms differ from their initial values"
+        if _has_moved(getattr(module, "running_mean", None)):
+            return "its BatchNorm statistics have changed"
+    has_norms = any("Norm" in type(module).__name__ for module in model.modules())
+    is_larger = not has_norms and any(map(_exceeds_initialisation, model.modules()))
+    return "its weights are larger than torch initialises them" if is_larger else None
+
+
+def _exceeds_initialisation(module: nn.Module) -> bool:
+    """True if a layer has a weight above the bound of torch's own initialisation, 1 / sqrt(fan_in)."""
+    weight = module.weight if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) else None
+    if weight is None or weight.is_meta or not weight.numel() or hasattr(weight, "device_mesh"):
+        return False
+    bound = (weight.numel() / weight.shape[0]) ** -0.5
+    return bool(weight.detach().abs().max() > 1.001 * bound)
+
+
+def _has_moved(tensor: Tensor | None) -> bool:
+    """True if a tensor is no longer constant, as the weights and biases of norms initially are."""
+    if tensor is None or tensor.is_meta or tensor.ndim != 1 or not len(tensor):
+        return False
+    local = tensor.detach()
+    return bool((local != local[0]).any())

@@ -1,0 +1,323 @@
+"""`sparsify`: make a model sparse while your own loop trains it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from growprune.errors import GrowpruneError, warn
+from growprune.files.sparse_file import write_file
+from growprune.plan import By, Plan
+from growprune.plan.settings import check_state
+from growprune.sparse.checks import check_optimizer, named_tensors
+from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
+from growprune.sparse.model import SparseModel
+from growprune.sparse.optimizers import unwrapped
+from growprune.sparse.summary import Summary
+from growprune.training.arguments import Arguments
+from growprune.training.cutting import PartsLike
+from growprune.training.first_mask import BY_DATA, FirstMask
+
+_PLANS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Cursor]] = weakref.WeakKeyDictionary()
+"""By model: the cursor that its optimizer advances. It lives as long as the optimizer."""
+
+
+def sparsify(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    method: str | Callable[..., Plan] = "gradual_gap",
+    *,
+    sparsity: float,
+    iterations: int | None = None,
+    epochs: int | None = None,
+    iterations_per_epoch: int | None = None,
+    parts: PartsLike = None,
+    allocation: str | None = None,
+    pattern: str = "unstructured",
+    keep_dense: str | Sequence[str] = "auto",
+    include: Sequence[str] = (),
+    storage: str = "masked",
+    initial_mask: str = "auto",
+    calibration: Iterable[Any] | None = None,
+    lr_scaling: float | Literal["auto"] = "auto",
+    seed: int = 0,
+    losses: Sequence[Callable[[], Tensor]] | None = None,
+    **options: Any,
+) -> Sparsifier:
+    """Make a model sparse while your own loop trains it: each `optimizer.step()` prunes and grows when it is due.
+
+    Args:
+        model: any module, also wrapped by `torch.compile` or DistributedDataParallel.
+        optimizer: the optimizer of the model's parameters, or several. The last one advances the plan.
+        method: a name in `growprune.methods.METHODS`, or your own method.
+        sparsity: the fraction of zeros to reach.
+        iterations: the optimizer steps of the whole training.
+        epochs: instead of `iterations`, with `iterations_per_epoch`; or the method's own option, as in "cyclic_gap".
+        iterations_per_epoch: the optimizer steps of an epoch.
+        parts: what grows in turn: a number, a kind such as "balanced", lists of names, or a `Partition`; 4 by default.
+        allocation: how sparsity is divided among layers: "uniform", "global" or "erk"; by default the method's own.
+        pattern: which positions may be live: "unstructured", a block such as "1x8", or N:M such as "2:4".
+        keep_dense: names or globs that are never pruned; "auto" for output layers.
+        include: names or globs of further parameters to prune, which belong to no known kind of layer.
+        storage: "masked" (dense values and a mask) or "compact" (live values only).
+        initial_mask: "random"; "magnitude", "wanda", "sparsegpt" for trained weights; "as_is" for a sparse model; or
+            "auto", which inspects the model, and warns if it does not choose "random".
+        calibration: a few batches of inputs for "wanda" and "sparsegpt"; see `prune_pretrained`.
+        lr_scaling: a layer of density d trains at lr * d ** -lr_scaling, at most 10 * lr; "auto" is 0.
+        seed: the seed of every random mask.
+        losses: functions that each compute a loss, for methods whose first mask needs gradients (snip, grasp).
+        options: the method's own options, such as `peak_density=0.5`.
+    """
+    return Sparsifier(model, optimizer, Arguments.among(locals()), losses)
+
+
+class Sparsifier:
+    """A model that becomes sparse while it is trained. Created by `sparsify`.
+
+    Examples:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> sparsifier = sparsify(model, optimizer, sparsity=0.9, iterations=100)
+        >>> for _ in range(100):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(8, 20)).square().mean().backward()
+        ...     optimizer.step()
+        >>> sparsifier
+        Sparsifier(gradual_gap, finished after 100 iterations, sparsity 0.9)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        arguments: Arguments,
+        losses: Sequence[Callable[[], Tensor]] | None = None,
+    ) -> None:
+        self._optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        for one in self._optimizers:
+            check_optimizer(unwrapped(one))
+        if not isinstance(model, nn.Module):
+            raise GrowpruneError(f"sparsify needs a torch module, then its optimizer, got a {type(model).__name__}")
+        self.model = _inner(model, arguments.storage)
+        """The module that becomes sparse."""
+        _check_new(self.model)
+        self._arguments, self._losses = arguments, losses
+        _check_trained(self.model, arguments, self._optimizers)
+        self._first = arguments.first_mask(self.model, self._optimizers)
+        self.cursor = self._begin(self._first)
+        """The place in the plan."""
+        _PLANS[self.model] = weakref.ref(self.cursor)
+
+    def _begin(self, first: FirstMask, sparse: SparseModel | None = None) -> Cursor:
+        cursor = self._arguments.cursor(self.model, first=first, score=self._score, sparse=sparse)
+        for optimizer in self._optimizers:
+            internals(cursor.sparse).attach(optimizer)  # all, before an edit gives the model other parameters
+        cursor.attach(self._optimizers[-1])
+        return cursor
+
+    def _score(self, sparse: SparseModel, by: By) -> None:
+        if self._losses is None:
+            raise GrowpruneError(
+                f"{self._arguments.name} chooses its first mask by gradients: pass losses, a list of functions that "
+                f"each compute a loss, such as losses=[lambda: loss_fn(model(x), y)]"
+            )
+        sparse.score(by, self._losses)
+
+    @property
+    def sparse(self) -> SparseModel:
+        """The SparseModel, with the masks of the model."""
+        return self.cursor.sparse
+
+    @property
+    def plan(self) -> Plan:
+        """The plan: what is pruned and grown, and when."""
+        assert isinstance(self.cursor.plan, Plan)
+        return self.cursor.plan
+
+    @property
+    def sparsity(self) -> float:
+        """The fraction of the prunable weights that are zero now."""
+        return self.sparse.sparsity
+
+    @property
+    def target_sparsity(self) -> float:
+        """The fraction of zeros to reach."""
+        return self.sparse.target_sparsity
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the plan is over, so that no more weights are pruned or grown."""
+        return self.cursor.is_over
+
+    def __repr__(self) -> str:
+        done, total = self.cursor.iteration, self.cursor.num_iterations
+        target = "" if self.is_finished else f" of {self.target_sparsity:.4g}"
+        place = f"finished after {total} iterations" if self.is_finished else f"iteration {done} of {total}"
+        late = self.cursor.num_steps_after
+        extra = f", {late} steps past the plan" if late else ""
+        return f"Sparsifier({self._arguments.name}, {place}{extra}, sparsity {self.sparsity:.4g}{target})"
+
+    def summary(self, example: Any = None) -> Summary:
+        """Count the live weights per layer and in total, and FLOPs if given an example input. Print it for a table."""
+        return self.sparse.summary(example)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the sparse model to a file; `growprune.load` reads it. Warn if the loop did not match the plan."""
+        total, late = self.cursor.num_iterations, self.cursor.num_steps_after
+        if late:
+            warn(
+                f"the loop made {late} steps after the plan's {total} iterations, with fixed masks: pass "
+                f"iterations={total + late} to use them all"
+            )
+        elif not self.is_finished:
+            missed = "the optimizer given to sparsify made no step" if not self.cursor.iteration else "see its repr"
+            warn(
+                f"the model is saved before the end of its plan of {total} iterations ({missed}): pass iterations=, "
+                f"the number of steps of your loop"
+            )
+        write_file(self.sparse, path)
+
+    def to_dense_(self) -> nn.Module:
+        """Turn the model back into a plain module with zeros. To prune it further, `sparsify` it again."""
+        _PLANS.pop(self.model, None)
+        return self.sparse.to_dense_()
+
+    # State
+
+    def state_dict(self, *, only_masks: bool = False) -> dict[str, Any]:
+        """Return everything for a checkpoint: weights, masks, optimizer state and the place in the plan.
+
+        It holds copies of the live values, on the CPU. `torch.load(..., weights_only=True)` reads it. Save random
+        states, learning-rate schedules and the place in the data yourself.
+
+        Args:
+            only_masks: leave out weights and optimizers, if your code saves them. Load such a state before them.
+        """
+        own = internals(self.sparse)
+        _check_not_sharded(own.ranks)
+        place = {
+            "arguments": self._saved_arguments(),
+            "first": [self._first.initial_mask, self._first.found],
+            "sparse": self.sparse.state_dict(),
+            "cursor": self.cursor.state_dict(),
+        }
+        if only_masks:
+            return place
+        return {
+            **place,
+            "weights": own.snapshot(device="cpu"),
+            "extra": {name: module.get_extra_state() for name, module in _with_extra_state(self.model)},
+            "optimizers": [copy.deepcopy(own.optimizers.live_state(unwrapped(o), "cpu")) for o in self._optimizers],
+        }
+
+    def _saved_arguments(self) -> dict[str, Any]:
+        return self._arguments.to_save() | {"iterations": self.cursor.num_iterations}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state of the same model, method and optimizers, in any storage."""
+        _check_not_sharded(internals(self.sparse).ranks)
+        self._check_state(state)
+        first = FirstMask(*state["first"])
+        cursor = self._cursor_from(first)
+        if not cursor.is_place(state["cursor"]):
+            raise GrowpruneError(
+                f"the state belongs to another plan of {self._arguments.name}: resume with the same options, parts, "
+                f"keep_dense, include and initial_mask as when it was saved"
+            )
+        self.sparse.load_state_dict(state["sparse"])
+        if "weights" in state:
+            self._load_weights(state)
+        cursor.load_state_dict(state["cursor"])
+        self._first, self.cursor = first, cursor
+        cursor.attach(self._optimizers[-1])
+
+    def _load_weights(self, state: Mapping[str, Any]) -> None:
+        own = internals(self.sparse)
+        own.restore(state["weights"])
+        for name, module in _with_extra_state(self.model):
+            module.set_extra_state(state["extra"][name])
+        for optimizer, loaded in zip(self._optimizers, state["optimizers"], strict=True):
+            own.optimizers.load_live_state(unwrapped(optimizer), loaded)
+
+    def _cursor_from(self, first: FirstMask) -> Cursor:
+        """Return the cursor, or one with another first mask, because the model may look different by now."""
+        if first == self._first or self._arguments.initial_mask not in ("auto", *BY_DATA):
+            return self.cursor
+        return self._arguments.cursor(self.model, first=first, score=self._score, sparse=self.sparse)
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise, before anything is changed, unless a state belongs to the same model, method and optimizers."""
+        check_state(state, "arguments", "first", "sparse", "cursor")
+        saved, mine = state["arguments"], self._saved_arguments()
+        for name in mine:
+            if saved[name] != mine[name] and name != "storage":
+                raise GrowpruneError(
+                    f"the state was saved with {name}={saved[name]!r}, but this Sparsifier has {name}={mine[name]!r}: "
+                    f"resume with {name}={saved[name]!r}"
+                )
+        if "weights" in state and (differing := sorted(named_tensors(self.model).keys() ^ state["weights"].keys())):
+            raise GrowpruneError(
+                f"the state belongs to another model: only one of the two has {differing[0]!r}. Build the model that "
+                f"was saved"
+            )
+        if "weights" in state and len(state["optimizers"]) != len(self._optimizers):
+            raise GrowpruneError(
+                f"the state has {len(state['optimizers'])} optimizers, but this Sparsifier has "
+                f"{len(self._optimizers)}: resume with as many as when it was saved"
+            )
+
+
+def _inner(model: nn.Module, storage: str) -> nn.Module:
+    """Return the model inside wrappers that share its parameters."""
+    if isinstance(model, DistributedDataParallel) and storage == "compact":
+        raise GrowpruneError(
+            "storage='compact' creates new parameters at each edit, which DistributedDataParallel does not see: use "
+            "storage='masked', or shard the model (FSDP2) instead of replicating it"
+        )
+    inner = getattr(model, "_orig_mod", model.module if isinstance(model, DistributedDataParallel) else model)
+    return model if inner is model else _inner(inner, storage)
+
+
+def _check_trained(model: nn.Module, arguments: Arguments, optimizers: Sequence[Any]) -> None:
+    """Raise if the optimizers train other parameters than those that are pruned."""
+    trained = {
+        id(p) for optimizer in optimizers for group in unwrapped(optimizer).param_groups for p in group["params"]
+    }
+    names = [weight.parameter for weight in arguments.prunable(model)]
+    wanted = [name for name in names if model.get_parameter(name).requires_grad]  # not those below adapters
+    if wanted and not any(id(model.get_parameter(name)) in trained for name in wanted):
+        raise GrowpruneError(
+            f"the optimizer trains none of the weights to prune ({wanted[0]}, ...): create it with model.parameters()"
+        )
+
+
+def _check_new(model: nn.Module) -> None:
+    reference = _PLANS.get(model)
+    cursor = None if reference is None else reference()
+    if cursor is not None:
+        raise GrowpruneError(
+            f"the model already belongs to a Sparsifier, at iteration {cursor.iteration} of {cursor.num_iterations}: "
+            f"use that one, and its load_state_dict to resume. To start another plan from its zeros, call its "
+            f"to_dense_() first and create a new optimizer"
+        )
+
+
+def _check_not_sharded(ranks: object) -> None:
+    if ranks is not None:
+        raise GrowpruneError(
+            "the model is sharded: use growprune.save_sharded_checkpoint and growprune.load_sharded_checkpoint"
+        )
+
+
+def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    has_own = nn.Module.get_extra_state
+    return [(name, m) for name, m in model.named_modules() if type(m).get_extra_state is not has_own]

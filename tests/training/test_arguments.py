@@ -1,0 +1,111 @@
+"""What a user says of a sparse training: plans as long as the training, parts, heads that stay dense."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toy import Toy, cyclic
+
+from growprune import Cursor, GrowpruneError, Partition, contiguous
+from growprune.compare.budget import spend
+from growprune.masks.heads import heads
+from growprune.methods import METHODS
+from growprune.sparse.internals import internals
+from growprune.training.arguments import Arguments
+from growprune.training.first_mask import FirstMask
+
+RANDOM = FirstMask("random")
+BY_ONE_TRAINER = sorted(METHODS.keys() - {"parallel_gap", "parallel_gradual_gap", "snip", "grasp"})
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+
+
+def asked(method: str, **given: Any) -> Arguments:
+    """Arguments of a training to 0.75, some of them options of the method."""
+    own = {name: value for name, value in given.items() if name in Arguments.__dataclass_fields__}
+    return Arguments(method, 0.75, **own, options={name: given[name] for name in given if name not in own})
+
+
+def cursor_of(arguments: Arguments, iterations: int) -> Cursor:
+    model = make_model()
+    first = arguments.first_mask(model)
+    return arguments.cursor(model, first=first, iterations=iterations, iterations_per_epoch=7, remedy=str)
+
+
+@pytest.mark.parametrize("iterations", [12, 101])
+@pytest.mark.parametrize("name", BY_ONE_TRAINER)
+def test_every_method_takes_the_whole_training_if_not_told_otherwise(name: str, iterations: int) -> None:
+    cursor = cursor_of(asked(name), iterations)
+    assert cursor.num_iterations == iterations
+    assert internals(cursor.sparse).allocation == METHODS[name].allocation  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"steps": 8, "epochs": 6, "finetune": 72}),  # in optimizer steps: two rounds in about two fifths
+        ({"epochs": 1}, {"steps": 4, "epochs": 1, "finetune": 6}),  # in epochs, too few for two rounds
+        ({"finetune": 2}, {"steps": 4, "epochs": 2, "finetune": 2}),
+        ({"steps": 6}, {"steps": 6, "epochs": 8, "finetune": 72}),
+    ],
+)
+def test_lengths_that_are_not_given_are_filled_in(options: dict[str, int], expected: dict[str, int]) -> None:
+    filled, per_epoch = asked("cyclic_gap", **options).resolved(4, 120, 12, RANDOM)
+    assert filled == {"sparsity": 0.75, "initial_mask": "random", **expected}
+    assert per_epoch == (12 if "epochs" in options or "finetune" in options else 1)
+
+
+@pytest.mark.parametrize(("total", "lengths"), [(60, (8, 3, 36)), (20, (8, 1, 12)), (19, (4, 2, 11)), (8, (4, 1, 4))])
+def test_lengths_are_those_of_a_comparison_of_as_many_epochs(total: int, lengths: tuple[int, ...]) -> None:
+    filled, _ = asked("cyclic_gap").resolved(4, total, None, RANDOM)
+    recipe = replace(cyclic(), method=METHODS["cyclic_gap"], options={}, parts=contiguous(4), task=Toy(depth=5))
+    assert tuple(filled[name] for name in ("steps", "epochs", "finetune")) == lengths
+    assert tuple(spend(recipe, total, 4).options.values()) == lengths
+
+
+@pytest.mark.parametrize(
+    ("parts", "sizes"),
+    [
+        (None, (128, 128, 128, 64)),
+        (3, (192, 192, 64)),
+        ("contiguous", (128, 128, 128, 64)),
+        ("contiguous(3)", (192, 192, 64)),
+        ("balanced(3)", (192, 128, 128)),
+        ("per_layer", (64,) * 7),
+        (contiguous(2), (256, 192)),
+        ([["0", "1"], ["2", "3", "4", "5", "6", "7"]], (128, 320)),  # the last layer stays dense
+        (Partition.of(make_model(), [["0", "1"], ["2", "3", "4", "5", "6", "7"]]), (128, 320)),
+    ],
+)
+def test_parts_are_those_of_the_method_or_those_that_are_asked_for(parts: Any, sizes: tuple[int, ...]) -> None:
+    assert asked("cyclic_gap", parts=parts).cut(make_model()).sizes == sizes
+
+
+def test_the_last_layer_of_a_model_stays_dense() -> None:
+    assert heads(make_model()) == ("7",)
+    assert heads(nn.Sequential(nn.Linear(4, 4))) == ()  # there would be nothing left
+
+
+@pytest.mark.parametrize(("name", "least"), [("steps", 0), ("epochs", 1), ("finetune", 0)])
+def test_a_length_that_is_no_number_is_named(name: str, least: int) -> None:
+    with pytest.raises(GrowpruneError, match=f"^{name} must be an integer >= {least}, got '2'$"):
+        asked("cyclic_gap", **{name: "2"}).resolved(4, 120, 12, RANDOM)
+
+
+def test_stairs_that_are_one_number_are_named() -> None:
+    with pytest.raises(
+        GrowpruneError, match=r"^stages must be a sequence of sparsities, such as \(0.5, 0.7\), got 0.5$"
+    ):
+        cursor_of(asked("iterative", stages=0.5), 9)
+
+
+def test_a_method_that_draws_has_the_seed_of_the_training() -> None:
+    plans = [asked("random_gap", seed=seed).resolved(4, 120, 12, RANDOM)[0]["seed"] for seed in (0, 3)]
+    assert plans == [0, 3]
