@@ -102,8 +102,7 @@ class Optimizers:
 
         Args:
             own: the ids of the model's parameters. The optimizer must train some of them.
-            check: called before a step until it has set `is_checked`. Only the optimizer refers to it: a reference from
-                here would make a cycle, which keeps a deleted model alive.
+            check: called before a step until it sets `is_checked`. Only the optimizer holds it, so there is no cycle.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(id(parameter) in own for parameter in parameters):
@@ -316,7 +315,8 @@ class Optimizers:
             return
         gc.collect()
         old = {id(parameter) for reference in replaced if (parameter := reference()) is not None}
-        wrapped = [id(p) for w in _data_parallel() for p in w._module_parameters] if old else []
+        wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)] if old else []
+        wrapped = [id(parameter) for wrapper in wrappers for parameter in wrapper._module_parameters]
         new = {id(stored.parameter) for stored in self._stored.values()}
         if old & set(wrapped) and not new <= set(wrapped):
             raise GrowpruneError("an edit replaced weights that DistributedDataParallel holds: wrap the model again")
@@ -382,10 +382,6 @@ def _check_order(optimizer: Optimizer) -> None:
             "load the SparseModel's state first, then the optimizer's"
         )
     vars(optimizer).pop(CAME_FIRST, None)
-
-
-def _data_parallel() -> list[DistributedDataParallel]:
-    return [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
 
 
 def _reshaped(entries: dict[str, Any], shape: Sequence[int], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
