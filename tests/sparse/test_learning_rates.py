@@ -13,6 +13,7 @@ from torch import nn
 
 import growprune as gp
 from growprune import GrowpruneError
+from growprune.sparse.internals import internals
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -244,3 +245,85 @@ def test_an_optimizer_without_a_learning_rate_is_refused() -> None:
     ):
         sparse.attach(Plain(model.parameters()))
     gp.SparseModel(nn.Linear(4, 4), sparsity=0.5, lr_scaling=0)
+
+
+# "auto"
+
+
+@pytest.mark.parametrize(
+    "make, rate",
+    [
+        (lambda p: torch.optim.AdamW(p, 0.01), 0.04),
+        (lambda p: torch.optim.NAdam(p, 0.01), 0.04),
+        (lambda p: torch.optim.SGD(p, 0.01), 0.01),
+        (lambda p: torch.optim.RMSprop(p, 0.01), 0.01),
+    ],
+    ids=["adamw", "nadam", "sgd", "rmsprop"],
+)
+def test_auto_scales_the_rates_of_adam_like_optimizers_only(make: Any, rate: float) -> None:
+    model = nn.Linear(8, 4, bias=False)
+    sparse = gp.SparseModel(model, sparsity=0.75, lr_scaling="auto")
+    sparse.prune()
+    optimizer = sparse.attach(make(model.parameters()))
+    seen: list[float] = []
+    optimizer.register_step_pre_hook(lambda stepping, *_: seen.extend(g["lr"] for g in stepping.param_groups))
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    assert seen == [pytest.approx(rate)]
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def seen_rates(model: nn.Module, method: str = "gradual_gap", optimizer: Any = torch.optim.AdamW, **more: Any) -> Any:
+    """The factors of all learning rates in the last of 8 iterations, and the densities of the layers then."""
+    made = optimizer(model.parameters(), 0.01)
+    sparsifier = gp.sparsify(model, made, method, sparsity=0.75, iterations=8, keep_dense=(), **more)
+    seen: list[float] = []
+    made.register_step_pre_hook(
+        lambda stepping, *_: seen.append(max(group["lr"] / 0.01 for group in stepping.param_groups))
+    )
+    for _ in range(8):
+        made.zero_grad()
+        model(torch.ones(2, 16)).square().sum().backward()
+        made.step()
+    return seen, sparsifier
+
+
+def fresh() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)])
+
+
+def test_auto_follows_density_where_sparsity_rises_from_a_random_mask() -> None:
+    seen, sparsifier = seen_rates(fresh())
+    assert seen[-1] == pytest.approx(1 / min(float(mask.float().mean()) for mask in sparsifier.sparse.masks.values()))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"initial_mask": "magnitude"},
+        {"method": "rigl"},
+        {"method": "cyclic_gap", "allocation": "uniform"},
+        {"method": "gmp"},
+        {"optimizer": torch.optim.SGD},
+        {"lr_scaling": 0},
+    ],
+    ids=str,
+)
+def test_auto_leaves_all_other_trainings_alone(more: dict[str, Any]) -> None:
+    assert seen_rates(fresh(), **more)[0] == [1.0] * 8
+
+
+def test_a_resumed_training_scales_as_it_began() -> None:
+    """By then the model looks trained, so "auto" would choose another first mask."""
+    _, begun = seen_rates(fresh())
+    model = fresh()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    model(torch.ones(2, 16)).square().sum().backward()
+    optimizer.step()  # its state is a sign of training
+    with pytest.warns(UserWarning, match="already trained"):
+        again = gp.sparsify(model, optimizer, sparsity=0.75, iterations=8, keep_dense=())
+    rates = internals(again.sparse).optimizers.rates
+    assert not rates.is_on
+    again.load_state_dict(begun.state_dict())
+    assert rates.is_on

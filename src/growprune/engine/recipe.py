@@ -19,7 +19,7 @@ from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import PARTS, PartitionConfig, parse_parts
 from growprune.plan import Plan
 from growprune.plan.settings import check_counts, plain
-from growprune.sparse.learning_rates import parse_lr_scaling
+from growprune.sparse.learning_rates import auto_exponent, parse_lr_scaling
 from growprune.sparse.model import SparseModel
 from growprune.tasks.task import Task
 
@@ -53,7 +53,8 @@ class Recipe:
     include: tuple[str, ...] = ()
     storage: Literal["masked", "compact"] = "masked"
     lr_scaling: float | Literal["auto"] = "auto"
-    """Scale learning rates by density: a layer of density d trains at lr * d ** -lr_scaling, at most 10 * lr."""
+    """Scale learning rates by density: a layer of density d trains at lr * d ** -lr_scaling, at most 10 * lr. "auto" is
+    1 if the sparsity rises from a random mask under adam or adamw, else 0."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     """Runs from each restart to the next, or over the whole plan if there is none."""
@@ -112,12 +113,19 @@ class Recipe:
     def _fill(self) -> None:
         """Fill in the defaults of the method, so that results contain them."""
         meant = getattr(self.method, "allocation", "uniform"), getattr(self.method, "partition", "contiguous")
-        object.__setattr__(self, "lr_scaling", parse_lr_scaling(self.lr_scaling))
+        object.__setattr__(self, "lr_scaling", self._resolved_scaling())
         object.__setattr__(self, "allocation", self.allocation or meant[0])
         parts: Any = PARTS if self.parts is None else self.parts
         if isinstance(parts, int | str):
             parts = parse_parts(parts, kind=meant[1])
         object.__setattr__(self, "parts", parts)
+
+    def _resolved_scaling(self) -> float:
+        given = parse_lr_scaling(self.lr_scaling)
+        taken, mask = own_options(self.method), self.options.get("initial_mask", "random")
+        is_rising = {"start", "initial_mask"} <= set(taken) and mask == "random" and not self.weights
+        is_on = is_rising and self.optimizer.kind in ("adam", "adamw")
+        return auto_exponent(is_adam_like=is_on) if given == "auto" else given
 
     def kept_dense(self, model: nn.Module) -> tuple[str, ...]:
         """Names of the layers of a model that are never pruned."""

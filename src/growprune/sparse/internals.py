@@ -34,6 +34,7 @@ from growprune.sparse.checks import (
 from growprune.sparse.counts import Counts
 from growprune.sparse.editor import Editor
 from growprune.sparse.gradients import Gradients
+from growprune.sparse.learning_rates import Exponent
 from growprune.sparse.optimizers import Optimizers, unwrapped
 from growprune.sparse.sharded import sharding
 from growprune.storage import SparseParameter, store
@@ -58,7 +59,7 @@ class Internals:
         include: Sequence[str],
         seed: int,
         storage: str,
-        lr_scaling: float,
+        lr_scaling: Exponent,
     ) -> None:
         self.model, self.target_sparsity, self.allocation, self.pattern = model, sparsity, allocation, pattern
         self.scope, self.keep_dense, self.include, self.seed, self.storage = scope, keep_dense, include, seed, storage

@@ -20,27 +20,31 @@ from growprune.storage.uncompiled import uncompiled
 
 CAP = 10.0
 """The largest factor: a layer with almost no live weights would otherwise train at any rate."""
-AUTO = 0.0
-"""What "auto" means."""
 LARGEST = 2.0
 
 Group = dict[str, Any]
+Exponent = float | Literal["auto"]
 
 
-def parse_lr_scaling(given: float | Literal["auto"]) -> float:
-    """Return the exponent of an lr_scaling setting.
+def parse_lr_scaling(given: Exponent) -> Exponent:
+    """Check an lr_scaling setting.
 
     >>> parse_lr_scaling("auto"), parse_lr_scaling(1)
-    (0.0, 1.0)
+    ('auto', 1.0)
     """
     if given == "auto":
-        return AUTO
+        return "auto"
     if isinstance(given, bool) or not isinstance(given, Real) or not 0 <= given <= LARGEST:
         raise GrowpruneError(
             f"lr_scaling must be 'auto' or an exponent in [0, {LARGEST:g}], got {given!r}. 0 leaves learning rates "
             f"unchanged, 1 divides them by the density of the layer"
         )
     return float(given)
+
+
+def auto_exponent(*, is_adam_like: bool) -> float:
+    """Return what "auto" stands for: only Adam-like optimizers were seen to gain on every task (docs/theory.md)."""
+    return 1.0 if is_adam_like else 0.0
 
 
 def rate_factor(density: float, exponent: float) -> float:
@@ -56,13 +60,15 @@ class ScaledRates:
     """Scale the learning rates of optimizers while they step.
 
     Args:
-        exponent: 0 leaves rates unchanged, 1 divides them by the density.
+        exponent: 0 leaves rates unchanged, 1 divides them by the density, "auto" looks at the optimizer.
         stored: how the sparse parameters are stored, by name.
     """
 
-    def __init__(self, exponent: float, stored: Mapping[str, SparseParameter]) -> None:
+    def __init__(self, exponent: Exponent, stored: Mapping[str, SparseParameter]) -> None:
         self.exponent, self._stored = exponent, stored
-        self.factors: dict[str, float] | None = None
+        self.is_on = True
+        """False if "auto" means 0 for this training, whatever the optimizer."""
+        self.densities: dict[str, float] | None = None
         """By parameter. None after a mask has changed; they are counted at the next step."""
         self._own: weakref.WeakKeyDictionary[Optimizer, list[tuple[Group, list[Group]]]] = weakref.WeakKeyDictionary()
         """The user's groups of optimizers that are stepping, each with the groups that stand for it."""
@@ -72,11 +78,17 @@ class ScaledRates:
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise if there is no learning rate to scale."""
-        if self.exponent and any("lr" not in group for group in optimizer.param_groups):
+        if self._exponent_for(optimizer) and any("lr" not in group for group in optimizer.param_groups):
             raise GrowpruneError(
                 f"lr_scaling={self.exponent:g} needs a learning rate, but {type(optimizer).__name__} has none: use "
                 f"lr_scaling=0, or an optimizer with an lr"
             )
+
+    def _exponent_for(self, optimizer: Optimizer) -> float:
+        if self.exponent == "auto":
+            is_adam_like = all({"lr", "betas"} <= group.keys() for group in optimizer.param_groups)
+            return auto_exponent(is_adam_like=is_adam_like) if self.is_on else 0.0
+        return self.exponent
 
     def hook_before(self, optimizer: Optimizer, when_gradients_are_there: Callable[..., Any]) -> None:
         """Scale rates before other hooks, so that rules see the rates that the step uses."""
@@ -97,10 +109,11 @@ class ScaledRates:
 
     def _scale(self, optimizer: Optimizer) -> None:
         self.put_back(optimizer)
-        if self.factors is None:
-            densities = {name: stored.num_alive() / stored.shape.numel() for name, stored in self._stored.items()}
-            self.factors = {name: rate_factor(density, self.exponent) for name, density in densities.items()}
-        factors = {id(self._stored[name].parameter): factor for name, factor in self.factors.items()}
+        if not (exponent := self._exponent_for(optimizer)):
+            return
+        if self.densities is None:
+            self.densities = {name: stored.num_alive() / stored.shape.numel() for name, stored in self._stored.items()}
+        factors = {id(self._stored[name].parameter): rate_factor(d, exponent) for name, d in self.densities.items()}
         groups = [(group, list(_split(group, factors))) for group in optimizer.param_groups]
         self._own[optimizer] = groups
         optimizer.param_groups = [scaled for _, several in groups for scaled in several]

@@ -59,7 +59,8 @@ class SparseModel:
         seed: the seed of every random mask.
         storage: how sparse weights are stored: "masked" (dense, with a mask) or "compact" (live values only).
         lr_scaling: scale learning rates with density. While an attached optimizer steps, a layer of density d trains at
-            lr * d ** -lr_scaling, at most 10 * lr. 0 leaves rates unchanged, 1 divides by the density; "auto" is 0.
+            lr * d ** -lr_scaling, at most 10 * lr. 0 leaves rates unchanged, 1 divides by the density; "auto" is 1 for
+            Adam-like optimizers and 0 for others.
 
     All weights are live at first; the edits of a plan, or `prune`, make the model sparse. `copy.deepcopy` returns an
     independent copy of the model and its masks, attached to no optimizer.
@@ -83,7 +84,7 @@ class SparseModel:
         include: Iterable[str] = (),
         seed: int = 0,
         storage: str = "masked",
-        lr_scaling: float | Literal["auto"] = "auto",
+        lr_scaling: float | Literal["auto"] = 0.0,
     ) -> None:
         check_sparsity(sparsity)
         check_model(model, storage=storage)

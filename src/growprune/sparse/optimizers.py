@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.errors import GrowpruneError, warn
 from growprune.sparse.gradients import Gradients
-from growprune.sparse.learning_rates import ScaledRates
+from growprune.sparse.learning_rates import Exponent, ScaledRates
 from growprune.sparse.optimizer_state import cast, live_state, load_live_state
 from growprune.storage import Masked, SparseParameter
 from growprune.storage.uncompiled import uncompiled
@@ -78,7 +78,7 @@ class Optimizers:
     """The optimizers attached to a model, held by weak references."""
 
     def __init__(
-        self, stored: Mapping[str, SparseParameter], storage: str, gradients: Gradients, lr_scaling: float = 0.0
+        self, stored: Mapping[str, SparseParameter], storage: str, gradients: Gradients, lr_scaling: Exponent = 0.0
     ) -> None:
         self._stored, self._storage, self._gradients = stored, storage, gradients
         self.rates = ScaledRates(lr_scaling, stored)
@@ -275,7 +275,7 @@ class Optimizers:
     def following(self, name: str) -> Iterator[SparseParameter]:
         """Keep the optimizer state of live weights while the mask of a parameter changes."""
         self.num_mask_changes += 1
-        self.rates.factors = None  # which follow the masks
+        self.rates.densities = None  # which follow the masks
         stored = self._stored[name]
         old = stored.parameter
         dense = {}

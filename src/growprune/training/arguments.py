@@ -22,6 +22,7 @@ from growprune.plan import By, Plan, walk
 from growprune.plan.lengths import fill_lengths, plan_length
 from growprune.plan.settings import as_names, check_counts, check_sparsity
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 from growprune.sparse.learning_rates import parse_lr_scaling
 from growprune.sparse.model import SparseModel
 from growprune.sparse.pretrained_pruning import prune_pretrained
@@ -128,8 +129,8 @@ class Arguments:
     def to_save(self) -> dict[str, Any]:
         """Return the settings that must be the same when a checkpoint is resumed, as plain values."""
         others = {name: getattr(self, name) for name in ("sparsity", "pattern", "seed", "storage")}
-        scaling = parse_lr_scaling(self.lr_scaling)
-        return {"method": self.name, "allocation": self.resolved_allocation, "lr_scaling": scaling, **others}
+        scaling = {"lr_scaling": parse_lr_scaling(self.lr_scaling)}
+        return {"method": self.name, "allocation": self.resolved_allocation, **scaling, **others}
 
     # The model
 
@@ -220,6 +221,8 @@ class Arguments:
         """
         plan, per_epoch = self.plan(self.cut(model), first, iterations, iterations_per_epoch, remedy)
         sparse = self._make_sparse(model) if sparse is None else sparse
+        # a trained model wants the rates that it was given, and where density is low from the start they are too high
+        internals(sparse).optimizers.rates.is_on = first.initial_mask == "random" and "start" in self._parameters
         share_gradients(sparse)
         look = None if score is None else functools.partial(score, sparse)
         return Cursor(sparse, plan, iterations_per_epoch=per_epoch, accumulate=accumulate, score=look)

@@ -71,7 +71,8 @@ def sparsify(
         initial_mask: "random"; "magnitude", "wanda", "sparsegpt" for trained weights; "as_is" for a sparse model; or
             "auto", which inspects the model, and warns if it does not choose "random".
         calibration: a few batches of inputs for "wanda" and "sparsegpt"; see `prune_pretrained`.
-        lr_scaling: a layer of density d trains at lr * d ** -lr_scaling, at most 10 * lr; "auto" is 0.
+        lr_scaling: a layer of density d trains at lr * d ** -lr_scaling, at most 10 * lr. "auto" is 1 if the sparsity
+            rises from a random mask (gradual_gap, granet) under an Adam-like optimizer, else 0.
         seed: the seed of every random mask.
         losses: functions that each compute a loss, for methods whose first mask needs gradients (snip, grasp).
         options: the method's own options, such as `peak_density=0.5`.
