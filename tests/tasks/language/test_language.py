@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from paths import SHARED
@@ -62,7 +63,7 @@ class Constant(nn.Module):
 
 
 def test_a_text_is_cut_by_position() -> None:
-    text = cut(bytes(range(200)))
+    text = cut(np.arange(200, dtype=np.uint8))
     assert text["train"].tolist() == list(range(180))
     assert text["validation"].tolist() == list(range(180, 190))
     assert text["test"].tolist() == list(range(190, 200))
@@ -124,6 +125,60 @@ def test_a_model_that_knows_nothing_needs_eight_bits(tmp_path: Path) -> None:
     assert task.evaluate(lambda x: torch.zeros(*x.shape, 256), "validation", device=CPU)[  # type: ignore[arg-type]
         "bits_per_byte"
     ] == pytest.approx(8)
+
+
+# Tokens
+
+
+def tokens(folder: Path, **arrays: Any) -> Path:
+    given = {"tokens": np.arange(60, dtype=np.uint16) % 5, "num_bytes": np.array([1, 2, 3, 4, 5])} | arrays
+    np.savez(folder / "tokens.npz", **given)
+    return folder / "tokens.npz"
+
+
+def test_tokens_of_another_tokenizer_are_measured_in_bytes_of_their_text(tmp_path: Path) -> None:
+    task = small(tokens(tmp_path), vocab_size=5)
+    assert task.num_batches() == 4
+    assert {int(token) for batch in task.batches(seed=0, start=0, device=CPU) for token in batch.flatten()} == set(
+        range(5)
+    )
+    # the test text is 2 3 4: two tokens of 4 and 5 bytes are predicted, each with a chance of one in five
+    found = task.evaluate(lambda x: torch.zeros(*x.shape, 5), "test", device=CPU)  # type: ignore[arg-type]
+    assert found["loss"] == pytest.approx(math.log(5))
+    assert found["bits_per_byte"] == pytest.approx(2 * math.log2(5) / 9)
+    assert task.build_model().embedding.weight.shape == (5, 8)
+
+
+def test_bytes_as_tokens_are_the_text_itself(tmp_path: Path) -> None:
+    text = small(numbered(tmp_path, 200))
+    same = small(tokens(tmp_path, tokens=np.arange(200), num_bytes=np.ones(256, np.uint8)))
+    assert epoch(text, 3) == epoch(same, 3)
+    assert text.evaluate(Constant(), "test", device=CPU) == same.evaluate(Constant(), "test", device=CPU)
+
+
+@pytest.mark.parametrize(
+    "arrays, says",
+    [
+        (
+            {"num_bytes": np.ones(9, int)},
+            "has 9 kinds of tokens, but task.vocab_size is 5. Use --set task.vocab_size=9",
+        ),
+        ({"tokens": np.full(60, 5)}, r"tokens in .* must be in \[0, 5\), the length of num_bytes, got 5 to 5"),
+        ({"tokens": np.zeros((60, 2), int)}, r"tokens in .* must be a list of integers, got int64 \(60, 2\)"),
+        ({"num_bytes": np.ones(5)}, r"num_bytes in .* must be a list of integers, got float64 \(5,\)"),
+    ],
+)
+def test_tokens_that_cannot_be_are_refused(arrays: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(GrowpruneError, match=says):
+        small(tokens(tmp_path, **arrays), vocab_size=5).num_batches()
+
+
+def test_a_file_that_holds_no_tokens_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "other.npz", text=np.zeros(3))
+    (tmp_path / "broken.npz").write_bytes(b"no zip file")
+    for name in ("other", "broken"):
+        with pytest.raises(GrowpruneError, match=rf"{name}.npz must have the arrays tokens and num_bytes: "):
+            small(tmp_path / f"{name}.npz").num_batches()
 
 
 # Runs
@@ -212,7 +267,7 @@ def test_a_text_that_is_none_or_too_short_is_said_at_once(tmp_path: Path) -> Non
     with pytest.raises(GrowpruneError, match=r"--data must be a text file .*is a folder. Give the file itself"):
         small(tmp_path).num_batches()
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(GrowpruneError, match=r"--data must have at least 40 bytes, but .*empty\.txt has 0"):
+    with pytest.raises(GrowpruneError, match=r"--data must have at least 40 tokens, but .*empty\.txt has 0"):
         small(tmp_path / "empty.txt").num_batches()
-    with pytest.raises(GrowpruneError, match=r"has 54 bytes for training \(90 %\), but a batch needs 404\. .*\(100\)"):
+    with pytest.raises(GrowpruneError, match=r"has 54 tokens for training \(90 %\), but a batch needs 404\. .*\(100\)"):
         small(numbered(tmp_path, 60), batch_size=100).num_batches()

@@ -1,4 +1,4 @@
-"""A language model of plain text, byte by byte: a small GPT, measured in bits per byte."""
+"""A language model of plain text, or of tokens: a GPT, measured in bits per byte."""
 
 from __future__ import annotations
 
@@ -11,27 +11,34 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError
-from growprune.tasks.language.data import in_order, load, num_batches, on_device, shuffled
+from growprune.tasks.language.data import (
+    BYTES,
+    in_order,
+    load,
+    num_batches,
+    num_predicted_bytes,
+    on_device,
+    shuffled,
+)
 from growprune.tasks.language.gpt import GPT, Shape
 from growprune.tasks.task import Split, Task, with_channels
-
-VOCAB_SIZE = 256
-"""Every byte is a token, whether the text has it or not: a model means the same without the text it learned from."""
 
 
 @dataclass(frozen=True)
 class Language(Task):
-    """Predict each byte of a text from the bytes before it.
+    """Predict each token of a text from the tokens before it. The tokens of a plain text are its bytes.
 
     The text is split by position: 90 % for training, 5 % for validation, 5 % for test. `evaluate` returns
-    `bits_per_byte` (for ASCII, the bits per character of the literature), `loss` (the same in nats) and `perplexity`. A
-    split is read in pieces of `context` bytes, and each byte is predicted from those before it in its piece.
+    `bits_per_byte` (for ASCII, the bits per character of the literature), `loss` (nats per token) and `perplexity` (per
+    token). A split is read in pieces of `context` tokens, and each is predicted from those before it in its piece.
     """
 
     data: str = ""
-    """A file of text."""
+    """A file of text, or a .npz of tokens."""
+    vocab_size: int = BYTES
+    """Number of kinds of tokens."""
     context: int = 256
-    """Maximum number of bytes that the model sees."""
+    """Maximum number of tokens that the model sees."""
     d_model: int = 384
     ffn: int = 1536
     heads: int = 6
@@ -45,7 +52,7 @@ class Language(Task):
     initialises_modules = True
 
     def __post_init__(self) -> None:
-        for name in ("context", "d_model", "ffn", "heads", "layers", "batch_size"):
+        for name in ("vocab_size", "context", "d_model", "ffn", "heads", "layers", "batch_size"):
             if getattr(self, name) < 1:
                 raise GrowpruneError(f"{name} must be >= 1, got {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
@@ -55,46 +62,48 @@ class Language(Task):
 
     def build_model(self) -> nn.Module:
         sizes = (self.context, self.d_model, self.ffn, self.heads, self.layers)
-        return GPT(Shape(VOCAB_SIZE, *sizes, self.dropout))
+        return GPT(Shape(self.vocab_size, *sizes, self.dropout))
 
     def narrower(self) -> Sequence[Task]:
         """The task with smaller `d_model`, a multiple of the same number of heads. `ffn` keeps its ratio."""
         return with_channels(self, "d_model", self.heads, "ffn")
 
     def example(self) -> Tensor:
-        """A piece of `context` bytes."""
+        """A piece of `context` tokens."""
         return torch.zeros(1, self.context, dtype=torch.int64)
 
     def num_batches(self) -> int:
-        size = len(load(self.data)["train"])
+        size = len(load(self.data, self.vocab_size)[0]["train"])
         found = num_batches(size, self.context, self.batch_size)
         if found < 1:
             raise GrowpruneError(
-                f"{self.data} has {size} bytes for training (90 %), but a batch needs "
+                f"{self.data} has {size} tokens for training (90 %), but a batch needs "
                 f"{self.context * (self.batch_size + 1)}. Use a longer text, or lower batch_size "
                 f"({self.batch_size}) or context ({self.context})"
             )
         return found
 
     def batches(self, *, seed: int, start: int, device: torch.device) -> Iterator[Tensor]:
-        text = on_device(self.data, "train", device)
+        text = on_device(self.data, "train", device, self.vocab_size)
         return shuffled(text, self.context, self.batch_size, seed=seed, start=start)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """The mean loss over all bytes. All pieces have the same length."""
+        """The mean loss over all tokens. All pieces have the same length."""
         return _losses(model, batch).mean()
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
-        text = on_device(self.data, split, device)
+        text = on_device(self.data, split, device, self.vocab_size)
         total = torch.zeros((), dtype=torch.float64, device=device)
         for batch in in_order(text, self.context, self.batch_size):
             total += _losses(model, batch).sum()
         nats = float(total) / (len(text) - 1)
-        return {"bits_per_byte": nats / math.log(2), "loss": nats, "perplexity": math.exp(nats)}
+        num_bytes = num_predicted_bytes(text, load(self.data, self.vocab_size)[1])
+        bits = float(total) / num_bytes / math.log(2)
+        return {"bits_per_byte": bits, "loss": nats, "perplexity": math.exp(nats)}
 
 
 def _losses(model: nn.Module, batch: Tensor) -> Tensor:
-    """The cross-entropy of each byte of some pieces but the first, (B, T + 1) -> (B * T,)"""
-    # One row for each byte: the loss over images, which takes more axes, is not deterministic on GPUs.
+    """The cross-entropy of each token of some pieces but the first, (B, T + 1) -> (B * T,)"""
+    # One row for each token: the loss over images, which takes more axes, is not deterministic on GPUs.
     logits = model(batch[:, :-1]).flatten(0, 1).float()
     return F.cross_entropy(logits, batch[:, 1:].flatten(), reduction="none")

@@ -1,57 +1,102 @@
-"""A text file as bytes, cut by position into 90 % to train on, 5 % to validate and 5 % to test, and batches of it.
+"""A text as tokens, cut by position into 90 % to train on, 5 % to validate and 5 % to test, and batches of it.
+
+The tokens of a plain text are its bytes. A `.npz` file holds those of any tokenizer: `tokens` (integers, the whole
+text) and `num_bytes` (for each token of the vocabulary, how many bytes of text it stands for).
 
 An epoch goes once over the training text: the text is cut into pieces of one length that do not overlap, from an offset
-that is drawn for each epoch, and the pieces come in random order. So a byte is at another place of its piece in each
+that is drawn for each epoch, and the pieces come in random order. So a token is at another place of its piece in each
 epoch. What does not fill a piece or a batch is left out: all batches have one shape.
 """
 
 from __future__ import annotations
 
 import functools
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from growprune.errors import GrowpruneError
 from growprune.tasks.bad_records import find
 
-LAYOUT = "a text file with one byte per character"
+LAYOUT = "a text file with one byte per character, or a .npz of tokens"
+BYTES = 256
+"""Every byte is a token, whether the text has it or not: a model means the same without the text it learned from."""
 
 
 @functools.cache
-def load(data: str) -> dict[str, Tensor]:
-    """Read a file and cut it: the bytes (uint8) of each split."""
+def load(data: str, vocab_size: int = BYTES) -> tuple[dict[str, Tensor], Tensor]:
+    """Read a file and cut it: the tokens of each split, and how many bytes each token of the vocabulary stands for."""
     path = find(data, "", layout=LAYOUT)
     if not path.is_file():
         raise GrowpruneError(f"--data must be {LAYOUT}, but {path} is a folder. Give the file itself")
-    return cut(path.read_bytes(), path)
+    if path.suffix == ".npz":
+        tokens, num_bytes = _read_tokens(path)
+    else:
+        tokens, num_bytes = np.frombuffer(path.read_bytes(), np.uint8), np.ones(BYTES, np.uint8)
+    if len(num_bytes) != vocab_size:
+        raise GrowpruneError(
+            f"{path} has {len(num_bytes)} kinds of tokens, but task.vocab_size is {vocab_size}. "
+            f"Use --set task.vocab_size={len(num_bytes)}"
+        )
+    return cut(tokens, path), torch.from_numpy(num_bytes.astype(np.int64))
 
 
-def cut(content: bytes, source: Path | str = "the text") -> dict[str, Tensor]:
+def _read_tokens(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Read a `.npz`. Raise if it lacks an array, or has tokens outside of its vocabulary."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            tokens, num_bytes = arrays["tokens"], arrays["num_bytes"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise GrowpruneError(f"{path} must have the arrays tokens and num_bytes: {error}") from error
+    for name, array in (("tokens", tokens), ("num_bytes", num_bytes)):
+        if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
+            raise GrowpruneError(f"{name} in {path} must be a list of integers, got {array.dtype} {array.shape}")
+    if tokens.min() < 0 or tokens.max() >= len(num_bytes):
+        raise GrowpruneError(
+            f"tokens in {path} must be in [0, {len(num_bytes)}), the length of num_bytes, got {tokens.min()} to "
+            f"{tokens.max()}"
+        )
+    return tokens, num_bytes
+
+
+def cut(tokens: NDArray[Any], source: Path | str = "the text") -> dict[str, Tensor]:
     """The first 90 % of a text, the next 5 %, and the rest.
 
-    >>> {split: len(part) for split, part in cut(bytes(60)).items()}
+    >>> {split: len(part) for split, part in cut(np.zeros(60, np.uint8)).items()}
     {'train': 54, 'validation': 3, 'test': 3}
     """
-    size = len(content)
+    size = len(tokens)
     ends = (size * 90 // 100, size * 95 // 100)
-    parts = {"train": content[: ends[0]], "validation": content[ends[0] : ends[1]], "test": content[ends[1] :]}
-    if any(len(part) < 2 for part in parts.values()):  # a byte to look at, and one to predict
-        raise GrowpruneError(f"--data must have at least 40 bytes, but {source} has {size}. Use a longer text")
-    return {split: torch.from_numpy(np.frombuffer(part, np.uint8).copy()) for split, part in parts.items()}
+    parts = {"train": tokens[: ends[0]], "validation": tokens[ends[0] : ends[1]], "test": tokens[ends[1] :]}
+    if any(len(part) < 2 for part in parts.values()):  # a token to look at, and one to predict
+        raise GrowpruneError(f"--data must have at least 40 tokens, but {source} has {size}. Use a longer text")
+    dtype = np.uint8 if tokens.dtype == np.uint8 else np.int32  # torch indexes no uint16
+    return {split: torch.from_numpy(part.astype(dtype)) for split, part in parts.items()}
 
 
 @functools.cache
-def on_device(data: str, split: str, device: torch.device) -> Tensor:
-    """The bytes of a split on a device, copied once."""
-    return load(data)[split].to(device)
+def on_device(data: str, split: str, device: torch.device, vocab_size: int = BYTES) -> Tensor:
+    """The tokens of a split on a device, copied once."""
+    return load(data, vocab_size)[0][split].to(device)
+
+
+def num_predicted_bytes(text: Tensor, num_bytes: Tensor) -> int:
+    """The bytes of all tokens of a text but the first.
+
+    >>> num_predicted_bytes(torch.tensor([0, 1, 1, 2]), torch.tensor([1, 2, 5]))
+    9
+    """
+    return int(torch.bincount(text[1:].long().cpu(), minlength=len(num_bytes)) @ num_bytes)
 
 
 def num_batches(size: int, context: int, batch_size: int) -> int:
-    """The number of batches that a text of `size` bytes fills at any offset.
+    """The number of batches that a text of `size` tokens fills at any offset.
 
     >>> num_batches(41, context=4, batch_size=3), num_batches(39, context=4, batch_size=3)
     (3, 2)
@@ -60,7 +105,7 @@ def num_batches(size: int, context: int, batch_size: int) -> int:
 
 
 def shuffled(text: Tensor, context: int, batch_size: int, *, seed: int, start: int) -> Iterator[Tensor]:
-    """The batches of an epoch from number `start` on: pieces (batch_size, context + 1), each with the byte after it."""
+    """The batches of an epoch from number `start` on: pieces (batch_size, context + 1), each with one more token."""
     generator = np.random.default_rng(seed)
     offset = int(generator.integers(context))
     num_pieces = (len(text) - 1 - offset) // context
@@ -74,7 +119,7 @@ def shuffled(text: Tensor, context: int, batch_size: int, *, seed: int, start: i
 def in_order(text: Tensor, context: int, batch_size: int) -> Iterator[Tensor]:
     """All of a text in pieces as above, one after the other; the last of them is shorter and comes alone.
 
-    So each byte but the first is predicted once.
+    So each token but the first is predicted once.
     """
     num_pieces = (len(text) - 1) // context
     places = torch.arange(context + 1, device=text.device)

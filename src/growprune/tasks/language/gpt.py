@@ -3,7 +3,7 @@
 Every product with a weight is a layer of its own (q, k, v and out are apart) without a bias, so that each can become
 sparse; the shared matrix is an embedding and stays dense. First weights are those of GPT-2.
 
-Shapes: B pieces of T bytes, C channels in H heads of D, V the vocabulary.
+Shapes: B pieces of T tokens, C channels in H heads of D, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Shape:
 
 
 class GPT(nn.Module):
-    """Predicts the next byte after each byte."""
+    """Predicts the next token after each token."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Layer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention of each byte to itself and to those before it."""
+    """Multi-head attention of each token to itself and to those before it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
