@@ -9,6 +9,7 @@ growprune report experiments/compare/cifar10-width32 -o page.html   # the page; 
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,7 @@ STUDIES = (
     of_long_runs("multi30k"),
     of_patterns("multi30k"),
     Study("shakespeare-patterns", allow=("pattern",)),
+    Study("shakespeare-small"),
     Study("shapenet"),
     Study("bccd"),
 )
@@ -120,6 +122,8 @@ def keep_all(runs: Path) -> None:
     for study in STUDIES:
         for result in sorted((runs / study.name).rglob("result.json")):
             keep(result, RESULTS / study.name / result.relative_to(runs / study.name))
+        for tuning in sorted((runs / study.name).rglob("tuning.json")):
+            shutil.copy(tuning, RESULTS / study.name / tuning.relative_to(runs / study.name))
 
 
 def files() -> dict[Path, str]:

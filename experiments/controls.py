@@ -1,11 +1,12 @@
-"""What growth itself brings, and what the rise of the sparsity does: gradual_gap against its controls, in every study.
+"""What growth itself brings, what the rise of the sparsity does, and which learning rates suit sparse layers.
 
-python experiments/controls.py           # the table of docs/theory.md, from the results beside this file
+python experiments/controls.py           # the tables of docs/theory.md, from the results beside this file
 python experiments/controls.py --write   # bring the page up to date
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,9 +71,24 @@ def _difference(ours: dict[int, float], theirs: dict[int, float]) -> str:
     return f"{gap['mean']:+.2f}{error} ({gap['count']})"
 
 
+TUNED = "shakespeare-small"
+"""The study whose rows were all tuned over learning rates and lr_scaling."""
+
+
+def rates() -> str:
+    """Validation scores of one seed: a line for each tuned row that is sparse, a column for each point of the grid."""
+    lines, heads = [], [""]
+    for file in sorted((RESULTS / TUNED).rglob("tuning.json")):
+        tuning = json.loads(file.read_text())
+        if len(tuning["points"]) == tuning["size"]:  # lr_scaling does nothing to a dense model
+            heads = [point["name"].replace("optimizer.", "") for point in tuning["points"]]
+            lines.append([tuning["row"], *(f"{point['validation']:.3f}" for point in tuning["points"])])
+    return markdown(["row", *heads], lines)
+
+
 def files() -> dict[Path, str]:
     """What the page must hold."""
-    return {PAGE: filled(PAGE, {"controls": table()})}
+    return {PAGE: filled(PAGE, {"controls": table(), "lr_scaling": rates()})}
 
 
 if __name__ == "__main__":
