@@ -15,18 +15,30 @@ from growprune import methods
 from growprune.engine.recipe import Recipe, own_options
 from growprune.engine.source import is_source, load
 from growprune.errors import MAX_VALUE, GrowpruneError, shorten
-from growprune.masks.partition_kinds import parse_parts
+from growprune.masks.partition_kinds import PartitionConfig, parse_parts
 from growprune.plan import Plan
+
+Changes = dict[str, Any]
+"""New values by field; another such dict for a field that is a dataclass."""
 
 
 def override(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
     """Change fields of a recipe. Dots name nested fields, as in `task.width` or `options.steps`."""
     if "method" in settings:  # first, because the options that may be set are the method's
         recipe = _with_method(recipe, settings["method"])
+    changes: Changes = {}
     for key, text in settings.items():
-        if key != "method":
-            recipe = _set(recipe, key.split("."), text, key)
-    return recipe
+        path = key.split(".")
+        if path == ["options"]:
+            recipe = _with_all_options(recipe, text)
+        elif path[0] == "options":
+            recipe = _with_options(recipe, _option(recipe, path[1:], text, key))
+        elif path == ["parts"]:
+            recipe = replace(recipe, parts=_parts(recipe, text))
+        elif key != "method":
+            _add(changes, recipe, path, text, key)
+    changed: Recipe = _changed(recipe, changes)
+    return changed
 
 
 def parse_settings(texts: list[str]) -> dict[str, str]:
@@ -58,26 +70,34 @@ def find_method(name: str) -> Callable[..., Plan]:
     return found
 
 
-def _set(value: Any, path: list[str], text: str, key: str) -> Any:
-    if isinstance(value, Recipe) and path == ["options"]:
-        return _with_all_options(value, text)
-    if isinstance(value, Recipe) and path[0] == "options":
-        return _with_options(value, _option(value, path[1:], text, key))
-    if isinstance(value, Recipe) and path == ["parts"]:
-        kind = getattr(value.method, "partition", "contiguous")
-        return replace(value, parts=parse_parts(int(text) if text.isdecimal() else text, kind=kind))
+def _parts(recipe: Recipe, text: str) -> PartitionConfig:
+    kind = getattr(recipe.method, "partition", "contiguous")
+    return parse_parts(int(text) if text.isdecimal() else text, kind=kind)
+
+
+def _add(changes: Changes, value: Any, path: list[str], text: str, key: str) -> None:
+    """Add a change of one field, which may be nested."""
+    name, *inner = path
     hints = get_type_hints(type(value))
     known = {f.name: hints[f.name] for f in fields(value)}
-    if path[0] not in known:
-        raise GrowpruneError(f"--set {key}: unknown field {path[0]!r}. Fields are: {', '.join(known)}")
-    inside = getattr(value, path[0])
-    if is_dataclass(inside):
-        if len(path) == 1:
-            raise GrowpruneError(f"--set {key}: set one of its fields, such as {key}.{fields(inside)[0].name}=...")
-        return replace(value, **{path[0]: _set(inside, path[1:], text, key)})
-    if len(path) > 1:
-        raise GrowpruneError(f"--set {key}: {path[0]} has no nested fields. Set {path[0]} itself")
-    return replace(value, **{path[0]: convert(text, known[path[0]], key)})
+    if name not in known:
+        raise GrowpruneError(f"--set {key}: unknown field {name!r}. Fields are: {', '.join(known)}")
+    inside = getattr(value, name)
+    if is_dataclass(inside) and inner:
+        _add(changes.setdefault(name, {}), inside, inner, text, key)
+    elif is_dataclass(inside):
+        raise GrowpruneError(f"--set {key}: set one of its fields, such as {key}.{fields(inside)[0].name}=...")
+    elif inner:
+        raise GrowpruneError(f"--set {key}: {name} has no nested fields. Set {name} itself")
+    else:
+        changes[name] = convert(text, known[name], key)
+
+
+def _changed(value: Any, changes: Changes) -> Any:
+    """Make all changes at once, because fields are checked together: heads=4 may only go with d_model=64."""
+    inside = {name: getattr(value, name) for name in changes}
+    inner = {name: _changed(old, changes[name]) for name, old in inside.items() if is_dataclass(old)}
+    return replace(value, **(changes | inner))
 
 
 def _with_all_options(recipe: Recipe, text: str) -> Recipe:
