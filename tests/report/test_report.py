@@ -108,12 +108,11 @@ def test_a_loss_that_is_no_number_leaves_the_page_readable(tmp_path: Path) -> No
 def test_a_command_is_exact_but_for_where_files_lie(tmp_path: Path) -> None:
     made = recipe("rigl", 0.9, 3, task={"data": "/home/someone/cifar10.npz"})
     settings = {"seed": "3", "claim": "two words", "task.data": "/home/someone/cifar10.npz"}
-    origin = {"source": "digits/dense", "settings": settings, "extended": 2}
+    origin = {"source": "digits/dense", "settings": settings}
     write_run(tmp_path / "a", made, result(made, 88.0, history([1000])), origin=origin)
     (record,) = find_runs([tmp_path / "a"])
     assert command(record) == (
-        "growprune train digits/dense --set seed=3 --set 'claim=two words' --data DATA/cifar10.npz --out a\n"
-        "growprune resume a --extend 2"
+        "growprune train digits/dense --set seed=3 --set 'claim=two words' --data DATA/cifar10.npz --out a"
     )
     assert "/home/someone" not in page_of(tmp_path / "a")
 
