@@ -273,7 +273,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counts = dict.fromkeys(("output", "input_gradient", "values_gradient"), 0)
 
     def counting(name: str) -> Any:
-        plain = getattr(blocks, name)
+        plain = getattr(block_products, name)
 
         def run(*operands: Any) -> Any:
             counts[name] += 1
@@ -282,7 +282,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return run
 
     for name in counts:
-        monkeypatch.setattr(blocks, name, counting(name))
+        monkeypatch.setattr(block_products, name, counting(name))
     return counts
 
 
