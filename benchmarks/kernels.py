@@ -1,14 +1,12 @@
 """Time `expand`, `compress` and `zero_off` against what torch offers for the same job.
 
-    python benchmarks/kernels.py [--weights N] [--sparsity 0.9] [--variants]
+python benchmarks/kernels.py [--weights N] [--sparsity 0.9]
 
-`--variants`, on a GPU, times every way `zero_off` can go about it.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Callable
 
 import torch
@@ -25,7 +23,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--weights", type=int, help="default: 8192 x 8192 on CUDA, 4096 x 4096 on the CPU")
     parser.add_argument("--sparsity", type=float, default=0.9)
-    parser.add_argument("--variants", action="store_true")
     options = parser.parse_args()
     n = options.weights or (8192 if options.device == "cuda" else 4096) ** 2
     compute = torch.bfloat16 if options.device == "cuda" else torch.float32
@@ -34,7 +31,7 @@ def main() -> None:
         print_table(f"group of {group}", jobs(n, options.sparsity, group, options.device, compute), options.device)
     if can_zero_off(torch.device(options.device)):
         for dtype in (torch.int32, torch.int16):
-            zero_table(n, options.sparsity, dtype, is_long=options.variants)
+            zero_table(n, options.sparsity, dtype)
 
 
 def jobs(n: int, sparsity: float, group: int, device: str, compute: torch.dtype) -> list[Job]:
@@ -57,21 +54,13 @@ def jobs(n: int, sparsity: float, group: int, device: str, compute: torch.dtype)
     ]
 
 
-def zero_table(n: int, sparsity: float, dtype: torch.dtype, *, is_long: bool) -> None:
+def zero_table(n: int, sparsity: float, dtype: torch.dtype) -> None:
     """Terabytes a second, counted as if everything were read and written; the same tensor times a bool mask beside."""
-    from growprune.storage import triton_kernels
-
     tensor = torch.randint(1, 100, (n,), dtype=dtype, device="cuda")
     mask = torch.rand(n, device="cuda") >= sparsity
     bits, size = pack(mask), 2e-9 * n * tensor.element_size()
     print(f"\n{dtype}, times a bool mask: {size / milliseconds(lambda: tensor.mul_(mask), 'cuda'):.2f} TB/s")
-    print(f"zero_off {triton_kernels.ZERO_OFF}: {size / milliseconds(lambda: zero_off(tensor, bits), 'cuda'):.2f} TB/s")
-    chosen = dict(triton_kernels.ZERO_OFF)
-    for mode, num_bytes, warps in itertools.product(range(3), (64, 128, 256, 512), (1, 2, 4, 8)) if is_long else ():
-        triton_kernels.ZERO_OFF.update(mode=mode, bytes=num_bytes, num_warps=warps)
-        taken = milliseconds(lambda: zero_off(tensor, bits), "cuda")
-        print(f"mode {mode}, {num_bytes:3} bytes, {warps} warps: {size / taken:.2f} TB/s", flush=True)
-    triton_kernels.ZERO_OFF.update(chosen)
+    print(f"zero_off: {size / milliseconds(lambda: zero_off(tensor, bits), 'cuda'):.2f} TB/s")
 
 
 def masked_scatter(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -121,17 +121,13 @@ def test_plan_cuts_no_number_off(columns: int | None) -> None:
     assert rows[3] == ["", "", "grow S0 to dense", "", "", "", ""]
 
 
-def test_train_resume_extend_and_inspect(tmp_path: Path) -> None:
+def test_train_resume_and_inspect(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     done = growprune("train", "digits/tiny", "--out", out, *TINY)
     assert done.returncode == 0, done.stderr
     assert "alive:" in done.stdout
     assert "epoch 1: loss" in done.stderr  # plain lines, as this is no terminal
     assert growprune("resume", out).stdout == done.stdout
-    assert growprune("resume", out, "--extend", "2").returncode == 0
-    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]["options"]["steps"] == 5
-    assert growprune("resume", out, "--extend", "1").returncode == 0
-    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]["options"]["steps"] == 6
     shown = growprune("inspect", out).stdout
     assert "cyclic_gap at sparsity 0.9" in shown
     assert "grow S1 to dense" in shown
@@ -236,7 +232,6 @@ def changed(path: Path, **values: Any) -> None:
         ({"source": 3}, "its source is 3"),
         ({"settings": ["a"]}, "its settings is ['a']"),
         ({"settings": {"seed": 3}}, "its settings.* is 3"),
-        ({"extended": "many"}, "its extended is 'many'"),
         ({"recipe": {"task": {"name": 3}, "method": "m", "sparsity": 0.5}}, "its recipe.task.name is 3"),
         ({"recipe": {"task": {"name": "T"}, "method": "m", "sparsity": "0.5"}}, "its recipe.sparsity is '0.5'"),
         ({"format": True}, "its format is True"),

@@ -17,11 +17,10 @@ from torch.nn import functional as F
 
 import growprune as gp
 from growprune.deployment.cpu import library
-from growprune.deployment.cpu.depthwise import DepthwiseLayer
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.library import BuildError, find_compiler
 from growprune.deployment.cpu.matrix import block_diagonal, from_dense, own_channels
-from growprune.deployment.cpu.prepared import Activation, DenseLayer, LayerSpec, Repeat
+from growprune.deployment.cpu.prepared import Activation, DenseLayer, DepthwiseLayer, LayerSpec, Repeat
 from growprune.deployment.graph.program import CallStep, Lowered, Program, TorchStep, is_ours
 from growprune.errors import GrowpruneError
 

@@ -343,19 +343,6 @@ def test_a_recipe_that_cannot_run_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unfinished_run_and_a_method_without_steps_cannot_be_extended(tmp_path: Path) -> None:
-    one_shot = replace(cyclic(), method=methods.one_shot, options={"epochs": 1, "finetune": 1})
-    engine.train(one_shot, tmp_path / "one_shot")
-    with pytest.raises(ValueError, match="one_shot cannot be extended, because it has no option steps"):
-        engine.resume(one_shot, tmp_path / "one_shot", extend=1)
-    with pytest.raises(engine.Interrupted):
-        engine.train(cyclic(), tmp_path / "run", should_stop=lambda: True)
-    with pytest.raises(
-        ValueError, match=r"cannot be extended, because it is not finished. Resume it without --extend first"
-    ):
-        engine.resume(cyclic(), tmp_path / "run", extend=1)
-
-
 def test_a_log_line_cut_short_spoils_no_other(tmp_path: Path) -> None:
     folder = engine.RunFolder(tmp_path)
     folder.append({"event": "one"})

@@ -47,9 +47,9 @@ NUM_KILLS = {"cyclic, restart": 4, "parallel, continue": 4, "cyclic, compact": 4
 """How often some of them are killed; what a checkpoint of the others holds, the test below sees of all."""
 
 
-def carry_on(recipe: Recipe, folder: Path, extend: int = 0) -> dict[str, Any]:
+def carry_on(recipe: Recipe, folder: Path) -> dict[str, Any]:
     if (folder / "recipe.json").exists():
-        return engine.resume(recipe, folder, extend=extend)
+        return engine.resume(recipe, folder)
     return engine.train(recipe, folder)
 
 
@@ -118,15 +118,6 @@ def test_stopping_after_any_iteration_and_resuming_gives_the_same_bits(name: str
             lives += 1
     assert lives > 5
     assert outcome(folder) == outcome(tmp_path / "undisturbed")
-
-
-@pytest.mark.parametrize("recipe", [cyclic(), parallel()], ids=["cyclic", "parallel"])
-def test_extending_a_search_equals_having_asked_for_more_steps_at_first(recipe: Recipe, tmp_path: Path) -> None:
-    engine.train(recipe, tmp_path / "short")
-    engine.resume(recipe, tmp_path / "short", extend=2)
-    engine.train(recipe.extended(2), tmp_path / "long")
-    assert outcome(tmp_path / "short")[:2] == outcome(tmp_path / "long")[:2]
-    assert (tmp_path / "short" / "earlier" / "1" / "model.safetensors").exists()
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path: Path) -> None:

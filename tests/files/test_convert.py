@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_importers import DATA, HERE, mlp, pruned_by_asp, pruned_by_torch, zeroed
+from test_importers import DATA, HERE, mlp, pruned_by_torch, zeroed
 from torch import nn
 from typer.testing import CliRunner
 
@@ -327,13 +327,6 @@ def test_a_file_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     line = refused(tmp_path / "new.safetensors", tmp_path / "out.safetensors")
     assert "has version '99' of the format" in line
     assert line.endswith("update growprune")
-
-
-def test_the_wrong_format_is_said_with_what_was_found(tmp_path: Path) -> None:
-    torch.save(pruned_by_asp(), tmp_path / "asp.pt")
-    line = refused(tmp_path / "asp.pt", tmp_path / "out.safetensors", "--from", "torch-prune")
-    assert "is not a checkpoint of torch.nn.utils.prune" in line
-    assert "It is a checkpoint of apex ASP, because it has 0.__weight_mma_mask" in line
 
 
 @pytest.mark.parametrize(

@@ -87,14 +87,6 @@ def test_a_csv_of_a_run_that_crashed_is_that_of_one_that_did_not(recipe: Recipe,
     assert rows[0]["validation/accuracy"] == ""  # only every second epoch is validated
 
 
-def test_an_extended_search_takes_the_rows_of_the_earlier_ending_back(tmp_path: Path) -> None:
-    recipe = replace(cyclic(), log=("csv",))
-    engine.train(recipe, tmp_path / "run")
-    engine.resume(recipe, tmp_path / "run", extend=2)
-    engine.train(recipe.extended(2), tmp_path / "whole")
-    assert (tmp_path / "run" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
-
-
 def test_a_log_asked_for_when_a_run_is_resumed_has_its_beginning_too(tmp_path: Path) -> None:
     with pytest.raises(engine.Interrupted):
         engine.train(cyclic(), tmp_path, should_stop=stop_after(14))

@@ -96,13 +96,6 @@ def test_a_run_that_crashed_continues_the_same_run_and_logs_each_epoch_once(tmp_
     assert [row["loss"] for row in wandb.rows] == [row["loss"] for row in history]
 
 
-def test_an_extended_search_logs_what_it_trains_instead_of_the_earlier_ending(tmp_path: Path, wandb: FakeWandb) -> None:
-    recipe = replace(cyclic(), log=("wandb",))
-    engine.train(recipe, tmp_path)
-    history = engine.resume(recipe, tmp_path, extend=2)["history"]
-    assert {row["iteration"]: row["loss"] for row in wandb.rows} == {row["iteration"]: row["loss"] for row in history}
-
-
 def test_branches_of_a_fork_have_names_of_their_own(tmp_path: Path, wandb: FakeWandb) -> None:
     result = engine.train(replace(parallel(), log=("wandb",)), tmp_path)
     for branch in (0, 1, 2):

@@ -108,12 +108,11 @@ def test_a_loss_that_is_no_number_leaves_the_page_readable(tmp_path: Path) -> No
 def test_a_command_is_exact_but_for_where_files_lie(tmp_path: Path) -> None:
     made = recipe("rigl", 0.9, 3, task={"data": "/home/someone/cifar10.npz"})
     settings = {"seed": "3", "claim": "two words", "task.data": "/home/someone/cifar10.npz"}
-    origin = {"source": "digits/dense", "settings": settings, "extended": 2}
+    origin = {"source": "digits/dense", "settings": settings}
     write_run(tmp_path / "a", made, result(made, 88.0, history([1000])), origin=origin)
     (record,) = find_runs([tmp_path / "a"])
     assert command(record) == (
-        "growprune train digits/dense --set seed=3 --set 'claim=two words' --data DATA/cifar10.npz --out a\n"
-        "growprune resume a --extend 2"
+        "growprune train digits/dense --set seed=3 --set 'claim=two words' --data DATA/cifar10.npz --out a"
     )
     assert "/home/someone" not in page_of(tmp_path / "a")
 
@@ -311,7 +310,7 @@ def test_the_page_of_real_runs_has_every_chart(tmp_path: Path) -> None:
     dense = replace(cyclic(), method=methods.dense, options={"epochs": 9}, sparsity=0.0)
     engine.train(dense, tmp_path / "dense")
     page = page_of(tmp_path)
-    for title in ("Schedule", "accuracy over time", "Loss over time", "Live weights over time"):
+    for title in ("accuracy over time", "Loss over time", "Live weights over time"):
         assert f"<h4>{title}</h4>" in page
     for title in ("Weights ever explored", "Mask churn", "Sparsity of each layer"):
         assert f"<h4>{title}</h4>" in page

@@ -16,7 +16,6 @@ from growprune.report.chart import Styles
 from growprune.report.groups import Group, group_runs
 from growprune.report.over_time import charts_over_time
 from growprune.report.page import render
-from growprune.report.schedule import schedule_chart
 from growprune.report.tables import means
 from growprune.runs import find_runs
 
@@ -242,11 +241,3 @@ def test_curves_of_finished_seeds_are_whole_and_those_of_unfinished_ones_stand_b
     quality = next(iter(charts_over_time(group, Styles(group.cells))))
     assert quality.columns[1:] == ["rigl 0.9", "rigl, unfinished 0.9"]
     assert quality.rows == [[1, 51.0, 10.0], [2, 52.0, None], [3, 53.0, None]]
-
-
-def test_the_schedule_of_an_unfinished_run_is_as_sparse_as_it_is(tmp_path: Path) -> None:
-    write(tmp_path / "gmp", "gmp", 0.9)
-    write_begun(tmp_path / "begun", "rigl", 0)
-    chart = schedule_chart(groups_of(tmp_path)[0])
-    assert chart is not None
-    assert [line for line in chart.rows if "rigl" in str(line[0])] == [("rigl 0.9", 0.0, 2.0, 0.1)]

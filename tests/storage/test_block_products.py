@@ -1,4 +1,4 @@
-"""Products over live blocks are those with the dense weight: in torch operations, in Triton, through whole layers."""
+"""Products over live blocks are those with the dense weight: in Triton, and through whole layers."""
 
 from __future__ import annotations
 
@@ -108,17 +108,6 @@ def test_a_layer_that_blocks_do_not_fill_is_named_with_what_fits(caplog: pytest.
         "0.weight is 64x96, which blocks of 64x64 do not divide evenly: its products stay dense; 32x32 would fit"
         in caplog.text
     )
-
-
-@pytest.mark.parametrize(("height", "width"), SIZES)
-@pytest.mark.parametrize("alive", [ALIVE, torch.zeros_like(ALIVE), random_alive(5, 7)], ids=["few", "none", "some"])
-def test_products_in_torch_are_those_with_the_dense_weight(alive: Tensor, height: int, width: int) -> None:
-    found, x, dy, values, weight = operands(alive, height, width, 5, torch.float64)
-    bias = dy[0]
-    torch.testing.assert_close(blocks.output(x, values, bias, found), x @ weight.t() + bias)
-    torch.testing.assert_close(blocks.input_gradient(dy, values, found), dy @ weight)
-    gradient = blocks.values_gradient(dy, x, found, torch.float64)
-    torch.testing.assert_close(gradient, (dy.t() @ x)[mask_of(alive, height, width)])
 
 
 @pytest.fixture
@@ -284,7 +273,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counts = dict.fromkeys(("output", "input_gradient", "values_gradient"), 0)
 
     def counting(name: str) -> Any:
-        plain = getattr(blocks, name)
+        plain = getattr(block_products, name)
 
         def run(*operands: Any) -> Any:
             counts[name] += 1
@@ -293,7 +282,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return run
 
     for name in counts:
-        monkeypatch.setattr(blocks, name, counting(name))
+        monkeypatch.setattr(block_products, name, counting(name))
     return counts
 
 

@@ -36,7 +36,7 @@ def report(
 ) -> None:
     """Write one HTML page about runs that opens offline.
 
-    It shows schedules, training curves and a comparison.
+    It shows training curves and a comparison.
     """
     from growprune.report import notes, write_page
     from growprune.runs import find_runs

@@ -28,7 +28,6 @@ def convert(
     ],
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="File or folder to write. Its name sets the format.")],
     to: Annotated[str, typer.Option(help="Format of DEST: sparse, dense, hf, onnx or openvino.")] = "",
-    format: Annotated[str, typer.Option("--from", help="Format of SOURCE. Default: detected.")] = "",
     model: Annotated[
         str, typer.Option(metavar="FUNCTION", help="path.py:function or module:function that builds the model.")
     ] = "",
@@ -49,7 +48,7 @@ def convert(
     built, example = _build(model) if model else (None, None)
     if (shape := parse_shape(example_shape)) is not None:
         example = example_of(shape)
-    done = convert(source, dest, to=to or None, format=format or None, model=built, example=example, force=force)
+    done = convert(source, dest, to=to or None, model=built, example=example, force=force)
     print_json(_content(done)) if as_json else _show(done)
 
 

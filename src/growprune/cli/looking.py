@@ -129,8 +129,7 @@ def _plan_content(estimate: Estimate, name: str, claim: str) -> dict[str, Any]:
             "training_flops": estimate.training_flops,
             "dense_forward_flops": estimate.dense_flops,
             "final_forward_flops": estimate.costs[-1].forward_flops,
-            "bytes": estimate.memory.per_rank(),
-            "bytes_per_rank": {str(ranks): estimate.memory.per_rank(ranks) for ranks in _ranks(estimate)},
+            "bytes": estimate.memory,
         },
     }
 
@@ -152,10 +151,9 @@ def _show_plan(estimate: Estimate, claim: str) -> None:
         f"{estimate.epochs:g} epochs in total{share}. Peak density {estimate.peak_density:.3f}. "
         f"Inference at {about}{inference:.3f} of the dense FLOPs."
     )
-    each = ", ".join(f"{size(estimate.memory.per_rank(r))} on each of {r} ranks" for r in _ranks(estimate))
     out().print(
-        f"Peak training memory {about}{size(estimate.memory.per_rank())} without activations: values, gradients, "
-        f"optimizer state, masks" + (f"; with shard=fsdp, {each}." if each else "."),
+        f"Peak training memory {about}{size(estimate.memory)} without activations: values, gradients, optimizer state, "
+        f"masks.",
         highlight=False,
     )
 
@@ -165,11 +163,6 @@ def _rows(estimate: Estimate) -> Iterator[tuple[Row, list[Cost]]]:
     costs = iter(estimate.costs)
     for row in fold(cost.scheduled for cost in estimate.costs):
         yield row, [next(costs) for _ in row.phases]
-
-
-def _ranks(estimate: Estimate) -> tuple[int, ...]:
-    """The numbers of ranks for which to show memory per rank."""
-    return (2, 8, 64) if estimate.can_be_sharded else ()
 
 
 def _cells(row: Row, costs: list[Cost], about: str) -> Iterator[str]:

@@ -90,7 +90,6 @@ def train(
 @one_line_errors
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
-    extend: Annotated[int, typer.Option(min=0, help="Add this many search steps to a finished run.")] = 0,
     data: Data = "",
     settings: Settings = [],  # noqa: B006  typer copies defaults
     log: Log = [],  # noqa: B006
@@ -109,11 +108,9 @@ def resume(
     given = with_absolute_weights(parse_settings(settings)) | _logged(log) | place(data, recipe)
     origin["settings"] = (origin.get("settings") or {}) | given
     recipe = override(recipe, origin["settings"])
-    if origin.get("extended"):
-        recipe = recipe.extended(origin["extended"])
     title = f"{origin['source']} seed {recipe.seed}"
     with stopping() as stop, say_how_to_resume(folder, stop), progress(title) as on_event:
-        result = engine.resume(recipe, folder, extend=extend, origin=origin, on_event=on_event, should_stop=stop)
+        result = engine.resume(recipe, folder, origin=origin, on_event=on_event, should_stop=stop)
     show_result(result, folder)
 
 

@@ -43,7 +43,6 @@ _RECIPE: json_file.Names = {
     "source?": str,
     "settings?": dict,
     "settings?.*": str,
-    "extended?": int,
 }
 _ROW: json_file.Names = {
     "stage": int,
@@ -93,8 +92,6 @@ class RunFolder:
         self.plan = path / "plan.json"
         self.log = path / (f"log-{rank}.jsonl" if rank else "log.jsonl")
         self.checkpoints = path / "checkpoints"
-        self.search_end = self.checkpoints / "search_end"
-        """Holds the number of the checkpoint at the end of the search, from which the search can be extended."""
         self.best = path / "best.safetensors"
         self.model = path / "model.safetensors"
         self.result = path / "result.json"
@@ -256,21 +253,6 @@ class RunFolder:
                 log.write(line.encode())
         except OSError as error:
             raise OSError(f"cannot write to {self.log}: {error}") from error
-
-    def kept(self) -> list[int]:
-        """Numbers of the checkpoints that are never removed."""
-        with contextlib.suppress(OSError, ValueError):  # damaged, it keeps the run only from being extended
-            return [int(atomic.plain_file(self.search_end).read_text())]
-        return []
-
-    def set_aside(self) -> None:
-        """Move the result of a finished run into a subfolder before the run is extended."""
-        earlier = self.path / "earlier"
-        target = earlier / str(1 + sum(1 for _ in earlier.glob("*")))
-        target.mkdir(parents=True)
-        for path in (self.result, self.model, self.best):
-            if path.exists():
-                path.rename(target / path.name)
 
 
 def phases_of(plan: Plan) -> list[dict[str, Any]]:

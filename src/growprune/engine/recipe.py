@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -199,18 +199,6 @@ class Recipe:
     def sparse_model(self, model: nn.Module) -> SparseModel:
         """Wrap a model in a SparseModel with the settings of the recipe. All weights are still alive."""
         return SparseModel(model, storage=self.storage, **self.sparse_settings(model))
-
-    def extended(self, steps: int) -> Recipe:
-        """The same recipe with a longer search."""
-        check_counts(1, extend=steps)
-        if not self.can_be_extended:
-            raise GrowpruneError(f"{self.method.__name__} cannot be extended, because it has no option steps")
-        return replace(self, options={**self.options, "steps": self.options["steps"] + steps})
-
-    @property
-    def can_be_extended(self) -> bool:
-        """True if its method has search steps, so that the search can be extended."""
-        return "steps" in self.options
 
 
 def own_options(method: Callable[..., Plan]) -> list[str]:

@@ -172,12 +172,8 @@ class Run:
         """End a phase, before the edits of the next one."""
         if scheduled.branch is not None:
             self._end_branch(scheduled)
-        elif self._is_search_end(scheduled) or self._is_after_fork(scheduled) or scheduled.index == self.last:
+        elif self._is_after_fork(scheduled) or scheduled.index == self.last:
             self._save(scheduled)
-
-    def _is_search_end(self, scheduled: ScheduledPhase) -> bool:
-        """True for the phase after which a search can be extended: the one before the last."""
-        return scheduled.index == self.last - 1 and self.recipe.can_be_extended
 
     def _is_after_fork(self, scheduled: ScheduledPhase) -> bool:
         before = self.cursor.schedule[scheduled.index - 1] if scheduled.index else None
@@ -289,9 +285,8 @@ class Run:
         self._clock()
         if scheduled.branch is None and self._takes_part():
             state = run_state(self)
-            is_end = self._is_search_end(scheduled) and self.cursor.left == 0
             if self.mesh.is_first:
-                self.checkpoints.save(scheduled, state, is_search_end=is_end)
+                self.checkpoints.save(scheduled, state)
         elif scheduled.branch is not None and self._takes_part(is_branch=True):
             state = branch_state(self)
             if self.mesh.leads_group:
@@ -301,11 +296,9 @@ class Run:
     def restore(self, number: int, state: dict[str, Any]) -> None:
         """Restore the exact state of a checkpoint."""
         load_run_state(self, state)
-        current = self.cursor.current
-        is_end = current is not None and self._is_search_end(current) and self.cursor.left == 0
-        self.checkpoints.go_back_to(number, is_search_end=is_end)
+        self.checkpoints.go_back_to(number)
         at = self._iteration(self.cursor.schedule[max(0, self.cursor.position)])
-        self.events.log_event("resumed", current, number=number, iteration=at)
+        self.events.log_event("resumed", self.cursor.current, number=number, iteration=at)
 
     # The end
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from growprune.engine import json_file
 from growprune.engine.compatibility import check_same_tensors, tensors_of
 from growprune.engine.events import Events, Timer
 from growprune.engine.folder import RunFolder
@@ -38,15 +37,13 @@ class Checkpoints:
         self._number = max(numbers(folder.checkpoints), default=0)  # even if none of them can be loaded
         self._previous = 0
 
-    def save(self, scheduled: ScheduledPhase, state: State, *, is_search_end: bool) -> None:
-        """Write a checkpoint of the run. Keep the two newest, and the one from which a search can be extended."""
+    def save(self, scheduled: ScheduledPhase, state: State) -> None:
+        """Write a checkpoint of the run, and keep the two newest."""
         folder = self._folder
         self._number += 1
         save(folder.checkpoints, self._number, state)
         self._events.log_event("checkpoint", scheduled, number=self._number)
-        if is_search_end:
-            json_file.write(folder.search_end, self._number)
-        remove_old(folder.checkpoints, [self._previous, self._number, *folder.kept()])
+        remove_old(folder.checkpoints, [self._previous, self._number])
         folder.remove_branches(before=scheduled.stage)
         self._previous = self._number
 
@@ -63,10 +60,8 @@ class Checkpoints:
         assert scheduled.branch is not None
         return load_newest(self._folder.branch(scheduled.stage, scheduled.branch), self._events.warn)
 
-    def go_back_to(self, number: int, *, is_search_end: bool) -> None:
+    def go_back_to(self, number: int) -> None:
         """Continue numbering from a loaded checkpoint."""
-        if is_search_end:
-            json_file.write(self._folder.search_end, number)
         self._number, self._previous = max(numbers(self._folder.checkpoints)), number
 
 

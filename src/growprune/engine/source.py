@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from importlib.machinery import SourceFileLoader
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from growprune.errors import GrowpruneError
-
-
-class _AsItIsNow(SourceFileLoader):
-    """Compiles a file anew, because Python's cache misses changes within a second that keep the size."""
-
-    def path_stats(self, path: str) -> Mapping[str, Any]:
-        raise OSError(f"nothing is kept of {path}")
 
 
 def is_source(text: str) -> bool:
@@ -38,12 +30,11 @@ def load(source: str, kind: str) -> Callable[..., Any]:
         raise GrowpruneError(f"{kind} file {path} does not exist")
     if path.suffix != ".py":
         raise GrowpruneError(f"{kind} file must end in .py, got {path}")
-    own = f"{kind}_file_{path.stem}"
-    spec = importlib.util.spec_from_file_location(own, path, loader=_AsItIsNow(own, str(path)))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where a dataclass defined in the file looks its own types up
-    spec.loader.exec_module(module)
+    module = ModuleType(f"{kind}_file_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # where a dataclass defined in the file looks its own types up
+    # not by an import: Python's cache misses changes within a second that keep the size
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
     if not callable(found := getattr(module, function, None)):
         raise GrowpruneError(f"{path} has no function {function!r}. Give path.py:function")
     return found  # type: ignore[no-any-return]

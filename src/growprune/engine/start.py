@@ -22,9 +22,7 @@ from growprune.engine.mesh import ask_first, is_restart_of, join, may_be_restart
 from growprune.engine.optim import require
 from growprune.engine.recipe import Recipe
 from growprune.engine.run import Run
-from growprune.errors import GrowpruneError
 from growprune.files import checkpoint
-from growprune.plan import walk
 
 
 def train(
@@ -105,12 +103,11 @@ def resume(
     recipe: Recipe,
     out: str | Path,
     *,
-    extend: int = 0,
     origin: dict[str, Any] | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Resume a run from its newest complete checkpoint. With `extend`, add that many search steps to a finished run.
+    """Resume a run from its newest complete checkpoint.
 
     The recipe must be the one the run was started with, except for fields that do not change results (`MAY_CHANGE`).
     """
@@ -120,51 +117,19 @@ def resume(
     with folder.locked():
         wait_for_all()
         check_same_recipe(folder, recipe)
-        if extend:
-            recipe = _extend(folder, recipe, extend)
-        elif ask_first(folder.result.exists()):
+        if ask_first(folder.result.exists()):
             result = folder.read_result()
             check_same_result(folder, recipe, result)
             folder.check_model(result)
             return result
         run = Run(recipe, folder, listeners=[on_event], should_stop=should_stop)
-        if not extend:
-            check_same_plan(folder, run.plan)
+        check_same_plan(folder, run.plan)
         folder.store_files(run.files)
         run.mesh.barrier("resuming")
         if run.mesh.is_first:
-            _write_what_runs(run, folder.read_origin() if origin is None or extend else origin)
+            _write_what_runs(run, folder.read_origin() if origin is None else origin)
         check_processes_agree(run)
         found = checkpoint.load_newest(folder.checkpoints, run.events.warn)
         if found is not None:
             run.restore(*found)
         return run.execute()
-
-
-def _extend(folder: RunFolder, recipe: Recipe, steps: int) -> Recipe:
-    """Return a finished run to the end of its search, and add steps to the search."""
-    longer = recipe.extended(steps)
-    if not folder.result.exists():
-        raise GrowpruneError(
-            f"{folder.path} cannot be extended, because it is not finished. Resume it without --extend first"
-        )
-    number = folder.kept()
-    if not number:
-        raise GrowpruneError(f"{folder.path} cannot be extended, because it has no checkpoint at the end of its search")
-    state = checkpoint.load(folder.checkpoints / f"{number[0]:08d}")
-    model = recipe.task.build_model()
-    old, new = list(walk(recipe.plan(model))), list(walk(longer.plan(model)))
-    done = state["cursor"]["position"] + 1
-    if old[:done] != new[:done]:
-        raise GrowpruneError(
-            f"{folder.path} cannot be extended: with more steps, its method would have a different start. Train a new "
-            f"run with options.steps={longer.options['steps']}"
-        )
-    wait_for_all()  # until here every process looks; from here the first one changes what they looked at
-    if folder.rank == 0:
-        origin = folder.read_origin()
-        folder.set_aside()
-        checkpoint.remove_old(folder.checkpoints, number)
-        folder.write_recipe(longer, {**origin, "extended": (origin.get("extended") or 0) + steps})
-    wait_for_all()
-    return longer

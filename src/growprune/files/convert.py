@@ -78,7 +78,6 @@ def convert(
     dest: str | os.PathLike[str],
     *,
     to: str | None = None,
-    format: str | None = None,
     model: nn.Module | None = None,
     example: Any = None,
     force: bool = False,
@@ -88,13 +87,12 @@ def convert(
     Args:
         source: a file or folder that growprune or another tool wrote; see `growprune.files.importers.read`.
         to: one of FORMATS; by default chosen by the name of `dest`. A .safetensors is sparse, unless the source is.
-        format: the format of the source; by default recognized by its content.
         model: the model of the weights, needed for ONNX and OpenVINO. It also defines which weights are prunable.
         example: an input of the model, for ONNX and OpenVINO.
         force: allow `dest` to be replaced; if it is a link, its target.
     """
     source, dest = Path(source), Path(dest)
-    found = read(source, format=format)
+    found = read(source)
     to = to or target_by_name(dest, found.format)
     _check(source, dest, to, model, example, force)
     before, notes, sparsity = num_bytes(source), _notes(found, source, to, model), found.sparsity

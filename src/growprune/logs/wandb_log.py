@@ -76,9 +76,8 @@ class Writer:
             self._run = None
 
 
-def _key(row: Row) -> tuple[int, int | None, int, float | None]:
-    """Key of an epoch. It includes the loss, because an extended search differs after its old end."""
-    return row.stage, row.branch, row.iteration, row.figures.get("loss")
+def _key(row: Row) -> tuple[int, int | None, int]:
+    return row.stage, row.branch, row.iteration
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """One HTML page about one or more runs, for readers who do not know the code. It opens offline.
 
     groups.py     groups comparable runs, and runs that differ only by seed
-    schedule.py   \\
-    over_time.py   \\  one file for each group of charts; a chart is a value (chart.py)
-    by_layer.py    /
+    over_time.py  \\
+    by_layer.py    | one file for each group of charts; a chart is a value (chart.py)
     frontier.py   /
     tables.py     tables of results; words.py: sentences and commands
     page.py       assembles the page; page.css and page.js are included in it

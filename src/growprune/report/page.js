@@ -50,14 +50,6 @@
   const figure = (chart, plot) => {
     const width = printing ? PRINT_WIDTH : plot.clientWidth;
     const data = inked(chart.data, colour("ink"));
-    for (const trace of data)
-      if (trace.meta === "density") {
-        trace.marker.colorscale = [[0, colour("low")], [1, colour("high")]];
-        trace.marker.showscale = width >= NARROW; // too wide for a phone, and the table has the numbers
-        trace.insidetextfont = { size: width < NARROW ? 10 : 11 };
-        const shortest = width < NARROW ? 0.2 * chart.layout.xaxis.range[1] : 0;
-        trace.text = trace.text.map((text, i) => (trace.x[i] < shortest ? "" : text));
-      }
     const rows = legendRows(data, width);
     const height = Number(plot.dataset.height) + rows * 20;
     plot.style.height = `${height}px`;

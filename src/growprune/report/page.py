@@ -18,7 +18,6 @@ from growprune.report.chart import Chart, Styles, Value, short
 from growprune.report.frontier import COSTS, frontier_charts, time_chart
 from growprune.report.groups import Group, group_runs, order
 from growprune.report.over_time import charts_over_time, quantities
-from growprune.report.schedule import schedule_chart
 from growprune.runs import Record
 from growprune.runs.tuned import HEAD, cells_of, errors_of, notes_of, tunings_of
 
@@ -116,7 +115,7 @@ def _head(groups: Sequence[Group], records: Sequence[Record]) -> str:
 def _group(number: int, group: Group, styles: Styles, charts: list[Chart]) -> str:
     """The section of a group of comparable runs."""
     named = f"{group.title}, {group.budget}".rstrip(", ")
-    shown = [schedule_chart(group), *charts_over_time(group, styles), layer_chart(group, styles)]
+    shown = [*charts_over_time(group, styles), layer_chart(group, styles)]
     compared = [*frontier_charts(group, styles), time_chart(group, styles)] if len(group.cells) > 1 else []
     sections = [f"<section id='group-{number}'><h2>{escape(named)}</h2>"]
     if rows := tables.means(group):
@@ -155,10 +154,9 @@ def _figure(number: int, chart: Chart) -> str:
         f"<button type='button' data-chart='{number}' data-kind='{kind}'>{kind.upper()}</button>"
         for kind in ("png", "svg", "csv")
     )
-    width = "wide" if chart.name == "schedule" else ""
     about = escape(f"{chart.title}. {chart.caption} The numbers are in the table below.")
     return (
-        f"<figure id='chart-{number}' class='{width}'><h4>{escape(chart.title)}</h4>"
+        f"<figure id='chart-{number}'><h4>{escape(chart.title)}</h4>"
         f"<div class='plot' id='plot-{number}' data-height='{chart.height}' style='height:{chart.height}px' "
         f"role='img' aria-label='{about}'></div><figcaption>{escape(chart.caption)}</figcaption>"
         f"<details><summary>Table</summary>{_table(chart.columns, chart.rows)}</details>"

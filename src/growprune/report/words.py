@@ -141,9 +141,7 @@ def command(record: Record) -> str:
     data = settings.pop("task.data", None) or record.task.get("data")
     words = ["growprune", "train", name, *(w for k, v in settings.items() for w in ("--set", f"{k}={v}"))]
     words += [] if not data else ["--data", f"DATA/{PurePath(str(data)).name}"]
-    line = shlex.join([*words, "--out", record.name])
-    extended = record.origin.get("extended")
-    return line + (f"\ngrowprune resume {shlex.quote(record.name)} --extend {extended}" if extended else "")
+    return shlex.join([*words, "--out", record.name])
 
 
 def environments(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[str]]]:

@@ -22,16 +22,11 @@ SMALL_DENSE = "small_dense"
 EQUAL = ("nonzeros", "flops")
 """Quantities in which a small dense model can equal a sparse one."""
 
-_EVENTS: dict[str, json_file.Names] = {
-    "epoch": {
-        **{"epoch": int, "iteration": int, "stage": int, "branch?": int, "alive": int, "edits": str, "loss?": NUMBER},
-        **{"validation?": dict, "validation?.*": NUMBER, "explored?": NUMBER, "churn?": NUMBER, "metric?": str},
-    },
-    "phase": {
-        **{"index": int, "stage": int, "branch?": int, "alive": int, "edits": str, "iterations": int, "epochs": int},
-    },
+_EPOCH: json_file.Names = {
+    **{"epoch": int, "iteration": int, "stage": int, "branch?": int, "alive": int, "edits": str, "loss?": NUMBER},
+    **{"validation?": dict, "validation?.*": NUMBER, "explored?": NUMBER, "churn?": NUMBER, "metric?": str},
 }
-"""Required fields of a log line. Damaged lines are skipped."""
+"""Required fields of an epoch in a log. Damaged lines are skipped."""
 _SMALL: json_file.Names = {
     **{"equal": str, "sparsity": NUMBER, "task": dict, "of": dict, "target": NUMBER, "weights": NUMBER},
     "flops": NUMBER,
@@ -183,14 +178,8 @@ class Record:
     def events(self) -> list[Json]:
         """The logged events of all its processes."""
         events = [] if self.path.is_file() else read_events(self.path)
-        known = [event for event in events if not json_file.fault(event, _EVENTS.get(event["event"], {}))]
+        known = [event for event in events if event["event"] != "epoch" or not json_file.fault(event, _EPOCH)]
         return [{"branch": None, **event} for event in known]
-
-    @cached_property
-    def phases(self) -> list[Json]:
-        """The logged phases, in order. Empty without a log. A phase that was trained again counts once."""
-        by_index = {event["index"]: event for event in self.events if event["event"] == "phase"}
-        return [by_index[index] for index in sorted(by_index)]
 
     @cached_property
     def history(self) -> list[Json]:

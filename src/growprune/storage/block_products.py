@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growprune.errors import GrowpruneError
-from growprune.storage import blocks as in_torch
 from growprune.storage import kernels
 from growprune.storage.blocks import LiveBlocks
 
@@ -125,7 +124,7 @@ Dense = Callable[[], Tensor]
 
 def _output(x: Tensor, values: Tensor, bias: Tensor | None, blocks: LiveBlocks, dense: Dense) -> Tensor:
     if not x.is_cuda:
-        return in_torch.output(x, values.to(x.dtype), bias, blocks)
+        return dense()
     from growprune.storage import triton_blocks
 
     x = x.contiguous()
@@ -138,7 +137,7 @@ def _output(x: Tensor, values: Tensor, bias: Tensor | None, blocks: LiveBlocks, 
 
 def _input(dy: Tensor, values: Tensor, blocks: LiveBlocks, dense: Dense) -> Tensor:
     if not dy.is_cuda:
-        return in_torch.input_gradient(dy, values.to(dy.dtype), blocks)
+        return dense()
     from growprune.storage import triton_blocks
 
     dy = dy.contiguous()
@@ -151,7 +150,7 @@ def _input(dy: Tensor, values: Tensor, blocks: LiveBlocks, dense: Dense) -> Tens
 
 def _values(dy: Tensor, x: Tensor, dtype: torch.dtype, blocks: LiveBlocks, dense: Dense) -> Tensor:
     if not x.is_cuda:
-        return in_torch.values_gradient(dy, x, blocks, dtype)
+        return dense()
     from growprune.storage import triton_blocks
 
     dy, x = dy.contiguous(), x.contiguous()

@@ -1,4 +1,4 @@
-"""The positions of large live blocks of a weight, and its products in torch operations.
+"""The positions of large live blocks of a weight.
 
 For `Linear` layers whose pattern has blocks of a x b, both multiples of 32, that divide the weight evenly. The live
 values of compact storage are in row-major order: a row of the weight has the rows of its live blocks one after another,
@@ -13,9 +13,6 @@ rows, C block columns and n live blocks, numbered row by row:
     n       column by column: the piece that is a block's first row
     n       column by column: how many pieces further its next row is
     1       unused, so that a lookup of the next block is valid after the last one
-
-The products here are those of `triton_blocks`, in plain torch and any dtype, for comparison. They are not faster than a
-dense weight.
 """
 
 from __future__ import annotations
@@ -93,42 +90,3 @@ def live_blocks(mask: Tensor, height: int, width: int) -> LiveBlocks | None:
 
 def _starts(counts: Tensor) -> Tensor:
     return F.pad(counts.cumsum(0), (1, 0))
-
-
-def output(x: Tensor, values: Tensor, bias: Tensor | None, blocks: LiveBlocks) -> Tensor:
-    """y = x W^T + bias, for x of (N, inputs)."""
-    return F.linear(x, _dense(values, blocks), bias)
-
-
-def input_gradient(dy: Tensor, values: Tensor, blocks: LiveBlocks) -> Tensor:
-    """dx = dy W."""
-    return dy @ _dense(values, blocks)
-
-
-def values_gradient(dy: Tensor, x: Tensor, blocks: LiveBlocks, dtype: torch.dtype) -> Tensor:
-    """The live values of dW = dy^T x."""
-    block_rows, block_columns, num_blocks, height, width = blocks.sizes
-    rows, columns, pieces = _placed(blocks)
-    dense = (dy.t() @ x).view(block_rows, height, block_columns, width).transpose(1, 2)
-    gradient = torch.empty(num_blocks * height, width, dtype=dtype, device=x.device)
-    gradient[pieces] = dense[rows, columns].to(dtype)
-    return gradient.view(-1)
-
-
-def _dense(values: Tensor, blocks: LiveBlocks) -> Tensor:
-    block_rows, block_columns, _, height, width = blocks.sizes
-    rows, columns, pieces = _placed(blocks)
-    dense = values.new_zeros(block_rows, block_columns, height, width)
-    dense[rows, columns] = values.view(-1, width)[pieces]
-    return dense.transpose(1, 2).reshape(block_rows * height, block_columns * width)
-
-
-def _placed(blocks: LiveBlocks) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the block rows, block columns and pieces (n, height) of the live blocks, row by row."""
-    block_rows, block_columns, num_blocks, height, _ = blocks.sizes
-    starts = blocks.table[: block_rows + 1].long()
-    after = block_rows + block_columns + 2
-    columns, rows = blocks.table[after : after + 2 * num_blocks].long().view(2, -1)
-    rank = torch.arange(num_blocks, device=rows.device) - starts[rows]
-    down = torch.arange(height, device=rows.device) * starts.diff()[rows, None]
-    return rows, columns, (starts[rows] * height + rank)[:, None] + down

@@ -25,11 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-READ_ALL, SKIP_DEAD, ONLY_STORE = range(3)
-ZERO_OFF = {"mode": SKIP_DEAD, "bytes": 128, "is_backwards": 1, "num_warps": 4}
-"""The settings of `zero_off`: whether it reads everything, skips eight dead neighbors, or reads nothing and stores
-zeros one by one; the bytes of mask per program; whether it starts at the end, which may still be in the cache after
-writing; the warps per program."""
+ZERO_BYTES = 128
+"""The bytes of mask that a program of `zero_off` takes."""
 
 STAGES = 3
 """The default number of pipelined loop steps, the same as Triton's."""
@@ -126,10 +123,8 @@ def unpack(bits: Tensor, n: int) -> Tensor:
 
 def zero_off(flat: Tensor, bits: Tensor) -> None:
     """Set a contiguous tensor to zero where the bits are zero, in place."""
-    num_bytes = ZERO_OFF["bytes"]
-    grid = (-(-bits.numel() // num_bytes), 1, 1)
-    numbers = (flat.numel(), bits.numel(), num_bytes, ZERO_OFF["mode"], ZERO_OFF["is_backwards"])
-    launch(_zero_kernel, grid, (flat, bits), numbers, num_warps=ZERO_OFF["num_warps"])
+    grid = (-(-bits.numel() // ZERO_BYTES), 1, 1)
+    launch(_zero_kernel, grid, (flat, bits), (flat.numel(), bits.numel(), ZERO_BYTES), num_warps=4)
 
 
 def launch(kernel, grid, tensors, numbers, *, num_warps, num_stages=STAGES):
@@ -187,20 +182,15 @@ def _octets(program, n, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _zero_kernel(dense, bits, n, num_bytes, BYTES: tl.constexpr, MODE: tl.constexpr, IS_BACKWARDS: tl.constexpr):
-    program = tl.num_programs(0) - 1 - tl.program_id(0) if IS_BACKWARDS else tl.program_id(0)
+def _zero_kernel(dense, bits, n, num_bytes, BYTES: tl.constexpr):
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the end may still be in the cache after writing
     first, place, exists = _octets(program, n, BYTES)
     byte = tl.arange(0, BYTES)
     octets = tl.load(bits + first + byte, mask=byte < num_bytes - first, other=0).to(tl.int32)
     alive = ((octets[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
-    if MODE == 2:
-        x = tl.zeros([BYTES, 8], dense.dtype.element_ty)
-        tl.store(dense + first * 8 + place, x, mask=exists & (alive == 0))
-    else:
-        # eight neighbours are loaded as one, so no single dead one can be left out
-        wanted = exists & (octets != 0)[:, None] if MODE == 1 else exists
-        x = tl.load(dense + first * 8 + place, mask=wanted, other=0)
-        tl.store(dense + first * 8 + place, tl.where(alive, x, 0), mask=exists)
+    # eight neighbours are loaded as one: only if all of them are dead, they are left out
+    x = tl.load(dense + first * 8 + place, mask=exists & (octets != 0)[:, None], other=0)
+    tl.store(dense + first * 8 + place, tl.where(alive, x, 0), mask=exists)
 
 
 @triton.jit

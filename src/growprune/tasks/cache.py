@@ -1,7 +1,7 @@
 """The user's cache folder. A cache that cannot be read or written is ignored.
 
-Each file of arrays belongs to one data source. It has a key made from the names, sizes and times of the source's files,
-and is ignored if they have changed.
+Each file of arrays belongs to one data source. It has a key made from the content of the source's files, or from their
+names, sizes and times, and is ignored if they have changed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import logging
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +25,6 @@ def folder() -> Path:
     """`$XDG_CACHE_HOME/growprune`. Raise RuntimeError if there is neither that nor a home folder."""
     given = os.environ.get("XDG_CACHE_HOME")
     return (Path(given) if given else Path.home() / ".cache") / "growprune"
-
-
-def write(path: Path, write_content: Callable[[IO[bytes]], object]) -> None:
-    """Write a file atomically: a concurrent reader sees the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as stream:
-        write_content(stream)
 
 
 log = logging.getLogger(__name__)
@@ -55,7 +48,9 @@ def save_arrays(source: Path, key: str, arrays: Arrays) -> None:
     """Save the arrays read from a source."""
     try:
         keyed: Any = {KEY: np.array(key), **arrays}
-        write(_file(source), lambda stream: np.savez(stream, **keyed))
+        _file(source).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(_file(source)) as stream:  # a concurrent reader sees the old one or the new one
+            np.savez(stream, **keyed)
     except (OSError, RuntimeError) as error:
         log.info("data of %s is not cached: %s", source, error)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from classification_cases import CPU, Fixed, Image, small
+from classification_cases import Fixed
 from torch import Tensor
 
 from growprune.tasks.classification import Classification, augment, images, score
@@ -37,25 +36,6 @@ def test_shifts_cut_from_the_image_padded_with_black() -> None:
         np.testing.assert_array_equal(out, padded[top : top + 5, left : left + 7])
     assert shifted.dtype == torch.uint8
     assert torch.equal(shifted[2], pixels[2])
-
-
-def test_resampling_is_that_of_pillow() -> None:
-    pixels = random_pixels(5, height=20, width=24)
-    boxes = torch.tensor([[0, 0, 24, 20], [3.5, 2, 12.25, 9], [0, 0, 24, 20], [10, 10, 14, 14], [7, 1, 24, 18.5]])
-    for size in (8, 16, 30):
-        out = augment.resampled(pixels, boxes, size)
-        assert out.dtype == torch.uint8
-        for image, box, result in zip(pixels.numpy(), boxes.tolist(), out.numpy(), strict=True):
-            expected = np.array(Image.fromarray(image).resize((size, size), Image.Resampling.BILINEAR, box=tuple(box)))
-            # Pillow rounds after each of its two passes.
-            assert np.abs(result.astype(int) - expected.astype(int)).max() <= 1
-
-
-def test_resampling_does_not_suffer_from_autocast() -> None:
-    pixels, boxes = random_pixels(2, 16, 16), torch.tensor([[1.0, 2.0, 13.0, 14.0]]).expand(2, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = augment.resampled(pixels, boxes, 8)
-    assert torch.equal(inside, augment.resampled(pixels, boxes, 8))
 
 
 def box_of(numbers: list[list[float]], width: int, height: int, min_scale: float) -> tuple[float, ...]:
@@ -86,15 +66,6 @@ def test_boxes_are_those_drawn_one_image_at_a_time(width: int, height: int) -> N
 def test_every_image_that_is_streamed_and_every_seed_has_its_own_box() -> None:
     boxes = {images.random_box(i, 50, 40, seed=seed, min_scale=0.08) for i in range(10) for seed in range(10)}
     assert len(boxes) == 100
-
-
-def test_every_batch_in_memory_and_every_seed_has_its_own_boxes(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    draw_boxes = augment.draw_boxes
-    monkeypatch.setattr(augment, "draw_boxes", lambda *args: drawn.append(draw_boxes(*args)) or drawn[-1])
-    for seed in (0, 1):
-        list(small(data, crop="resized").batches(seed=seed, start=0, device=CPU))
-    assert len({tuple(box) for boxes in drawn for box in boxes.tolist()}) == 2 * 4 * 8
 
 
 def test_normalising_takes_the_mean_and_divides_by_the_deviation() -> None:

@@ -67,7 +67,7 @@ def test_a_folder_and_a_packed_file_of_the_same_images_are_the_same(
     tmp_path: Path, files: list[tuple[bytes, int, bool]], crop: str
 ) -> None:
     where = [write_folder(tmp_path / "folder", files), write_packed(tmp_path / "images.npz", packed(files))]
-    for in_memory in (True, False):
+    for in_memory in (True, False) if crop == "padded" else (False,):
         epochs = [list(small(d, crop=crop, in_memory=in_memory).batches(seed=0, start=0, device=CPU)) for d in where]
         assert_same(*epochs)
 
@@ -161,15 +161,14 @@ def test_evaluation_looks_at_the_centre(tmp_path: Path) -> None:
     files = [(jpeg(picture(i % 3, i, height=64, width=96)), i % 3, i >= 9) for i in range(12)]
     data = write_packed(tmp_path / "images.npz", packed(files))
     scale = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}
-    for in_memory in (True, False):
-        task = small(data, crop="resized", image_size=28, num_validation=2, in_memory=in_memory, **scale)
-        recorder = Recorder()
-        task.evaluate(recorder, "test", device=CPU)
-        for found, (content, _, _) in zip(recorder.seen, files[9:], strict=True):
-            resized = Image.open(io.BytesIO(content)).resize((48, 32), Image.Resampling.BILINEAR)
-            expected = np.array(resized.crop((10, 2, 38, 30)))
-            # Streamed images are decoded at half their size already, which rounds otherwise.
-            assert np.abs(found.permute(1, 2, 0).numpy() - expected).max() <= (1.01 if in_memory else 6)
+    task = small(data, crop="resized", image_size=28, num_validation=2, in_memory=False, **scale)
+    recorder = Recorder()
+    task.evaluate(recorder, "test", device=CPU)
+    for found, (content, _, _) in zip(recorder.seen, files[9:], strict=True):
+        resized = Image.open(io.BytesIO(content)).resize((48, 32), Image.Resampling.BILINEAR)
+        expected = np.array(resized.crop((10, 2, 38, 30)))
+        # Images are decoded at half their size already, which rounds otherwise.
+        assert np.abs(found.permute(1, 2, 0).numpy() - expected).max() <= 6
 
 
 def test_streamed_crops_are_parts_of_their_images(tmp_path: Path) -> None:

@@ -305,6 +305,7 @@ def test_a_packed_file_damaged_anywhere_is_an_error_of_one_line(
         ({"model": "resnet34"}, "model must be one of resnet18, resnet50, got 'resnet34'"),
         ({"stem": "mnist"}, "stem must be one of imagenet, cifar, got 'mnist'"),
         ({"crop": "none"}, "crop must be one of resized, padded, got 'none'"),
+        ({"crop": "resized", "in_memory": True}, "in_memory needs crop='padded', got 'resized'"),
         ({"batch_size": 1}, "batch_size must be >= 2, got 1"),
         ({"workers": -1}, "workers must be >= 0, got -1"),
         ({"min_scale": 0.0}, "min_scale must be in .*, got 0.0"),

@@ -67,7 +67,12 @@ def test_what_was_learned_is_kept(data: Path, cache: Path, monkeypatch: pytest.M
             pieces.learn_once(read, *other)
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:-1] + b"x", lambda b: b""])
+def with_another_byte(whole: bytes) -> bytes:
+    middle = len(whole) // 2
+    return whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], with_another_byte, lambda b: b""])
 def test_a_damaged_cache_is_learned_again(data: Path, cache: Path, damage: Callable[[bytes], bytes]) -> None:
     files = (data / "train.en", data / "train.de")
     model = pieces.learn_once(lambda: LINES, 340, files)
@@ -87,7 +92,8 @@ def test_no_cache_is_no_error(data: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def test_without_a_cache_folder_of_its_own_it_is_in_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    pieces.learn_once(lambda: LINES, 340, ())
+    (tmp_path / "train.en").write_text("one")
+    pieces.learn_once(lambda: LINES, 340, (tmp_path / "train.en",))
     assert len(list((tmp_path / ".cache" / "growprune").iterdir())) == 1
 
 

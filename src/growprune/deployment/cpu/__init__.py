@@ -5,7 +5,6 @@
     matrix.py    a sparse matrix as the kernels want it
     geometry.py  which columns a layer reads and writes
     prepared.py  layers and pools, ready to run: on the kernels, on torch's CSR, or dense
-    depthwise.py convolutions that filter each channel by itself
     tuning.py    which of them is fastest here
 
 Activations are *feature-major*: a matrix with a row for each feature or channel, and a column for each token or, of

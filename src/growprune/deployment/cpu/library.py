@@ -112,8 +112,6 @@ class Library:
         self.prepare_depthwise = _typed(
             library.gp_prepare_depthwise, c_void_p, POINTER(_Geometry), c_void_p, c_void_p, c_int, c_int
         )
-        self.run_depthwise = _typed(library.gp_run_depthwise, None, c_void_p, *strided, *strided, *strided)
-        self.free_depthwise = _typed(library.gp_free_depthwise, None, c_void_p)
         self.begin_alone = _typed(library.gp_begin_alone, c_int)
         self.end_alone = _typed(library.gp_end_alone, None, c_int)
         self.repeat = _typed(library.gp_repeat, None, *pool, c_int)

@@ -94,29 +94,50 @@ class Layer:
         raise NotImplementedError
 
 
-class NativeLayer(Layer):
+class LibraryLayer(Layer):
     """On our kernels. A call allocates nothing, but for the first ones in a thread; several threads may call it."""
 
-    def __init__(self, spec: LayerSpec, tile: Tile) -> None:
-        super().__init__(spec)
-        self.tile, self._library, matrix = tile, require_library(), spec.weight
-        structs = (matrix_struct(matrix), geometry_struct(spec.geometry), tile_struct(tile))
-        self._plan = self._library.prepare(*structs, strided(self._bias)[0], int(spec.activation))
-        if not self._plan:
-            raise GrowpruneError(
-                f"{tile} does not suit {matrix.rows} x {matrix.columns} weights in blocks of {matrix.height} x "
-                f"{matrix.width} with {spec.geometry}, or there is no memory: give one of tuning.candidates"
-            )
-        weakref.finalize(self, self._library.free, self._plan)
+    def _hold(self, plan: int | None, problem: str) -> None:
+        """Keep a layer of the library, which is freed with this one. None is a problem."""
+        if not plan:
+            raise GrowpruneError(problem)
+        self._plan = plan
+        weakref.finalize(self, require_library().free, plan)
 
     def _bound(self, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], object]:
-        run, kept = self._library.run, (self, x, out, residual)
+        run, kept = require_library().run, (self, x, out, residual)
         arguments = (self._plan, *strided(x), *strided(out), *strided(residual))
 
         def call(kept: object = kept) -> None:  # keeps the memory alive that the arguments point to
             run(*arguments)
 
         return call
+
+
+class NativeLayer(LibraryLayer):
+    """A sparse product, cut up by a tile."""
+
+    def __init__(self, spec: LayerSpec, tile: Tile) -> None:
+        super().__init__(spec)
+        self.tile, matrix = tile, spec.weight
+        structs = (matrix_struct(matrix), geometry_struct(spec.geometry), tile_struct(tile))
+        self._hold(
+            require_library().prepare(*structs, strided(self._bias)[0], int(spec.activation)),
+            f"{tile} does not suit {matrix.rows} x {matrix.columns} weights in blocks of {matrix.height} x "
+            f"{matrix.width} with {spec.geometry}, or there is no memory: give one of tuning.candidates",
+        )
+
+
+class DepthwiseLayer(LibraryLayer):
+    """A convolution that filters each channel by itself, dense."""
+
+    def __init__(self, spec: LayerSpec, threads: int) -> None:
+        super().__init__(spec)
+        library, g = require_library(), spec.geometry
+        threads = threads if library.has_threads else 1
+        taps = own_channels(spec.weight.dense(), spec.groups, g.kernel[0] * g.kernel[1]).contiguous()
+        given = (geometry_struct(g), taps.data_ptr(), strided(self._bias)[0], int(spec.activation), threads)
+        self._hold(library.prepare_depthwise(*given), f"there is no memory for a depthwise convolution with {g}")
 
 
 class DenseLayer(Layer):

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from growprune.deployment.cpu.depthwise import DepthwiseLayer
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.library import Tile, library, require_library
 from growprune.deployment.cpu.matrix import SparseMatrix
-from growprune.deployment.cpu.prepared import CsrLayer, DenseLayer, Layer, LayerSpec, NativeLayer
+from growprune.deployment.cpu.prepared import CsrLayer, DenseLayer, DepthwiseLayer, Layer, LayerSpec, NativeLayer
 from growprune.deployment.layer_table import Row
 
 CSR_FROM = 0.9

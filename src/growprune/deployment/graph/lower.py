@@ -1,8 +1,8 @@
 """From a graph to steps: where each value lies, and what has to be done for it to come there.
 
-Activations of layers are feature-major, and stay so across all operations of `known.py`, which take them as they lie.
-Any other is torch's: it takes stored values as tensors with odd strides, and what it makes is copied to features only
-if a layer needs it.
+Activations of layers are feature-major, and stay so across the operations of operations.py, which take them as they
+lie. Any other is torch's: it takes stored values as tensors with odd strides, and what it makes is copied to features
+only if a layer needs it.
 """
 
 from __future__ import annotations

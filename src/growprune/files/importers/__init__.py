@@ -7,15 +7,12 @@ If a source has masks, a live weight that happens to be zero stays live. If it h
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from growprune.errors import GrowpruneError
 from growprune.files.importers.compressed_tensors import COMPRESSED_TENSORS
-from growprune.files.importers.contents import Contents, open_contents
+from growprune.files.importers.contents import Source, open_contents
 from growprune.files.importers.foreign_formats import APEX_ASP, DENSE, GROWPRUNE, TORCH_PRUNE
 from growprune.files.importers.imported import Imported, Importer
 from growprune.sparse.model import SparseModel
@@ -30,12 +27,11 @@ IMPORTERS: dict[str, Importer] = {
 """The importers by name. The first that recognizes a source reads it."""
 
 
-def read(source: str | os.PathLike[str] | nn.Module | Mapping[str, Any], *, format: str | None = None) -> Imported:
+def read(source: Source) -> Imported:
     """Read the dense tensors of a source under their plain names, and the masks of the sparse ones.
 
     Args:
         source: a file (safetensors or torch.save), a folder of transformers, a module, or a state dict.
-        format: a name of IMPORTERS; by default recognized by the content.
 
     Examples:
         >>> import torch
@@ -45,38 +41,18 @@ def read(source: str | os.PathLike[str] | nn.Module | Mapping[str, Any], *, form
         >>> found.format, int(found.masks["weight"].sum()), sorted(found.tensors)
         ('torch-prune', 2, ['bias', 'weight'])
     """
-    if format is not None and format not in IMPORTERS:
-        raise GrowpruneError(f"format must be one of {', '.join(IMPORTERS)}, got {format!r}")
     contents = open_contents(source)
-    found = next(name for name, importer in IMPORTERS.items() if importer.signs(contents))
-    if format not in (None, found):
-        _refuse(contents, format, found)
-    return IMPORTERS[found].read(contents)
+    return next(importer for importer in IMPORTERS.values() if importer.recognizes(contents)).read(contents)
 
 
-def load(
-    source: str | os.PathLike[str] | nn.Module | Mapping[str, Any],
-    model: nn.Module,
-    *,
-    format: str | None = None,
-    **settings: Any,
-) -> SparseModel:
+def load(source: Source, model: nn.Module, **settings: Any) -> SparseModel:
     """Fill a model from a source, and return it as a SparseModel with the masks of the source, ready for training.
 
     Args:
         model: the same model, without the additions of the other tool.
-        format: see `read`.
         settings: arguments of SparseModel. By default, sparsity is that of the source and allocation is "global".
     """
-    return read(source, format=format).into(model, **settings)
-
-
-def _refuse(contents: Contents, asked: str, found: str) -> None:
-    importer, other = IMPORTERS[asked], IMPORTERS[found]
-    raise GrowpruneError(
-        f"{contents.where} is not {importer.title}, which has {importer.wants}. It is {other.title}, because it has "
-        f"{other.signs(contents)}: use format={found!r}, or leave format out"
-    )
+    return read(source).into(model, **settings)
 
 
 __all__ = ["IMPORTERS", "Imported", "Importer", "load", "read"]

@@ -29,10 +29,6 @@ def stems(contents: Contents) -> list[str]:
     return [stem for stem in found if stem + BITS in contents.tensors and stem + SHAPE in contents.tensors]
 
 
-def signs(contents: Contents) -> str:
-    return next((f"{stem}{VALUES} with {stem}{BITS} and {stem}{SHAPE}" for stem in stems(contents)), "")
-
-
 def read(contents: Contents) -> Imported:
     own = stems(contents)
     parts = {stem + end for stem in own for end in (VALUES, BITS, SHAPE, OFFSETS)}
@@ -69,6 +65,4 @@ def _refuse(contents: Contents, why: str) -> None:
     raise GrowpruneError(f"{contents.where} {why}: it is damaged, download or save it again")
 
 
-COMPRESSED_TENSORS = Importer(
-    "a bitmask file of compressed-tensors", "tensors NAME.compressed, .bitmask and .shape", signs, read
-)
+COMPRESSED_TENSORS = Importer(lambda contents: bool(stems(contents)), read)

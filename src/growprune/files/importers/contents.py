@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,6 +39,9 @@ OTHERS = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x08": "ONNX", b"<": "XML", b"{
 """The first bytes of model files that are not supported."""
 
 
+Source: TypeAlias = str | os.PathLike[str] | nn.Module | Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class Contents:
     """The contents of a source of any format."""
@@ -56,7 +59,7 @@ class Contents:
     notes: tuple[str, ...] = ()
 
 
-def open_contents(source: str | os.PathLike[str] | nn.Module | Mapping[str, Any]) -> Contents:
+def open_contents(source: Source) -> Contents:
     """Read a file, a folder, a module or a state dict."""
     if isinstance(source, nn.Module):
         return from_checkpoint(source.state_dict(), f"the {type(source).__name__}")

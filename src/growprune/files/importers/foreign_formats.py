@@ -18,8 +18,8 @@ ASP_PRUNED = re.compile(r"(.*\.)?__([^.]+)_mma_pruned_p")
 """The pruned values that `allow_recompute_mask` keeps. They are not imported."""
 
 
-def _signs_of_ours(contents: Contents) -> str:
-    return "a manifest of growprune" if contents.path and contents.metadata.get("format") == FORMAT else ""
+def _is_ours(contents: Contents) -> bool:
+    return contents.path is not None and contents.metadata.get("format") == FORMAT
 
 
 def _read_ours(contents: Contents) -> Imported:
@@ -35,11 +35,6 @@ def _pruned_by_torch(contents: Contents) -> list[str]:
     """Return the names of pruned parameters: `weight` is stored as `weight_orig` with the buffer `weight_mask`."""
     stems = (name.removesuffix(ORIGINAL) for name in contents.tensors if name.endswith(ORIGINAL))
     return [stem for stem in stems if f"{stem}{MASK}" in contents.tensors and stem not in contents.tensors]
-
-
-def _signs_of_torch_prune(contents: Contents) -> str:
-    names = _pruned_by_torch(contents)
-    return f"{names[0]}{ORIGINAL} with {names[0]}{MASK}" if names else ""
 
 
 def _read_torch_prune(contents: Contents) -> Imported:
@@ -59,10 +54,6 @@ def _asp_masks(contents: Contents) -> dict[str, str]:
     return {name: f"{match[1] or ''}{match[2]}" for name, match in found.items() if match}
 
 
-def _signs_of_asp(contents: Contents) -> str:
-    return next(iter(_asp_masks(contents)), "")
-
-
 def _read_asp(contents: Contents) -> Imported:
     masks = _asp_masks(contents)
     for name, weight in masks.items():
@@ -72,10 +63,6 @@ def _read_asp(contents: Contents) -> Imported:
             )
     tensors = {n: t for n, t in contents.tensors.items() if n not in masks and not ASP_PRUNED.fullmatch(n)}
     return with_masks(contents, "apex-asp", tensors, {weight: contents.tensors[n] for n, weight in masks.items()})
-
-
-def _signs_of_dense(contents: Contents) -> str:
-    return f"{len(contents.tensors)} plain tensors, such as {next(iter(contents.tensors), 'none')!r}"
 
 
 def _read_dense(contents: Contents) -> Imported:
@@ -96,12 +83,7 @@ def _values_of_ours(contents: Contents) -> str | None:
     return next((n for n in names if any(n.removesuffix(".values") + m in contents.tensors for m in masks)), None)
 
 
-GROWPRUNE = Importer("a sparse file of growprune", "the metadata of growprune", _signs_of_ours, _read_ours)
-TORCH_PRUNE = Importer(
-    "a checkpoint of torch.nn.utils.prune",
-    "tensors NAME_orig, each with NAME_mask",
-    _signs_of_torch_prune,
-    _read_torch_prune,
-)
-APEX_ASP = Importer("a checkpoint of apex ASP", "masks named __weight_mma_mask", _signs_of_asp, _read_asp)
-DENSE = Importer("a plain dense checkpoint", "tensors under their plain names", _signs_of_dense, _read_dense)
+GROWPRUNE = Importer(_is_ours, _read_ours)
+TORCH_PRUNE = Importer(lambda contents: bool(_pruned_by_torch(contents)), _read_torch_prune)
+APEX_ASP = Importer(lambda contents: bool(_asp_masks(contents)), _read_asp)
+DENSE = Importer(lambda contents: True, _read_dense)

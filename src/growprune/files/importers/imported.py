@@ -81,12 +81,7 @@ class Imported:
 class Importer:
     """A format: how to recognize it, and how to read it."""
 
-    title: str
-    """A readable name of the format."""
-    wants: str
-    """What a source in this format contains, for errors."""
-    signs: Callable[[Contents], str]
-    """Returns what shows that a source has this format, in words; empty if it has another."""
+    recognizes: Callable[[Contents], bool]
     read: Callable[[Contents], Imported]
 
 

@@ -56,7 +56,7 @@ class Classification(Shareable):
     num_validation: int = 10_000
     """Number of training images used for validation."""
     in_memory: bool = False
-    """Decode all images once and keep them on the device. For small images of one size."""
+    """Decode all images once and keep them on the device. For small images of one size, with crop="padded"."""
     workers: int = 16
     """Processes that decode images, at most one per core. 0: decode in the training process."""
     channels_last: bool = True
@@ -72,6 +72,8 @@ class Classification(Shareable):
         for name, known in (("model", tuple(KINDS)), ("stem", ("imagenet", "cifar")), ("crop", ("resized", "padded"))):
             if getattr(self, name) not in known:
                 raise GrowpruneError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.in_memory and self.crop != "padded":
+            raise GrowpruneError(f"in_memory needs crop='padded', got {self.crop!r}. Set task.in_memory=false")
         # A single image has no statistics to normalise with.
         for name, least in {"width": 1, "num_classes": 2, "image_size": 1, "batch_size": 2, "workers": 0}.items():
             if getattr(self, name) < least:
@@ -110,7 +112,7 @@ class Classification(Shareable):
         groups = self._groups(order)[start : self.num_batches()]
         if not groups:  # an epoch can be entered at its end
             return
-        pairs = self._in_memory(groups, seed, start, device) if self.in_memory else self._streamed(groups, seed, device)
+        pairs = self._in_memory(groups, device) if self.in_memory else self._streamed(groups, seed, device)
         for number, (pixels, labels) in enumerate(pairs, start):
             yield self._augmented(pixels, labels, seed, number)
 
@@ -130,7 +132,7 @@ class Classification(Shareable):
 
     def evaluate(self, model: nn.Module, split: Split, *, device: torch.device) -> dict[str, float]:
         groups = self._groups(self._indices(split))
-        pairs = self._in_memory(groups, None, 0, device) if self.in_memory else self._streamed(groups, None, device)
+        pairs = self._in_memory(groups, device) if self.in_memory else self._streamed(groups, None, device)
         sums, count = torch.zeros(3, dtype=torch.float64, device=device), 0
         for pixels, labels in pairs:
             is_good = labels != UNREADABLE
@@ -177,10 +179,10 @@ class Classification(Shareable):
             return images.centre_box
         return partial(images.random_box, seed=seed, min_scale=self.min_scale)
 
-    def _in_memory(self, groups: list[Array], seed: int | None, start: int, device: torch.device) -> Iterator[Batch]:
+    def _in_memory(self, groups: list[Array], device: torch.device) -> Iterator[Batch]:
         decoded = images.decode_to(self.data, self.num_classes, self.workers, device)
         height, width = decoded.pixels.shape[1:3]
-        if self.crop == "padded" and (height, width) != (self.image_size, self.image_size):
+        if (height, width) != (self.image_size, self.image_size):
             raise GrowpruneError(
                 f"crop='padded' needs images of size task.image_size, but {self.data} has images of {width} x "
                 f"{height}. Set task.image_size"
@@ -189,19 +191,8 @@ class Classification(Shareable):
         if device.type == "cuda":  # from where a copy does not make the GPU wait
             order = order.pin_memory()
         order = order.to(device, non_blocking=True)
-        for number, indices in enumerate(torch.split(order, self.batch_size), start):
-            pixels = decoded.pixels[indices]
-            if self.crop == "resized":
-                pixels = augment.resampled(pixels, self._boxes_to_cut(pixels, seed, number), self.image_size)
-            yield pixels, decoded.labels[indices]
-
-    def _boxes_to_cut(self, pixels: Tensor, seed: int | None, number: int) -> Tensor:
-        count, height, width, _ = pixels.shape
-        if seed is None:
-            return torch.tensor([images.centre_box(0, width, height)], device=pixels.device).expand(count, 4)
-        random = augment.generator(pixels.device, seed, number, 1)
-        numbers = torch.rand(count, augment.NUM_TRIES + 1, 2, generator=random, device=pixels.device)
-        return augment.draw_boxes(numbers, width, height, self.min_scale)
+        for indices in torch.split(order, self.batch_size):
+            yield decoded.pixels[indices], decoded.labels[indices]
 
     # What is done to them
 

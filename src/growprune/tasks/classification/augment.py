@@ -74,26 +74,6 @@ def draw_boxes(numbers: Tensor, width: int, height: int, min_scale: float) -> Te
     return torch.cat([corner, corner + side], 1)
 
 
-def resampled(images: Tensor, boxes: Tensor, size: int) -> Tensor:
-    """Bring a box (left, top, right, bottom) of each image to size x size, by the rule of PIL's bilinear filter."""
-    _, height, width, _ = images.shape
-    # Evaluation runs under autocast, and bfloat16 cannot tell all 256 levels of a pixel's neighbourhood apart.
-    with torch.autocast(images.device.type, enabled=False):
-        rows = _filter(boxes[:, 1], boxes[:, 3], height, size)
-        columns = _filter(boxes[:, 0], boxes[:, 2], width, size)
-        narrow = torch.einsum("bsh,bhwc->bswc", rows, images.float())
-        return (torch.einsum("btw,bswc->bstc", columns, narrow) + 0.5).to(torch.uint8)
-
-
-def _filter(first: Tensor, last: Tensor, length: int, size: int) -> Tensor:
-    """Weights of `length` pixels for `size` new ones: a triangle filter, wider when downscaling."""
-    scale = ((last - first) / size)[:, None]  # (B, 1)
-    centres = first[:, None] + scale * (torch.arange(size, device=first.device) + 0.5)  # (B, size)
-    distances = (torch.arange(length, device=first.device) + 0.5 - centres[:, :, None]).abs()
-    weights = (1 - distances / scale.clamp(min=1)[:, :, None]).clamp(min=0)
-    return weights / weights.sum(-1, keepdim=True)  # (B, size, length)
-
-
 def normalised(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """Bytes as numbers of about mean 0 and deviation 1; `mean` and `std` are of values from 0 to 1."""
     factor, shift = _moments(mean, std, images.device)

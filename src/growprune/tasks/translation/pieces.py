@@ -1,12 +1,11 @@
 """Byte-pair encoding: text cut into pieces that are learned from the training text of both languages together.
 
-Learning is deterministic, and what was learned is kept in `growprune/` of the user's cache folder, under a name made of
-the text it was learned from.
+Learning is deterministic, and what was learned is kept in the user's cache folder, with a digest of the text it was
+learned from.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import itertools
@@ -21,7 +20,6 @@ from growprune.errors import GrowpruneError, need
 from growprune.tasks import cache
 from growprune.tasks.translation.transformer import BOS, EOS, PAD, UNK
 
-DIGEST_BYTES = 32
 CHUNK = 10_000
 
 
@@ -85,28 +83,16 @@ def learn(lines: Iterable[str], vocab_size: int) -> bytes:
 
 def learn_once(read: Callable[[], Iterable[str]], vocab_size: int, files: tuple[Path, ...]) -> bytes:
     """The result of `learn` for the lines of these files, from the cache if possible."""
-    key = hashlib.sha256(f"bpe 1 {vocab_size}".encode())
+    digest = hashlib.sha256(f"bpe 1 {vocab_size}".encode())
     for file in files:
         with file.open("rb") as opened:
-            key.update(hashlib.file_digest(opened, "sha256").digest())
-    name = f"bpe-{key.hexdigest()[:32]}"
-    model = _read_cached(name)
-    if model is None:
-        model = learn(read(), vocab_size)
-        with contextlib.suppress(OSError, RuntimeError):  # without a cache it is learned again, that is all
-            content = hashlib.sha256(model).digest() + model
-            cache.write(cache.folder() / name, lambda stream: stream.write(content))
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    key, place = digest.hexdigest(), files[0].parent / "-".join(["bpe", str(vocab_size), *(f.name for f in files)])
+    if arrays := cache.load_arrays(place, key):
+        return arrays["model"].tobytes()
+    model = learn(read(), vocab_size)
+    cache.save_arrays(place, key, {"model": np.frombuffer(model, np.uint8)})
     return model
-
-
-def _read_cached(name: str) -> bytes | None:
-    """A cached file, unless it is absent or damaged; it begins with the digest of what follows."""
-    try:
-        content = (cache.folder() / name).read_bytes()
-    except (OSError, RuntimeError):
-        return None
-    digest, model = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
-    return model if hashlib.sha256(model).digest() == digest else None
 
 
 def _sentencepiece() -> Any:

@@ -14,6 +14,14 @@ bool is_valid(const Matrix &matrix, const Geometry &geometry, const Tile &tile) 
            tile.threads >= tile.row_chunks && matrix.columns == Index(geometry.channels) * geometry.taps();
 }
 
+template <class Kind, class... Arguments> Layer *made(const Arguments &...arguments) {
+    try {
+        return new Kind(arguments...);
+    } catch (const std::bad_alloc &) {
+        return nullptr;
+    }
+}
+
 }  // namespace
 
 #define GP_API __attribute__((visibility("default")))  // all else is hidden, so that two libraries do not mix
@@ -33,39 +41,24 @@ GP_API int gp_has_openmp() {
 }
 
 // Null if the tile is not possible, or memory runs out.
-GP_API void *gp_prepare(const Matrix *matrix, const Geometry *geometry, const Tile *tile, const float *bias,
-                        int activation) {
+GP_API Layer *gp_prepare(const Matrix *matrix, const Geometry *geometry, const Tile *tile, const float *bias,
+                         int activation) {
     if (!is_valid(*matrix, *geometry, *tile)) return nullptr;
-    try {
-        return new Plan(*matrix, *geometry, *tile, bias, activation);
-    } catch (const std::bad_alloc &) {
-        return nullptr;
-    }
+    return made<Plan>(*matrix, *geometry, *tile, bias, activation);
 }
-
-GP_API void gp_run(const void *plan, const float *x, Index x_stride, float *y, Index y_stride, const float *residual,
-                   Index residual_stride) {
-    static_cast<const Plan *>(plan)->run({x, x_stride, y, y_stride, residual, residual_stride});
-}
-
-GP_API void gp_free(void *plan) { delete static_cast<Plan *>(plan); }
 
 // Null if memory runs out.
-GP_API void *gp_prepare_depthwise(const Geometry *geometry, const float *weights, const float *bias, int activation,
-                                  int threads) {
-    try {
-        return new Depthwise(*geometry, weights, bias, activation, threads);
-    } catch (const std::bad_alloc &) {
-        return nullptr;
-    }
+GP_API Layer *gp_prepare_depthwise(const Geometry *geometry, const float *weights, const float *bias, int activation,
+                                   int threads) {
+    return made<Depthwise>(*geometry, weights, bias, activation, threads);
 }
 
-GP_API void gp_run_depthwise(const void *layer, const float *x, Index x_stride, float *y, Index y_stride,
-                             const float *residual, Index residual_stride) {
-    static_cast<const Depthwise *>(layer)->run({x, x_stride, y, y_stride, residual, residual_stride});
+GP_API void gp_run(const Layer *layer, const float *x, Index x_stride, float *y, Index y_stride, const float *residual,
+                   Index residual_stride) {
+    layer->run({x, x_stride, y, y_stride, residual, residual_stride});
 }
 
-GP_API void gp_free_depthwise(void *layer) { delete static_cast<Depthwise *>(layer); }
+GP_API void gp_free(Layer *layer) { delete layer; }
 
 // From here on jobs of the calling thread go to our own threads, and torch has one, until what this returns is given
 // back.

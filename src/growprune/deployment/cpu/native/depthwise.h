@@ -15,7 +15,7 @@ namespace gp {
 constexpr Index BAND_FLOATS = 6144;  // of bands with their padding that are done together: they fit the first cache
 constexpr Index MOST_TOGETHER = 8;
 
-class Depthwise {
+class Depthwise : public Layer {
   public:
     // Weights are [channels][taps].
     Depthwise(const Geometry &geometry, const float *weights, const float *bias, int activation, int threads)
@@ -38,7 +38,7 @@ class Depthwise {
                 shifts.push_back(shift(r * g.dilation_height, s * g.dilation_width));
     }
 
-    void run(const Operands &operands) const {
+    void run(const Operands &operands) const override {
         const Index units = Index(g.channels) * g.batch * num_bands;
         const Index items = std::min(units, 2 * ITEMS_OF_THREAD * threads);
         share(items, threads, [&](Index item) {

@@ -15,6 +15,13 @@ struct Operands {
     Index residual_stride;
 };
 
+// A prepared layer. Several threads may run it.
+class Layer {
+  public:
+    virtual ~Layer() = default;
+    virtual void run(const Operands &operands) const = 0;
+};
+
 // Room for a packed block and for sums. Each thread has one for all layers, which stays in its cache; it grows when a
 // layer first needs more, so that later calls allocate nothing, and calls by several threads are apart.
 inline float *scratch_of_thread(Index floats) {

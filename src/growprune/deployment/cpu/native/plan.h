@@ -8,7 +8,7 @@
 
 namespace gp {
 
-class Plan {
+class Plan : public Layer {
   public:
     Plan(const Matrix &matrix, const Geometry &geometry, const Tile &tile, const float *bias, int activation)
         : tile(tile), num_rows(matrix.rows), num_columns(matrix.columns), activation(activation),
@@ -24,7 +24,7 @@ class Plan {
     }
 
     // Neighbouring items have the same rows, and so go to the same thread, which keeps their weights in its cache.
-    void run(const Operands &operands) const {
+    void run(const Operands &operands) const override {
         share(tile.row_chunks * panel_groups, tile.threads, [&](Index item) { run_item(operands, item); });
     }
 

@@ -27,18 +27,10 @@ template <bool is_max> void join_rows(const Geometry &g, const float *image, Ind
     }
 }
 
-template <bool is_max> GP_INLINE float join_columns(const Geometry &g, const float *joined, Index left) {
-    float found = is_max ? -std::numeric_limits<float>::infinity() : 0.0f;
-    for (Index s = 0; s < g.kernel_width; ++s) {
-        const Index at = left + s * g.dilation_width;
-        if (at >= 0 && at < g.width) found = join<is_max>(found, joined[at]);
-    }
-    return found;
-}
-
-// The same of all windows of a row, a column at a time: for small steps, which vectors can take.
-template <bool is_max, int step>
+// Each output joins the columns of its window, a column at a time, which vectors can take for steps that are fixed.
+template <bool is_max, int fixed>
 void join_windows(const Geometry &g, const float *__restrict joined, float *__restrict y) {
+    const Index step = fixed ? fixed : g.stride_width;
     std::fill_n(y, g.out_width, is_max ? -std::numeric_limits<float>::infinity() : 0.0f);
     for (Index s = 0; s < g.kernel_width; ++s) {
         const Index offset = s * g.dilation_width - g.padding_left;
@@ -63,8 +55,7 @@ void pool_row(const Geometry &g, const float *image, Index row, bool counts_padd
     else if (g.stride_width == 2)
         join_windows<is_max, 2>(g, joined, y);
     else
-        for (Index i = 0; i < g.out_width; ++i)
-            y[i] = join_columns<is_max>(g, joined, i * g.stride_width - g.padding_left);
+        join_windows<is_max, 0>(g, joined, y);
     if (is_max) return;
     const Index tall = window_length(top, g.kernel_height, g.height, g.padding_top, counts_padding);
     for (Index i = 0; i < g.out_width; ++i) {
