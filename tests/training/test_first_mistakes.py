@@ -1,0 +1,128 @@
+"""What people do with `gp.sparsify` in odd but reasonable loops: it works, or one line says what to do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from plan_cases import adamw, check_same_bits, frozen, loss_of, sgd, small_net, thawed, train_step
+from torch import nn
+
+import growprune as gp
+from growprune.training.sparsifier import Sparsifier
+
+
+def begun(model: nn.Module, **given: Any) -> tuple[Sparsifier, Any]:
+    optimizer = sgd(model.parameters())
+    return gp.sparsify(model, optimizer, **{"sparsity": 0.75, "iterations": 8, **given}), optimizer
+
+
+# The first mask
+
+
+def test_an_embedding_tied_to_the_head_is_no_sign_of_training() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.body, self.head = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32)
+            self.head.weight = self.embedding.weight
+
+    sparsifier, _ = begun(Tied())
+    assert sparsifier.plan.options["initial_mask"] == "random"
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_plan_that_could_not_begin_leaves_the_optimizer_as_it_was(storage: str) -> None:
+    model = small_net()
+    optimizer = sgd(model.parameters())
+    given: Any = {"sparsity": 0.75, "iterations": 8, "storage": storage}
+    with pytest.raises(gp.GrowpruneError, match="pass losses") as kept:  # a notebook keeps the last traceback
+        gp.sparsify(model, optimizer, "snip", **given)
+    sparsifier = gp.sparsify(model, optimizer, "snip", losses=[lambda: loss_of(model, 1)], **given)
+    for iteration in range(8):
+        train_step(model, optimizer, iteration)
+    assert sparsifier.is_finished
+    del kept
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_first_edit_that_failed_leaves_a_plain_model(storage: str) -> None:
+    model = small_net()
+    with torch.no_grad():
+        model[3].weight[:, 8:].zero_()
+    with pytest.raises(gp.GrowpruneError, match="as_is"):
+        begun(model, method="rigl", initial_mask="as_is", storage=storage)
+    optimizer = sgd(model.parameters())
+    for iteration in range(2):
+        train_step(model, optimizer, iteration)
+    assert model[3].weight.count_nonzero() > 0.9 * model[3].weight.numel()
+
+
+def test_steps_without_gradients_are_named_if_weights_are_chosen_by_them() -> None:
+    _, optimizer = begun(small_net(), method="rigl")
+    with pytest.raises(gp.GrowpruneError, match="gradient"):
+        optimizer.step()
+
+
+# Optimizers
+
+
+def test_an_optimizer_that_was_not_given_is_asked_for() -> None:
+    """It would revive weights by its momentum."""
+    model = small_net()
+    with pytest.warns(UserWarning, match=r"the optimizer does not train 0\.weight, .*: pass all optimizers"):
+        gp.sparsify(model, adamw(model[3:].parameters()), sparsity=0.75, iterations=8)
+
+
+def test_frozen_weights_need_no_optimizer() -> None:
+    model = small_net()
+    model[0].requires_grad_(requires_grad=False)
+    sparsifier = gp.sparsify(model, adamw(model[3:].parameters()), sparsity=0.75, iterations=8)
+    assert "0.weight" in sparsifier.sparse.masks
+
+
+# Models that others hold
+
+
+def test_a_data_parallel_model_is_unwrapped() -> None:
+    plain, _ = begun(small_net())
+    wrapped, optimizer = begun(nn.DataParallel(small_net()))
+    wrapped.load_state_dict(thawed(frozen(plain.state_dict()))[0])
+    train_step(wrapped.model, optimizer, 0)
+    assert list(wrapped.sparse.masks) == list(plain.sparse.masks)
+    with pytest.raises(gp.GrowpruneError, match=r"storage='compact' .* DataParallel"):
+        begun(nn.DataParallel(small_net()), storage="compact")
+
+
+def test_a_compact_model_of_another_sparsifier_is_refused() -> None:
+    first, optimizer = begun(small_net(), storage="compact")
+    train_step(first.model, optimizer, 0)
+    del optimizer
+    with pytest.raises(gp.GrowpruneError, match=r"already belongs to another SparseModel \(storage='compact'\)"):
+        begun(copy.deepcopy(first.model))
+
+
+# States
+
+
+@pytest.mark.parametrize("given", [None, 3, [1]])
+def test_what_is_no_state_is_refused(given: Any) -> None:
+    sparsifier, _ = begun(small_net())
+    with pytest.raises(gp.GrowpruneError, match=r"a state dict, got a (NoneType|int|list)"):
+        sparsifier.load_state_dict(given)
+
+
+def test_a_state_of_a_model_with_other_shapes_is_refused_before_anything_is_changed() -> None:
+    first, optimizer = begun(small_net())
+    train_step(first.model, optimizer, 0)
+    other = small_net()
+    other[5] = nn.Linear(16, 7)
+    second, _ = begun(other)
+    before = frozen(second.state_dict())
+    with pytest.raises(
+        gp.GrowpruneError, match=r"another model: 5\.weight has shape \(4, 16\) in it, but \(7, 16\) here"
+    ):
+        second.load_state_dict(first.state_dict())
+    check_same_bits(second.state_dict(), thawed(before)[0])
