@@ -69,7 +69,9 @@ def _set(value: Any, path: list[str], text: str, key: str) -> Any:
     hints = get_type_hints(type(value))
     known = {f.name: hints[f.name] for f in fields(value)}
     if path[0] not in known:
-        raise GrowpruneError(f"--set {key}: unknown field {path[0]!r}. Fields are: {', '.join(known)}")
+        meant = [name for name in _nested(value) if name.partition(".")[2] == path[0]]
+        hint = f"Did you mean {meant[0]}?" if meant else f"Fields are: {', '.join(known)}"
+        raise GrowpruneError(f"--set {key}: unknown field {path[0]!r}. {hint}")
     inside = getattr(value, path[0])
     if is_dataclass(inside):
         if len(path) == 1:
@@ -78,6 +80,15 @@ def _set(value: Any, path: list[str], text: str, key: str) -> Any:
     if len(path) > 1:
         raise GrowpruneError(f"--set {key}: {path[0]} has no nested fields. Set {path[0]} itself")
     return replace(value, **{path[0]: convert(text, known[path[0]], key)})
+
+
+def _nested(value: Any) -> Iterator[str]:
+    """Names of settings within the fields of a recipe, such as options.epochs."""
+    if isinstance(value, Recipe):
+        yield from (f"options.{name}" for name in own_options(value.method))
+    for outer in fields(value):
+        inside = getattr(value, outer.name)
+        yield from (f"{outer.name}.{inner.name}" for inner in (fields(inside) if is_dataclass(inside) else ()))
 
 
 def _with_all_options(recipe: Recipe, text: str) -> Recipe:
