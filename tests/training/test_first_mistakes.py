@@ -147,3 +147,59 @@ def test_a_large_model_of_equal_layers_is_made_sparse_without_a_word() -> None:
     model = nn.Sequential(*[nn.Linear(550, 550) for _ in range(4)], nn.Linear(550, 2))
     sparsifier, _ = begun(model, sparsity=0.5)  # 62.5 % are live at the peak, as four parts have it
     assert sparsifier.sparse.num_prunable > 1_000_000
+
+
+# A model that was built sparse
+
+
+def built(**settings: Any) -> gp.SparseModel:
+    torch.manual_seed(0)
+    return gp.sparse_init(small_net, sparsity=0.75, keep_dense=["5"], **settings)
+
+
+def test_a_model_that_was_built_sparse_trains_as_with_a_cursor_made_by_hand() -> None:
+    ours, theirs = built(), built()
+    optimizer, other = sgd(ours.model.parameters()), sgd(theirs.model.parameters())
+    sparsifier = gp.sparsify(ours, optimizer, "cyclic_gap", sparsity=0.75, parts=2, iterations=8)
+    parts = gp.Partition.contiguous(theirs.model, 2, keep_dense=["5"])
+    options = {**sparsifier.plan.options, "initial_mask": "random"}
+    cursor = gp.Cursor(theirs, gp.methods.cyclic_gap(parts, **options), iterations_per_epoch=1, is_begun=True)
+    cursor.attach(other)
+    for iteration in range(8):
+        train_step(ours.model, optimizer, iteration)
+        train_step(theirs.model, other, iteration)
+    assert sparsifier.sparse is ours
+    assert sparsifier.is_finished
+    check_same_bits(dict(ours.model.state_dict()), dict(theirs.model.state_dict()))
+
+
+@pytest.mark.parametrize("method", ["gradual_gap", "rigl"])
+def test_a_model_that_was_built_sparse_is_pruned_further_and_resumed(method: str) -> None:
+    """In compact storage, where a state is loaded into a model that is built anew."""
+
+    def make() -> tuple[Sparsifier, Any]:
+        sparse = built(allocation="global" if method == "gradual_gap" else "erk")
+        optimizer = sgd(sparse.model.parameters())
+        target = 0.9 if method == "gradual_gap" else 0.75
+        return gp.sparsify(sparse, optimizer, method, sparsity=target, iterations=8), optimizer
+
+    whole, optimizer = make()
+    assert whole.plan.options.get("start", 0.75) == 0.75
+    for iteration in range(8):
+        saved = frozen(whole.state_dict())
+        train_step(whole.model, optimizer, iteration)
+    again, other = make()
+    again.load_state_dict(thawed(saved)[0])
+    train_step(again.model, other, 7)
+    check_same_bits(whole.state_dict(), again.state_dict())
+    assert again.sparse.is_at_target
+    assert again.is_finished
+
+
+def test_settings_of_a_model_that_was_built_sparse_are_said_once() -> None:
+    sparse = built()
+    optimizer = sgd(sparse.model.parameters())
+    with pytest.raises(gp.GrowpruneError, match=r"sparsify got seed=3, but the SparseModel has seed=0: set it only"):
+        gp.sparsify(sparse, optimizer, "cyclic_gap", sparsity=0.75, iterations=8, seed=3)
+    with pytest.raises(gp.GrowpruneError, match="gmp cannot start from a SparseModel"):
+        gp.sparsify(sparse, optimizer, "gmp", sparsity=0.75, iterations=8)

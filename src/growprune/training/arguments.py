@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,7 @@ from growprune.plan import By, Plan, walk
 from growprune.plan.lengths import fill_lengths, plan_length
 from growprune.plan.settings import as_names, check_counts, check_sparsity
 from growprune.sparse.cursor import Cursor
+from growprune.sparse.internals import internals
 from growprune.sparse.learning_rates import parse_lr_scaling
 from growprune.sparse.model import SparseModel
 from growprune.sparse.pretrained_pruning import prune_pretrained
@@ -135,6 +136,22 @@ class Arguments:
         return {"method": self.name, "allocation": self.resolved_allocation, "lr_scaling": scaling, **others}
 
     # The model
+
+    def begun_from(self, sparse: SparseModel) -> Arguments:
+        """Return the arguments with the settings of a SparseModel, whose mask is the first one."""
+        own = internals(sparse)
+        its = {name: getattr(own, name) for name in ("allocation", "keep_dense", "include", "seed", "storage")}
+        its |= {"pattern": own.pattern.name, "lr_scaling": own.optimizers.rates.exponent, "initial_mask": "as_is"}
+        for name, value in its.items():
+            given = getattr(self, name)
+            if given not in (value, Arguments.__dataclass_fields__[name].default):
+                raise GrowpruneError(
+                    f"sparsify got {name}={given!r}, but the SparseModel has {name}={value!r}: set it only there"
+                )
+        if not self._takes_mask:
+            raise GrowpruneError(f"{self.name} cannot start from a SparseModel: use cyclic_gap, gradual_gap or rigl")
+        own.target_sparsity = self.sparsity
+        return replace(self, **its)
 
     def kept_dense(self, model: nn.Module) -> tuple[str, ...]:
         """Return the names or globs that are never pruned."""
@@ -311,7 +328,7 @@ class Arguments:
         warn(
             f"up to {peak:.0%} of the prunable weights will be live at a time, because part {largest.name} "
             f"({largest.tensors[0]}, ...) has {share:.0%} of them and grows as a whole. Pass peak_density={peak:g} to "
-            f"accept this, more parts= if it has several layers, keep_dense=[...], or method='rigl', which grows no part"
+            f"accept this, or use more parts= if it has several layers, keep_dense=[...], or method='rigl'"
         )
 
     def _check_length(

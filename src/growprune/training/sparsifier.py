@@ -28,7 +28,7 @@ from growprune.training.first_mask import BY_DATA, FirstMask
 
 
 def sparsify(
-    model: nn.Module,
+    model: nn.Module | SparseModel,
     optimizer: Optimizer | Sequence[Optimizer],
     method: str | Callable[..., Plan] = "gradual_gap",
     *,
@@ -52,7 +52,8 @@ def sparsify(
     """Make a model sparse while your own loop trains it: each `optimizer.step()` prunes and grows when it is due.
 
     Args:
-        model: any module, also wrapped by `torch.compile` or DistributedDataParallel.
+        model: any module, also wrapped by `torch.compile` or DistributedDataParallel; or a SparseModel that is sparse
+            already, as `sparse_init` builds it. That has its own settings, and its mask is the first one.
         optimizer: the optimizer of the model's parameters, or several. The last one advances the plan.
         method: a name in `growprune.methods.METHODS`, or your own method.
         sparsity: the fraction of zeros to reach.
@@ -94,7 +95,7 @@ class Sparsifier:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | SparseModel,
         optimizer: Optimizer | Sequence[Optimizer],
         arguments: Arguments,
         losses: Sequence[Callable[[], Tensor]] | None = None,
@@ -102,19 +103,23 @@ class Sparsifier:
         self._optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         for one in self._optimizers:
             check_optimizer(unwrapped(one))
-        if not isinstance(model, nn.Module):
+        if not isinstance(model, nn.Module | SparseModel):
             raise GrowpruneError(f"sparsify needs a torch module, then its optimizer, got a {type(model).__name__}")
-        self.model = _inner(model, arguments.storage)
+        self.model = model.model if isinstance(model, SparseModel) else _inner(model, arguments.storage)
         """The module that becomes sparse."""
         _check_new(self.model)
-        check_model(self.model, storage=arguments.storage)
-        self._arguments, self._losses = arguments, losses
+        if isinstance(model, SparseModel):
+            arguments = arguments.begun_from(model)
+            self._first = FirstMask("as_is", model.sparsity)
+        else:
+            check_model(self.model, storage=arguments.storage)
+            self._first = arguments.first_mask(self.model, self._optimizers)
         _check_trained(self.model, arguments, self._optimizers)
-        self._first = arguments.first_mask(self.model, self._optimizers)
-        self.cursor = self._begin(self._first)
+        self._arguments, self._losses = arguments, losses
+        self.cursor = self._begin(self._first, model if isinstance(model, SparseModel) else None)
         """The place in the plan."""
 
-    def _begin(self, first: FirstMask, sparse: SparseModel | None = None) -> Cursor:
+    def _begin(self, first: FirstMask, sparse: SparseModel | None) -> Cursor:
         cursor = self._make_cursor(first, sparse)
         if self._losses is None and cursor.schedule[0].phase.needs_gradients:
             raise GrowpruneError(
@@ -126,7 +131,7 @@ class Sparsifier:
                 internals(cursor.sparse).attach(optimizer)  # all, before an edit gives the model other parameters
             cursor.attach(self._optimizers[-1])
         except GrowpruneError:
-            if internals(cursor.sparse).ranks is None:
+            if sparse is None and internals(cursor.sparse).ranks is None:
                 cursor.sparse.to_dense_()  # so that the model can be given again
             raise
         return cursor
@@ -307,9 +312,10 @@ def _check_trained(model: nn.Module, arguments: Arguments, optimizers: Sequence[
     trained = {
         id(p) for optimizer in optimizers for group in unwrapped(optimizer).param_groups for p in group["params"]
     }
+    parameters = dict(model.named_parameters())
     names = [weight.parameter for weight in arguments.prunable(model)]
-    wanted = [name for name in names if model.get_parameter(name).requires_grad]  # not those below adapters
-    left_out = [name for name in wanted if id(model.get_parameter(name)) not in trained]
+    wanted = [name for name in names if parameters[name].requires_grad]  # not those below adapters
+    left_out = [name for name in wanted if id(parameters[name]) not in trained]
     if wanted and left_out == wanted:
         raise GrowpruneError(
             f"the optimizer trains none of the weights to prune ({wanted[0]}, ...): create it with model.parameters()"
