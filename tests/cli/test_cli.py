@@ -110,9 +110,19 @@ def test_plan_shows_the_schedule_with_density_and_flops() -> None:
     assert "34 epochs in total" in shown
 
 
+def test_a_long_plan_fits_a_screen_unless_all_of_it_is_asked_for() -> None:
+    shown = growprune("plan", "digits/gradual-90").stdout
+    assert len(shown.splitlines()) <= 40
+    assert "47 x prune, grow of changing parts" in " ".join(shown.replace("│", " ").split())
+    assert "50 phases in 4 rows; --all shows each." in shown
+    shown = growprune("plan", "digits/gradual-90", "--all").stdout
+    assert shown.count("grow S") == 48
+    assert "--all" not in shown
+
+
 @pytest.mark.parametrize("columns", [80, None], ids=["80 columns", "piped"])
 def test_plan_cuts_no_number_off(columns: int | None) -> None:
-    shown = growprune("plan", "classification-imagenet/cyclic-90-global", columns=columns).stdout
+    shown = growprune("plan", "classification-imagenet/cyclic-90-global", "--all", columns=columns).stdout
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= 80
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]

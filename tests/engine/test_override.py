@@ -96,6 +96,8 @@ def test_a_method_that_counts_iterations_takes_no_epochs_of_one_that_counts_step
     [
         ({"storage": "compac"}, "--set storage must be one of masked, compact, got compac"),
         ({"sparsty": "0.5"}, "unknown field 'sparsty'. Fields are: task, method"),
+        ({"epochs": "2"}, "--set epochs: unknown field 'epochs'. Did you mean options.epochs?"),
+        ({"lr": "2"}, "--set lr: unknown field 'lr'. Did you mean optimizer.lr?"),
         ({"sparsity": "high"}, "--set sparsity must be a number, got high"),
         ({"sparsity": "nan"}, "--set sparsity must be a number, got nan"),
         ({"clip": "inf"}, "--set clip must be a number or null, got inf"),

@@ -36,6 +36,14 @@ def test_a_model_that_is_saved_a_step_too_early_is_warned_of(tmp_path: Path) -> 
         gp.save(sparse, tmp_path / "model.safetensors")
 
 
+@pytest.mark.parametrize("kind", ["SparseModel", "module"])
+def test_a_model_that_is_deployed_a_step_too_early_is_warned_of(kind: str) -> None:
+    sparse, _optimizer = three_of_four_steps()
+    sparse.apply(gp.prune(gp.Part("all", ("weight",)), to=0.5))
+    with pytest.warns(UserWarning, match=r"^the deployed model is not at its target .* 0\.75: its plan is not over"):
+        gp.deploy(sparse if kind == "SparseModel" else sparse.model, torch.ones(2, 8), seconds=0)
+
+
 def test_a_line_that_saves_many_times_is_warned_of_once(tmp_path: Path) -> None:
     sparse, _optimizer = three_of_four_steps()
     with warnings.catch_warnings(record=True) as told:

@@ -74,7 +74,6 @@ STOPPED: dict[str, tuple[dict[str, Any], int]] = {
     "acdc": ({}, 5),  # at the target at the end of epochs 1, 3 and 5, dense between them
     "rigl": ({}, 3),  # always at the target
 }
-ONLY_SOME_AT_TARGET = pytest.mark.filterwarnings("ignore:.*raining ended")
 
 
 class Rising(Module):
@@ -82,7 +81,6 @@ class Rising(Module):
         self.log("val_loss", float(self.current_epoch))
 
 
-@ONLY_SOME_AT_TARGET
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("method", STOPPED)
 def test_early_stopping_in_lightning_counts_evaluations_at_the_target(
@@ -102,7 +100,6 @@ def test_early_stopping_in_lightning_counts_evaluations_at_the_target(
     assert not {"on_train_epoch_end", "on_validation_end"} & vars(stopping).keys()
 
 
-@ONLY_SOME_AT_TARGET
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("method", STOPPED)
 def test_early_stopping_in_transformers_counts_evaluations_at_the_target(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +18,9 @@ from growprune.plan.folding import Row, fold
 
 if TYPE_CHECKING:
     from growprune.engine.cost import Cost, Estimate
+
+SCREEN = 12
+"""The most rows of a plan before phases that edit different parts share a row: about a screen."""
 
 
 @one_line_errors
@@ -83,6 +86,7 @@ def plan(
     data: Data = "",
     settings: Settings = [],  # noqa: B006  typer copies defaults
     as_json: AsJson = False,
+    every: Annotated[bool, typer.Option("--all", help="Show every phase in a row of its own.")] = False,
 ) -> None:
     """Show the schedule, density and FLOPs without training.
 
@@ -98,7 +102,7 @@ def plan(
     if as_json:
         print_json(_plan_content(priced, recipe, chosen.claim))
     else:
-        _show_plan(priced, chosen.claim)
+        _show_plan(priced, chosen.claim, every=every)
 
 
 def _plan_content(estimate: Estimate, name: str, claim: str) -> dict[str, Any]:
@@ -114,7 +118,7 @@ def _plan_content(estimate: Estimate, name: str, claim: str) -> dict[str, Any]:
             "forward_flops": [costs[0].forward_flops, costs[-1].forward_flops],
             "training_flops": sum(cost.training_flops for cost in costs),
         }
-        for row, costs in _rows(estimate)
+        for row, costs in _with_costs(fold(cost.scheduled for cost in estimate.costs), estimate)
     ]
     return {
         "recipe": name,
@@ -134,16 +138,20 @@ def _plan_content(estimate: Estimate, name: str, claim: str) -> dict[str, Any]:
     }
 
 
-def _show_plan(estimate: Estimate, claim: str) -> None:
+def _show_plan(estimate: Estimate, claim: str, *, every: bool) -> None:
     if claim:
         out().print(claim, markup=False, highlight=False)
     about = "" if estimate.is_exact else "~"
     shown = new_table("stage", "branch", "edits", "epochs", "density", "FLOPs", "training", text="edits")
     shown.title = f"{estimate.plan.method.__name__}, {len(estimate.plan.partition)} parts"
     shown.caption = "FLOPs: forward pass, one example; training: all epochs, one example"
-    for row, costs in _rows(estimate):
+    phases = [cost.scheduled for cost in estimate.costs]
+    rows = [Row((phase,)) for phase in phases] if every else fold(phases, SCREEN)
+    for row, costs in _with_costs(rows, estimate):
         shown.add_row(*_cells(row, costs, about))
     out().print(shown)
+    if len(rows) < len(estimate.costs):
+        out().print(f"{len(estimate.costs)} phases in {len(rows)} rows; --all shows each.", highlight=False)
     dense = 3 * estimate.dense_flops * estimate.epochs
     share = f", {estimate.training_flops / dense:.3f} of the FLOPs of dense training" if dense else ""
     inference = estimate.costs[-1].forward_flops / estimate.dense_flops
@@ -158,10 +166,10 @@ def _show_plan(estimate: Estimate, claim: str) -> None:
     )
 
 
-def _rows(estimate: Estimate) -> Iterator[tuple[Row, list[Cost]]]:
+def _with_costs(rows: Iterable[Row], estimate: Estimate) -> Iterator[tuple[Row, list[Cost]]]:
     """Groups of similar phases, with the cost of each phase."""
     costs = iter(estimate.costs)
-    for row in fold(cost.scheduled for cost in estimate.costs):
+    for row in rows:
         yield row, [next(costs) for _ in row.phases]
 
 

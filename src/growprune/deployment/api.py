@@ -31,6 +31,7 @@ from growprune.deployment.parts import Part, deploy_parts
 from growprune.deployment.skeleton import Skeleton, blank_copy, empty, fill_in, module_of, skeleton_of
 from growprune.errors import GrowpruneError, warn
 from growprune.files import sparse_file as file
+from growprune.files.writer import warn_of_unfinished
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
@@ -81,6 +82,7 @@ def deploy(
     """
     where, given = checked_device(device), Example.of(example)
     found = _model(model, into)
+    warn_of_unfinished(found, "deployed")
     if where.type == "cuda":
         return deploy_on_gpu(found, given, device=where, seconds=seconds, known={})
     if elsewhere := [tensor.device for tensor in module_of(found).parameters() if tensor.device.type != "cpu"]:

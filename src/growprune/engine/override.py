@@ -81,7 +81,9 @@ def _add(changes: Changes, value: Any, path: list[str], text: str, key: str) -> 
     hints = get_type_hints(type(value))
     known = {f.name: hints[f.name] for f in fields(value)}
     if name not in known:
-        raise GrowpruneError(f"--set {key}: unknown field {name!r}. Fields are: {', '.join(known)}")
+        meant = [nested for nested in _nested(value) if nested.partition(".")[2] == name]
+        hint = f"Did you mean {meant[0]}?" if meant else f"Fields are: {', '.join(known)}"
+        raise GrowpruneError(f"--set {key}: unknown field {name!r}. {hint}")
     inside = getattr(value, name)
     if is_dataclass(inside) and inner:
         _add(changes.setdefault(name, {}), inside, inner, text, key)
@@ -98,6 +100,15 @@ def _changed(value: Any, changes: Changes) -> Any:
     inside = {name: getattr(value, name) for name in changes}
     inner = {name: _changed(old, changes[name]) for name, old in inside.items() if is_dataclass(old)}
     return replace(value, **(changes | inner))
+
+
+def _nested(value: Any) -> Iterator[str]:
+    """Names of settings within the fields of a recipe, such as options.epochs."""
+    if isinstance(value, Recipe):
+        yield from (f"options.{name}" for name in own_options(value.method))
+    for outer in fields(value):
+        inside = getattr(value, outer.name)
+        yield from (f"{outer.name}.{inner.name}" for inner in (fields(inside) if is_dataclass(inside) else ()))
 
 
 def _with_all_options(recipe: Recipe, text: str) -> Recipe:

@@ -163,22 +163,28 @@ def warn_of_unsaved(model: nn.Module) -> None:
             warn(f"{what} is not saved: a sparse file holds only parameters and buffers")
 
 
-def warn_of_unfinished(sparse: SparseModel) -> None:
-    """Warn if a saved model is not at its target sparsity, with the reason if its plan shows it.
+def warn_of_unfinished(model: SparseModel | nn.Module, done: str = "saved") -> None:
+    """Warn if a model is saved or deployed before its target sparsity, with the reason if its plan shows it.
 
     The words are always the same for one model, so that Python warns once for each line that saves.
+
+    Args:
+        model: a SparseModel, or a module. Of a module only a plan knows the target.
+        done: what is done with the model.
     """
-    if sparse.is_at_target or sparse.sparsity >= sparse.target_sparsity - MISSED:
+    cursor = cursor_of(model)
+    sparse = model if isinstance(model, SparseModel) else None if cursor is None else cursor.sparse
+    if sparse is None or sparse.is_at_target or sparse.sparsity >= sparse.target_sparsity - MISSED:
         return
-    cursor, target = cursor_of(sparse), f"not at its target sparsity of {sparse.target_sparsity:.4g}"
+    target, before = f"not at its target sparsity of {sparse.target_sparsity:.4g}", f"before it is {done}"
     if cursor is None or cursor.is_over:
-        warn(f"the saved model has sparsity {sparse.sparsity:.3g}, {target}: call sparse.prune() before saving")
+        warn(f"the {done} model has sparsity {sparse.sparsity:.3g}, {target}: call sparse.prune() {before}")
     elif cursor.position < 0:
-        warn(f"the saved model is {target}: its plan never began. Call cursor.attach(optimizer) before training")
+        warn(f"the {done} model is {target}: its plan never began. Call cursor.attach(optimizer) before training")
     else:
         warn(
-            f"the saved model is {target}: its plan is not over. Train until cursor.is_over (steps that GradScaler "
-            f"skips do not count), or call sparse.prune() before saving"
+            f"the {done} model is {target}: its plan is not over. Train until cursor.is_over (steps that GradScaler "
+            f"skips do not count), or call sparse.prune() {before}"
         )
 
 

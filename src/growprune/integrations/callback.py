@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, warn
 from growprune.integrations.averages import Copies
 from growprune.plan import By, Plan
 from growprune.plan.settings import check_state
@@ -126,6 +126,14 @@ class SparseCallback:
         return self.arguments.cursor(
             model, first=self._first, iterations=iterations, iterations_per_epoch=per_epoch, **how
         )
+
+    def _warn_if_stopped(self, remedy: str) -> None:
+        """Warn if the training ended before the model is at its target sparsity."""
+        if self._cursor is not None and not self.sparse.is_at_target:
+            warn(
+                f"the training ended at step {self.cursor.iteration} of {self._lengths[0]} of the plan, at sparsity "
+                f"{self.sparse.sparsity:.4g} (target {self.sparse.target_sparsity:.4g}): resume with {remedy}"
+            )
 
     def _check_place(self, saved: Mapping[str, Any]) -> None:
         """Raise if the state of a checkpoint belongs to another plan."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from growprune.errors import GrowpruneError, warn
+from growprune.errors import GrowpruneError
 from growprune.integrations.callback import SparseCallback, call_only_if, looking
 from growprune.plan import By
 from growprune.sparse.cursor import Cursor
@@ -278,12 +278,8 @@ class GrowPrune(SparseCallback, Callback):
     # After training
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn if the plan is not over."""
-        if not self.cursor.is_over and trainer.is_global_zero:
-            warn(
-                f"the training ended at step {self.cursor.iteration} of {self._lengths[0]} of the plan, at sparsity "
-                f"{self.sparse.sparsity:.4g} (target {self.sparse.target_sparsity:.4g}): resume with fit(ckpt_path=...)"
-            )
+        """Warn if the training was stopped before the model is as sparse as it should be."""
+        self._warn_if_stopped("fit(ckpt_path=...)")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let go. An edit within a batch is named where it may be why a backward pass has failed."""

@@ -21,7 +21,7 @@ from typing import Any
 from torch import distributed, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from growprune.errors import GrowpruneError, warn
+from growprune.errors import GrowpruneError
 from growprune.integrations.callback import SparseCallback, call_only_if
 from growprune.integrations.checkpoint_folders import check_zeros, last_checkpoint, left_out, read_state, write_state
 from growprune.masks.bits import Snapshot
@@ -219,16 +219,11 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         internals(self.sparse).restore(best["weights"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say so if the training was stopped before the model is as sparse as it should be."""
+        """Warn if the training was stopped before the model is as sparse as it should be."""
         self.is_training, self._before = False, None
         for stopping in self._stopping():
             vars(stopping).pop("on_evaluate", None)
-        if self._cursor is not None and not self.sparse.is_at_target:
-            share = 1 - self.sparse.num_alive / self.sparse.num_prunable
-            warn(
-                f"the training ended at step {state.global_step} of {state.max_steps}, at sparsity {share:.4g} instead "
-                f"of {self.sparse.target_sparsity:.4g}: resume with train(resume_from_checkpoint=True)"
-            )
+        self._warn_if_stopped("train(resume_from_checkpoint=True)")
 
     # Checkpoints
 

@@ -10,7 +10,7 @@ from typing import Any
 from growprune.plan import Edit, ScheduledPhase
 
 MAX_ROWS = 60
-"""The most rows before phases that edit different parts in the same way are folded too."""
+"""The most rows of a file before phases that edit different parts in the same way are folded too."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,11 @@ class Row:
         return about | ({"times": len(self.phases)} if len(self.phases) > 1 else {})
 
 
-def fold(schedule: Iterable[ScheduledPhase]) -> list[Row]:
+def fold(schedule: Iterable[ScheduledPhase], most: int = MAX_ROWS) -> list[Row]:
     """Fold a schedule into rows, each for one or more consecutive phases that are alike.
+
+    Args:
+        most: the most rows before phases that edit different parts in the same way are folded too.
 
     >>> from growprune import methods, Partition
     >>> from growprune.plan import Part, walk
@@ -54,7 +57,7 @@ def fold(schedule: Iterable[ScheduledPhase]) -> list[Row]:
     """
     schedule = list(schedule)
     rows = [Row(tuple(group)) for _, group in groupby(schedule, key=_alike)]
-    if len(rows) > MAX_ROWS:
+    if len(rows) > most:
         rows = [Row(tuple(group)) for _, group in groupby(schedule, key=lambda s: _alike(s)[:-1])]
     return rows
 

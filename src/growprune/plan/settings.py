@@ -104,6 +104,8 @@ def check_counts(least: int, **counts: int) -> None:
 
 def check_state(state: Mapping[str, Any], *names: str) -> None:
     """Raise unless a state dict has all of these keys."""
+    if not isinstance(state, Mapping):
+        raise GrowpruneError(f"load_state_dict takes a state dict, got a {type(state).__name__}")
     if missing := set(names) - state.keys():
         raise GrowpruneError(
             f"the state dict lacks {', '.join(sorted(missing))}: pass one that state_dict() of this version returned"

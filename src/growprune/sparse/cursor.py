@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import Snapshot
@@ -38,14 +39,16 @@ the parts of all branches."""
 
 OnPhase = Callable[[ScheduledPhase], None]
 
-_CURSORS: weakref.WeakKeyDictionary[SparseModel, weakref.ref[Cursor]] = weakref.WeakKeyDictionary()
-"""By model: its cursor. Of several, the one attached last, or else the one created last."""
+_CURSORS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Cursor]] = weakref.WeakKeyDictionary()
+"""By module: its cursor. Of several, the one attached last, or else the one created last. An optimizer keeps it."""
 
 
-def cursor_of(sparse: SparseModel) -> Cursor | None:
+def cursor_of(model: SparseModel | nn.Module) -> Cursor | None:
     """Return the cursor of a model, or None. Of several, the one that the optimizer's steps advance."""
-    reference = _CURSORS.get(sparse)
-    return None if reference is None else reference()
+    reference = _CURSORS.get(model.model if isinstance(model, SparseModel) else model)
+    cursor = None if reference is None else reference()
+    is_of_another = cursor is not None and isinstance(model, SparseModel) and cursor.sparse is not model
+    return None if is_of_another else cursor
 
 
 class Cursor:
@@ -119,7 +122,7 @@ class Cursor:
         """The number of steps of the attached optimizer after the end of the plan."""
         other = cursor_of(sparse)
         if other is None or other.is_over:
-            _CURSORS[sparse] = weakref.ref(self)
+            _CURSORS[sparse.model] = weakref.ref(self)
             self._own.wait_for(self)
 
     # Three ways to go through a plan
@@ -165,7 +168,7 @@ class Cursor:
         if inner not in self._attached:
             self._attached.add(inner)
             inner.register_step_post_hook(uncompiled(self._stepped))  # keeps the cursor as long as the optimizer
-        self._clock, _CURSORS[self.sparse] = weakref.ref(inner), weakref.ref(self)
+        self._clock, _CURSORS[self.sparse.model] = weakref.ref(inner), weakref.ref(self)
         if self.position < 0:
             self._advance_all(0)
         return optimizer

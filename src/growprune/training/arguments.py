@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, warn
 from growprune.masks.heads import heads
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.partition import Partition
@@ -33,6 +34,8 @@ from growprune.training.processes import share_gradients
 
 OTHER_WORDS = {"kappa": "parts", "partition": "parts", "steps": "iterations", "max_steps": "iterations"}
 """Words for arguments in the paper and in other libraries."""
+LARGE_MODEL = 1_000_000
+"""The least number of prunable weights at which it is worth a warning that many are live at a time."""
 ANY_LENGTH = 1000
 """The length of a plan that is created only for its first edit."""
 
@@ -133,6 +136,22 @@ class Arguments:
         return {"method": self.name, "allocation": self.resolved_allocation, **scaling, **others}
 
     # The model
+
+    def begun_from(self, sparse: SparseModel) -> Arguments:
+        """Return the arguments with the settings of a SparseModel, whose mask is the first one."""
+        own = internals(sparse)
+        its = {name: getattr(own, name) for name in ("allocation", "keep_dense", "include", "seed", "storage")}
+        its |= {"pattern": own.pattern.name, "lr_scaling": own.optimizers.rates.exponent, "initial_mask": "as_is"}
+        for name, value in its.items():
+            given = getattr(self, name)
+            if given not in (value, Arguments.__dataclass_fields__[name].default):
+                raise GrowpruneError(
+                    f"sparsify got {name}={given!r}, but the SparseModel has {name}={value!r}: set it only there"
+                )
+        if not self._takes_mask:
+            raise GrowpruneError(f"{self.name} cannot start from a SparseModel: use cyclic_gap, gradual_gap or rigl")
+        own.target_sparsity = self.sparsity
+        return replace(self, **its)
 
     def kept_dense(self, model: nn.Module) -> tuple[str, ...]:
         """Return the names or globs that are never pruned."""
@@ -241,6 +260,7 @@ class Arguments:
         options, unit = self.resolved(len(parts), total, per_epoch, first)
         plan = self.make_plan(parts, **options)
         self._check_plan(plan)
+        self._warn_of_peak(plan, parts)
         self._check_length(plan, options, iterations or total, unit, remedy)
         return plan, unit
 
@@ -299,6 +319,19 @@ class Arguments:
                     f"{self.name} trains branches on several machines, which a single loop cannot do: use cyclic_gap "
                     f"or gradual_gap, or `growprune train`"
                 )
+
+    def _warn_of_peak(self, plan: Plan, parts: Partition) -> None:
+        """Warn if one part has most of a large model, so that the default limit of live weights cannot be kept."""
+        share, total = parts.largest_share, sum(parts.sizes)
+        limits = [edit.within or 0 for scheduled in walk(plan) for edit in scheduled.phase.edits]
+        if "peak_density" in self.options or not any(limits) or share <= 0.5 or total < LARGE_MODEL:
+            return
+        peak, largest = math.ceil(max(limits) * 1e4) / 1e4, parts[parts.sizes.index(max(parts.sizes))]
+        warn(
+            f"up to {peak:.0%} of the prunable weights will be live at a time, because part {largest.name} "
+            f"({largest.tensors[0]}, ...) has {share:.0%} of them and grows as a whole. Pass peak_density={peak:g} to "
+            f"accept this, or use more parts= if it has several layers, keep_dense=[...], or method='rigl'"
+        )
 
     def _check_length(
         self,

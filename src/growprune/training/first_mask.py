@@ -66,7 +66,7 @@ def choose_mask(
         mask, fate = ("as_is", " and stay pruned") if can_begin_at(zeros) else ("magnitude", "; the largest are kept")
         warn(f"{zeros:.4g} of the model's weights are already zero{fate}. {_silence(mask)}")
         return FirstMask(mask, zeros)
-    if (why := signs_of_training(model, optimizers)) is not None:
+    if (why := signs_of_training(model, weights, optimizers)) is not None:
         warn(f"the model is already trained ({why}), so its largest weights are kept. {_silence('magnitude')}")
         return FirstMask("magnitude")
     return FirstMask("random")
@@ -76,8 +76,14 @@ def _silence(mask: str) -> str:
     return f"Pass initial_mask={mask!r} to silence this warning, or initial_mask='random' to start with a random mask"
 
 
-def signs_of_training(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    """Return why a model looks trained; None if it does not."""
+def signs_of_training(
+    model: nn.Module, weights: Sequence[Weight], optimizers: Sequence[torch.optim.Optimizer]
+) -> str | None:
+    """Return why a model looks trained; None if it does not.
+
+    Args:
+        weights: the prunable weights. Others, such as a head tied to an embedding, may be initialised otherwise.
+    """
     if any(unwrapped(optimizer).state for optimizer in optimizers):
         return "its optimizer has state"
     for module in model.modules():
@@ -88,7 +94,8 @@ def signs_of_training(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
         if _has_moved(getattr(module, "running_mean", None)):
             return "its BatchNorm statistics have changed"
     has_norms = any("Norm" in type(module).__name__ for module in model.modules())
-    is_larger = not has_norms and any(map(_exceeds_initialisation, model.modules()))
+    modules = [model.get_submodule(weight.parameter.rpartition(".")[0]) for weight in weights]
+    is_larger = not has_norms and any(map(_exceeds_initialisation, modules))
     return "its weights are larger than torch initialises them" if is_larger else None
 
 

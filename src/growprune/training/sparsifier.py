@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import os
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from growprune.errors import GrowpruneError, warn
 from growprune.files.sparse_file import write_file
+from growprune.masks.bits import Snapshot
 from growprune.plan import By, Plan
 from growprune.plan.settings import check_state
-from growprune.sparse.checks import check_optimizer, named_tensors
-from growprune.sparse.cursor import Cursor
+from growprune.sparse.checks import check_model, check_optimizer, named_tensors
+from growprune.sparse.cursor import Cursor, cursor_of
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.optimizers import unwrapped
@@ -26,12 +26,9 @@ from growprune.training.arguments import Arguments
 from growprune.training.cutting import PartsLike
 from growprune.training.first_mask import BY_DATA, FirstMask
 
-_PLANS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Cursor]] = weakref.WeakKeyDictionary()
-"""By model: the cursor that its optimizer advances. It lives as long as the optimizer."""
-
 
 def sparsify(
-    model: nn.Module,
+    model: nn.Module | SparseModel,
     optimizer: Optimizer | Sequence[Optimizer],
     method: str | Callable[..., Plan] = "gradual_gap",
     *,
@@ -55,7 +52,8 @@ def sparsify(
     """Make a model sparse while your own loop trains it: each `optimizer.step()` prunes and grows when it is due.
 
     Args:
-        model: any module, also wrapped by `torch.compile` or DistributedDataParallel.
+        model: any module, also wrapped by `torch.compile` or DistributedDataParallel; or a SparseModel that is sparse
+            already, as `sparse_init` builds it. That has its own settings, and its mask is the first one.
         optimizer: the optimizer of the model's parameters, or several. The last one advances the plan.
         method: a name in `growprune.methods.METHODS`, or your own method.
         sparsity: the fraction of zeros to reach.
@@ -98,7 +96,7 @@ class Sparsifier:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | SparseModel,
         optimizer: Optimizer | Sequence[Optimizer],
         arguments: Arguments,
         losses: Sequence[Callable[[], Tensor]] | None = None,
@@ -106,31 +104,45 @@ class Sparsifier:
         self._optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         for one in self._optimizers:
             check_optimizer(unwrapped(one))
-        if not isinstance(model, nn.Module):
+        if not isinstance(model, nn.Module | SparseModel):
             raise GrowpruneError(f"sparsify needs a torch module, then its optimizer, got a {type(model).__name__}")
-        self.model = _inner(model, arguments.storage)
+        self.model = model.model if isinstance(model, SparseModel) else _inner(model, arguments.storage)
         """The module that becomes sparse."""
         _check_new(self.model)
-        self._arguments, self._losses = arguments, losses
+        if isinstance(model, SparseModel):
+            arguments = arguments.begun_from(model)
+            self._first = FirstMask("as_is", model.sparsity)
+        else:
+            check_model(self.model, storage=arguments.storage)
+            self._first = arguments.first_mask(self.model, self._optimizers)
         _check_trained(self.model, arguments, self._optimizers)
-        self._first = arguments.first_mask(self.model, self._optimizers)
-        self.cursor = self._begin(self._first)
+        self._arguments, self._losses = arguments, losses
+        self.cursor = self._begin(self._first, model if isinstance(model, SparseModel) else None)
         """The place in the plan."""
-        _PLANS[self.model] = weakref.ref(self.cursor)
 
-    def _begin(self, first: FirstMask, sparse: SparseModel | None = None) -> Cursor:
-        cursor = self._arguments.cursor(self.model, first=first, score=self._score, sparse=sparse)
-        for optimizer in self._optimizers:
-            internals(cursor.sparse).attach(optimizer)  # all, before an edit gives the model other parameters
-        cursor.attach(self._optimizers[-1])
-        return cursor
-
-    def _score(self, sparse: SparseModel, by: By) -> None:
-        if self._losses is None:
+    def _begin(self, first: FirstMask, sparse: SparseModel | None) -> Cursor:
+        cursor = self._make_cursor(first, sparse)
+        if self._losses is None and cursor.schedule[0].phase.needs_gradients:
             raise GrowpruneError(
                 f"{self._arguments.name} chooses its first mask by gradients: pass losses, a list of functions that "
                 f"each compute a loss, such as losses=[lambda: loss_fn(model(x), y)]"
             )
+        try:
+            for optimizer in self._optimizers:
+                internals(cursor.sparse).attach(optimizer)  # all, before an edit gives the model other parameters
+            cursor.attach(self._optimizers[-1])
+        except GrowpruneError:
+            if sparse is None and internals(cursor.sparse).ranks is None:
+                cursor.sparse.to_dense_()  # so that the model can be given again
+            raise
+        return cursor
+
+    def _make_cursor(self, first: FirstMask, sparse: SparseModel | None) -> Cursor:
+        score = None if self._losses is None else self._score
+        return self._arguments.cursor(self.model, first=first, score=score, sparse=sparse)
+
+    def _score(self, sparse: SparseModel, by: By) -> None:
+        assert self._losses is not None
         sparse.score(by, self._losses)
 
     @property
@@ -189,7 +201,6 @@ class Sparsifier:
 
     def to_dense_(self) -> nn.Module:
         """Turn the model back into a plain module with zeros. To prune it further, `sparsify` it again."""
-        _PLANS.pop(self.model, None)
         return self.sparse.to_dense_()
 
     # State
@@ -253,7 +264,7 @@ class Sparsifier:
         """Return the cursor, or one with another first mask, because the model may look different by now."""
         if first == self._first or self._arguments.initial_mask not in ("auto", *BY_DATA):
             return self.cursor
-        return self._arguments.cursor(self.model, first=first, score=self._score, sparse=self.sparse)
+        return self._make_cursor(first, self.sparse)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise, before anything is changed, unless a state belongs to the same model, method and optimizers."""
@@ -265,46 +276,61 @@ class Sparsifier:
                     f"the state was saved with {name}={saved[name]!r}, but this Sparsifier has {name}={mine[name]!r}: "
                     f"resume with {name}={saved[name]!r}"
                 )
-        if "weights" in state and (differing := sorted(named_tensors(self.model).keys() ^ state["weights"].keys())):
-            raise GrowpruneError(
-                f"the state belongs to another model: only one of the two has {differing[0]!r}. Build the model that "
-                f"was saved"
-            )
-        if "weights" in state and len(state["optimizers"]) != len(self._optimizers):
-            raise GrowpruneError(
-                f"the state has {len(state['optimizers'])} optimizers, but this Sparsifier has "
-                f"{len(self._optimizers)}: resume with as many as when it was saved"
-            )
+        if "weights" in state:
+            self._check_shapes(state["weights"])
+            if len(state["optimizers"]) != len(self._optimizers):
+                raise GrowpruneError(
+                    f"the state has {len(state['optimizers'])} optimizers, but this Sparsifier has "
+                    f"{len(self._optimizers)}: resume with as many as when it was saved"
+                )
+
+    def _check_shapes(self, saved: Snapshot) -> None:
+        """Raise unless the model has the same tensors; the sizes of masks are checked when they are loaded."""
+        tensors = named_tensors(self.model)
+        found = [f"only one of the two has {name!r}" for name in sorted(tensors.keys() ^ saved.keys())]
+        for name in () if found else tensors:
+            (values, mask), shape = saved[name], tuple(tensors[name].shape)
+            if mask is None and tuple(values.shape) != shape:
+                found.append(f"{name} has shape {tuple(values.shape)} in it, but {shape} here")
+        if found:
+            raise GrowpruneError(f"the state belongs to another model: {found[0]}. Build the model that was saved")
 
 
 def _inner(model: nn.Module, storage: str) -> nn.Module:
     """Return the model inside wrappers that share its parameters."""
-    if isinstance(model, DistributedDataParallel) and storage == "compact":
+    is_replicated = isinstance(model, DataParallel | DistributedDataParallel)
+    if is_replicated and storage == "compact":
         raise GrowpruneError(
-            "storage='compact' creates new parameters at each edit, which DistributedDataParallel does not see: use "
-            "storage='masked', or shard the model (FSDP2) instead of replicating it"
+            f"storage='compact' creates new parameters at each edit, which {type(model).__name__} does not see: use "
+            f"storage='masked', or shard the model (FSDP2) instead of replicating it"
         )
-    inner = getattr(model, "_orig_mod", model.module if isinstance(model, DistributedDataParallel) else model)
+    inner: Any = getattr(model, "_orig_mod", model.module if is_replicated else model)
     return model if inner is model else _inner(inner, storage)
 
 
 def _check_trained(model: nn.Module, arguments: Arguments, optimizers: Sequence[Any]) -> None:
-    """Raise if the optimizers train other parameters than those that are pruned."""
+    """Raise if the optimizers train none of the parameters that are pruned. Warn if they train only some."""
     trained = {
         id(p) for optimizer in optimizers for group in unwrapped(optimizer).param_groups for p in group["params"]
     }
+    parameters = dict(model.named_parameters())
     names = [weight.parameter for weight in arguments.prunable(model)]
-    wanted = [name for name in names if model.get_parameter(name).requires_grad]  # not those below adapters
-    if wanted and not any(id(model.get_parameter(name)) in trained for name in wanted):
+    wanted = [name for name in names if parameters[name].requires_grad]  # not those below adapters
+    left_out = [name for name in wanted if id(parameters[name]) not in trained]
+    if wanted and left_out == wanted:
         raise GrowpruneError(
             f"the optimizer trains none of the weights to prune ({wanted[0]}, ...): create it with model.parameters()"
+        )
+    if left_out:
+        warn(
+            f"the optimizer does not train {left_out[0]}, one of {len(left_out)} such weights to prune: pass all "
+            f"optimizers as a list, or freeze the weight with requires_grad_(False)"
         )
 
 
 def _check_new(model: nn.Module) -> None:
-    reference = _PLANS.get(model)
-    cursor = None if reference is None else reference()
-    if cursor is not None:
+    cursor = cursor_of(model)
+    if cursor is not None and cursor.position >= 0 and not internals(cursor.sparse).is_released:
         raise GrowpruneError(
             f"the model already belongs to a Sparsifier, at iteration {cursor.iteration} of {cursor.num_iterations}: "
             f"use that one, and its load_state_dict to resume. To start another plan from its zeros, call its "
