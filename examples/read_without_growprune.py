@@ -74,7 +74,7 @@ def scatter(values, stored, name, about, manifest):
 
 def read_gaps(gaps, about):
     """The bits of the matrices, from the numbers of dead ones between live ones."""
-    lives = gaps != np.iinfo(gaps.dtype).max  # the largest number is so many dead bits, and no live one behind them
+    lives = gaps != np.iinfo(gaps.dtype).max  # the largest number: that many dead bits, then no live one
     bits = np.zeros(sum(stop - start for start, stop in about["matrices"]) * int(np.prod(about["shape"][1:])), bool)
     bits[np.cumsum(gaps.astype(np.int64) + lives)[lives] - 1] = True
     return bits

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/torchrun.py --out runs/cyclic --cyclic     # C-GaP: they share each batch
     python examples/torchrun.py --out runs/alone                                    # P-GaP on one: the same bits
 
-From the command line, which draws progress, saves when it is told to stop, and can resume:
+From the command line, which draws progress, saves when interrupted, and can resume:
 
     torchrun --nproc-per-node 2 -m growprune train examples/torchrun.py:parallel --out runs/p
 

@@ -72,7 +72,7 @@ def schedule() -> str:
             body.append(f'<rect {shape} fill="#1f77b4" fill-opacity="{0.08 + 0.92 * density:.3f}"/>')
         x += 1.5 * length
     body += [text(54, 31 + 34 * i, f"part {i}", anchor="end") for i in range(4)]
-    body += [text(64, 168, "47 % of the weights live"), text(x, 168, "fine-tuning, 10 % live", anchor="end")]
+    body += [text(64, 168, "at first 47 % live; dark: dense"), text(x, 168, "fine-tuning, 10 % live", anchor="end")]
     return svg(560, 180, body, "Sparsity rises while one part after another is grown to dense and pruned back")
 
 

@@ -30,7 +30,7 @@ DATA = {
 }
 ROWS = ("dense", "cyclic-80-uniform", "cyclic-90-uniform", "parallel-80-uniform")
 NARROW = {"task.width": 32, "compile": "true", "evaluate_every": 10, "candidates": "false"}
-"""What a first look at the rivals sets beside their method: half the channels, compiled."""
+"""What a first look at the baselines sets beside their method: half the channels, compiled."""
 RECIPES_OF = {"classification-cifar10-width32": "classification-cifar10"}
 """Studies whose recipes are those of another."""
 SEEDS = (0, 1)
@@ -38,7 +38,7 @@ STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SI
 """Exit statuses of a run that was stopped: after it saved, or before there was anything to save."""
 
 
-def rival(method: str, sparsity: float, allocation: str) -> tuple[str, dict[str, Any]]:
+def baseline(method: str, sparsity: float, allocation: str) -> tuple[str, dict[str, Any]]:
     chosen = {"method": method, "sparsity": sparsity, "allocation": allocation, "options.epochs": 60}
     return "dense", {**chosen, **NARROW}
 
@@ -74,14 +74,14 @@ VARIANTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "classification-cifar10-width32": {
         "dense": ("dense", NARROW),
         "cyclic-90-uniform": ("cyclic-90-uniform", NARROW),
-        "gmp-90-global": rival("gmp", 0.9, "global"),
-        "rigl-90-erk": rival("rigl", 0.9, "erk"),
-        "acdc-90-global": rival("acdc", 0.9, "global"),
-        "set-90-erk": rival("set", 0.9, "erk"),
-        "static-90-erk": rival("static_random", 0.9, "erk"),
-        "gmp-95-global": rival("gmp", 0.95, "global"),
-        "rigl-95-erk": rival("rigl", 0.95, "erk"),
-        "acdc-95-global": rival("acdc", 0.95, "global"),
+        "gmp-90-global": baseline("gmp", 0.9, "global"),
+        "rigl-90-erk": baseline("rigl", 0.9, "erk"),
+        "acdc-90-global": baseline("acdc", 0.9, "global"),
+        "set-90-erk": baseline("set", 0.9, "erk"),
+        "static-90-erk": baseline("static_random", 0.9, "erk"),
+        "gmp-95-global": baseline("gmp", 0.95, "global"),
+        "rigl-95-erk": baseline("rigl", 0.95, "erk"),
+        "acdc-95-global": baseline("acdc", 0.95, "global"),
         **PLANS,
     },
     "classification-cifar10": {

@@ -1,4 +1,4 @@
-"""Memory, bytes and time of a training step past one card, on paper: the figures of docs/scale.md.
+"""Memory, bytes and time of a training step past one card, on paper: the figures of scale.md beside it.
 
     python experiments/scale.py    # prints the tables of the page
 

@@ -422,7 +422,7 @@ def test_no_epochs_are_refused_and_not_taken_for_those_of_the_recipe(epochs: str
         (["train"], "Missing argument 'RECIPE'"),
         (["train", "digits/tiny"], "Missing option '--out'"),
         (["demo", "--seeds", "many"], "Invalid value for '--seeds'"),
-        (["trian"], "No such command 'trian'"),
+        (["trian"], "No such command 'trian'. Did you mean 'train'? See `"),
         (["--foo"], "No such option: --foo"),
     ],
 )

@@ -82,10 +82,10 @@ def test_comparison_json_has_the_raw_values_of_every_seed_and_what_they_sum_up_t
     assert rigl["summary"]["test"]["mean"] == pytest.approx(sum(tests) / 2)
     assert rigl["summary"]["test"]["deviation"] == pytest.approx(abs(tests[0] - tests[1]) / 2**0.5)
     gaps = [a["test"] - b["test"] for a, b in zip(rigl["runs"], cyclic["runs"], strict=True)]
-    assert rigl["summary"]["rival"] == cyclic["name"]
-    assert rigl["summary"]["minus_rival"]["mean"] == pytest.approx(sum(gaps) / 2)
-    assert rigl["summary"]["minus_rival"]["standard_error"] == pytest.approx(abs(gaps[0] - gaps[1]) / 2)
-    assert (dense["summary"]["rival"], dense["summary"]["minus_dense"]) == (None, None)
+    assert rigl["summary"]["baseline"] == cyclic["name"]
+    assert rigl["summary"]["minus_baseline"]["mean"] == pytest.approx(sum(gaps) / 2)
+    assert rigl["summary"]["minus_baseline"]["standard_error"] == pytest.approx(abs(gaps[0] - gaps[1]) / 2)
+    assert (dense["summary"]["baseline"], dense["summary"]["minus_dense"]) == (None, None)
 
 
 def test_shares_are_of_dense(finished: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs that are not alike are not averaged into one row, and a rival or a reference is not chosen by luck."""
+"""Runs that are not alike are not averaged into one row, and a baseline or a reference is not chosen by luck."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from report_runs import history, recipe, result, write_bare, write_run
 
 from growprune import GrowpruneError
 from growprune.compare import Comparison, of_runs
-from growprune.compare.statistics import best_rival
+from growprune.compare.statistics import best_baseline
 from growprune.engine.metric import Metric
 
 ACCURACY = Metric("accuracy")
@@ -32,20 +32,20 @@ def scores(comparison: Comparison) -> dict[str, tuple[float, int]]:
 
 
 @pytest.mark.parametrize("metric", [ACCURACY, Metric("loss", lower_is_better=True)], ids=["more", "less"])
-def test_a_rival_that_lacks_the_hard_seeds_is_not_the_best_for_that(metric: Metric) -> None:
+def test_a_baseline_that_lacks_the_hard_seeds_is_not_the_best_for_that(metric: Metric) -> None:
     sign = -1 if metric.lower_is_better else 1
     gmp, rigl, lucky = {0: 80.0, 1: 90.0, 2: 91.0}, {0: 81.0, 1: 91.0, 2: 92.0}, {1: 91.5}
     validation = [{seed: sign * score for seed, score in row.items()} for row in (gmp, rigl, lucky)]
-    assert [best_rival(row, validation, [0, 1, 2], metric) for row in range(3)] == [1, 0, 1]
+    assert [best_baseline(row, validation, [0, 1, 2], metric) for row in range(3)] == [1, 0, 1]
 
 
-def test_rivals_of_different_seeds_are_compared_by_how_much_they_are_ahead() -> None:
+def test_baselines_of_different_seeds_are_compared_by_how_much_they_are_ahead() -> None:
     ours, ahead_on_hard, behind_on_easy = {0: 50.0, 1: 90.0}, {0: 52.0}, {1: 89.0}
-    assert best_rival(0, [ours, behind_on_easy, ahead_on_hard], [1, 2], ACCURACY) == 2
+    assert best_baseline(0, [ours, behind_on_easy, ahead_on_hard], [1, 2], ACCURACY) == 2
 
 
-def test_a_row_without_a_number_still_has_a_rival() -> None:
-    assert best_rival(0, [{0: float("nan"), 1: 5.0}, {0: 1.0, 1: 4.0}, {0: 9.0, 1: 4.0}], [1, 2], ACCURACY) == 2
+def test_a_row_without_a_number_still_has_a_baseline() -> None:
+    assert best_baseline(0, [{0: float("nan"), 1: 5.0}, {0: 1.0, 1: 4.0}, {0: 9.0, 1: 4.0}], [1, 2], ACCURACY) == 2
 
 
 def test_of_several_dense_rows_the_best_by_validation_is_the_reference_and_is_named(tmp_path: Path) -> None:

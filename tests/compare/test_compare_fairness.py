@@ -16,7 +16,7 @@ from toy import cyclic
 
 from growprune import GrowpruneError, engine, methods
 from growprune.compare import Request, of_runs
-from growprune.compare.statistics import best_rival
+from growprune.compare.statistics import best_baseline
 from growprune.engine.metric import Metric
 from growprune.engine.recipe import Recipe
 
@@ -219,7 +219,7 @@ def test_a_folder_of_another_comparison_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_lower_better", [False, True])
-def test_validation_and_not_test_chooses_the_best_rival(
+def test_validation_and_not_test_chooses_the_best_baseline(
     is_lower_better: bool, write: Callable[..., list[Path]], tmp_path: Path
 ) -> None:
     paths = write()
@@ -235,16 +235,16 @@ def test_validation_and_not_test_chooses_the_best_rival(
         made[-1].write_text(json.dumps(base))
     comparison = of_runs(made)
     summaries = {row.method: row.summary for row in comparison.rows}
-    rivals = {name: summary["rival"].split(":")[0] for name, summary in summaries.items()}
-    assert rivals == ({"a": "c", "b": "c", "c": "b"} if is_lower_better else {"a": "b", "b": "a", "c": "a"})
+    baselines = {name: summary["baseline"].split(":")[0] for name, summary in summaries.items()}
+    assert baselines == ({"a": "c", "b": "c", "c": "b"} if is_lower_better else {"a": "b", "b": "a", "c": "a"})
     # a plain difference, whatever is better
-    assert summaries["c"]["minus_rival"]["mean"] == (-49.0 if is_lower_better else 40.0)
+    assert summaries["c"]["minus_baseline"]["mean"] == (-49.0 if is_lower_better else 40.0)
     assert comparison.to_dict()["lower_is_better"] == is_lower_better
     assert ("- a lower accuracy is better\n" in comparison.to_markdown()) == is_lower_better
-    assert best_rival(0, [{0: 1.0}, {1: 5.0}], [0, 1], Metric("accuracy")) is None
+    assert best_baseline(0, [{0: 1.0}, {1: 5.0}], [0, 1], Metric("accuracy")) is None
 
 
-def test_a_rival_is_another_method_and_not_a_control_of_ones_own(
+def test_a_baseline_is_another_method_and_not_a_control_of_ones_own(
     write: Callable[..., list[Path]], tmp_path: Path
 ) -> None:
     base = json.loads(write()[2].read_text())
@@ -256,7 +256,7 @@ def test_a_rival_is_another_method_and_not_a_control_of_ones_own(
         made[-1].parent.mkdir()
         made[-1].write_text(json.dumps(base))
     a, power, b, start = "a:uniform", "a:uniform power=1", "b:uniform", "b:uniform start=4"
-    rivals = {row.name: row.summary["rival"] for row in of_runs(made).rows}
-    assert rivals == {a: start, power: start, b: power, start: power}
-    alone = {row.name: row.summary["rival"] for row in of_runs(made[2:]).rows}
+    baselines = {row.name: row.summary["baseline"] for row in of_runs(made).rows}
+    assert baselines == {a: start, power: start, b: power, start: power}
+    alone = {row.name: row.summary["baseline"] for row in of_runs(made[2:]).rows}
     assert alone == {a: power, power: a}  # no other method is there

@@ -1,4 +1,4 @@
-"""The table of a comparison, of results made by hand: who is dense, who is a rival, and what is no number."""
+"""The table of a comparison, of results made by hand: who is dense, who is a baseline, and what is no number."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_only_the_method_dense_is_the_reference_also_beside_others_at_sparsity_0
         ("gmp:uniform", 0.9): -2.0,
         ("mine:uniform", 0.0): 4.0,
     }
-    rivals = {key: summary["rival"] for key, summary in found.items()}
-    assert (rivals["gmp:uniform", 0.0], rivals["mine:uniform", 0.0]) == ("mine:uniform", "gmp:uniform")
+    baselines = {key: summary["baseline"] for key, summary in found.items()}
+    assert (baselines["gmp:uniform", 0.0], baselines["mine:uniform", 0.0]) == ("mine:uniform", "gmp:uniform")
 
 
 def test_a_method_of_ones_own_that_takes_no_sparsity_is_run_once_and_is_no_reference(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_score_that_is_no_number_is_shown_as_nan_and_the_others_are_as_they_we
     cells = {row.method: row.quality_cells() for row in comparison.rows}
     assert (cells["gmp"]["test"], cells["gmp"]["vs baseline"]) == ("nan", "nan")
     assert (cells["rigl"]["test"], cells["rigl"]["vs baseline"]) == ("80.50 ± 0.71", "+10.00 ± 0.00")
-    assert {row.method: row.summary["rival"] for row in comparison.rows}["rigl"] == "set:uniform"
+    assert {row.method: row.summary["baseline"] for row in comparison.rows}["rigl"] == "set:uniform"
     _check_json(shown(tmp_path, "--json", "--out", tmp_path / "table"))
     _check_json((tmp_path / "table" / "comparison.json").read_text())
     assert "nan" in shown(tmp_path) and "| nan |" in shown(tmp_path, "--markdown")
@@ -134,7 +134,7 @@ def test_spreads_and_differences_of_what_is_no_number_are_none() -> None:
     assert gap is not None and math.isnan(gap["mean"]) and gap["standard_error"] is None
 
 
-# Who is a rival
+# Who is a baseline
 
 
 def with_alive(path: Path, alive: int) -> None:
@@ -143,17 +143,17 @@ def with_alive(path: Path, alive: int) -> None:
     path.write_text(json.dumps(content))
 
 
-def rivals(comparison: Comparison) -> dict[str, str | None]:
-    return {row.method: row.summary["rival"] for row in comparison.rows}
+def baselines(comparison: Comparison) -> dict[str, str | None]:
+    return {row.method: row.summary["baseline"] for row in comparison.rows}
 
 
-def test_a_row_that_misses_its_sparsity_is_no_rival_of_rows_that_reach_it(tmp_path: Path) -> None:
+def test_a_row_that_misses_its_sparsity_is_no_baseline_of_rows_that_reach_it(tmp_path: Path) -> None:
     paths = {name: write(tmp_path, name, 0.9, score) for name, score in (("a", 99.0), ("b", 80.0), ("c", 70.0))}
     with_alive(paths["a"], 300)
-    assert rivals(of_runs([tmp_path])) == {"a": "b:uniform", "b": "c:uniform", "c": "b:uniform"}
+    assert baselines(of_runs([tmp_path])) == {"a": "b:uniform", "b": "c:uniform", "c": "b:uniform"}
     for path in paths.values():  # a tiny model, say, in which nobody can reach it
         with_alive(path, 110)
-    assert rivals(of_runs([tmp_path])) == {"a": "b:uniform", "b": "a:uniform", "c": "a:uniform"}
+    assert baselines(of_runs([tmp_path])) == {"a": "b:uniform", "b": "a:uniform", "c": "a:uniform"}
 
 
 # Sparsities that are nearly the same

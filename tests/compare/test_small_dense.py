@@ -154,16 +154,18 @@ def fake(out: Path) -> Request:
     return request
 
 
-def test_a_small_dense_row_is_compared_with_the_best_method_and_is_neither_reference_nor_rival(tmp_path: Path) -> None:
+def test_a_small_dense_row_is_compared_with_the_best_method_and_is_nobodys_reference_or_baseline(
+    tmp_path: Path,
+) -> None:
     request = fake(tmp_path)
     for comparison in (request.table(request.jobs()), of_runs([tmp_path])):
         rows = {(row.name.split(" ")[0], row.sparsity): row for row in comparison.rows}
         assert rows["dense", 0.0].summary["minus_dense"] is None
         small_one, rigl = rows["small_dense", 0.9], rows["rigl:erk", 0.9]
-        assert small_one.summary["rival"] == rigl.name
-        assert small_one.summary["minus_rival"]["mean"] == 9.0
+        assert small_one.summary["baseline"] == rigl.name
+        assert small_one.summary["minus_baseline"]["mean"] == 9.0
         assert small_one.summary["minus_dense"]["mean"] == 4.0
-        assert rigl.summary["rival"] is None
+        assert rigl.summary["baseline"] is None
         assert rigl.summary["minus_dense"]["mean"] == -5.0
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import doctest
+import inspect
 import re
 import runpy
 from pathlib import Path
@@ -19,6 +22,7 @@ from growprune.recipes import RECIPES
 from growprune.sparse.internals import internals
 
 DOCS = ROOT / "docs"
+MODULES = ("methods", "tasks")
 
 
 def blocks(page: str) -> list[str]:
@@ -96,7 +100,7 @@ def test_the_algorithm_shown_is_the_code_that_runs() -> None:
 
 
 def test_every_row_of_the_papers_tables_is_the_recipe_that_the_page_names() -> None:
-    page = (DOCS / "paper.md").read_text()
+    page = (ROOT / "experiments" / "paper.md").read_text()
     rows = re.findall(r"^\| `(\S+/\S+)` \| (.*) \| ([\d,]+) \|$", page, re.M)
     for name, figure, epochs in rows:
         expected = f": {figure}; {epochs.replace(',', '')} epochs; machines of 8 V100"
@@ -131,9 +135,29 @@ def test_links_out_of_the_docs_are_named_only_from_folders_too(page: str, shown:
 
 def test_every_public_name_is_in_the_reference() -> None:
     reference = (DOCS / "api.md").read_text()
-    homes = {f"::: {growprune._HOME[name]}.{name}" for name in growprune.__all__ if name not in ("methods", "tasks")}
+    homes = {f"::: {growprune._HOME[name]}.{name}" for name in growprune.__all__ if name not in MODULES}
     homes |= {f"::: {method.__module__}.{method.__qualname__}" for method in METHODS.values()}
     assert homes - set(reference.splitlines()) == set()
+
+
+def test_every_public_name_has_an_example_that_runs() -> None:
+    """As a doctest in its docstring, or in the code of the reference, which test_blocks.py runs."""
+    nodes = ast.walk(ast.parse(code_of(DOCS / "api.md")))
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "gp"}
+    missing = [name for name in growprune.__all__ if name not in used]
+    assert [name for name in missing if f"{name}(" not in doctests(getattr(growprune, name))] == []
+
+
+def doctests(thing: Any) -> str:
+    return "".join(example.source for example in doctest.DocTestParser().get_examples(inspect.getdoc(thing) or ""))
+
+
+def test_every_function_says_what_its_arguments_are() -> None:
+    functions = [getattr(growprune, name) for name in growprune.__all__ if name not in MODULES]
+    for function in (*filter(inspect.isfunction, functions), *METHODS.values()):
+        text = inspect.getdoc(function) or ""
+        missing = [name for name in inspect.signature(function).parameters if not re.search(rf"\b{name}\b", text)]
+        assert missing == [], function.__name__
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -12,7 +12,7 @@ from report_runs import history, phase, recipe, result, row, write_run
 from torch import nn
 
 from growprune import SparseModel
-from growprune.compare.statistics import best_rival
+from growprune.compare.statistics import best_baseline
 from growprune.engine.evaluation import Best
 from growprune.engine.metric import Metric, decimals
 from growprune.report.page import render
@@ -47,10 +47,10 @@ def test_the_best_model_is_the_one_with_the_best_score(
     assert sparse.model.bias.tolist() == [kept] * 4
 
 
-def test_the_best_rival_is_the_one_with_the_best_mean() -> None:
+def test_the_best_baseline_is_the_one_with_the_best_mean() -> None:
     validation = [{0: 5.0, 1: 5.0}, {0: 1.0, 1: 4.0}, {0: 3.0, 1: 3.0}]
-    assert best_rival(0, validation, [0, 1, 2], HIGHER) == 2
-    assert best_rival(0, validation, [0, 1, 2], LOWER) == 1
+    assert best_baseline(0, validation, [0, 1, 2], HIGHER) == 2
+    assert best_baseline(0, validation, [0, 1, 2], LOWER) == 1
     assert LOWER.best({}) is None
     assert LOWER.best({"a": 1.0, "b": 1.0}) == "a"
     assert [metric.best({"a": math.nan, "b": 2.0, "c": math.nan}) for metric in (LOWER, HIGHER)] == ["b", "b"]

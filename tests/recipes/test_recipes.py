@@ -101,13 +101,13 @@ def test_epochs_are_counted_as_the_paper_does(name: str, epochs: int) -> None:
         "segmentation-subset/iterative-admm-90-uniform": 60,
     }.items(),
 )
-def test_a_rival_trains_as_long_as_in_the_paper_or_as_all_others_in_small(name: str, epochs: int) -> None:
+def test_a_baseline_trains_as_long_as_in_the_paper_or_as_all_others_in_small(name: str, epochs: int) -> None:
     recipe = find(name)
     assert recipe.options["epochs"] == epochs
     assert f"; {epochs} epochs; " in recipe.claim
 
 
-def test_every_rival_of_table_1_has_its_row() -> None:
+def test_every_baseline_of_table_1_has_its_row() -> None:
     """By the lines of Table 1: how the row is called, the sparsities' top-1, and the total of epochs."""
     for row, found, epochs in (
         ("iterative-admm-{}-uniform", ("77.1", "75.8"), (750, 1250)),

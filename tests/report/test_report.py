@@ -310,7 +310,7 @@ def test_the_page_of_real_runs_has_every_chart(tmp_path: Path) -> None:
     dense = replace(cyclic(), method=methods.dense, options={"epochs": 9}, sparsity=0.0)
     engine.train(dense, tmp_path / "dense")
     page = page_of(tmp_path)
-    for title in ("accuracy over time", "Loss over time", "Live weights over time"):
+    for title in ("Validation accuracy over time", "Loss over time", "Live weights over time"):
         assert f"<h4>{title}</h4>" in page
     for title in ("Weights ever explored", "Mask churn", "Sparsity of each layer"):
         assert f"<h4>{title}</h4>" in page

@@ -69,7 +69,8 @@ def show_usage_errors_in_one_line() -> None:
 def _show_usage_error(error: Any, file: Any = None) -> None:
     command = error.ctx.command_path if error.ctx else "growprune"
     message = shorten(" ".join(error.format_message().split())).rstrip(".")
-    print(f"growprune: {message}. See `{command} --help`.", file=file or sys.stderr)
+    end = "" if message.endswith("?") else "."
+    print(f"growprune: {message}{end} See `{command} --help`.", file=file or sys.stderr)
 
 
 def _shown(error: Exception) -> tuple[str, int]:

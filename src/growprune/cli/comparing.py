@@ -61,10 +61,10 @@ def compare(
     sparsities: Annotated[str, typer.Option(help="Sparsities (fractions of zeros), comma-separated.")] = "0.9",
     seeds: Annotated[str, typer.Option(help="Seeds, comma-separated.")] = "0,1,2",
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of each run. Default: those of the recipe.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for runs and tables.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write runs and tables to.")] = None,
     data: Data = "",
     settings: Settings = [],  # noqa: B006
-    budget: Annotated[str, typer.Option(help="Equal budget of all rows: epochs, flops or paper (ratio).")] = "epochs",
+    budget: Annotated[str, typer.Option(help="Equal epochs, equal flops, or paper (GaP: epochs x 4).")] = "epochs",
     max_epochs: Annotated[int, typer.Option(min=0, help="Epoch limit of --budget flops. 0: 5 times --epochs.")] = 0,
     tune: Annotated[
         list[str],
@@ -73,7 +73,7 @@ def compare(
     allow: Annotated[list[str], typer.Option(metavar="FIELD", help="Recipe field that may differ between rows.")] = [],  # noqa: B006
     workers: Annotated[int, typer.Option(min=1, help="Number of runs at a time.")] = 1,
     retry: Annotated[bool, typer.Option("--retry", help="Run failed runs again.")] = False,
-    print_jobs: Annotated[bool, typer.Option("--print-jobs", help="Only print one command per run.")] = False,
+    print_jobs: Annotated[bool, typer.Option("--print-jobs", help="Print one command per run, train nothing.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, and write comparison.md.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -30,7 +30,7 @@ from growprune.errors import GrowpruneError
 
 @one_line_errors
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the run folders.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Folder to write the runs to.")] = Path("runs/demo"),
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 3,
 ) -> None:
     """Train digits dense and 90 % sparse, and print one table."""
@@ -91,7 +91,10 @@ def train(
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
     data: Data = "",
-    settings: Settings = [],  # noqa: B006  typer copies defaults
+    settings: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=VALUE", help="Change how it runs, such as storage=compact. Repeatable."),
+    ] = [],  # noqa: B006  typer copies defaults
     log: Log = [],  # noqa: B006
     trust: Trust = False,
 ) -> None:

@@ -34,16 +34,16 @@ def paired(ours: BySeed, theirs: BySeed) -> dict[str, Any] | None:
     return {"mean": mean(gaps), "standard_error": error, "count": len(gaps)}
 
 
-def best_rival(row: int, validation: Sequence[BySeed], rivals: Sequence[int], metric: Metric) -> int | None:
+def best_baseline(row: int, validation: Sequence[BySeed], baselines: Sequence[int], metric: Metric) -> int | None:
     """The best baseline of a row by mean validation metric, among those with the most seeds in common with it.
 
     A baseline with missing seeds could win by luck. Means are of differences to the row, so that different seeds
     compare. Among equals, the first wins. A baseline with a mean of nan is never chosen.
 
-    >>> best_rival(0, [{0: 9.0}, {0: 1.0, 1: 99.0}, {0: 2.0}], [1, 2], Metric("accuracy"))
+    >>> best_baseline(0, [{0: 9.0}, {0: 1.0, 1: 99.0}, {0: 2.0}], [1, 2], Metric("accuracy"))
     2
     """
     ours = {seed: score if math.isfinite(score) else 0.0 for seed, score in validation[row].items()}
-    gaps = {other: gap for other in rivals if other != row and (gap := paired(validation[other], ours))}
+    gaps = {other: gap for other in baselines if other != row and (gap := paired(validation[other], ours))}
     most = max((gap["count"] for gap in gaps.values()), default=0)
     return metric.best({other: gap["mean"] for other, gap in gaps.items() if gap["count"] == most})

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from growprune.compare.jobs import writing_to
-from growprune.compare.statistics import best_rival, paired, spread
+from growprune.compare.statistics import best_baseline, paired, spread
 from growprune.engine.json_file import finite
 from growprune.engine.metric import Metric, decimals, in_full, mean
 from growprune.errors import GrowpruneError
@@ -76,7 +76,7 @@ class TableRow:
         sparsity += f" ({say_small(self.small)})" if self.small else ""
         epochs = "-" if self.epochs is None else f"{self.epochs:g}"
         test = _mean_and(self.summary["test"], "deviation", _places(self))
-        rest = [test, _gap(self, "minus_rival"), _gap(self, "minus_dense"), _runs(self)]
+        rest = [test, _gap(self, "minus_baseline"), _gap(self, "minus_dense"), _runs(self)]
         return dict(zip(QUALITY, [self.name, sparsity, epochs, *rest], strict=True))
 
     def cost_cells(self) -> dict[str, str]:
@@ -251,11 +251,11 @@ def _sum_up(rows: Sequence[TableRow], metric: Metric, dense: TableRow | None) ->
     for row in rows:
         row.summary["reached"] = _mean(row, "reached")
     for index, row in enumerate(rows):
-        rival = None if row.is_dense else best_rival(index, validation, _rivals(row, rows), metric)
+        baseline = None if row.is_dense else best_baseline(index, validation, _baselines(row, rows), metric)
         test = row.values("test")
         row.summary["test"], row.summary["validation"] = (spread([*v.values()]) for v in (test, validation[index]))
-        row.summary["rival"] = None if rival is None else rows[rival].name
-        row.summary["minus_rival"] = None if rival is None else paired(test, rows[rival].values("test"))
+        row.summary["baseline"] = None if baseline is None else rows[baseline].name
+        row.summary["minus_baseline"] = None if baseline is None else paired(test, rows[baseline].values("test"))
         row.summary["minus_dense"] = None if dense in (None, row) else paired(test, dense.values("test"))
         row.summary |= {name: _mean(row, name) for name in (*SHARES, "seconds")}
         row.summary["peak_bytes"] = max(row.values("peak_bytes").values(), default=None)
@@ -263,7 +263,7 @@ def _sum_up(rows: Sequence[TableRow], metric: Metric, dense: TableRow | None) ->
         row.summary |= {status: states.count(status) for status in ("finished", "failed", "unfinished")}
 
 
-def _rivals(row: TableRow, rows: Sequence[TableRow]) -> list[int]:
+def _baselines(row: TableRow, rows: Sequence[TableRow]) -> list[int]:
     """The baselines of a row: other methods at its sparsity that reach it.
 
     Methods that miss it count only if all do. The same method with other options, such as controls, counts only if
@@ -284,20 +284,20 @@ def _notes(runs: Sequence[Record], rows: Sequence[TableRow]) -> list[str]:
     notes = [f"runs used different devices ({', '.join(sorted(places))}): do not compare seconds"]
     notes = notes if len(places) > 1 else []
     off = [row for row in rows if row.is_off]
-    for sparsity in dict.fromkeys(row.sparsity for row in rows if row.summary["rival"]):
-        notes.append(_say_rivals([row for row in rows if row.sparsity == sparsity and row.summary["rival"]]))
+    for sparsity in dict.fromkeys(row.sparsity for row in rows if row.summary["baseline"]):
+        notes.append(_say_baselines([row for row in rows if row.sparsity == sparsity and row.summary["baseline"]]))
     small = [f"{row.name} {in_full(row.sparsity)}: {say_small(row.small, at_length=True)}" for row in rows if row.small]
     notes += small
     return [*notes, *(f"{row.name} missed sparsity {in_full(row.sparsity)}: it reached {_reached(row)}" for row in off)]
 
 
-def _say_rivals(rows: Sequence[TableRow]) -> str:
+def _say_baselines(rows: Sequence[TableRow]) -> str:
     """Name the best baseline. It is the same for all rows except those of its own method or with missing seeds."""
-    by_rival: dict[str, list[str]] = {}
+    by_baseline: dict[str, list[str]] = {}
     for row in rows:
-        by_rival.setdefault(row.summary["rival"], []).append(row.name)
-    (usual, _), *others = sorted(by_rival.items(), key=lambda item: -len(item[1]))
-    exceptions = "".join(f"; for {', '.join(names)} it is {rival}" for rival, names in others)
+        by_baseline.setdefault(row.summary["baseline"], []).append(row.name)
+    (usual, _), *others = sorted(by_baseline.items(), key=lambda item: -len(item[1]))
+    exceptions = "".join(f"; for {', '.join(names)} it is {baseline}" for baseline, names in others)
     return f"best baseline at {in_full(rows[0].sparsity)}, by validation: {usual}{exceptions}"
 
 
@@ -332,7 +332,7 @@ def _runs(row: TableRow) -> str:
 def _flat(row: TableRow) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     spreads = {"test": "deviation", "validation": "deviation"}
-    spreads |= {"minus_rival": "standard_error", "minus_dense": "standard_error"}
+    spreads |= {"minus_baseline": "standard_error", "minus_dense": "standard_error"}
     for name, more in spreads.items():
         numbers = row.summary[name] or {}
         flat |= {f"{name}_mean": numbers.get("mean"), f"{name}_{more}": numbers.get(more)}

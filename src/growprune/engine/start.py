@@ -33,7 +33,14 @@ def train(
     on_event: Callable[[Event], None] = lambda event: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Train a recipe in a new folder, and return the content of `result.json`."""
+    """Train a recipe in a new folder, and return the content of `result.json`.
+
+    Args:
+        out: the run folder. It must be new or empty.
+        origin: where the recipe comes from, for the records of the run.
+        on_event: called with each event of the log, such as an epoch.
+        should_stop: asked after each iteration. If it returns True, a checkpoint is saved and `Interrupted` raised.
+    """
     _check_recipe(recipe)
     folder = RunFolder(Path(out), join(choose_device(recipe.device), recipe.timeout_seconds))
     if ask_first(_is_ours(folder)):
@@ -110,6 +117,10 @@ def resume(
     """Resume a run from its newest complete checkpoint.
 
     The recipe must be the one the run was started with, except for fields that do not change results (`MAY_CHANGE`).
+
+    Args:
+        out: the run folder.
+        origin, on_event, should_stop: as in `train`.
     """
     _check_recipe(recipe)
     folder = RunFolder(Path(out), join(choose_device(recipe.device), recipe.timeout_seconds))

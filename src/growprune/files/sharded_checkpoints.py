@@ -47,6 +47,8 @@ def save_sharded_checkpoint(
     """Write a checkpoint of a sharded model to a new folder. All ranks must call it.
 
     Args:
+        folder: a new folder.
+        sparse, optimizer: the model, and the optimizer that is attached to it.
         cursor: the cursor of the plan, if the model is trained with one.
     """
     folder, own = Path(folder), internals(sparse)
@@ -93,6 +95,11 @@ def load_sharded_checkpoint(
 
     Build and shard the model and attach its optimizer first, as in the first run. Then this loads the weights, masks
     and optimizer state of the checkpoint.
+
+    Args:
+        folder: a folder that `save_sharded_checkpoint` wrote.
+        sparse: the model to fill.
+        cursor: the cursor of the plan, if it was saved with one.
     """
     folder, own = Path(folder), internals(sparse)
     own.notice_shards()

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
     """Write a sparse model to a file, atomically: on failure, an existing file is unchanged.
 
-    The file is read back and checked before it gets its name. If the model is sharded, all ranks must call it. The
-    first rank writes, and holds at most one tensor of the model at a time.
+    The file is read back and checked before it is renamed to `path`. If the model is sharded, all ranks must call it.
+    The first rank writes, and holds at most one tensor of the model at a time.
     """
     check_sparse_model(sparse, "save")
     internals(sparse).notice_shards()
@@ -64,6 +64,8 @@ def load(
     compact storage, only the live values of sparse weights.
 
     Args:
+        path: a file that `save` wrote.
+        model: a model of the same class, with any weights.
         storage: how sparse weights are stored; see SparseModel. It may differ from that of the saved model.
         mapped: with compact storage, keep live values memory-mapped to the file, which is faster, and copy them when
             training writes to them. No process may write into the file meanwhile. `save` is safe: it replaces the file.
@@ -106,7 +108,7 @@ def _restore_sharded(
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read a sparse file as a dense state dict, like `state_dict()` of the saved model."""
+    """Read the sparse file at `path` as a dense state dict, like `state_dict()` of the saved model."""
     with open_sparse(path) as file:
         size, limit = sum(entry.num_bytes for entry in file.entries.values()), MAX_EXPANSION * file.num_bytes
         if size > limit:
@@ -116,7 +118,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the manifest of a sparse file (see docs/file-format.md) with totals. Reads and checks only the header."""
+    """Return the manifest of the sparse file at `path` (see docs/file-format.md) and totals. Reads only the header."""
     with open_sparse(path) as file:
         totals = {
             "elements": sum(entry.numel for entry in file.entries.values()),

@@ -118,24 +118,24 @@ def erk_counts(
     return round_to_total(exact, most, total)
 
 
-def shared_out(total: int, among: Sequence[float], room: Sequence[int]) -> list[int]:
-    """Divide `total` into integers in proportion to `among`, each at most its `room`; the excess goes to the others.
+def shared_out(total: int, among: Sequence[float], capacity: Sequence[int]) -> list[int]:
+    """Divide `total` into integers in proportion to `among`, each at most its `capacity`. The excess goes on.
 
-    If the remaining proportions are all zero, divide in proportion to `room`.
+    If the remaining proportions are all zero, divide in proportion to `capacity`.
 
     >>> shared_out(10, [3, 1, 1], [4, 9, 9])
     [4, 3, 3]
     """
     full: set[int] = set()
     while True:  # a layer that is full takes no more; solve again for the others
-        others = [i for i in range(len(room)) if i not in full]
+        others = [i for i in range(len(capacity)) if i not in full]
         share = {i: Fraction(among[i]) for i in others}
-        share = share if any(share.values()) else {i: Fraction(room[i]) for i in others}
-        each = (total - sum(room[i] for i in full)) / (sum(share.values()) or Fraction(1))
-        exact = [share[i] * each if i in share else Fraction(room[i]) for i in range(len(room))]
-        over = {i for i in others if exact[i] > room[i]}
+        share = share if any(share.values()) else {i: Fraction(capacity[i]) for i in others}
+        each = (total - sum(capacity[i] for i in full)) / (sum(share.values()) or Fraction(1))
+        exact = [share[i] * each if i in share else Fraction(capacity[i]) for i in range(len(capacity))]
+        over = {i for i in others if exact[i] > capacity[i]}
         if not over:
-            return round_to_total(exact, room, total)
+            return round_to_total(exact, capacity, total)
         full |= over
 
 

@@ -27,6 +27,7 @@ def random_gap(
         S: a fine partition, usually `Partition.per_layer(model)`. Each step draws len(S) // kappa of its parts.
         kappa: 1 / kappa is the share of the layers that are grown in a step.
         seed: the seed of the draws.
+        sparsity, steps, epochs, finetune, restart: as in `cyclic_gap`.
         initial_mask: "random", "magnitude" (for trained weights), or "as_is" (for a model already at this sparsity).
 
     Example: random_gap(S, sparsity=0.8, steps=3, epochs=1, finetune=1, kappa=2)

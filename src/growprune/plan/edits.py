@@ -182,6 +182,8 @@ def prune(
 ) -> Edit:
     """Keep the best `1 - to` of a part's weights and set the rest to exactly zero (the paper's ArgPruneTo).
 
+    The best are the largest, unless `by` says otherwise.
+
     With `share` instead of `to`, prune that share of the live weights in each layer of the part. With
     `spread=Spread.RANKING`, the share is of all live weights of the part, ranked together.
 

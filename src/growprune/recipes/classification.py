@@ -5,7 +5,7 @@ from dataclasses import replace
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
-from growprune.recipes.study import Rival, Row, Study, measured, recipes, rows_of, to_see_that_it_runs
+from growprune.recipes.study import Baseline, Row, Study, measured, recipes, rows_of, to_see_that_it_runs
 from growprune.tasks.classification import Classification
 
 PARTS = (("conv1", "bn1", "layer1"), ("layer2",), ("layer3",), ("layer4", "fc"))
@@ -99,12 +99,12 @@ ROWS: dict[str, Row] = {
 LONG = {"until": 0.8}
 """Options of the paper's own runs of RigL and SET."""
 
-RIVALS = (
-    Rival("snip", methods.snip, "uniform", 100, ("72.0", "67.2")),
-    Rival("set", methods.set_, "uniform", 100, ("72.9", "69.6")),
-    Rival("set", methods.set_, "uniform", 1200, ("76.4", "74.5"), times=12, options=LONG),
-    Rival("rigl", methods.rigl, "uniform", 100, ("74.6, and 74.6 in the authors' run", "72.0, and 72.5 in theirs")),
-    Rival(
+BASELINES = (
+    Baseline("snip", methods.snip, "uniform", 100, ("72.0", "67.2")),
+    Baseline("set", methods.set_, "uniform", 100, ("72.9", "69.6")),
+    Baseline("set", methods.set_, "uniform", 1200, ("76.4", "74.5"), times=12, options=LONG),
+    Baseline("rigl", methods.rigl, "uniform", 100, ("74.6, and 74.6 in the authors' run", "72.0, and 72.5 in theirs")),
+    Baseline(
         "rigl",
         methods.rigl,
         "uniform",
@@ -113,26 +113,26 @@ RIVALS = (
         5,
         LONG,
     ),
-    Rival("rigl", methods.rigl, "uniform", 1200, ("77.1", "76.0"), times=12, options=LONG),
-    Rival("gmp", methods.gmp, "global", 135, ("76.5", "75.0")),
-    Rival("snip", methods.snip, "global", 100, ("69.7", "61.9")),
-    Rival("grasp", methods.grasp, "global", 150, ("72.1", "68.1")),
-    Rival("set", methods.set_, "erk", 100, ("72.6", "70.4")),
-    Rival("dsr", methods.dsr, "global", 100, ("73.3", "71.6")),
-    Rival("rigl", methods.rigl, "erk", 100, ("75.1, and 75.4 in the authors' run", "73.0, and 73.9 in theirs")),
-    Rival(
+    Baseline("rigl", methods.rigl, "uniform", 1200, ("77.1", "76.0"), times=12, options=LONG),
+    Baseline("gmp", methods.gmp, "global", 135, ("76.5", "75.0")),
+    Baseline("snip", methods.snip, "global", 100, ("69.7", "61.9")),
+    Baseline("grasp", methods.grasp, "global", 150, ("72.1", "68.1")),
+    Baseline("set", methods.set_, "erk", 100, ("72.6", "70.4")),
+    Baseline("dsr", methods.dsr, "global", 100, ("73.3", "71.6")),
+    Baseline("rigl", methods.rigl, "erk", 100, ("75.1, and 75.4 in the authors' run", "73.0, and 73.9 in theirs")),
+    Baseline(
         "rigl", methods.rigl, "erk", 500, ("77.1, and 77.4 in the authors' run", "76.4, and 76.3 in theirs"), 5, LONG
     ),
-    Rival("rigl", methods.rigl, "erk", 1200, ("77.4", "76.8"), times=12, options=LONG),
-    Rival("static", methods.static_random, "erk", 100),
-    Rival("snfs", methods.snfs, "global", 100),
-    Rival("granet", methods.granet, "global", 100),
-    Rival("acdc", methods.acdc, "global", 100),
-    Rival("deepr", methods.deepr, "global", 100, ("71.7", "70.2")),
-    Rival("dpf", methods.dpf, "global", 90, ("75.1", None)),
-    Rival("str", methods.str_, "global", 100),
+    Baseline("rigl", methods.rigl, "erk", 1200, ("77.4", "76.8"), times=12, options=LONG),
+    Baseline("static", methods.static_random, "erk", 100),
+    Baseline("snfs", methods.snfs, "global", 100),
+    Baseline("granet", methods.granet, "global", 100),
+    Baseline("acdc", methods.acdc, "global", 100),
+    Baseline("deepr", methods.deepr, "global", 100, ("71.7", "70.2")),
+    Baseline("dpf", methods.dpf, "global", 90, ("75.1", None)),
+    Baseline("str", methods.str_, "global", 100),
 )
-ROWS |= rows_of(RIVALS, table="Table 1", metric="top-1")
+ROWS |= rows_of(BASELINES, table="Table 1", metric="top-1")
 
 MEASURED = {
     "dense": "top1 91.19",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from growprune import methods
 from growprune.engine.optim import LRSchedule, OptimizerConfig
 from growprune.engine.recipe import Recipe
-from growprune.recipes.study import Parts, Rival, Row, Study, cut_layers, recipes, rows_of
+from growprune.recipes.study import Baseline, Parts, Row, Study, cut_layers, recipes, rows_of
 from growprune.tasks.language import Language
 
 
@@ -74,7 +74,7 @@ ROWS: dict[str, Row] = {
     "cyclic-80-uniform": "C-GaP 80 %, not in the paper",
     "cyclic-90-uniform": "C-GaP 90 %, not in the paper",
 }
-ROWS |= rows_of([Rival("gmp", methods.gmp, "global", epochs=30)], table="", metric="bits_per_byte")
+ROWS |= rows_of([Baseline("gmp", methods.gmp, "global", epochs=30)], table="", metric="bits_per_byte")
 LINUX: dict[str, Row] = {"dense": ROWS["dense"]}
 
 

@@ -7,9 +7,9 @@ random       C-GaP that grows random layers instead of fixed parts
 gradual      grow-and-prune with rising sparsity, as long as dense training: what we recommend
 one_shot     train dense, prune, fine-tune: the paper's prune-from-dense in its simplest form
 stairs       train dense, then prune in several steps: the paper's prune-from-dense
-rival        a baseline from another paper
+baseline        a baseline from another paper
 
-The baselines (class `Rival`) of the paper's tables are a table too: each line is two rows, at 80 % and 90 %. Their
+The baselines (class `Baseline`) of the paper's tables are a table too: each line is two rows, at 80 % and 90 %. Their
 names are `method-sparsity-allocation[-times]`: `rigl-80-uniform-5x` is RigL, five times as long. In small and tiny
 studies all of them train for the budget of the study, and long forms for a multiple of it.
 """
@@ -102,12 +102,15 @@ class Study:
         """Iterative ADMM with the phases of the paper: three to 80 %, five to 90 %."""
         return self.stairs(methods.iterative_admm, sparsity, {0.8: 3, 0.9: 5}[sparsity], **changes)
 
-    def rival(self, rival: Rival, sparsity: float) -> Recipe:
+    def baseline(self, baseline: Baseline, sparsity: float) -> Recipe:
         """A baseline, for its epochs in the paper, or for a multiple of the budget."""
-        options = {**rival.options, "epochs": rival.epochs if self.budget is None else self.budget * rival.times}
-        changes = {**(self.short if rival.times == 1 else self.long), "parts": contiguous(1)}
-        changes["allocation"] = rival.allocation
-        return self._sparse(rival.method, sparsity, self._with_every(rival.method, options), changes)
+        options = {
+            **baseline.options,
+            "epochs": baseline.epochs if self.budget is None else self.budget * baseline.times,
+        }
+        changes = {**(self.short if baseline.times == 1 else self.long), "parts": contiguous(1)}
+        changes["allocation"] = baseline.allocation
+        return self._sparse(baseline.method, sparsity, self._with_every(baseline.method, options), changes)
 
     def _with_every(self, method: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         has_every = self.every is not None and "every" in inspect.signature(method).parameters
@@ -193,7 +196,7 @@ SPARSITIES = (0.8, 0.9)
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """A baseline in a table of the paper."""
 
     name: str
@@ -215,9 +218,9 @@ class Rival:
             yield f"{self.name}-{percent}-{self.allocation}{length}", (claim, self._made_at(sparsity))
 
     def _made_at(self, sparsity: float) -> Make:
-        return lambda study: study.rival(self, sparsity)
+        return lambda study: study.baseline(self, sparsity)
 
 
-def rows_of(rivals: Iterable[Rival], *, table: str, metric: str) -> dict[str, Row]:
+def rows_of(baselines: Iterable[Baseline], *, table: str, metric: str) -> dict[str, Row]:
     """The rows of the baselines of a table, by name."""
-    return {name: row for rival in rivals for name, row in rival.rows(table, metric)}
+    return {name: row for baseline in baselines for name, row in baseline.rows(table, metric)}

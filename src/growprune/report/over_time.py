@@ -78,9 +78,9 @@ def quantities(group: Group) -> list[Quantity]:
     after = "Lines jump where weights are pruned" if group.metric.lower_is_better else "Dips follow edits"
     quality = Quantity(
         "quality",
-        f"{metric} over time",
+        f"Validation {metric} over time",
         f"{metric} on validation data",
-        f"{metric} on data that the model was not trained on: {better} is better. {after}.",
+        f"The {metric} on data that the model was not trained on: {better} is better. {after}.",
         lambda record, row: (row.get("validation") or {}).get(record.metric.name),
         statistics.mean,
     )

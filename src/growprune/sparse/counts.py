@@ -109,10 +109,12 @@ class Counts:
         num_groups = sum(map(self.pattern.num_groups, self.weights))
         # where each layer rounds for itself, half a group of each may live too much, and the part is still to fit
         rounded = Fraction(len(self.weights), 2) if self._allocate is uniform else 0
-        room = int(Fraction(str(within)) * num_groups + rounded) - sum(alive[weight.name] for weight in self.weights)
+        capacity = int(Fraction(str(within)) * num_groups + rounded) - sum(
+            alive[weight.name] for weight in self.weights
+        )
         now, most = sum(alive[weight.name] for weight in part), sum(map(self.pattern.most_alive, part))
         whole = sum(map(self.pattern.num_groups, part))
-        return Pool(part, whole if now + room >= whole else max(now, min(now + room, most)))
+        return Pool(part, whole if now + capacity >= whole else max(now, min(now + capacity, most)))
 
     def _spread_out(
         self, edit: Edit, part: tuple[Weight, ...], alive: Mapping[str, int] | None, *, is_estimate: bool
@@ -122,10 +124,10 @@ class Counts:
         alive = self.num_alive(part) if alive is None else alive
         now = [alive[weight.name] for weight in part]
         total = sum(pool.kept for pool in self.pools(replace(edit, spread=None), alive))
-        room = [self.pattern.most_alive(weight) - count for weight, count in zip(part, now, strict=True)]
-        if not sum(now) <= total <= sum(now) + sum(room):
+        capacity = [self.pattern.most_alive(weight) - count for weight, count in zip(part, now, strict=True)]
+        if not sum(now) <= total <= sum(now) + sum(capacity):
             return [Pool(part, total)]  # which cannot be done, and the check of it says so
-        more = shared_out(total - sum(now), now if among is None else among, room)
+        more = shared_out(total - sum(now), now if among is None else among, capacity)
         return [Pool((w,), count + some) for w, count, some in zip(part, now, more, strict=True)]
 
     def _among(self, edit: Edit, part: Sequence[Weight]) -> Sequence[float] | None:

@@ -53,14 +53,14 @@ def keep_best(keys: Tensor, kept: Sequence[int]) -> Tensor:
     return torch.zeros_like(keys, dtype=torch.bool).scatter_(1, best_first, is_kept)
 
 
-def shares(total: int, room: Sequence[int]) -> list[int]:
-    """Divide a total into integers in proportion to `room`, none above its `room`.
+def shares(total: int, capacity: Sequence[int]) -> list[int]:
+    """Divide a total into integers in proportion to `capacity`, none above its `capacity`.
 
     >>> shares(5, [3, 3, 3]), shares(4, [4, 0, 4])
     ([1, 2, 2], [2, 0, 2])
     """
-    whole = max(1, sum(room))
-    return [after - before for before, after in pairwise(total * r // whole for r in accumulate(room, initial=0))]
+    whole = max(1, sum(capacity))
+    return [after - before for before, after in pairwise(total * r // whole for r in accumulate(capacity, initial=0))]
 
 
 def chosen_by_row(pattern: Pattern, scores: Tensor, alive: Tensor, kept: int) -> Tensor:

@@ -90,13 +90,13 @@ def _windows(matrix: Tensor, alive: Tensor, kept: int, pattern: Pattern) -> tupl
     narrow = pattern.m if isinstance(pattern, NofM) else pattern.width
     at_once = min(COLUMNS, max(LEAST_COLUMNS, matrix.shape[1] // SHARE))
     width = -(-at_once // narrow) * narrow
-    room = _room(matrix, alive, width, pattern)
-    if isinstance(pattern, NofM) and kept == sum(room):
-        width, room = narrow, _room(matrix, alive, narrow, pattern)
-    return width, shares(kept, room)
+    capacity = _capacity(matrix, alive, width, pattern)
+    if isinstance(pattern, NofM) and kept == sum(capacity):
+        width, capacity = narrow, _capacity(matrix, alive, narrow, pattern)
+    return width, shares(kept, capacity)
 
 
-def _room(matrix: Tensor, alive: Tensor, width: int, pattern: Pattern) -> list[int]:
+def _capacity(matrix: Tensor, alive: Tensor, width: int, pattern: Pattern) -> list[int]:
     """Return the most groups that may be live in each window of columns."""
     ones = torch.ones_like(matrix)
     pairs = zip(ones.split(width, 1), alive.split(width, 1), strict=True)  # type: ignore[no-untyped-call]

@@ -83,12 +83,12 @@ def greedy(boxes: np.ndarray, valid: np.ndarray) -> list[bool]:
     """The textbook loop."""
     kept: list[int] = []
     for j in range(len(boxes)):
-        rivals = [
+        overlapping = [
             i
             for i in kept
             if 2 * common(boxes[i], boxes[j]) > area(boxes[i]) + area(boxes[j]) - common(boxes[i], boxes[j])
         ]
-        if valid[j] and not rivals:
+        if valid[j] and not overlapping:
             kept.append(j)
     return [j in kept for j in range(len(boxes))]
 

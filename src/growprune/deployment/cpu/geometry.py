@@ -69,8 +69,8 @@ class Geometry:
 
     def _length(self, size: int, axis: int) -> int:
         kernel, stride, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
-        room = size + 2 * padding - self.dilation[axis] * (kernel - 1) - 1
-        if not self.ceil_mode or room < 0:
-            return room // stride + 1
-        length = -(-room // stride) + 1
+        span = size + 2 * padding - self.dilation[axis] * (kernel - 1) - 1
+        if not self.ceil_mode or span < 0:
+            return span // stride + 1
+        length = -(-span // stride) + 1
         return length - ((length - 1) * stride >= size + padding)  # a window must begin inside, as torch has it

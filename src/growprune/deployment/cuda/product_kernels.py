@@ -10,7 +10,7 @@ and all loads of a unit are 8 or 16 bytes. Loads are written before what uses th
 before. The assembler may move them down again to save registers, for more threads; a barrier prevents it (PINNED).
 x is read through the first-level cache, in which it stays: weights are marked to be evicted first.
 For batches, x is (columns, batch), so that one load brings up to eight inputs. With more samples, or columns, than that
-cache has room for, all programs of a part come before those of the next.
+cache can hold, all programs of a part come before those of the next.
 
 `_bitmask_kernel`: a program makes dense tiles of a few rows, and multiplies them with x on the tensor cores.
 

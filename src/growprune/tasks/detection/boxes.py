@@ -163,10 +163,10 @@ def _suppress(boxes: Tensor, valid: Tensor) -> Tensor:
     A box stays unless one that stays, and comes before it, overlaps it. Applied again and again, this settles the
     boxes from the first to the last, and so ends at the one solution; in practice after a few rounds.
     """
-    rivals = (iou(boxes, boxes) > NMS_IOU).triu(1)  # (N, K, K): the row comes before the column
+    overlapping = (iou(boxes, boxes) > NMS_IOU).triu(1)  # (N, K, K): the row comes before the column
     kept = valid
     while True:
-        stay = valid & ~(rivals & kept.unsqueeze(2)).any(1)
+        stay = valid & ~(overlapping & kept.unsqueeze(2)).any(1)
         if torch.equal(stay, kept):
             return kept
         kept = stay

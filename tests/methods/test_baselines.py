@@ -1,4 +1,4 @@
-"""The rivals of grow-and-prune, each against its paper's formula worked out by hand on a few numbers."""
+"""The baselines of grow-and-prune, each against its paper's formula worked out by hand on a few numbers."""
 
 from __future__ import annotations
 

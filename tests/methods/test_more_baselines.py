@@ -1,4 +1,4 @@
-"""More rivals of grow-and-prune (see test_rivals.py), each against its paper's formula worked out by hand."""
+"""More baselines of grow-and-prune (see test_baselines.py), each against its paper's formula worked out by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from few_weights import Eight, alive, pass_one, still
 from plan_cases import all_of, check_same_bits, loss_of, sgd, small_net, train_step
-from test_rivals import ALL, S, counts, layers
+from test_baselines import ALL, S, counts, layers
 from torch import nn
 
 from growprune.errors import GrowpruneError
@@ -238,7 +238,7 @@ def test_where_erk_has_made_a_layer_give_one_growth_to_the_same_sparsity_takes_n
     sparse = SparseModel(model, sparsity=0.2647, allocation="erk")
     whole = Partition.contiguous(model, 1).whole
     sparse.prune(to=0.25)
-    sparse.apply(prune(whole, to=0.2647), grow(whole, to=0.2647))  # ERK says 13, 13, 13, 11 (see test_rivals.py)
+    sparse.apply(prune(whole, to=0.2647), grow(whole, to=0.2647))  # ERK says 13, 13, 13, 11 (see test_baselines.py)
     assert counts(sparse) == [14, 13, 13, 10]
     sparse.apply(prune(whole, share=0.1), grow(whole, to=0.2647))  # one of each goes, and as many come
     assert counts(sparse) == [13, 13, 13, 11]
