@@ -133,7 +133,8 @@ def _plan_content(estimate: Estimate, name: str, claim: str) -> dict[str, Any]:
             "training_flops": estimate.training_flops,
             "dense_forward_flops": estimate.dense_flops,
             "final_forward_flops": estimate.costs[-1].forward_flops,
-            "bytes": estimate.memory,
+            "bytes": estimate.memory.per_rank(),
+            "bytes_per_rank": {str(ranks): estimate.memory.per_rank(ranks) for ranks in _ranks(estimate)},
         },
     }
 
@@ -159,9 +160,10 @@ def _show_plan(estimate: Estimate, claim: str, *, every: bool) -> None:
         f"{estimate.epochs:g} epochs in total{share}. Peak density {estimate.peak_density:.3f}. "
         f"Inference at {about}{inference:.3f} of the dense FLOPs."
     )
+    each = ", ".join(f"{size(estimate.memory.per_rank(r))} on each of {r} ranks" for r in _ranks(estimate))
     out().print(
-        f"Peak training memory {about}{size(estimate.memory)} without activations: values, gradients, optimizer state, "
-        f"masks.",
+        f"Peak training memory {about}{size(estimate.memory.per_rank())} without activations: values, gradients, "
+        f"optimizer state, masks" + (f"; with shard=fsdp, {each}." if each else "."),
         highlight=False,
     )
 
@@ -171,6 +173,11 @@ def _with_costs(rows: Iterable[Row], estimate: Estimate) -> Iterator[tuple[Row, 
     costs = iter(estimate.costs)
     for row in rows:
         yield row, [next(costs) for _ in row.phases]
+
+
+def _ranks(estimate: Estimate) -> tuple[int, ...]:
+    """The numbers of ranks for which to show memory per rank."""
+    return (2, 8, 64) if estimate.can_be_sharded else ()
 
 
 def _cells(row: Row, costs: list[Cost], about: str) -> Iterator[str]:

@@ -32,14 +32,28 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Peak training memory in bytes, without activations and, with compact storage, without one dense layer."""
+
+    shared: int
+    """Values, gradients and optimizer state in float32, which sharding divides among ranks."""
+    masks: int
+    """Bytes that every rank holds."""
+
+    def per_rank(self, ranks: int = 1) -> int:
+        return -(-self.shared // ranks) + self.masks
+
+
+@dataclass(frozen=True)
 class Estimate:
     costs: list[Cost]
     dense_flops: int
     plan: Plan
     is_exact: bool
     """False if densities of layers are known only in training: global allocation, and growth by momentum."""
-    memory: int
-    """Peak training memory in bytes, without activations and, with compact storage, without one dense layer."""
+    memory: Memory
+    can_be_sharded: bool
+    """True if the recipe's storage supports sharding."""
     merged_density: float
     """The peak density where the branches of a fork are combined, before any training; 0 without forks. With global
     allocation all parts are dense there, because they can be pruned only together."""
@@ -87,16 +101,15 @@ def estimate(recipe: Recipe) -> Estimate:
     spreads = {edit.spread for scheduled in schedule for edit in scheduled.phase.edits}
     is_exact = recipe.allocation != "global" and not spreads & {Spread.RANKING, Spread.MOMENTUM}
     memory = _memory(recipe, sparse, max(cost.density for cost in costs))
-    return Estimate(costs, flops.dense, plan, is_exact, memory, merged)
+    return Estimate(costs, flops.dense, plan, is_exact, memory, recipe.storage == "compact", merged)
 
 
-def _memory(recipe: Recipe, sparse: SparseModel, peak_density: float) -> int:
-    """Bytes of values, gradients and optimizer state in float32, and of masks."""
+def _memory(recipe: Recipe, sparse: SparseModel, peak_density: float) -> Memory:
     is_compact, prunable = recipe.storage == "compact", sparse.num_prunable
     others = sum(parameter.numel() for parameter in sparse.model.parameters()) - prunable
     values = others + round(peak_density * prunable if is_compact else prunable)
     bits = -(-prunable // 8) + -(-prunable // 128)  # and how many live before each 1,024th
-    return 4 * (2 + recipe.optimizer.num_states) * values + (bits if is_compact else prunable)
+    return Memory(4 * (2 + recipe.optimizer.num_states) * values, bits if is_compact else prunable)
 
 
 def _alive(sparse: SparseModel, density: Densities) -> float:
