@@ -24,7 +24,7 @@ from growprune.cli import app
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files.convert import convert
-from growprune.files.quantized import SMALLEST_SCALE, dequantize, quantize
+from growprune.files.quantized import SMALLEST_SCALE, dequantize, quantize, rows_of_live
 from growprune.plan import By
 from growprune.sparse.model import SparseModel
 
@@ -174,14 +174,14 @@ def test_the_error_of_any_weight_is_at_most_half_a_scale(
     weight = torch.tensor(numbers, dtype=torch.float64).view(-1, columns).to(dtype)
     mask = torch.tensor([i not in dead for i in range(weight.numel())]).view(weight.shape)
     weight = weight * mask
-    values, scales, error = quantize(weight[mask], mask, (len(weight), 1), "weight")
+    values, scales, error = quantize(weight[mask], rows_of_live(mask, (len(weight), 1)), len(weight), "weight")
     found = torch.zeros_like(weight)
-    found[mask] = dequantize(values, scales, mask, dtype)
+    found[mask] = dequantize(values, scales[:, None], mask, dtype)
     assert_close(weight, found, (1,))
     in_float32 = torch.zeros(weight.shape)
-    in_float32[mask] = dequantize(values, scales, mask, torch.float32)
+    in_float32[mask] = dequantize(values, scales[:, None], mask, torch.float32)
     difference = (in_float32.double() - weight.double()).abs()
-    assert bool((difference <= scales.double() / 2 * (1 + 1e-5)).all())
+    assert bool((difference <= scales.double()[:, None] / 2 * (1 + 1e-5)).all())
     assert error <= 1 if weight.any() else error == 0
 
 

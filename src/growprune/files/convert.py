@@ -28,7 +28,7 @@ from growprune.files.manifest import WITH_INT8
 from growprune.files.model_card import write_model_card
 from growprune.files.pretrained import save_pretrained, weights_file
 from growprune.files.quantized import check_values
-from growprune.files.writer import rewrite
+from growprune.files.writer import rewrite_as_int8
 from growprune.masks.bits import pack
 from growprune.masks.layers import first_names, matches
 from growprune.sparse.checks import named_tensors
@@ -195,7 +195,7 @@ def _write(
 def _write_again(source: Path, dest: Path, values: str | None) -> None:
     """Write a sparse file with its settings, which no name says. It was checked when it was read."""
     if values is not None and file.manifest(source)["version"] != WITH_INT8:
-        rewrite(source, dest, values)
+        rewrite_as_int8(source, dest)
         return
     with source.open("rb") as read, replacing(dest) as written:
         shutil.copyfileobj(read, written)

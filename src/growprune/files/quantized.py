@@ -6,6 +6,7 @@ no value, and so stay exact zeros; live weights that round to 0 stay live.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ class Quantized(NamedTuple):
     values: Tensor
     """int8: the live values, in row-major order."""
     scales: Tensor
-    """float32, of the shape of `scale_shape`."""
+    """float32, one per row."""
     error: float
     """The norm of the difference to the values before, relative to their norm."""
 
@@ -51,34 +52,35 @@ def scale_shape(shape: Sequence[int], *, transposed: bool = False, stacked: bool
     return tuple(length if dim in rows else 1 for dim, length in enumerate(shape))
 
 
-def quantize(values: Tensor, mask: Tensor, rows: tuple[int, ...], name: str) -> Quantized:
-    """Round live values to 8 bits.
+def rows_of_live(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the output row of each live weight, for scales of this shape."""
+    return torch.arange(math.prod(shape), device=mask.device).view(shape).expand(mask.shape).masked_select(mask)
+
+
+def quantize(values: Tensor, row: Tensor, num_rows: int, name: str) -> Quantized:
+    """Round live values to 8 bits. In 16 bits, rounding what was rounded before changes nothing.
 
     Args:
-        values: the live values, in row-major order.
-        mask: the mask, of the parameter's shape.
-        rows: the shape of the scales.
+        values: the live values.
+        row: the output row of each.
         name: the parameter, for errors.
 
     Examples:
-        >>> mask = torch.tensor([[True, False], [True, True]])
-        >>> found = quantize(torch.tensor([1.27, -2.0, 254.0]), mask, (2, 1), "weight")
-        >>> found.values.tolist(), [round(scale, 4) for scale in found.scales.view(-1).tolist()]
+        >>> found = quantize(torch.tensor([1.27, -2.0, 254.0]), torch.tensor([0, 1, 1]), 2, "weight")
+        >>> found.values.tolist(), [round(scale, 4) for scale in found.scales.tolist()]
         ([127, -1, 127], [0.01, 2.0])
     """
     if values.dtype not in QUANTIZABLE:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in QUANTIZABLE)
         raise GrowpruneError(f"{name} has dtype {values.dtype}, int8 values are for {allowed}: save it as it is")
     exact = values.double() if values.dtype == torch.float64 else values.float()
-    number = torch.arange(torch.Size(rows).numel(), device=values.device).view(rows)
-    row = number.expand(mask.shape).masked_select(mask)
-    largest = exact.new_zeros(number.numel()).scatter_reduce_(0, row, exact.abs(), "amax")
+    largest = exact.new_zeros(num_rows).scatter_reduce_(0, row, exact.abs(), "amax")
     scales = (largest / LARGEST).float().clamp_(min=SMALLEST_SCALE)
     small = (exact / scales[row]).round_().clamp_(-LARGEST, LARGEST)
     error = _relative_error(small.float() * scales[row], exact)
     if not error < float("inf"):  # a NaN neither
         raise GrowpruneError(f"{name} has values that are not finite, or too large for int8 with float32 scales")
-    return Quantized(small.to(torch.int8), scales.view(rows), error)
+    return Quantized(small.to(torch.int8), scales, error)
 
 
 def _relative_error(found: Tensor, exact: Tensor) -> float:

@@ -43,16 +43,24 @@ def save(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | Non
     write_file(sparse, path, values=values)
 
 
-def write_file(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | None = None) -> None:
-    """Write a sparse model to a file as `save` does, without the warning about an unfinished plan."""
+def write_file(
+    sparse: SparseModel, path: str | os.PathLike[str], *, values: str | None = None, only: Collection[str] | None = None
+) -> None:
+    """Write a sparse model to a file as `save` does, without the warning about an unfinished plan.
+
+    Args:
+        only: the parameters that `values` is for; by default all that are prunable.
+    """
     check_values(values)
+    prunable = {weight.parameter for weight in sparse.weights} if only is None else only
+    int8 = prunable if values is not None else ()
     warn_of_unsaved(sparse.model)
     own = internals(sparse)
     own.notice_shards()
     if own.ranks is None:
-        write(sparse, Path(path), values)
+        write(sparse, Path(path), int8)
     else:
-        write_sharded(sparse, Path(path), own.ranks, values)
+        write_sharded(sparse, Path(path), own.ranks, int8)
 
 
 def load(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -25,7 +25,7 @@ from growprune.files.manifest import (
     digest,
     write_metadata,
 )
-from growprune.files.quantized import INT8, quantize
+from growprune.files.quantized import quantize, rows_of_live
 from growprune.files.reader import open_sparse
 from growprune.masks.bits import whole
 from growprune.masks.encoding import encode_mask
@@ -45,17 +45,17 @@ MISSED = 0.01
 NO_DIGEST = Digest("", 0)
 
 
-def write(sparse: SparseModel, path: Path, how: str | None = None) -> None:
+def write(sparse: SparseModel, path: Path, int8: Collection[str] = ()) -> None:
     """Write the file of an unsharded model. Tensors that are not prunable are not copied.
 
     Args:
-        how: how values are stored; see `save`.
+        int8: the prunable parameters whose values are stored in 8 bits.
     """
-    _write_all(path, _each_stored(sparse, how), lambda entries: _describe(sparse, entries))
+    _write_all(path, _each_stored(sparse, int8), lambda entries: _describe(sparse, entries))
 
 
-def rewrite(source: Path, path: Path, how: str | None) -> None:
-    """Write a sparse file again, with values that are stored in another way."""
+def rewrite_as_int8(source: Path, path: Path) -> None:
+    """Write a sparse file again, with the values of all prunable parameters in 8 bits."""
     with open_sparse(source) as file:
         about = file.manifest["tensors"]
 
@@ -64,7 +64,7 @@ def rewrite(source: Path, path: Path, how: str | None) -> None:
                 if entry.weights:
                     (values, _), mask = file.live(entry), file.mask(entry)
                     bare = Entry(name, entry.shape, entry.dtype, NO_DIGEST, entry.weights, about[name]["target"])
-                    yield _encoded(bare, values, mask, file.pattern, how)
+                    yield _encoded(bare, values, mask, file.pattern, is_int8=True)
                 else:
                     yield entry, {name: file.values(entry)}
 
@@ -90,17 +90,17 @@ def _write_all(
         _check_written(file, entries)
 
 
-def write_sharded(sparse: SparseModel, path: Path, ranks: Ranks, how: str | None = None) -> None:
+def write_sharded(sparse: SparseModel, path: Path, ranks: Ranks, int8: Collection[str] = ()) -> None:
     """Write the file of a sharded model from its first rank, one tensor at a time. All ranks must call it.
 
     Tensors are gathered twice: for their checksums, which come first in the file, and to write them.
     """
     entries: list[Entry] = []
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for entry, parts in _each_stored(sparse, how):
+    for entry, parts in _each_stored(sparse, int8):
         entries.append(entry)
         shapes |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts.items()}
-    walk = _each_stored(sparse, how)
+    walk = _each_stored(sparse, int8)
     failed: OSError | None = None
     if ranks.is_first:
         try:
@@ -135,7 +135,7 @@ def _check_written(file: BinaryIO, entries: list[Entry]) -> None:
     assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, f"{file.name} was written wrongly"
 
 
-def _each_stored(sparse: SparseModel, how: str | None) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
+def _each_stored(sparse: SparseModel, int8: Collection[str]) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
     """Yield each tensor of the model: its entry, and the tensors stored in the file. All ranks iterate together."""
     internals(sparse).check()
     check_blocks(internals(sparse).pattern)
@@ -145,14 +145,14 @@ def _each_stored(sparse: SparseModel, how: str | None) -> Iterator[tuple[Entry, 
         if tensor.dtype not in DTYPES:
             raise GrowpruneError(f"{name} has dtype {tensor.dtype}, which a file cannot store: convert it first")
         if any(weight.parameter == name for weight in sparse.weights):
-            yield _stored_parameter(sparse, name, tensor, aims, how)
+            yield _stored_parameter(sparse, name, tensor, aims, is_int8=name in int8)
         else:
             tensor = whole(tensor)
             yield Entry(name, tuple(tensor.shape), tensor.dtype, digest(tensor)), {name: tensor}
 
 
 def _stored_parameter(
-    sparse: SparseModel, name: str, parameter: Tensor, aims: Mapping[str, float | None], how: str | None
+    sparse: SparseModel, name: str, parameter: Tensor, aims: Mapping[str, float | None], *, is_int8: bool
 ) -> tuple[Entry, dict[str, Tensor]]:
     weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
     mask = internals(sparse).stored[name].mask()
@@ -160,18 +160,19 @@ def _stored_parameter(
     aim = [aims[weight.name] for weight in weights]
     target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
     bare = Entry(name, tuple(mask.shape), parameter.dtype, NO_DIGEST, weights, target)
-    return _encoded(bare, values, mask, internals(sparse).pattern, how)
+    return _encoded(bare, values, mask, internals(sparse).pattern, is_int8=is_int8)
 
 
 def _encoded(
-    bare: Entry, values: Tensor, mask: Tensor, pattern: Pattern, how: str | None
+    bare: Entry, values: Tensor, mask: Tensor, pattern: Pattern, *, is_int8: bool
 ) -> tuple[Entry, dict[str, Tensor]]:
     """Return the complete entry of a prunable parameter, and its tensors in the file."""
     name, parts = bare.name, {}
     entry = replace(bare, nnz=values.numel())
-    if how == INT8:
-        values, scales, error = quantize(values, mask, entry.scale_shape, name)
-        entry, parts = replace(entry, scales=digest(scales), error=error), {f"{name}.scales": scales}
+    if is_int8:
+        shape = entry.scale_shape
+        values, scales, error = quantize(values, rows_of_live(mask, shape), math.prod(shape), name)
+        entry, parts = replace(entry, scales=digest(scales), error=error), {f"{name}.scales": scales.view(shape)}
     value_bytes = entry.num_value_bytes
     bits, gaps = encode_mask(mask, entry.weights, pattern, entry.dtype.itemsize, name, value_bytes=value_bytes)
     in_file = bits if gaps is None else gaps
