@@ -233,11 +233,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from growprune.deployment.cuda.product_kernels import _lanes_kernel as kernel
 
-for has_offsets in (True, False):
+for values in ("*bf16", "*i8"):
+  for has_offsets in (True, False):
     for batch in (1, 8):
         sizes = dict(BATCH=batch, OFFSETS=has_offsets, LANES=16, WIDTH=32, ROWS=4, STEPS=2, AHEAD=True, PINNED=False)
-        types = dict(x="*bf16", index="*i64", bases="*i64", values="*bf16", out="*bf16")
-        types |= dict(unit_starts="*i32", slab_starts="*i32", order="*i32")
+        types = dict(x="*bf16", index="*i64", bases="*i64", values=values, out="*bf16")
+        types |= dict(unit_starts="*i32", slab_starts="*i32", order="*i32", scales="*fp32")
         types |= dict.fromkeys(("num_rows", "num_columns", "batch", "split_units"), "i32")
         names = kernel.arg_names
         source = ASTSource(
@@ -259,9 +260,11 @@ def test_for_hopper_loads_are_wide_and_threads_do_not_wait_for_one_another(tmp_p
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     run = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, check=True)
     found = [[int(n) for n in line.split()] for line in run.stdout.splitlines()]
-    assert [barriers for barriers, _, _ in found] == [1, 1, 1, 1]  # one, at the end, for the sums
-    assert [pairs for _, pairs, _ in found] == [8, 8, 8, 8]  # two steps now and two ahead: values, and bases or columns
-    assert [fours for _, _, fours in found] == [0, 16, 0, 16]  # eight samples of a column
+    assert [barriers for barriers, _, _ in found] == [1] * 8  # one, at the end, for the sums
+    pairs = [pairs for _, pairs, _ in found]
+    assert pairs[:4] == [8, 8, 8, 8]  # two steps now and two ahead: values, and bases or columns
+    assert pairs[4:] == [4, 4, 4, 4]  # eight int8 values are a single word
+    assert [fours for _, _, fours in found] == [0, 16, 0, 16] * 2  # eight samples of a column
 
 
 @pytest.mark.gpu

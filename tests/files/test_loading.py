@@ -128,8 +128,8 @@ def test_a_file_cut_short_anywhere_is_refused(old: Path) -> None:
 
 TAMPERED = {
     "a version from the future": (
-        lambda tensors, about, manifest: about.update(version="4"),
-        "has version '4' of the format, this growprune reads '2', '3': update growprune",
+        lambda tensors, about, manifest: about.update(version="5"),
+        "has version '5' of the format, this growprune reads '2', '3', '4': update growprune",
     ),
     "version 3 without gaps": (
         lambda tensors, about, manifest: about.update(version="3"),

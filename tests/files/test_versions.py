@@ -31,7 +31,7 @@ READERS: list[Callable[[Path], Any]] = [file.read, file.manifest, file.contents,
     ("version", "said"),
     [
         ("1", "which was never released and is no longer read: save it again"),
-        ("4", "this growprune reads '2', '3': update growprune"),
+        ("5", "this growprune reads '2', '3', '4': update growprune"),
     ],
 )
 def test_a_version_that_is_not_read_is_named_with_what_to_do(saved: Path, version: str, said: str) -> None:

@@ -564,6 +564,18 @@ def test_masks_may_be_sharded_too(on_two: Run, tmp_path: Path) -> None:
         assert gathered < 2 * layers  # what the forward pass gathered last serves the backward pass first
 
 
+def saved_as_int8(mesh: DeviceMesh, folder: str) -> None:
+    for name, where in ({"sharded": mesh} | ({"whole": None} if mesh.get_rank() == 0 else {})).items():
+        torch.manual_seed(5)
+        gp.save(gp.sparse_init(Transformer, sparsity=0.8, mesh=where), f"{folder}/{name}", values="int8")
+
+
+def test_a_sharded_model_is_saved_with_int8_values(on_two: Run, tmp_path: Path) -> None:
+    on_two(saved_as_int8, str(tmp_path))
+    assert gp.manifest(tmp_path / "sharded")["version"] == "4"
+    assert (tmp_path / "sharded").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
 # Mistakes
 
 

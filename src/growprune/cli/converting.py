@@ -32,6 +32,9 @@ def convert(
         str, typer.Option(metavar="FUNCTION", help="path.py:function or module:function that builds the model.")
     ] = "",
     example_shape: ExampleShape = "",
+    values: Annotated[
+        str, typer.Option(help="int8: store the weights of a sparse file in 8 bits. Default: as they are.")
+    ] = "",
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite DEST. If it is a link, overwrite its target.")
     ] = False,
@@ -48,7 +51,8 @@ def convert(
     built, example = _build(model) if model else (None, None)
     if (shape := parse_shape(example_shape)) is not None:
         example = example_of(shape)
-    done = convert(source, dest, to=to or None, model=built, example=example, force=force)
+    options: Any = {"to": to or None, "values": values or None}
+    done = convert(source, dest, model=built, example=example, force=force, **options)
     print_json(_content(done)) if as_json else _show(done)
 
 

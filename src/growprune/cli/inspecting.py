@@ -132,6 +132,7 @@ def _print_file(path: Path, about: dict[str, Any], tensors: Sequence[StoredTenso
     """Print the manifest as JSON, with sparsity, bytes and digest of each tensor."""
     for tensor in tensors:
         looked_at = {"sparsity": tensor.sparsity, "bytes": tensor.num_bytes, "digest": tensor.state}
+        looked_at["bytes_per_live"] = tensor.bytes_per_live
         about["tensors"][tensor.name] |= looked_at
     print_json({"kind": "file", "path": str(path), **about})
 
@@ -156,23 +157,39 @@ def _show_file(path: Path, about: dict[str, Any], tensors: Sequence[StoredTensor
 
 def _tensor_table(tensors: Sequence[StoredTensor]) -> Table:
     """One row per prunable tensor, and one row for all others."""
-    table = new_table("layer", "shape", "live", "sparsity", "bytes", "digest", text="layer")
+    has_errors = any(tensor.error is not None for tensor in tensors)
+    names = (
+        "layer",
+        "shape",
+        "live",
+        "sparsity",
+        "bytes",
+        "per live",
+        *(["int8 error"] if has_errors else []),
+        "digest",
+    )
+    table = new_table(*names, text="layer")
+
+    def add(first: str, some: Sequence[StoredTensor], shape: str = "", sparsity: str = "") -> None:
+        alive, num_bytes = sum(tensor.alive for tensor in some), sum(tensor.num_bytes for tensor in some)
+        sizes = (size(num_bytes), f"{num_bytes / alive:.2f}" if alive else "")
+        errors = [_largest_error(some)] if has_errors else []
+        table.add_row(first, shape, f"{alive:,}", sparsity, *sizes, *errors, _state(some))
+
     layers = [tensor for tensor in tensors if tensor.is_prunable]
     others = [tensor for tensor in tensors if not tensor.is_prunable]
     for layer in layers:
-        shape = "x".join(map(str, layer.shape))
-        table.add_row(layer.name, shape, f"{layer.alive:,}", f"{layer.sparsity:.4f}", _bytes([layer]), _state([layer]))
+        add(layer.name, [layer], "x".join(map(str, layer.shape)), f"{layer.sparsity:.4f}")
     if others:
-        alive = sum(tensor.alive for tensor in others)
-        table.add_row(f"{len(others)} dense tensors", "", f"{alive:,}", "", _bytes(others), _state(others))
+        add(f"{len(others)} dense tensors", others)
     table.add_section()
-    alive = sum(tensor.alive for tensor in tensors)
-    table.add_row("all", "", f"{alive:,}", "", _bytes(tensors), _state(tensors))
+    add("all", tensors)
     return table
 
 
-def _bytes(tensors: Sequence[StoredTensor]) -> str:
-    return size(sum(tensor.num_bytes for tensor in tensors))
+def _largest_error(tensors: Sequence[StoredTensor]) -> str:
+    errors = [tensor.error for tensor in tensors if tensor.error is not None]
+    return f"{max(errors):.2%}" if errors else ""
 
 
 def _state(tensors: Sequence[StoredTensor]) -> str:

@@ -31,6 +31,7 @@ from growprune.deployment.parts import Part, deploy_parts
 from growprune.deployment.skeleton import Skeleton, blank_copy, empty, fill_in, module_of, skeleton_of
 from growprune.errors import GrowpruneError, warn
 from growprune.files import sparse_file as file
+from growprune.files.quantized import check_values
 from growprune.files.writer import warn_of_unfinished
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
@@ -53,6 +54,7 @@ def deploy(
     device: str | torch.device = "cpu",
     seconds: float = SECONDS,
     whole: bool = True,
+    values: str | None = None,
 ) -> Deployed:
     """Make a trained sparse model run on sparse kernels. The model itself is not changed.
 
@@ -71,6 +73,8 @@ def deploy(
             the kernels are compiled on top of it.
         whole: False swaps only single layers, and takes any shape: for models that are used by other methods
             than their forward, as in decoding. Use the `module` of what is returned.
+        values: on a GPU, "int8" keeps the weights of sparse linear layers in 8 bits with one scale per output row. The
+            `table` shows the error. By default they are in the model's own dtype.
 
     Examples:
         >>> sparse = SparseModel(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), sparsity=0.9)
@@ -81,10 +85,13 @@ def deploy(
         True
     """
     where, given = checked_device(device), Example.of(example)
+    check_values(values)
+    if values is not None and where.type == "cpu":
+        raise GrowpruneError(f"values={values!r} needs device='cuda': the CPU kernels only support float32")
     found = _model(model, into)
     warn_of_unfinished(found, "deployed")
     if where.type == "cuda":
-        return deploy_on_gpu(found, given, device=where, seconds=seconds, known={})
+        return deploy_on_gpu(found, given, device=where, seconds=seconds, known={}, values=values)
     if elsewhere := [tensor.device for tensor in module_of(found).parameters() if tensor.device.type != "cpu"]:
         raise GrowpruneError(
             f"device is 'cpu', but the model is on {elsewhere[0]}: call model.cpu() first, or give device='cuda'"
@@ -151,7 +158,8 @@ def load_deployed(
         table = read_table(about, is_gpu=device.type == "cuda")
         given = read_example(about["example"]) if example is None else Example.of(example)
         is_same, in_torch = about["machine"] == machine(device) and example is None, about["runs"] == "torch"
-        whole = bool(about["is_whole"])
+        whole, values = bool(about["is_whole"]), about.get("values")
+        check_values(values)
         if is_same and any(row.tile is not None and row.tile.threads > torch.get_num_threads() for row in table):
             raise ValueError("a layer has more threads than the machine it was measured on")
     except UNREADABLE as error:
@@ -159,7 +167,7 @@ def load_deployed(
     options: Any = {"seconds": 0 if is_same else seconds, "known": {row.layer: row for row in table} if is_same else {}}
     with contextlib.nullcontext() if example is not None else _blaming(folder / ABOUT):
         if device.type == "cuda":
-            deployed = deploy_on_gpu(sparse, given, device=device, **options)
+            deployed = deploy_on_gpu(sparse, given, device=device, values=values, **options)
         else:
             deployed = _deploy_on_cpu(sparse, given, whole=whole, **options)
     if is_same:
@@ -222,9 +230,10 @@ def deploy_on_gpu(
     device: torch.device,
     seconds: float,
     known: Mapping[str, Row],
+    values: str | None = None,
 ) -> Deployed:
     """The same for a GPU, layer by layer. (What a whole model takes there depends on whether it is `graphed`.)"""
-    swapped = deploy_linears(model, example, device=device, seconds=seconds, known=known)
+    swapped = deploy_linears(model, example, device=device, seconds=seconds, known=known, values=values)
     if not swapped.rows:
         warn("the model has no sparse linear layers: it stays in torch as it is")
     table = Table(tuple(swapped.rows), in_torch=tuple(swapped.in_torch) if swapped.rows else ("the whole model",))

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from growprune.deployment import deployed_folder
 from growprune.deployment.example import Example, first_line
-from growprune.deployment.layer_table import Row, Table
+from growprune.deployment.layer_table import GpuRow, Row, Table
 from growprune.deployment.skeleton import Skeleton, fill_in
 from growprune.errors import GrowpruneError
+from growprune.files.quantized import INT8
 
 DEPLOY_AGAIN = "change the original model and deploy it again, with device='cpu' or 'cuda'"
 
@@ -150,6 +151,9 @@ class Deployed(nn.Module):
         self.module = self._skeleton.module
         self._swapped = Swapped(self.module, self._swapped.rows)
 
+    def _int8_weights(self) -> list[str]:
+        return [f"{row.layer}.weight" for row in self.table if isinstance(row, GpuRow) and row.error is not None]
+
     def save(self, folder: str | os.PathLike[str], *, origin: Mapping[str, Any] | None = None) -> None:
         """Write a folder that `load_deployed` reads: the weights as a sparse file, the table and choices as JSON.
 
@@ -160,13 +164,15 @@ class Deployed(nn.Module):
         self._swapped.put(deployed=False)
         is_sparse = bool(self._skeleton.matrices or self._swapped.rows)  # though it may run dense
         try:
-            deployed_folder.save_weights(Path(folder), self._skeleton, self._settings, is_sparse=is_sparse)
+            options: Any = {"is_sparse": is_sparse, "int8": self._int8_weights()}
+            deployed_folder.save_weights(Path(folder), self._skeleton, self._settings, **options)
         finally:
             self._swapped.put(deployed=True)
         about = {
             "device": self.device.type,
             "machine": deployed_folder.machine(self.device),
             "is_whole": self._whole,
+            "values": INT8 if self._int8_weights() else None,
             "runs": "torch" if self.is_in_torch else "deployed",
             "example": [deployed_folder.encoded(part) for part in (self._example.args, self._example.kwargs)],
             "origin": dict(origin or {}),

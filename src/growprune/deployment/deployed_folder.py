@@ -30,6 +30,8 @@ from growprune.deployment.skeleton import Skeleton, fill_in
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files.atomic import replacing
+from growprune.files.quantized import INT8
+from growprune.files.writer import warn_of_unfinished
 from growprune.masks.zeros import masks_of_zeros
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
@@ -48,15 +50,22 @@ CHOICES = ("sparse", "dense", "torch")
 # Writing
 
 
-def save_weights(folder: Path, skeleton: Skeleton, settings: Mapping[str, Any], *, is_sparse: bool) -> None:
-    """Begin the folder. Until `save_about` ends it, it is known to be incomplete."""
+def save_weights(
+    folder: Path, skeleton: Skeleton, settings: Mapping[str, Any], *, is_sparse: bool, int8: Sequence[str] = ()
+) -> None:
+    """Begin the folder. Until `save_about` ends it, it is known to be incomplete.
+
+    Args:
+        int8: the parameters whose values are int8, and stay so in the file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ABOUT).unlink(missing_ok=True)
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in skeleton.module.parameters()}
     bare = Skeleton(copy.deepcopy(skeleton.module, memo), skeleton.matrices, skeleton.transposed)
     fill_in(bare)
     sparse = _of_zeros(bare.module, settings) if is_sparse else SparseModel(bare.module, sparsity=0.0)
-    file.save(sparse, folder / WEIGHTS)
+    warn_of_unfinished(sparse)
+    file.write_file(sparse, folder / WEIGHTS, values=INT8 if int8 else None, only=int8)
 
 
 def _of_zeros(module: nn.Module, settings: Mapping[str, Any]) -> SparseModel:
@@ -146,7 +155,8 @@ def _gpu_row(row: Mapping[str, Any]) -> GpuRow:
         raise ValueError(f"a format is {str(row['format'])[:20]}")
     tile = BitmaskTile if row["format"] == "bitmask" else LaneTile
     tiles = {_whole(int(batch), 1, MAX_TILE): _gpu_tile(tile, about) for batch, about in row["tiles"].items()}
-    return GpuRow(**vars(_row(row, (*CHOICES, "2:4"))), format=row["format"], tiles=tiles)
+    error = None if row.get("error") is None else _number(row["error"], 1, "error")
+    return GpuRow(**vars(_row(row, (*CHOICES, "2:4"))), format=row["format"], tiles=tiles, error=error)
 
 
 def _gpu_tile(kind: type[LaneTile] | type[BitmaskTile], about: Mapping[str, Any]) -> LaneTile | BitmaskTile:

@@ -35,6 +35,8 @@ class GpuRow(Row):
     """"offsets", "columns", "bitmask", "2:4" or "dense"."""
     tiles: Mapping[int, GpuTile] = field(default_factory=dict)
     """By the largest batch it is for, how programs divide the work."""
+    error: float | None = None
+    """What rounding the weights to int8 changed, relative to their norm; None if they are as they were."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class Table(Sequence[Row]):
         for row in self.rows:
             times = ["-" if ms is None else f"{ms:.3f}" for ms in (row.dense_ms, row.sparse_ms)]
             lines.append([row.layer, row.shape, f"{row.sparsity:.4f}", *times, row.choice])
+        errors = [getattr(row, "error", None) for row in self.rows]
+        if any(error is not None for error in errors):
+            shown_errors = ["" if error is None else f"{error:.2%}" for error in errors]
+            lines = [[*line, error] for line, error in zip(lines, ["int8 error", *shown_errors], strict=True)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         shown = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         if self.deployed_ms is not None and self.torch_ms is not None:

@@ -24,8 +24,11 @@ from growprune.files.atomic import replacing
 from growprune.files.exporters import to_dense, to_onnx, to_openvino, write_dense
 from growprune.files.importers import Imported, read
 from growprune.files.importers.imported import bare_model
+from growprune.files.manifest import WITH_INT8
 from growprune.files.model_card import write_model_card
 from growprune.files.pretrained import save_pretrained, weights_file
+from growprune.files.quantized import check_values
+from growprune.files.writer import rewrite_as_int8
 from growprune.masks.bits import pack
 from growprune.masks.layers import first_names, matches
 from growprune.sparse.checks import named_tensors
@@ -80,6 +83,7 @@ def convert(
     to: str | None = None,
     model: nn.Module | None = None,
     example: Any = None,
+    values: str | None = None,
     force: bool = False,
 ) -> Converted:
     """Write the weights of a source in another format, completely or not at all.
@@ -89,16 +93,20 @@ def convert(
         to: one of FORMATS; by default chosen by the name of `dest`. A .safetensors is sparse, unless the source is.
         model: the model of the weights, needed for ONNX and OpenVINO. It also defines which weights are prunable.
         example: an input of the model, for ONNX and OpenVINO.
+        values: for a sparse file, "int8" stores weights in 8 bits; see `growprune.save`. By default as they are.
         force: allow `dest` to be replaced; if it is a link, its target.
     """
     source, dest = Path(source), Path(dest)
     found = read(source)
     to = to or target_by_name(dest, found.format)
+    check_values(values)
+    if values is not None and to != "sparse":
+        raise GrowpruneError(f"values={values!r} is for sparse files, but the destination is {to}: use --to sparse")
     _check(source, dest, to, model, example, force)
     before, notes, sparsity = num_bytes(source), _notes(found, source, to, model), found.sparsity
     alive = {name: (tuple(mask.shape), int(mask.count_nonzero())) for name, mask in sorted(found.masks.items())}
     dest.parent.mkdir(parents=True, exist_ok=True)
-    _write(found, source, dest, to, model, example)
+    _write(found, source, dest, to, model, example, values)
     return Converted(
         source=source,
         dest=dest,
@@ -160,17 +168,18 @@ def _check(source: Path, dest: Path, to: str, model: nn.Module | None, example: 
 _MODELS = ("model.safetensors", "config.json", "growprune.json", "model.safetensors.index.json")
 
 
-def _write(found: Imported, source: Path, dest: Path, to: str, model: nn.Module | None, example: Any) -> None:
+def _write(
+    found: Imported, source: Path, dest: Path, to: str, model: nn.Module | None, example: Any, values: str | None
+) -> None:
     if to == "sparse" and found.format == "growprune" and model is None:
-        with weights_file(source).open("rb") as read, replacing(dest) as written:
-            shutil.copyfileobj(read, written)  # it was checked when it was read, and has settings that no name says
+        _write_again(weights_file(source), dest, values)
         return
     if to == "dense" and model is None:
         write_dense(found.tensors, found.aliases, dest)
         return
     sparse = _sparse_model(found, source, model)
     if to == "sparse":
-        file.save(sparse, dest)
+        file.save(sparse, dest, values=values)
     elif to == "dense":
         to_dense(sparse, dest)
     elif to == "hf":
@@ -179,6 +188,15 @@ def _write(found: Imported, source: Path, dest: Path, to: str, model: nn.Module 
         to_onnx(sparse, dest, example)
     else:
         to_openvino(sparse, dest, example)
+
+
+def _write_again(source: Path, dest: Path, values: str | None) -> None:
+    """Write a sparse file with its settings, which no name says. It was checked when it was read."""
+    if values is not None and file.manifest(source)["version"] != WITH_INT8:
+        rewrite_as_int8(source, dest)
+        return
+    with source.open("rb") as read, replacing(dest) as written:
+        shutil.copyfileobj(read, written)
 
 
 def _sparse_model(found: Imported, source: Path, model: nn.Module | None) -> SparseModel:

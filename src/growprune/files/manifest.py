@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError
+from growprune.files.quantized import QUANTIZABLE, scale_shape
 from growprune.masks.encoding import MAX_EXPANSION, num_outside
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern
 
 FORMAT = "growprune"
-BITS_ONLY, WITH_GAPS = "2", "3"
-VERSIONS = (BITS_ONLY, WITH_GAPS)
+BITS_ONLY, WITH_GAPS, WITH_INT8 = "2", "3", "4"
+VERSIONS = {BITS_ONLY: "masks without gaps", WITH_GAPS: "gap-encoded masks", WITH_INT8: "int8 values"}
+"""What each version is for."""
 
 DTYPES = {
     torch.float64: "F64",
@@ -76,6 +78,10 @@ class Entry:
     """The checksums of the mask, for a prunable parameter."""
     gaps: Gaps | None = None
     """The gaps, if the mask is stored as gaps."""
+    scales: Digest | None = None
+    """The checksums of the scales, if the values are int8."""
+    error: float = 0.0
+    """The error of int8 values, relative to the norm of the values."""
 
     @property
     def numel(self) -> int:
@@ -84,6 +90,25 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the values in the file."""
+        return self.dtype if self.scales is None else torch.int8
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        return scale_shape(self.shape, transposed=self.weights[0].transposed, stacked=self.is_stacked)
+
+    @property
+    def num_value_bytes(self) -> int:
+        """The bytes of values and scales in the file."""
+        alive = self.nnz if self.weights else self.numel
+        return alive * self.stored_dtype.itemsize + (0 if self.scales is None else 4 * math.prod(self.scale_shape))
+
+    @property
+    def is_stacked(self) -> bool:
+        return bool(self.weights) and len(self.weights[0].shape) < len(self.shape)
 
     @property
     def num_outside(self) -> int:
@@ -104,12 +129,14 @@ class Entry:
         if self.mask is not None:
             about["matrices"] = [list(weight.rows or (0, self.shape[0])) for weight in self.weights]
             about["transposed"] = self.weights[0].transposed
-            if len(self.weights[0].shape) < len(self.shape):
+            if self.is_stacked:
                 about["stacked"] = True
             about |= {"target": self.target, "nnz": self.nnz}
             about |= {"mask_sha256": self.mask.sha256, "mask_crc32": self.mask.crc32}
             if self.gaps is not None:
                 about["gaps"] = [GAP_DTYPES[self.gaps.dtype], self.gaps.length]
+        if self.scales is not None:
+            about |= {"scales_sha256": self.scales.sha256, "scales_crc32": self.scales.crc32, "error": self.error}
         return about
 
 
@@ -126,7 +153,8 @@ def parse_entry(name: str, about: Mapping[str, Any]) -> Entry:
     weights, nnz = _parse_matrices(name, shape, about), whole(about["nnz"])
     mask = Digest(about["mask_sha256"], whole(about["mask_crc32"]))
     gaps = _parse_gaps(*about["gaps"]) if "gaps" in about else None
-    entry = Entry(name, shape, dtype, values, weights, nnz=nnz, mask=mask, gaps=gaps)
+    scales, error = _parse_scales(name, dtype, about)
+    entry = Entry(name, shape, dtype, values, weights, nnz=nnz, mask=mask, gaps=gaps, scales=scales, error=error)
     if not entry.num_outside <= nnz <= entry.numel:
         raise GrowpruneError(f"{name} has {nnz} live weights of {entry.numel}")
     if gaps is not None:
@@ -138,11 +166,22 @@ def _parse_gaps(dtype: str, length: object) -> Gaps:
     return Gaps({text: dtype for dtype, text in GAP_DTYPES.items()}[dtype], whole(length))
 
 
+def _parse_scales(name: str, dtype: torch.dtype, about: Mapping[str, Any]) -> tuple[Digest | None, float]:
+    if "scales_sha256" not in about:
+        return None, 0.0
+    error = about["error"]
+    if dtype not in QUANTIZABLE or not about["matrices"]:
+        raise GrowpruneError(f"{name} has int8 values for {dtype}")
+    if not isinstance(error, float) or not 0 <= error < math.inf:
+        raise GrowpruneError(f"{name} has an error of {str(error)[:20]}")
+    return Digest(about["scales_sha256"], whole(about["scales_crc32"])), error
+
+
 def _check_gaps(entry: Entry, gaps: Gaps) -> None:
     """Raise if gaps belong to a dense tensor, or if a few of them would need a huge amount of memory."""
     if not entry.is_sparse:
         raise GrowpruneError(f"{entry.name} has gaps, but all of its weights are live")
-    in_file = entry.nnz * entry.dtype.itemsize + gaps.length * gaps.dtype.itemsize
+    in_file = entry.num_value_bytes + gaps.length * gaps.dtype.itemsize
     if entry.num_bytes > MAX_EXPANSION * in_file:
         raise GrowpruneError(
             f"{entry.name} has {in_file} bytes in the file but {entry.num_bytes} when dense, more than "
@@ -223,10 +262,12 @@ def read_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise GrowpruneError("it is not a JSON object")
     if (needed := _version_of(manifest)) != metadata["version"]:  # so that a changed version is noticed
-        kind = "gap-encoded masks need" if needed == WITH_GAPS else "masks without gaps need"
-        raise GrowpruneError(f"{kind} file version {needed}, this file says version {metadata['version']}")
+        raise GrowpruneError(
+            f"{VERSIONS[needed]} need file version {needed}, this file says version {metadata['version']}"
+        )
     return manifest
 
 
 def _version_of(manifest: Mapping[str, Any]) -> str:
-    return WITH_GAPS if any("gaps" in about for about in manifest["tensors"].values()) else BITS_ONLY
+    keys = {key for about in manifest["tensors"].values() for key in about}
+    return WITH_INT8 if "scales_sha256" in keys else WITH_GAPS if "gaps" in keys else BITS_ONLY

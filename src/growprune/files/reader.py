@@ -29,6 +29,7 @@ from growprune.files.manifest import (
     sha256,
     whole,
 )
+from growprune.files.quantized import dequantize
 from growprune.masks.bits import pack, unpack
 from growprune.masks.encoding import from_gaps, num_bits, num_mask_bytes, row_major
 from growprune.masks.layers import is_compact, prunable_weights, tensors_of
@@ -122,7 +123,7 @@ class SparseFile:
         def checked(entry: Entry) -> tuple[Tensor, Tensor | None]:
             if not entry.weights:
                 return self.values(entry), None
-            bits, values = self.bits(entry), self.values(entry)
+            values, bits = self.live(entry)
             return (padded_copy(values), padded_copy(bits)) if copied else (values, bits)
 
         return self.each(checked)
@@ -134,10 +135,28 @@ class SparseFile:
             small = {e.name: read(e) for e in self.entries.values() if e.name not in large}
             return {name: large[name].result() if name in large else small[name] for name in self.entries}
 
-    def values(self, entry: Entry) -> Tensor:
-        """Return a tensor, or the live values of a prunable parameter in row-major order, as a view of the file.
+    def live(self, entry: Entry) -> tuple[Tensor, Tensor]:
+        """Return the live values of a prunable parameter in its dtype, in row-major order, and its mask as bits.
 
-        Its checksum is checked.
+        Both are checked, and views of the file where possible; int8 values are dequantized.
+        """
+        bits, values = self.bits(entry), self.values(entry)
+        if entry.scales is None:
+            return values, bits
+        return dequantize(values, self.scales(entry), unpack(bits, entry.shape), entry.dtype), bits
+
+    def scales(self, entry: Entry) -> Tensor:
+        """Return the scales of int8 values, after checking them."""
+        tensor = self._handle.get_tensor(f"{entry.name}.scales")
+        assert isinstance(tensor, Tensor)
+        assert entry.scales is not None
+        self._check_sum(tensor, entry.scales, f"scales of {entry.name}")
+        return tensor
+
+    def values(self, entry: Entry) -> Tensor:
+        """Return a tensor as it is stored, or the values of a prunable parameter in row-major order.
+
+        It is a view of the file. Its checksum is checked.
         """
         tensor = self._handle.get_tensor(f"{entry.name}.values" if entry.is_sparse else entry.name)
         assert isinstance(tensor, Tensor)
@@ -152,11 +171,13 @@ class SparseFile:
             self.refuse(f"has {what} whose SHA-256 does not match the manifest")
 
     def dense(self, entry: Entry) -> Tensor:
+        if not entry.weights:
+            return self.values(entry).clone()
+        values, bits = self.live(entry)
         if not entry.is_sparse:
-            return self.values(entry).view(entry.shape).clone()
-        values = self.values(entry)
+            return values.view(entry.shape).clone()
         dense, mask = torch.empty(entry.numel, dtype=values.dtype), torch.empty(entry.numel, dtype=torch.bool)
-        scatter_live(dense, mask, values, self.bits(entry))
+        scatter_live(dense, mask, values, bits)
         return dense.view(entry.shape)
 
     def make_sparse(self, model: nn.Module, storage: str) -> SparseModel:
@@ -210,7 +231,9 @@ class SparseFile:
         """Raise unless the file has exactly the tensors of the manifest, with its dtypes and shapes."""
         expected: dict[str, tuple[str, list[int]]] = {}
         for entry in self.entries.values():
-            dtype = DTYPES[entry.dtype]
+            dtype = DTYPES[entry.stored_dtype]
+            if entry.scales is not None:
+                expected[f"{entry.name}.scales"] = "F32", list(entry.scale_shape)
             if entry.is_sparse:
                 expected[f"{entry.name}.values"] = dtype, [entry.nnz]
                 expected[entry.mask_name] = self._expected_mask(entry)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.files.manifest import FORMAT, Entry
+from growprune.files.quantized import check_values
 from growprune.files.reader import SparseFile, match_model, open_sparse
 from growprune.files.writer import warn_of_unfinished, warn_of_unsaved, write, write_sharded
 from growprune.masks.encoding import MAX_EXPANSION, num_mask_bytes
@@ -26,27 +27,40 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def save(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
+def save(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | None = None) -> None:
     """Write a sparse model to a file, atomically: on failure, an existing file is unchanged.
 
     The file is read back and checked before it is renamed to `path`. If the model is sharded, all ranks must call it.
     The first rank writes, and holds at most one tensor of the model at a time.
+
+    Args:
+        values: "int8" stores prunable weights in 8 bits with one scale per output row; by default in their own dtype.
+            Loading converts them back. `growprune inspect` shows the error.
     """
     check_sparse_model(sparse, "save")
     internals(sparse).notice_shards()
     warn_of_unfinished(sparse)
-    write_file(sparse, path)
+    write_file(sparse, path, values=values)
 
 
-def write_file(sparse: SparseModel, path: str | os.PathLike[str]) -> None:
-    """Write a sparse model to a file as `save` does, without the warning about an unfinished plan."""
+def write_file(
+    sparse: SparseModel, path: str | os.PathLike[str], *, values: str | None = None, only: Collection[str] | None = None
+) -> None:
+    """Write a sparse model to a file as `save` does, without the warning about an unfinished plan.
+
+    Args:
+        only: the parameters that `values` is for; by default all that are prunable.
+    """
+    check_values(values)
+    prunable = {weight.parameter for weight in sparse.weights} if only is None else only
+    int8 = prunable if values is not None else ()
     warn_of_unsaved(sparse.model)
     own = internals(sparse)
     own.notice_shards()
     if own.ranks is None:
-        write(sparse, Path(path))
+        write(sparse, Path(path), int8)
     else:
-        write_sharded(sparse, Path(path), own.ranks)
+        write_sharded(sparse, Path(path), own.ranks, int8)
 
 
 def load(
@@ -68,7 +82,8 @@ def load(
         model: a model of the same class, with any weights.
         storage: how sparse weights are stored; see SparseModel. It may differ from that of the saved model.
         mapped: with compact storage, keep live values memory-mapped to the file, which is faster, and copy them when
-            training writes to them. No process may write into the file meanwhile. `save` is safe: it replaces the file.
+            training writes to them. Of int8 values, only the masks stay in the file. No process may write into the
+            file meanwhile. `save` is safe: it replaces the file.
         mesh: shard the model over its ranks, each unit as soon as it is filled; needs storage="compact".
         sharding: further arguments of `SparseModel.shard`.
     """
@@ -144,11 +159,17 @@ class StoredTensor:
     dense_bytes: int
     state: Literal["ok", "damaged"]
     """The result of the check: "ok" if its bytes match the saved checksums."""
+    error: float | None = None
+    """The norm of what int8 values changed, relative to the norm of the values; None if they are as they were."""
 
     @property
     def sparsity(self) -> float:
         size = math.prod(self.shape)
         return 1 - self.alive / size if size else 0.0
+
+    @property
+    def bytes_per_live(self) -> float:
+        return self.num_bytes / self.alive if self.alive else 0.0
 
 
 def contents(path: str | os.PathLike[str]) -> list[StoredTensor]:
@@ -159,18 +180,18 @@ def contents(path: str | os.PathLike[str]) -> list[StoredTensor]:
 
 def _stored(file: SparseFile, entry: Entry) -> StoredTensor:
     alive = entry.nnz if entry.weights else entry.numel
-    num_bytes = alive * entry.dtype.itemsize
+    num_bytes = entry.num_value_bytes
     if entry.gaps is not None:
         num_bytes += entry.gaps.length * entry.gaps.dtype.itemsize
     elif entry.is_sparse:
         num_bytes += num_mask_bytes(entry.weights, file.pattern)
     try:
-        file.values(entry)
-        file.bits(entry)
+        file.live(entry) if entry.weights else file.values(entry)
         state: Literal["ok", "damaged"] = "ok"
     except GrowpruneError:
         state = "damaged"
-    return StoredTensor(entry.name, entry.shape, bool(entry.weights), alive, num_bytes, entry.num_bytes, state)
+    error = None if entry.scales is None else entry.error
+    return StoredTensor(entry.name, entry.shape, bool(entry.weights), alive, num_bytes, entry.num_bytes, state, error)
 
 
 def live_tensor(path: str | os.PathLike[str], name: str) -> tuple[Tensor, Tensor]:
@@ -182,7 +203,7 @@ def live_tensor(path: str | os.PathLike[str], name: str) -> tuple[Tensor, Tensor
     with open_sparse(path) as file:
         if name not in file.entries or not file.entries[name].weights:
             raise GrowpruneError(f"{path} has no prunable tensor {name!r}: use a name from its manifest")
-        values, bits = file.values(file.entries[name]), file.bits(file.entries[name])
+        values, bits = file.live(file.entries[name])
         return values.clone(), bits.clone()  # views of a file would be lost if the file is written to
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -13,11 +14,23 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
 from growprune.files.atomic import replacing
-from growprune.files.manifest import DTYPES, GAP_DTYPES, Entry, Gaps, bytes_of, check_blocks, digest, write_metadata
+from growprune.files.manifest import (
+    DTYPES,
+    GAP_DTYPES,
+    Digest,
+    Entry,
+    Gaps,
+    bytes_of,
+    check_blocks,
+    digest,
+    write_metadata,
+)
+from growprune.files.quantized import quantize, rows_of_live
 from growprune.files.reader import open_sparse
 from growprune.masks.bits import whole
 from growprune.masks.encoding import encode_mask
 from growprune.masks.layers import prunable_weights, tensors_of
+from growprune.masks.patterns import Pattern
 from growprune.sparse.cursor import cursor_of
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
@@ -29,31 +42,65 @@ if TYPE_CHECKING:
 MISSED = 0.01
 """How far a model may be from its target sparsity without a warning. Some methods miss it by a few weights."""
 
+NO_DIGEST = Digest("", 0)
 
-def write(sparse: SparseModel, path: Path) -> None:
-    """Write the file of an unsharded model. Tensors that are not prunable are not copied."""
+
+def write(sparse: SparseModel, path: Path, int8: Collection[str] = ()) -> None:
+    """Write the file of an unsharded model. Tensors that are not prunable are not copied.
+
+    Args:
+        int8: the prunable parameters whose values are stored in 8 bits.
+    """
+    _write_all(path, _each_stored(sparse, int8), lambda entries: _describe(sparse, entries))
+
+
+def rewrite_as_int8(source: Path, path: Path) -> None:
+    """Write a sparse file again, with the values of all prunable parameters in 8 bits."""
+    with open_sparse(source) as file:
+        about = file.manifest["tensors"]
+
+        def each() -> Iterator[tuple[Entry, dict[str, Tensor]]]:
+            for name, entry in file.entries.items():
+                if entry.weights:
+                    (values, _), mask = file.live(entry), file.mask(entry)
+                    bare = Entry(name, entry.shape, entry.dtype, NO_DIGEST, entry.weights, about[name]["target"])
+                    yield _encoded(bare, values, mask, file.pattern, is_int8=True)
+                else:
+                    yield entry, {name: file.values(entry)}
+
+        def manifest(entries: Sequence[Entry]) -> dict[str, Any]:
+            return file.manifest | {"tensors": {entry.name: entry.to_dict() for entry in entries}}
+
+        _write_all(path, each(), manifest)
+
+
+def _write_all(
+    path: Path,
+    stored: Iterable[tuple[Entry, dict[str, Tensor]]],
+    manifest: Callable[[Sequence[Entry]], dict[str, Any]],
+) -> None:
     entries: list[Entry] = []
     tensors: dict[str, Tensor] = {}
-    for entry, parts in _each_stored(sparse):
+    for entry, parts in stored:
         entries.append(entry)
         tensors |= parts
-    metadata = write_metadata(_describe(sparse, entries))
+    metadata = write_metadata(manifest(entries))
     with replacing(path) as file:
         write_safetensors(file, tensors, metadata)
         _check_written(file, entries)
 
 
-def write_sharded(sparse: SparseModel, path: Path, ranks: Ranks) -> None:
+def write_sharded(sparse: SparseModel, path: Path, ranks: Ranks, int8: Collection[str] = ()) -> None:
     """Write the file of a sharded model from its first rank, one tensor at a time. All ranks must call it.
 
     Tensors are gathered twice: for their checksums, which come first in the file, and to write them.
     """
     entries: list[Entry] = []
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for entry, parts in _each_stored(sparse):
+    for entry, parts in _each_stored(sparse, int8):
         entries.append(entry)
         shapes |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts.items()}
-    walk = _each_stored(sparse)
+    walk = _each_stored(sparse, int8)
     failed: OSError | None = None
     if ranks.is_first:
         try:
@@ -88,7 +135,7 @@ def _check_written(file: BinaryIO, entries: list[Entry]) -> None:
     assert alive == {entry.name: entry.nnz for entry in entries if entry.weights}, f"{file.name} was written wrongly"
 
 
-def _each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
+def _each_stored(sparse: SparseModel, int8: Collection[str]) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
     """Yield each tensor of the model: its entry, and the tensors stored in the file. All ranks iterate together."""
     internals(sparse).check()
     check_blocks(internals(sparse).pattern)
@@ -98,36 +145,42 @@ def _each_stored(sparse: SparseModel) -> Iterator[tuple[Entry, dict[str, Tensor]
         if tensor.dtype not in DTYPES:
             raise GrowpruneError(f"{name} has dtype {tensor.dtype}, which a file cannot store: convert it first")
         if any(weight.parameter == name for weight in sparse.weights):
-            yield _stored_parameter(sparse, name, tensor, aims)
+            yield _stored_parameter(sparse, name, tensor, aims, is_int8=name in int8)
         else:
             tensor = whole(tensor)
             yield Entry(name, tuple(tensor.shape), tensor.dtype, digest(tensor)), {name: tensor}
 
 
 def _stored_parameter(
-    sparse: SparseModel, name: str, parameter: Tensor, aims: Mapping[str, float | None]
+    sparse: SparseModel, name: str, parameter: Tensor, aims: Mapping[str, float | None], *, is_int8: bool
 ) -> tuple[Entry, dict[str, Tensor]]:
     weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
     mask = internals(sparse).stored[name].mask()
     values = _live_values(sparse, name, parameter)
-    bits, gaps = encode_mask(mask, weights, internals(sparse).pattern, parameter.itemsize, name)
     aim = [aims[weight.name] for weight in weights]
     target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
+    bare = Entry(name, tuple(mask.shape), parameter.dtype, NO_DIGEST, weights, target)
+    return _encoded(bare, values, mask, internals(sparse).pattern, is_int8=is_int8)
+
+
+def _encoded(
+    bare: Entry, values: Tensor, mask: Tensor, pattern: Pattern, *, is_int8: bool
+) -> tuple[Entry, dict[str, Tensor]]:
+    """Return the complete entry of a prunable parameter, and its tensors in the file."""
+    name, parts = bare.name, {}
+    entry = replace(bare, nnz=values.numel())
+    if is_int8:
+        shape = entry.scale_shape
+        values, scales, error = quantize(values, rows_of_live(mask, shape), math.prod(shape), name)
+        entry, parts = replace(entry, scales=digest(scales), error=error), {f"{name}.scales": scales.view(shape)}
+    value_bytes = entry.num_value_bytes
+    bits, gaps = encode_mask(mask, entry.weights, pattern, entry.dtype.itemsize, name, value_bytes=value_bytes)
     in_file = bits if gaps is None else gaps
-    entry = Entry(
-        name,
-        shape=tuple(mask.shape),
-        dtype=parameter.dtype,
-        values=digest(values),
-        weights=weights,
-        target=target,
-        nnz=values.numel(),
-        mask=digest(in_file),
-        gaps=None if gaps is None else Gaps(gaps.dtype, gaps.numel()),
-    )
+    about_gaps = None if gaps is None else Gaps(gaps.dtype, gaps.numel())
+    entry = replace(entry, values=digest(values), mask=digest(in_file), gaps=about_gaps)
     if not entry.is_sparse:
-        return entry, {name: values.view(entry.shape)}
-    return entry, {f"{name}.values": values, entry.mask_name: in_file}
+        return entry, {name: values.view(entry.shape), **parts}
+    return entry, {f"{name}.values": values, entry.mask_name: in_file, **parts}
 
 
 def _check_nothing_was_added(sparse: SparseModel) -> None:

@@ -30,18 +30,19 @@ CHUNK = 1 << 22
 
 
 def encode_mask(
-    mask: Tensor, weights: Sequence[Weight], pattern: Pattern, itemsize: int, name: str
+    mask: Tensor, weights: Sequence[Weight], pattern: Pattern, itemsize: int, name: str, *, value_bytes: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return the bits of a mask, and its gaps if a file stores those instead.
 
     Args:
         itemsize: bytes per value of the parameter.
         name: the parameter, for errors.
+        value_bytes: the bytes of its values in the file.
     """
     bits = pack_mask(mask, weights, pattern, name)
     alive = int(torch.count_nonzero(mask))
     num_live = alive - num_outside(mask.shape, weights)
-    least = -(-mask.numel() * itemsize // MAX_EXPANSION) - alive * itemsize
+    least = -(-mask.numel() * itemsize // MAX_EXPANSION) - value_bytes
     return bits, to_gaps(bits, num_live, least_bytes=least) if pattern.bit_pattern.is_single else None
 
 

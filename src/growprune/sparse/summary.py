@@ -179,7 +179,8 @@ def _num_mask_bytes(mask: Tensor, weights: Sequence[Weight], pattern: Pattern, i
         return 0
     if alive - num_outside(mask.shape, weights) > as_bits // 2:  # each live weight has a gap of a byte at least
         return as_bits
-    bits, gaps = encode_mask(mask, weights, pattern, itemsize, weights[0].parameter)
+    name, value_bytes = weights[0].parameter, alive * itemsize
+    bits, gaps = encode_mask(mask, weights, pattern, itemsize, name, value_bytes=value_bytes)
     return (bits if gaps is None else gaps).nbytes
 
 

@@ -104,7 +104,9 @@ class SparseLinear(nn.Module):
         """Of the buffers, wherever they are now."""
         if self._matrix is None or self._matrix.values is not self.matrix_values:
             parts: dict[str, Any] = {n.removeprefix("matrix_"): part for n, part in self._buffers.items() if "_" in n}
-            self._matrix = self._class(**self._sizes, **parts)
+            is_int8 = "scales" in parts
+            dtype = self._sizes["dtype"] if is_int8 else self.matrix_values.dtype  # which may have been converted
+            self._matrix = self._class(**self._sizes | {"dtype": dtype}, **parts)
         return self._matrix
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +132,7 @@ SUITABLE_ROWS, SUITABLE_COLUMNS = 32, 64
 def semi_structured(entries: Entries, bias: Tensor | None = None) -> SemiStructuredLinear | None:
     """The 2:4 layer of a matrix; None if its mask, type or sizes do not suit. Raises what torch raises."""
     values = entries.values
-    if not values.is_cuda or values.dtype == torch.float32:
+    if not values.is_cuda or entries.dtype == torch.float32:
         return None
     if entries.rows % SUITABLE_ROWS or entries.columns % SUITABLE_COLUMNS or not is_two_of_four(entries):
         return None

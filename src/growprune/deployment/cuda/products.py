@@ -90,7 +90,8 @@ def _lane_product(kernels: ModuleType, matrix: LaneMatrix, x: Tensor, tile: Lane
     out = _output(x, split, matrix.rows)
     bases = matrix.index if matrix.bases is None else matrix.bases
     tensors = (inputs, matrix.index, bases, matrix.values)
-    rest = (matrix.unit_starts, matrix.slab_starts, matrix.order, out)
+    scales = matrix.values if matrix.scales is None else matrix.scales
+    rest = (matrix.unit_starts, matrix.slab_starts, matrix.order, scales, out)
     numbers = (matrix.rows, matrix.columns, batch, share, together, matrix.bases is not None)
     lanes = 1 if matrix.bases is None else matrix.lanes  # where it does not matter, one kernel serves all
     sizes = (*numbers, lanes, width, rows, tile.steps, tile.is_ahead, tile.is_pinned)
@@ -105,7 +106,8 @@ def _bitmask_product(kernels: ModuleType, matrix: BitmaskMatrix, x: Tensor, tile
     split = _split(tile.split, programs, segments)
     share = max(1, -(-segments // split))
     out = _output(x, split, matrix.rows)
-    tensors = (x, matrix.marks, matrix.starts, matrix.values, out)
+    scales = matrix.values if matrix.scales is None else matrix.scales
+    tensors = (x, matrix.marks, matrix.starts, matrix.values, scales, out)
     sizes = (matrix.rows, matrix.columns, segments, len(x), share, 16, tile.rows, tile.columns, tile.stages)
     _launch(kernels._bitmask_kernel, (programs, split, 1), tensors, sizes, tile.warps)
     return _added_up(kernels, out, x)
@@ -179,10 +181,10 @@ def _check(matrix: Matrix, x: Tensor) -> None:
         raise GrowpruneError(
             f"x must have shape (batch, {matrix.columns}) with a batch of 1 to {MOST_SAMPLES}, got {tuple(x.shape)}"
         )
-    if x.dtype != matrix.values.dtype or x.dtype not in DTYPES:
+    if x.dtype != matrix.dtype or x.dtype not in DTYPES:
         raise GrowpruneError(
             f"x and the matrix must have the same dtype, one of bfloat16, float16 and float32, got {x.dtype} and "
-            f"{matrix.values.dtype}: convert one of them"
+            f"{matrix.dtype}: convert one of them"
         )
     if x.device != matrix.values.device:
         raise GrowpruneError(f"x is on {x.device}, but the matrix is on {matrix.values.device}: move one of them")

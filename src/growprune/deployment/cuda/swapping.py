@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growprune.deployment.cuda.formats import MOST_COLUMNS, Entries, from_dense, from_live
+from growprune.deployment.cuda.formats import MOST_COLUMNS, Entries, from_dense, from_live, to_int8
 from growprune.deployment.cuda.linear import DenseLinear, is_two_of_four
 from growprune.deployment.cuda.products import DTYPES
 from growprune.deployment.cuda.tuning import Choice, choose, make
@@ -24,6 +24,7 @@ from growprune.deployment.example import Example, of_the_example, restored
 from growprune.deployment.layer_table import GpuRow, Row
 from growprune.deployment.skeleton import does_more, module_of
 from growprune.errors import warn
+from growprune.files.quantized import INT8
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage.adapters import leaving_masks
@@ -45,6 +46,8 @@ class Waiting(nn.Module):
         """Whether the model has the weight as (in, out): transformers' Conv1D."""
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self.samples: int | None = None
+        self.error: float | None = None
+        """What rounding the values to int8 changed, relative to their norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.samples is None:
@@ -133,14 +136,18 @@ def deploy_linears(
     device: torch.device,
     seconds: float,
     known: Mapping[str, Row],
+    values: str | None = None,
 ) -> Swapped:
     """A copy of the model on the device with its sparse linear layers swapped; the model is left as it is.
 
     Args:
         seconds: how long layers may be timed, about; with 0, whatever is sparse runs sparse.
         known: by layer, what was measured before.
+        values: "int8" rounds the weights of these layers.
     """
     layers, module = sparse_layers(model), module_of(model)
+    for path, waiting in layers.items() if values == INT8 else ():
+        waiting.entries, waiting.error = to_int8(waiting.entries, f"{path}.weight")
     bare = waiting_copy(module, layers, device)
     with restored(part for part in bare.modules() if not isinstance(part, Waiting)), of_the_example():
         example.mapped(lambda x: x.to(device) if isinstance(x, Tensor) else x).call(bare)
@@ -184,7 +191,7 @@ class _Swap:
     def _layer(self, path: str, waiting: Waiting) -> tuple[nn.Module, GpuRow]:
         entries, bias, samples = waiting.entries, waiting.bias, waiting.samples
         shape = f"{entries.rows}x{entries.columns} x {samples or '-'}"
-        row = GpuRow(path, shape, entries.sparsity, None, None, "sparse")
+        row = GpuRow(path, shape, entries.sparsity, None, None, "sparse", error=waiting.error)
         if samples is None:
             self.in_torch.append(f"{path} (the example does not call it)")
             return make(entries, "dense", bias=bias), dataclasses.replace(row, choice="torch", format="dense")
@@ -215,8 +222,8 @@ class _Swap:
 def _key(waiting: Waiting) -> object:
     """Layers of one kind take the same time."""
     entries: Entries = waiting.entries
-    about = entries.rows, entries.columns, round(entries.sparsity, 1), entries.values.dtype, waiting.bias is not None
-    return *about, waiting.samples, is_two_of_four(entries)
+    about = entries.rows, entries.columns, round(entries.sparsity, 1), entries.values.dtype, entries.dtype
+    return *about, waiting.bias is not None, waiting.samples, is_two_of_four(entries)
 
 
 def _plain_linear(module: nn.Module, waiting: Waiting) -> nn.Module:

@@ -110,7 +110,7 @@ def _timed(
             return None
         again = [semi_structured(entries, bias) for _ in range(3)]  # they cannot be copied
         layers = [packed, *(layer for layer in again if layer is not None)]
-        return packed, time_of(layers, _input(entries.values, entries.columns, batch))
+        return packed, time_of(layers, _input(entries, batch))
     if kind != "bitmask" and entries.columns > MOST_COLUMNS:
         return None
     matrix = FORMATS[kind](entries)
@@ -122,7 +122,7 @@ def _timed(
 
 def check(layer: nn.Module, dense: nn.Module, entries: Entries, batch: int) -> None:
     """Raise RuntimeError if a layer does not give what the dense one gives."""
-    x = _input(entries.values, entries.columns, batch)
+    x = _input(entries, batch)
     with torch.no_grad():
         expected, found = dense(x).double(), layer(x).double()
     error = float((found - expected).norm()) / max(float(expected.norm()), 1e-6)
@@ -145,7 +145,7 @@ def times_of_tiles(
 ) -> Iterator[tuple[Tile, float | str]]:
     """Microseconds that a product takes with each tile, or why it cannot run; at least one is tried."""
     layers = copies(SparseLinear(matrix))
-    x = _input(matrix.values, matrix.columns, batch)
+    x = _input(matrix, batch)
     for tile in tiles:
         for layer in layers:
             layer.tiles = {batch: tile}  # type: ignore[assignment]
@@ -165,7 +165,7 @@ def times_of_tiles(
 
 
 def time_layer(layer: nn.Module, entries: Entries, batch: int) -> float:
-    return time_of(copies(layer), _input(entries.values, entries.columns, batch))
+    return time_of(copies(layer), _input(entries, batch))
 
 
 def copies(layer: nn.Module) -> list[nn.Module]:
@@ -185,6 +185,7 @@ def time_of(layers: Sequence[nn.Module], x: Tensor) -> float:
         return microseconds(calls, device=x.device)
 
 
-def _input(values: Tensor, columns: int, batch: int) -> Tensor:
-    generator = torch.Generator(values.device).manual_seed(0)
-    return torch.randn(batch, columns, generator=generator, device=values.device).to(values.dtype)
+def _input(of: Entries | Matrix, batch: int) -> Tensor:
+    device = of.values.device
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(batch, of.columns, generator=generator, device=device).to(of.dtype)
