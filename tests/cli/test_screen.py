@@ -128,9 +128,9 @@ def test_inspect_shows_a_file_as_a_table_that_fits(model_file: Path) -> None:
     lines = shown("inspect", str(model_file)).splitlines()
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert rows == [
-        ["weight", "4x10", "10", "0.7500", "45 B", "ok"],  # 10 values of 4 bytes, 40 bits
-        ["1 dense tensors", "", "4", "", "16 B", "ok"],
-        ["all", "", "14", "", "61 B", "ok"],
+        ["weight", "4x10", "10", "0.7500", "45 B", "4.50", "ok"],  # 10 values of 4 bytes, 40 bits
+        ["1 dense tensors", "", "4", "", "16 B", "4.00", "ok"],
+        ["all", "", "14", "", "61 B", "4.36", "ok"],
     ]
     assert "10 of 40 prunable weights live: sparsity 0.7500" in lines
 
