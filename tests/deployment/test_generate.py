@@ -135,6 +135,18 @@ def test_a_graph_is_recorded_for_each_number_of_samples(recorded: type[Recorded]
         assert recorded.count == i
 
 
+@torch.no_grad()
+def test_other_arguments_for_the_same_cache_are_recorded_anew(recorded: type[Recorded]) -> None:
+    fast, cache = deployed(llama()), transformers.StaticCache(config=llama().config, max_cache_len=8)
+    fast(PROMPT, past_key_values=cache)
+    step, last = fast.get_compiled_call(None), PROMPT[:, -1:]
+    more: list[dict[str, Any]] = [{}, {}, {"position_ids": torch.full((2, 1), 6)}, {"logits_to_keep": 1}]
+    for count, options in zip((1, 1, 2, 3), more, strict=True):
+        step(input_ids=last, past_key_values=cache, **options)
+        assert recorded.count == count
+    assert [int(layer.cumulative_length) for layer in cache.layers] == [8, 8]  # each step counts once
+
+
 def test_padded_prompts_are_masked_in_the_graph(recorded: type[Recorded]) -> None:
     model, prompt = llama(), torch.tensor([[0, 0, 5, 9], [7, 7, 1, 60]])
     options: Any = {"attention_mask": (prompt != 0).long(), "max_new_tokens": 8, "do_sample": False}
