@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from growprune.deployment.cpu.tuning import seconds_in_turns
+from growprune.deployment.cuda.generation import prepare_generation
 from growprune.deployment.cuda.swapping import deploy_linears
 from growprune.deployment.deployed import Deployed, Swapped
 from growprune.deployment.deployed_folder import (
@@ -234,6 +235,7 @@ def deploy_on_gpu(
 ) -> Deployed:
     """The same for a GPU, layer by layer. (What a whole model takes there depends on whether it is `graphed`.)"""
     swapped = deploy_linears(model, example, device=device, seconds=seconds, known=known, values=values)
+    prepare_generation(swapped.module)
     if not swapped.rows:
         warn("the model has no sparse linear layers: it stays in torch as it is")
     table = Table(tuple(swapped.rows), in_torch=tuple(swapped.in_torch) if swapped.rows else ("the whole model",))

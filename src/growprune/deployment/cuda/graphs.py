@@ -22,7 +22,9 @@ BEYOND_CACHE = 1 << 29
 class Graphed:
     """A recorded step. Made by `graphed`."""
 
-    def __init__(self, step: Callable[..., Any], *example: Tensor) -> None:
+    def __init__(
+        self, step: Callable[..., Any], *example: Tensor, put_back: Callable[[], object] = lambda: None
+    ) -> None:
         self._inputs = tuple(tensor.detach().clone() for tensor in example)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -30,6 +32,7 @@ class Graphed:
             with torch.cuda.stream(stream):
                 for _ in range(3):  # whatever is compiled or allocated at first must be done before
                     step(*self._inputs)
+                    put_back()
             torch.cuda.current_stream().wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
@@ -56,7 +59,7 @@ class Graphed:
         self._graph.replay()
 
 
-def graphed(step: Callable[..., Any], *example: Tensor) -> Graphed:
+def graphed(step: Callable[..., Any], *example: Tensor, put_back: Callable[[], object] = lambda: None) -> Graphed:
     """Record a step, such as a model's forward for one token, as a CUDA graph. Call the result to replay it.
 
     Args:
@@ -65,6 +68,7 @@ def graphed(step: Callable[..., Any], *example: Tensor) -> Graphed:
             from call to call: positions must be tensors.
         example: inputs of the shapes and types that all later ones have. The step runs with them a few times, so what
             it changes in place is changed: set caches and positions back afterwards.
+        put_back: does that after each of these runs.
 
     Examples:
         A decoder whose step takes the last tokens and gives the next ones::
@@ -75,7 +79,7 @@ def graphed(step: Callable[..., Any], *example: Tensor) -> Graphed:
     """
     if not torch.cuda.is_available():
         raise GrowpruneError("graphed needs a GPU, but torch sees no CUDA device here: call the step itself")
-    return Graphed(step, *example)
+    return Graphed(step, *example, put_back=put_back)
 
 
 def microseconds(calls: Sequence[Callable[[], object]], *, device: torch.device, repeats: int = 10) -> float:
