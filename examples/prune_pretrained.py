@@ -31,6 +31,11 @@ def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, steps: in
     return f"{model(**make_batch(64)).loss.item():.3f}"
 
 
+def memory_of_adamw(model: PreTrainedModel) -> str:
+    """Weights, gradients and two averages in float32. With compact storage only live weights count."""
+    return f"{16 * sum(parameter.numel() for parameter in model.parameters()) / 2**20:.1f} MiB"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default="pruned_lm")
@@ -44,7 +49,10 @@ def main() -> None:
     model.save_pretrained(f"{options.out}/dense")
 
     model = AutoModelForCausalLM.from_pretrained(f"{options.out}/dense")
-    sparse = gp.prune_pretrained(model, [make_batch(16) for _ in range(8)], sparsity=0.7, by=options.by)
+    batches, settings = [make_batch(16) for _ in range(8)], {"sparsity": 0.7, "by": options.by, "storage": "compact"}
+    before = memory_of_adamw(model)
+    sparse = gp.prune_pretrained(model, batches, **settings)
+    print(f"retraining needs {memory_of_adamw(model)} and activations; dense, it would need {before}")
     optimizer = sparse.attach(torch.optim.AdamW(model.parameters(), 1e-3))  # keeps what is pruned exactly zero
     pruned, retrained = train(model, optimizer, steps=0), train(model, optimizer, steps=60)
     gp.save_pretrained(sparse, f"{options.out}/sparse")

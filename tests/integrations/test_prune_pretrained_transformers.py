@@ -127,7 +127,8 @@ def test_adapters_stay_as_they_are() -> None:
 def test_the_example_prunes_retrains_saves_and_generates(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["prune_pretrained.py", "--out", str(tmp_path)])
     runpy.run_path(str(ROOT / "examples" / "prune_pretrained.py"), run_name="__main__")
-    written, told = capsys.readouterr().out.splitlines()[-2:]
+    cost, written, told = capsys.readouterr().out.splitlines()[-3:]
+    assert cost == "retraining needs 0.6 MiB and activations; dense, it would need 1.5 MiB"  # 16 bytes a value
     assert written.startswith("the quick brown fox jumps")
     found = re.fullmatch(r"loss ([\d.]+) dense, ([\d.]+) pruned, ([\d.]+) retrained; 24580 of 81920 weights live", told)
     dense, pruned, retrained = map(float, found.groups())  # type: ignore[union-attr]

@@ -324,11 +324,12 @@ def test_the_tables_of_comparisons_and_of_trained_models_are_those_of_their_resu
     import comparing
     import controls
     import pretrained
+    import pretrained_by_data
     import table
 
     for script in (comparing, controls, table):
         for path, text in script.files().items():
             assert path.read_text() == text, f"run python experiments/{script.__name__}.py --write"
-    assert pretrained.table(pretrained.RESULTS) in pretrained.PAGE.read_text(), (
-        "run python experiments/pretrained.py --write"
-    )
+    for tables in (pretrained, pretrained_by_data):
+        expected = tables.BEGIN + tables.table(tables.RESULTS) + tables.END
+        assert expected in tables.PAGE.read_text(), f"run python experiments/{tables.__name__}.py --write"

@@ -205,6 +205,17 @@ def test_a_hessian_that_cannot_be_inverted_is_dampened_more() -> None:
     torch.testing.assert_close(factor[0].T @ factor[0], torch.tensor([[1.1, -1.05], [-1.05, 1.1]]).inverse())
 
 
+@pytest.mark.parametrize("scale", [2.0**63, 2.0**-40])
+def test_huge_and_tiny_inputs_are_pruned_as_others(scale: float) -> None:
+    # the sum of a diagonal near 3e38 overflows, and no dampening would make such a matrix one that can be inverted
+    products = correlated(8).float()
+    products *= 3.9 / products.max()
+    factor, dampening = inverse_factor(products[None])
+    scaled, same = inverse_factor(products[None] * scale * scale)
+    assert dampening == same == 0.01
+    assert torch.equal(scaled * scale, factor)
+
+
 def test_inputs_that_are_all_zero_leave_magnitudes() -> None:
     factor, dampening = inverse_factor(torch.zeros(1, 4, 4))
     assert dampening == 0.01

@@ -8,6 +8,8 @@ these: [H_{j:}^-1]_j = U_jj * U_j. So the cost is (w_j / U_jj)^2, and what follo
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,12 +37,13 @@ def inverse_factor(products: Tensor, dampening: float = DAMPENING) -> tuple[Tens
         >>> inverse_factor(torch.tensor([[[3.0, 0.0], [0.0, 15.0]]]), dampening=1 / 9)[0].tolist()
         [[[0.5, 0.0], [0.0, 0.25]]]
     """
-    means = products.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
+    means = products.diagonal(dim1=1, dim2=2).div(products.shape[1]).sum(1, keepdim=True)
     means = torch.where(means > 0, means, 1)  # a layer whose inputs are all zero: weights count by their magnitude
+    root = 2.0 ** round(math.log2(means.max()) / 2)  # compute with H / root^2: no sum overflows, and no bit changes
     while True:
         # H = R R^T with an upper R, by way of the lower factor of H turned around; then H^-1 = R^-T R^-1
-        turned = products.flip(1, 2)
-        turned.diagonal(dim1=1, dim2=2).add_(dampening * means)
+        turned = products.flip(1, 2).div_(root).div_(root)
+        turned.diagonal(dim1=1, dim2=2).add_(dampening * (means / root / root))
         lower, info = torch.linalg.cholesky_ex(turned)
         if not info.any():
             break
@@ -49,7 +52,7 @@ def inverse_factor(products: Tensor, dampening: float = DAMPENING) -> tuple[Tens
     upper = lower.flip(1, 2)
     del lower
     identity = torch.eye(upper.shape[1], dtype=upper.dtype, device=upper.device)
-    return torch.linalg.solve_triangular(upper, identity.expand_as(upper), upper=True), dampening
+    return torch.linalg.solve_triangular(upper, identity.expand_as(upper), upper=True).div_(root), dampening
 
 
 def sparsegpt_pruned(

@@ -1,0 +1,278 @@
+"""Prune trained models by magnitude, Wanda and SparseGPT, then retrain: the runs behind a table of docs/pretrained.md.
+
+    python experiments/pretrained_by_data.py --data DIR    # train, or resume what is not finished
+    python experiments/pretrained_by_data.py --table       # print the table; --write puts it into the page
+
+First each study's dense model is trained. Every other run starts from those weights: pruned once (`one shot`), then
+retrained for a share of the dense training, with fixed masks or with `gradual_gap`. Calibration batches are training
+data. Nothing is selected by test data. DIR is that of run.py; the small studies need tinyshakespeare/input.txt and
+cifar10-small.npz and run on one CPU core; `--study classification-cifar10 --study translation-multi30k` need a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from page import put
+from pretrained import HALF_WIDTH, SELDOM
+from run import keep
+from table import spread
+
+import growprune as gp
+from growprune import engine
+from growprune.engine.device import choose_device
+from growprune.engine.override import override
+from growprune.plan import walk
+from growprune.recipes import find
+from growprune.runs import find_runs
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "pretrained.md"
+RESULTS = HERE / "pretrained" / "by_data"
+BEGIN, END = "<!-- by data: begin -->\n", "<!-- by data: end -->"
+SEEDS = (0, 1)
+CALIBRATION = 256
+"""Examples of the training data."""
+LEVELS = ("50", "60", "70", "80", "90", "2:4")
+SHARES = (10, 25)
+"""Retraining, in percent of the dense training."""
+CRITERIA: dict[str, dict[str, Any]] = {
+    "magnitude-global": {"by": "magnitude", "allocation": "global"},
+    "magnitude-erk": {"by": "magnitude", "allocation": "erk"},
+    "magnitude": {"by": "magnitude"},
+    "wanda": {"by": "wanda"},
+    "wanda-layer": {"by": "wanda", "ranked": "layer"},
+    "sparsegpt": {"by": "sparsegpt"},
+    "sparsegpt-erk": {"by": "sparsegpt", "allocation": "erk"},
+}
+"""The arguments of prune_pretrained."""
+RETRAINED = ("magnitude", "wanda", "sparsegpt")
+"""With fixed masks and, at 80 %, also with `gradual_gap`."""
+LABELS = {
+    "dense": "dense, trained on",
+    "magnitude-global": "magnitude, all layers ranked together",
+    "magnitude-erk": 'magnitude, `allocation="erk"`',
+    "magnitude": "magnitude, each layer",
+    "wanda": "Wanda, each row",
+    "wanda-layer": 'Wanda, each layer (`ranked="layer"`)',
+    "sparsegpt": "SparseGPT",
+    "sparsegpt-erk": 'SparseGPT, `allocation="erk"`',
+    **{f"gradual-{by}": f"`gradual_gap` from {by}" for by in RETRAINED},
+}
+
+
+@dataclass(frozen=True)
+class Study:
+    recipe: str
+    data: str
+    metric: str
+    lr: float
+    """Of retraining: half of the dense rate, not tuned."""
+    settings: dict[str, Any]
+    retrained: tuple[str, ...] = ("80", "2:4", "90", "70", "60", "50")
+    """The most telling first: what is not run leaves an empty cell."""
+
+
+ON_CPU = {"device": "cpu", "precision": "fp32", "evaluate_every": 100, "candidates": "false", "exploration": "false"}
+SMALL_GPT = {"heads": 4, "d_model": 64, "ffn": 256, "layers": 3, "context": 64, "batch_size": 16, "dropout": 0}
+SMALL_NET = {"width": 8, "batch_size": 32, "num_validation": 500, "workers": 0, "crop": "resized", "min_scale": 0.5}
+SMALL_NET |= {"image_size": 16}
+ENDS = {"keep_dense": '["conv1", "fc"]'}
+
+
+def of_task(**settings: Any) -> dict[str, Any]:
+    return {f"task.{name}": value for name, value in settings.items()}
+
+
+STUDIES = {
+    "language-small": Study(
+        *("language-shakespeare/dense", "tinyshakespeare/input.txt", "bits_per_byte"),
+        lr=1.5e-3,
+        settings={**ON_CPU, **of_task(**SMALL_GPT), "options.epochs": 1, "optimizer.lr": 3e-3},
+    ),
+    "classification-small": Study(
+        *("classification-cifar10/dense", "cifar10-small.npz", "top1"),
+        lr=0.025,
+        settings={**ON_CPU, **of_task(**SMALL_NET), **ENDS, "options.epochs": 5, "optimizer.lr": 0.05},
+    ),
+    "classification-cifar10": Study(
+        "classification-cifar10/dense", "cifar10.npz", "top1", lr=0.2, settings={**HALF_WIDTH, **ENDS}
+    ),
+    "translation-multi30k": Study("translation-multi30k/dense", "multi30k", "bleu", lr=1e-3, settings=SELDOM),
+}
+MAIN = ("language-small", "classification-small")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    row: str
+    recipe: engine.Recipe
+    prune: dict[str, Any] | None = None
+    """The arguments of prune_pretrained that make its file."""
+
+
+def jobs(name: str, seed: int, runs: Path, data: Path) -> Iterator[Job]:
+    """The runs of a study, the dense one first. The length of the others is known once it is finished."""
+    study = STUDIES[name]
+    base = override(find(study.recipe), {k: str(v) for k, v in study.settings.items()} | {"seed": str(seed)})
+    base = replace(base, task=replace(base.task, data=str(data / study.data)))
+    yield Job("start", base)
+    start = runs / name / "start" / f"seed{seed}"
+    length = json.loads((start / "result.json").read_text())["training_iterations"]
+    schedule = replace(base.lr_schedule, warmup_epochs=0.0, warmup_iterations=0)
+    after = replace(base, lr_schedule=schedule, optimizer=replace(base.optimizer, lr=study.lr), weights=str(start))
+    for level in LEVELS:
+        for criterion in CRITERIA:
+            yield from pruned(after, level, criterion, 0)
+    for share in SHARES:
+        yield Job(f"dense-{share}", fixed(after, 0.0, length * share // 100))
+    for level in study.retrained:
+        for criterion in RETRAINED:
+            for share in SHARES:
+                yield from pruned(after, level, criterion, length * share // 100, f"-{share}")
+                if level == "80":
+                    yield grown(after, criterion, share, length * share // 100)
+
+
+def pruned(after: engine.Recipe, level: str, criterion: str, iterations: int, end: str = "") -> Iterator[Job]:
+    """Prune once, then retrain with fixed masks."""
+    if level == "2:4" and "allocation" in CRITERIA[criterion]:
+        return  # the pattern leaves nothing to divide
+    sparsity, pattern = (0.5, level) if level == "2:4" else (int(level) / 100, "unstructured")
+    arguments = {**CRITERIA[criterion], "sparsity": sparsity, "pattern": pattern}
+    after = replace(after, pattern=pattern, allocation=arguments.get("allocation", "uniform"))
+    yield Job(f"{criterion}-{_name(level)}{end}", fixed(after, sparsity, iterations), arguments)
+
+
+def fixed(recipe: engine.Recipe, sparsity: float, iterations: int) -> engine.Recipe:
+    options = {"iterations": iterations, "initial_mask": "as_is"}
+    return replace(recipe, method=gp.methods.static_random, options=options, sparsity=sparsity)
+
+
+def grown(after: engine.Recipe, criterion: str, share: int, iterations: int) -> Job:
+    """`gradual_gap` to 80 %, as `sparsify(initial_mask=...)` does it: its first sparsity is pruned by data."""
+    options = {"iterations": iterations, "initial_mask": "as_is"}
+    recipe = replace(after, method=gp.methods.gradual_gap, options=options, sparsity=0.8, parts=4, allocation="global")
+    first = next(walk(recipe.plan(recipe.shapes()))).phase.edits[0].to
+    return Job(f"gradual-{criterion}-80-{share}", recipe, {**CRITERIA[criterion], "sparsity": first})
+
+
+def make_file(job: Job, path: Path) -> None:
+    """Prune the dense model, with training data as calibration, and save it."""
+    recipe, task = job.recipe, job.recipe.task
+    device = choose_device(recipe.device)
+    model = task.build_model()
+    gp.load(Path(recipe.weights) / "model.safetensors", model)
+    count = -(-CALIBRATION // task.batch_size) if hasattr(task, "batch_size") else 16
+    batches = list(islice(task.batches(seed=recipe.seed, start=0, device=device), count))
+    sparse = gp.prune_pretrained(
+        model.to(device), batches, forward=task.loss, keep_dense=recipe.kept_dense(model), **(job.prune or {})
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    gp.save(sparse, path)
+
+
+def run(job: Job, out: Path, deadline: float) -> None:
+    """Train or resume one run."""
+    recipe = job.recipe
+    if job.prune is not None:
+        file = out.with_suffix(".safetensors")
+        if not (out / "recipe.json").exists():
+            make_file(job, file)
+        recipe = replace(recipe, weights=str(file))
+        if recipe.method is gp.methods.gradual_gap:  # each layer rounded for itself
+            totals = gp.manifest(file)["totals"]
+            start = 1 - totals["prunable_nnz"] / totals["prunable"]
+            recipe = replace(recipe, options={**recipe.options, "start": start})
+    begin = engine.resume if (out / "recipe.json").exists() else engine.train
+    begin(recipe, out, should_stop=lambda: time.monotonic() > deadline)
+
+
+def work(name: str, args: argparse.Namespace) -> None:
+    """Carry out the runs of a study that have no result, each with all seeds, until time is up."""
+    deadline = time.monotonic() + args.seconds
+    for same in zip(*(jobs(name, seed, args.runs, args.data) for seed in SEEDS), strict=True):
+        for seed, job in zip(SEEDS, same, strict=True):
+            out = args.runs / name / job.row / f"seed{seed}"
+            if not (out / "result.json").exists():
+                try:
+                    run(job, out, deadline)
+                except engine.Interrupted:
+                    return
+            keep(out / "result.json", args.results / name / job.row / f"seed{seed}" / "result.json")
+            print(name, job.row, seed, flush=True)
+
+
+def table(results: Path) -> str:
+    """What came of the studies, in markdown; test figures of the last model."""
+    blocks = [_block(results / name, study) for name, study in STUDIES.items() if (results / name).is_dir()]
+    return "\n".join(blocks)
+
+
+def _block(folder: Path, study: Study) -> str:
+    start = _cell(folder / "start", study.metric)
+    title = f"`{study.recipe}`, {folder.name} ({study.metric}, test; dense: {start}; means of {len(SEEDS)} seeds):"
+    lines = [title, "", "| | retrained | " + " | ".join(_head(level) for level in LEVELS) + " |"]
+    lines.append("|---|---:|" + "---:|" * len(LEVELS))
+    lines += [_line(folder, study.metric, row, share) for share in (0, *SHARES) for row in LABELS]
+    return "\n".join(line for line in lines if line is not None) + "\n"
+
+
+def _name(level: str) -> str:
+    """As part of a folder's name."""
+    return level.replace(":", "of")
+
+
+def _head(level: str) -> str:
+    return level if level == "2:4" else f"{level} %"
+
+
+def _line(folder: Path, metric: str, row: str, share: int) -> str | None:
+    """A line of the table; None if it has no result."""
+    end = f"-{share}" if share else ""
+    cells = [
+        _cell(folder / (f"dense{end}" if row == "dense" else f"{row}-{_name(level)}{end}"), metric) for level in LEVELS
+    ]
+    return f"| {LABELS[row]} | {share} % | " + " | ".join(cells) + " |" if any(cells) else None
+
+
+def _cell(folder: Path, metric: str) -> str:
+    """Mean and spread, if all seeds are there."""
+    found = [run.figure("test")[metric] for run in find_runs([folder])] if folder.is_dir() else []
+    return spread(found) if len(found) == len(SEEDS) else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--study", choices=STUDIES, action="append", help="only this one; may be given again")
+    parser.add_argument("--runs", type=Path, default=Path("runs/pretrained_by_data"), help="where the run folders go")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where their results are kept")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="leave a study, saving, after so long")
+    parser.add_argument("--threads", type=int, help="threads of torch; by default its own choice")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.data is not None:
+        for name in args.study or MAIN:
+            work(name, args)
+    if args.table or args.write:
+        print(table(args.results))
+    if args.write:
+        PAGE.write_text(put(PAGE.read_text(), BEGIN, END, table(args.results)))
+
+
+if __name__ == "__main__":
+    main()
