@@ -54,7 +54,15 @@ def scale_shape(shape: Sequence[int], *, transposed: bool = False, stacked: bool
 
 def rows_of_live(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the output row of each live weight, for scales of this shape."""
-    return torch.arange(math.prod(shape), device=mask.device).view(shape).expand(mask.shape).masked_select(mask)
+    return _of_each(torch.arange(math.prod(shape), device=mask.device).view(shape), mask)
+
+
+def _of_each(rows: Tensor, mask: Tensor) -> Tensor:
+    """Return what belongs to the row of each live weight."""
+    within = [dim for dim, length in enumerate(rows.shape) if length == 1]
+    if within and within == list(range(within[0], mask.ndim)):  # rows lie one after the other, so counts are enough
+        return rows.reshape(-1).repeat_interleave(mask.sum(within).reshape(-1))
+    return rows.expand(mask.shape).masked_select(mask)
 
 
 def quantize(values: Tensor, row: Tensor, num_rows: int, name: str) -> Quantized:
@@ -90,4 +98,4 @@ def _relative_error(found: Tensor, exact: Tensor) -> float:
 
 def dequantize(values: Tensor, scales: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return live values in a dtype, from 8 bits: each is multiplied by the scale of its row, in float32."""
-    return (values.float() * scales.expand(mask.shape).masked_select(mask)).to(dtype)
+    return (values.float() * _of_each(scales, mask)).to(dtype)
