@@ -81,5 +81,6 @@ def can_be_recorded(inputs: Mapping[str, Any]) -> bool:
     tokens, cache = inputs.get("input_ids"), inputs.get("past_key_values")
     layers = getattr(cache, "layers", None) or [None]
     is_static = all(type(layer).__name__ == "StaticLayer" and layer.is_initialized for layer in layers)
+    is_known = all(hasattr(layer, "cumulative_length") for layer in layers)  # not in every version of transformers
     is_few = isinstance(tokens, Tensor) and tokens.shape[1:] == (1,) and len(tokens) <= FEW_ROUNDS * MOST_SAMPLES
-    return is_static and is_few and not any(inputs.get(name) for name in KEPT_OUTPUTS)
+    return is_static and is_known and is_few and not any(inputs.get(name) for name in KEPT_OUTPUTS)
