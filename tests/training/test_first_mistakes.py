@@ -72,7 +72,9 @@ def test_steps_without_gradients_are_named_if_weights_are_chosen_by_them() -> No
 def test_an_optimizer_that_was_not_given_is_asked_for() -> None:
     """It would revive weights by its momentum."""
     model = small_net()
-    with pytest.warns(UserWarning, match=r"the optimizer does not train 0\.weight, .*: pass all optimizers"):
+    with pytest.warns(
+        UserWarning, match=r"the optimizer does not train 0\.weight \(1 of 2 weights .*: pass all optimizers"
+    ):
         gp.sparsify(model, adamw(model[3:].parameters()), sparsity=0.75, iterations=8)
 
 

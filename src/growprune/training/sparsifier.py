@@ -109,15 +109,18 @@ class Sparsifier:
         self.model = model.model if isinstance(model, SparseModel) else _inner(model, arguments.storage)
         """The module that becomes sparse."""
         _check_new(self.model)
-        if isinstance(model, SparseModel):
-            arguments = arguments.begun_from(model)
-            self._first = FirstMask("as_is", model.sparsity)
-        else:
+        given = model if isinstance(model, SparseModel) else None
+        if given is None:
             check_model(self.model, storage=arguments.storage)
-            self._first = arguments.first_mask(self.model, self._optimizers)
-        _check_trained(self.model, arguments, self._optimizers)
+        else:
+            arguments = arguments.begun_from(given)
         self._arguments, self._losses = arguments, losses
-        self.cursor = self._begin(self._first, model if isinstance(model, SparseModel) else None)
+        _check_trained(self.model, arguments, self._optimizers)
+        if given is None:
+            self._first = arguments.first_mask(self.model, self._optimizers)
+        else:
+            self._first = FirstMask("as_is", given.sparsity)
+        self.cursor = self._begin(self._first, given)
         """The place in the plan."""
 
     def _begin(self, first: FirstMask, sparse: SparseModel | None) -> Cursor:
@@ -327,8 +330,8 @@ def _check_trained(model: nn.Module, arguments: Arguments, optimizers: Sequence[
         )
     if left_out:
         warn(
-            f"the optimizer does not train {left_out[0]}, one of {len(left_out)} such weights to prune: pass all "
-            f"optimizers as a list, or freeze the weight with requires_grad_(False)"
+            f"the optimizer does not train {left_out[0]} ({len(left_out)} of {len(wanted)} weights to prune): pass all "
+            f"optimizers as a list, or freeze such weights with requires_grad_(False)"
         )
 
 
