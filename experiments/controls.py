@@ -1,7 +1,7 @@
 """What growth itself brings, what the rise of the sparsity does, and which learning rates suit sparse layers.
 
-python experiments/controls.py           # the tables of docs/theory.md, from the results beside this file
-python experiments/controls.py --write   # bring the page up to date
+python experiments/controls.py           # print tables of docs/, made from the results beside this file
+python experiments/controls.py --write   # bring the pages up to date
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from page import filled, markdown, write_or_print
 from growprune.compare import of_runs
 from growprune.compare.statistics import paired
 from growprune.compare.table import TableRow
+from growprune.runs import find_runs
 
 PAGE = Path(__file__).parent.parent / "docs" / "theory.md"
+SHAKESPEARE = PAGE.parent / "results" / "shakespeare.md"
 STUDIES = {
     "cifar10-width32": "CIFAR-10, half the width",
     "cifar10-width64": "CIFAR-10, full width",
@@ -86,9 +88,27 @@ def rates() -> str:
     return markdown(["row", *heads], lines)
 
 
+def choices() -> str:
+    """Validation scores of gradual_gap with other settings, by seed: a line for each setting, the default first."""
+    default = "gradual_gap-global/0.9/optimizer.lr=0.004-lr_scaling=1"
+    others = sorted(path for path in (RESULTS / "shakespeare-choices").iterdir() if path.is_dir())
+    folders = {"default: lr_scaling=1, until=0.75, begin=0": RESULTS / TUNED / default} | {p.name: p for p in others}
+    lines = [[name, *(f"{_validation(folder / seed):.3f}" for seed in SEEDS)] for name, folder in folders.items()]
+    return markdown(["gradual_gap, 90 %", *SEEDS], lines)
+
+
+SEEDS = ("seed0", "seed1")
+
+
+def _validation(folder: Path) -> float:
+    (run,) = find_runs([folder])
+    return float(run.figure("validation")["bits_per_byte"])
+
+
 def files() -> dict[Path, str]:
-    """What the page must hold."""
-    return {PAGE: filled(PAGE, {"controls": table(), "lr_scaling": rates()})}
+    """What the pages must hold."""
+    pages = {PAGE: {"controls": table(), "lr_scaling": rates()}, SHAKESPEARE: {"choices": choices()}}
+    return {page: filled(page, tables) for page, tables in pages.items()}
 
 
 if __name__ == "__main__":
