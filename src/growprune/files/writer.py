@@ -236,8 +236,8 @@ def warn_of_unfinished(model: SparseModel | nn.Module, done: str = "saved") -> N
         warn(f"the {done} model is {target}: its plan never began. Call cursor.attach(optimizer) before training")
     else:
         warn(
-            f"the {done} model is {target}: its plan is not over. Train until cursor.is_over (steps that GradScaler "
-            f"skips do not count), or call sparse.prune() {before}"
+            f"the {done} model is {target}: its plan is not over. Train to its end (steps that GradScaler skips do not "
+            f"count), or call prune() of the SparseModel {before}"
         )
 
 

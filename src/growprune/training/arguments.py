@@ -205,7 +205,8 @@ class Arguments:
             sparsity=first.to or 0.0,
             by=self.initial_mask,
             pattern=self.pattern,
-            allocation="erk" if self.resolved_allocation == "erk" else "uniform",  # a layer is pruned by itself
+            # a layer is pruned by itself, so no ranking can be global; equal sparsity would ruin small layers
+            allocation="uniform" if self.resolved_allocation == "uniform" else "erk",
             keep_dense=self.kept_dense(model),
             include=self.include,
         )

@@ -49,13 +49,13 @@ class DecodeStep:
         leaves, spec = pytree.tree_flatten(inputs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         rest = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        held = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
+        kept = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
         key = spec, rest, [(tensor.shape, tensor.dtype) for tensor in tensors]
-        is_same_cache = len(held) == len(self._cache) and all(map(_is, held, self._cache))
+        is_same_cache = len(kept) == len(self._cache) and all(map(_is, kept, self._cache))
         if self._recorded is None or key != self._key or not is_same_cache:
             self._recorded = None  # frees the memory of the old graph first
             self._recorded = self._record(cache, tensors, rest, spec)
-            self._key, self._cache = key, held
+            self._key, self._cache = key, kept
         return self._recorded(*tensors)
 
     def _record(self, cache: Any, tensors: Sequence[Tensor], rest: Sequence[Any], spec: Any) -> Callable[..., Any]:
