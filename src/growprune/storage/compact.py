@@ -26,7 +26,7 @@ from growprune.storage.compact_layers import LAYOUTS, RECORDERS, hand_over, watc
 from growprune.storage.compact_modules import let_compile_again, make_plain, set_layout
 from growprune.storage.layout import Layout
 from growprune.storage.masked import hookable
-from growprune.storage.parameter import SparseParameter
+from growprune.storage.parameter import SparseParameter, no_parameter
 from growprune.storage.uncompiled import uncompiled
 
 
@@ -66,6 +66,13 @@ class Compact(SparseParameter):
                 f"storage='compact' does not support {name}, which is tied to {', '.join(places[1:])}: "
                 f"use storage='masked', or add it to keep_dense"
             )
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = self.module._parameters.get(self._local)
+        if parameter is None:
+            raise no_parameter(self.module, self._local)
+        return parameter
 
     @property
     def _layout(self) -> Layout | None:
