@@ -33,7 +33,7 @@ from growprune.deployment.deployed import Deployed
 from growprune.deployment.deployed_folder import ABOUT, read_about
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file
-from growprune.files.pretrained import weights_file
+from growprune.files.weights_file import weights_file
 
 WORKER = Path(__file__).with_name("bench_worker.py")
 ENGINES = ("deployed", "torch", "compile", "onnxruntime", "openvino")

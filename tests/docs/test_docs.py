@@ -89,7 +89,7 @@ def test_the_models_on_the_page_about_memory_are_compact() -> None:
     finally:
         torch.autograd.set_multithreading_enabled(threads)
     assert internals(names["sparsifier"].sparse).storage == internals(names["sparse"]).storage == "compact"
-    assert names["sparse"].num_alive == 1638 + 65536 + 256  # the part that is dense, and a tenth of the others
+    assert names["sparse"].num_alive == 16384 + 6554 + 256  # the part that is dense, and a tenth of the others
 
 
 def test_the_algorithm_shown_is_the_code_that_runs() -> None:

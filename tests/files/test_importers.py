@@ -25,7 +25,7 @@ from torch.nn.utils import prune
 import growprune as gp
 from growprune.files import importers
 from growprune.files.importers import IMPORTERS
-from growprune.files.pretrained import weights_file
+from growprune.files.weights_file import weights_file
 from growprune.sparse.internals import internals
 
 DATA = Path(__file__).parent / "data"

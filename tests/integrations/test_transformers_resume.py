@@ -151,7 +151,7 @@ def test_a_checkpoint_without_our_state_leaves_a_compact_model_as_it_is(tmp_path
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 def test_rates_that_follow_density_are_resumed_and_logged_as_the_trainers(storage: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"storage": storage, "lr_scaling": 1.0}
-    plain, _ = train(tmp_path / "plain", "bert", "gradual_gap", storage=storage)
+    plain, _ = train(tmp_path / "plain", "bert", "gradual_gap", storage=storage, lr_scaling=0)
     whole, callback = train(tmp_path / "whole", "bert", "gradual_gap", args=SAVING, **given)
     assert whole.optimizer is not None and plain.optimizer is not None
     mine, theirs = ([group["lr"] for group in t.optimizer.param_groups] for t in (whole, plain))
@@ -163,4 +163,6 @@ def test_rates_that_follow_density_are_resumed_and_logged_as_the_trainers(storag
     layer = next(iter(callback.sparse.masks))
     assert not torch.equal(whole.model.state_dict()[layer], plain.model.state_dict()[layer])
     with pytest.raises(GrowpruneError, match=r"lr_scaling=1\.0, but GrowPruneCallback has lr_scaling=0\.0"):
-        train(tmp_path / "whole", "bert", "gradual_gap", args=SAVING, resume=True, storage=storage)
+        train(tmp_path / "whole", "bert", "gradual_gap", args=SAVING, resume=True, storage=storage, lr_scaling=0)
+    automatic, _ = train(tmp_path / "automatic", "bert", "gradual_gap", storage=storage)
+    assert_same_bits(automatic.model, whole.model)  # the Trainer's optimizer is AdamW, and the model is fresh

@@ -491,7 +491,7 @@ def test_a_first_mask_by_data_is_that_of_prune_pretrained_and_the_plan_begins_th
     other = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     draw = torch.Generator().manual_seed(0)
     batches = [torch.randn(64, 32, generator=draw) * torch.linspace(0, 2, 32) for _ in range(2)]
-    pruned = gp.prune_pretrained(other, batches, sparsity=0.5, by=by)
+    pruned = gp.prune_pretrained(other, batches, sparsity=0.5, by=by, allocation="erk")
     assert sparsifier.sparsity == pruned.sparsity == 0.5
     masks = pruned.masks
     assert [name for name, mask in sparsifier.sparse.masks.items() if not torch.equal(mask, masks[name])] == []

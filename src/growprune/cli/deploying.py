@@ -48,7 +48,7 @@ def deploy(
     """
     from growprune.deployment.api import checked_device
     from growprune.deployment.api import deploy as deploy_model
-    from growprune.files.pretrained import weights_file
+    from growprune.files.weights_file import weights_file
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise GrowpruneError(f"--out must be a new or empty folder, but {out} exists. Choose another --out")

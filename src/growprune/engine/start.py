@@ -143,6 +143,6 @@ def resume(
         found = checkpoint.load_newest(folder.checkpoints, run.events.warn)
         if found is not None:
             run.restore(*found)
-        elif run.mesh.is_first and not checkpoint.numbers(folder.checkpoints):  # a damaged one was named already
+        elif run.mesh.is_first and not any(folder.checkpoints.glob("*")):  # damaged ones were named already
             run.events.warn(f"{folder.path} has no checkpoint yet, so it starts over. See checkpoint_seconds")
         return run.execute()

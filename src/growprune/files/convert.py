@@ -26,8 +26,9 @@ from growprune.files.importers import Imported, read
 from growprune.files.importers.imported import bare_model
 from growprune.files.manifest import WITH_INT8
 from growprune.files.model_card import write_model_card
-from growprune.files.pretrained import save_pretrained, weights_file
+from growprune.files.pretrained import save_pretrained
 from growprune.files.quantized import check_values
+from growprune.files.weights_file import weights_file
 from growprune.files.writer import rewrite_as_int8
 from growprune.masks.bits import pack
 from growprune.masks.layers import first_names, matches

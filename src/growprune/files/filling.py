@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.files.pretrained import weights_file
 from growprune.files.reader import SparseFile, is_ours, open_safetensors
+from growprune.files.weights_file import weights_file
 from growprune.masks.bits import pack
 from growprune.masks.layers import dense_shape, tensors_of
 from growprune.sparse.internals import internals

@@ -14,7 +14,6 @@ recognized by its attributes.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import json
 import os
@@ -32,11 +31,10 @@ from growprune.files import sparse_file as file
 from growprune.files.atomic import replacing
 from growprune.files.model_card import write_model_card
 from growprune.files.reader import is_ours, open_safetensors
+from growprune.files.weights_file import ABOUT, DENSE, SPARSE, dense_digests
 from growprune.files.writer import write_safetensors
 from growprune.masks.layers import tensors_of
 from growprune.sparse.model import SparseModel, check_sparse_model
-
-DENSE, SPARSE, ABOUT = "model.safetensors", "growprune.safetensors", "growprune.json"
 
 
 def save_pretrained(sparse: SparseModel, folder: str | os.PathLike[str], *, model_card: bool = True) -> None:
@@ -64,7 +62,7 @@ def save_pretrained(sparse: SparseModel, folder: str | os.PathLike[str], *, mode
         _save_dense(sparse.model, folder / DENSE)
     if model_card:
         write_model_card(sparse, folder, file.manifest(folder / SPARSE))
-    about = {"format": 1, "dense": _dense_digests(folder)}
+    about = {"format": 1, "dense": dense_digests(folder)}
     with replacing(folder / ABOUT) as written:
         written.write((json.dumps(about, indent=1) + "\n").encode())
 
@@ -73,46 +71,6 @@ def _save_dense(model: nn.Module, path: Path) -> None:
     state = model.state_dict()
     with replacing(path) as written:
         write_safetensors(written, {name: state[name].detach() for name in tensors_of(model)[0]}, {"format": "pt"})
-
-
-def _dense_digests(folder: Path) -> dict[str, str]:
-    paths = sorted(path for path in folder.glob("*.safetensors") if path.name != SPARSE)
-    return {path.name: digest_of(path) for path in paths}
-
-
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def weights_file(path: str | os.PathLike[str]) -> Path:
-    """Return the weights file for a path: the file itself, or that of a folder, such as a run or a pretrained model."""
-    path = Path(path)
-    if path.is_file():
-        return path
-    if (found := single_file(path)) is None:
-        raise GrowpruneError(
-            f"{path} has no weights: pass a .safetensors file, or a folder with {SPARSE} or {DENSE}, such as that of a "
-            f"finished run"
-        )
-    return found
-
-
-def single_file(folder: Path) -> Path | None:
-    """Return the safetensors file with all weights of a folder; the sparse one, if it is up to date."""
-    if (folder / SPARSE).is_file() and _is_up_to_date(folder):
-        return folder / SPARSE
-    return folder / DENSE if (folder / DENSE).is_file() else None
-
-
-def _is_up_to_date(folder: Path) -> bool:
-    """True if the dense files of a folder are those that its sparse file was saved with."""
-    try:
-        found = _dense_digests(folder)
-        return not found or bool(json.loads((folder / ABOUT).read_text())["dense"] == found)
-    except (OSError, KeyError, RecursionError, TypeError, ValueError):
-        return False
 
 
 def from_pretrained(
@@ -147,7 +105,7 @@ def _check(folder: Path) -> None:
         known = dict(json.loads((folder / ABOUT).read_text())["dense"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise GrowpruneError(f"{folder / ABOUT} is damaged ({error!r}): download or save the folder again") from None
-    found = _dense_digests(folder)
+    found = dense_digests(folder)
     if changed := sorted(name for name in {**known, **found} if known.get(name) != found.get(name)):
         raise GrowpruneError(
             f"{folder / changed[0]} was changed after growprune saved it, so {SPARSE} is out of date: {from_zeros}"

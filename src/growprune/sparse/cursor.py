@@ -176,7 +176,7 @@ class Cursor:
     def _stepped(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         del args, kwargs
         is_clock = self._clock is not None and self._clock() is optimizer
-        if not is_clock or cursor_of(self.sparse) is not self or is_skipped(optimizer):
+        if not is_clock or cursor_of(self._own.model) is not self or is_skipped(optimizer):
             return
         if self.is_over:
             self.num_steps_after += 1

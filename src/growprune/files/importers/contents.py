@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
-from growprune.files.pretrained import DENSE, single_file
 from growprune.files.reader import one_line
+from growprune.files.weights_file import DENSE, single_file
 
 PICKLED, INDEX = "pytorch_model.bin", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 256 << 20
