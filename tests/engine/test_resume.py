@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -162,6 +163,20 @@ def test_if_every_checkpoint_is_damaged_the_run_starts_over_to_the_same_bits(
     assert len(warnings) == len(damaged)
     assert warnings[-1].endswith("no other checkpoint, so starting over")
     assert outcome(folder) == outcome(tmp_path / "undisturbed")
+
+
+def test_a_run_that_has_no_checkpoint_yet_says_that_it_starts_over(tmp_path: Path) -> None:
+    recipe = replace(cyclic(), checkpoint_seconds=1e6)
+    engine.train(recipe, tmp_path / "undisturbed")
+    countdown = iter([False] * 2)
+    with pytest.raises(engine.Interrupted):
+        engine.train(recipe, tmp_path / "killed", should_stop=lambda: next(countdown, True))
+    shutil.rmtree(tmp_path / "killed" / "checkpoints")  # a stop writes one, kill -9 does not
+    events: list[dict[str, Any]] = []
+    engine.resume(recipe, tmp_path / "killed", on_event=events.append)
+    (said,) = [event["message"] for event in events if event["event"] == "warning"]
+    assert said.endswith("killed has no checkpoint yet, so it starts over. See checkpoint_seconds")
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "undisturbed")
 
 
 def test_a_checkpoint_without_its_marker_is_never_loaded(tmp_path: Path) -> None:
