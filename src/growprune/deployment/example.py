@@ -36,8 +36,13 @@ class Example:
         return cls(tuple(example) if isinstance(example, (tuple, list)) else (example,))
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is tensors, one after the other. For most models it is, and then a call is quick to begin."""
+        return not self.kwargs and all(type(x) is Tensor for x in self.args)
+
+    @property
     def leaves(self) -> list[Any]:
-        return pytree.tree_leaves((self.args, self.kwargs))
+        return list(self.args) if self.is_plain else pytree.tree_leaves((self.args, self.kwargs))
 
     @torch.no_grad()
     def call(self, module: nn.Module) -> Any:

@@ -126,6 +126,8 @@ class Part(_InPlaceOf):
 
 def _key(example: Example) -> object:
     """What a plan depends on."""
+    if example.is_plain:
+        return *((x.shape, x.dtype) for x in example.args), torch.get_num_threads()
     leaves, spec = pytree.tree_flatten((example.args, example.kwargs))
     shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
     return shapes, spec, torch.get_num_threads()

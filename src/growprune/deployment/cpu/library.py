@@ -80,6 +80,15 @@ class _Tile(ctypes.Structure):
     _fields_ = tuple((name, c_int32) for name in ("lanes", "vectors", "k_block", "row_chunks", "threads"))
 
 
+class BoundLayer(ctypes.Structure):
+    """A layer of the library, and x, out and residual: where each begins, and the distance between its rows."""
+
+    _fields_ = (
+        ("layer", c_void_p),
+        *((name, kind) for x in ("x", "out", "residual") for name, kind in ((x, c_void_p), (f"{x}_stride", c_int64))),
+    )
+
+
 @dataclass(frozen=True)
 class Tile:
     """How a product is cut up. It changes the speed of a layer and the rounding of its sums, and nothing else."""
@@ -107,7 +116,7 @@ class Library:
         self.prepare = _typed(
             library.gp_prepare, c_void_p, POINTER(_Matrix), POINTER(_Geometry), POINTER(_Tile), c_void_p, c_int
         )
-        self.run = _typed(library.gp_run, None, c_void_p, *strided, *strided, *strided)
+        self.run = _typed(library.gp_run, None, POINTER(BoundLayer), c_int)
         self.free = _typed(library.gp_free, None, c_void_p)
         self.prepare_depthwise = _typed(
             library.gp_prepare_depthwise, c_void_p, POINTER(_Geometry), c_void_p, c_void_p, c_int, c_int

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from torch.nn import functional as F
 
 from growprune.deployment.cpu.geometry import Geometry
 from growprune.deployment.cpu.library import (
+    BoundLayer,
     Tile,
     geometry_struct,
     library,
@@ -105,13 +108,32 @@ class LibraryLayer(Layer):
         weakref.finalize(self, require_library().free, plan)
 
     def _bound(self, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], object]:
-        run, kept = require_library().run, (self, x, out, residual)
-        arguments = (self._plan, *strided(x), *strided(out), *strided(residual))
+        bound = BoundLayer(self._plan, *strided(x), *strided(out), *strided(residual))
+        return LayerCalls([bound], kept=(self, x, out, residual))
 
-        def call(kept: object = kept) -> None:  # keeps the memory alive that the arguments point to
-            run(*arguments)
 
-        return call
+class LayerCalls:
+    """Calls of layers of the library, one after the other, as one call: each one from Python takes a microsecond."""
+
+    def __init__(self, layers: list[BoundLayer], kept: tuple[object, ...]) -> None:
+        self._layers, self._kept = layers, kept  # what is kept is what the layers point to
+        self._array, self._run = (BoundLayer * len(layers))(*layers), require_library().run
+
+    def __call__(self) -> None:
+        self._run(self._array, len(self._array))
+
+    @staticmethod
+    def joined(calls: Iterable[Callable[[], object]]) -> list[Callable[[], object]]:
+        """The same calls, those in a row joined."""
+        found: list[Callable[[], object]] = []
+        for is_ours, some in itertools.groupby(calls, lambda call: isinstance(call, LayerCalls)):
+            if is_ours:
+                group: list[Any] = list(some)
+                layers = [layer for call in group for layer in call._layers]
+                found.append(LayerCalls(layers, kept=tuple(group)))
+            else:
+                found += some
+        return found
 
 
 class NativeLayer(LibraryLayer):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from growprune.deployment.cpu.library import Library, library
-from growprune.deployment.cpu.prepared import CsrLayer, DenseLayer, Layer
+from growprune.deployment.cpu.prepared import CsrLayer, DenseLayer, Layer, LayerCalls
 from growprune.deployment.graph.fuse import Fused
 from growprune.deployment.graph.places import InSlot, Stored, Value
 
@@ -213,7 +213,7 @@ class Program:
         spans = lifetimes(lowered.steps, len(lowered.sizes), lowered.outputs)
         offsets, size = assign(lowered.sizes, spans)
         self._memory = Memory(torch.zeros(max(1, size)), offsets, lowered.num_slots)
-        self._calls = [step.bind(self._memory) for step in lowered.steps]
+        self._calls = LayerCalls.joined(step.bind(self._memory) for step in lowered.steps)
         self._inputs, self._out_spec = lowered.inputs, out_spec
         self._outputs = [_output(value, self._memory) for value in lowered.outputs]
         self._alone: Library | None = library() if is_ours(lowered.steps) else None

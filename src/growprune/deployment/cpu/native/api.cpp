@@ -2,6 +2,7 @@
 #include "depthwise.h"
 #include "plan.h"
 #include "pool.h"
+#include "same_size.h"
 
 using namespace gp;
 
@@ -50,12 +51,15 @@ GP_API Layer *gp_prepare(const Matrix *matrix, const Geometry *geometry, const T
 // Null if memory runs out.
 GP_API Layer *gp_prepare_depthwise(const Geometry *geometry, const float *weights, const float *bias, int activation,
                                    int threads) {
+#if defined(__AVX512F__)
+    if (SameSizeDepthwise::fits(*geometry))
+        return made<SameSizeDepthwise>(*geometry, weights, bias, activation, threads);
+#endif
     return made<Depthwise>(*geometry, weights, bias, activation, threads);
 }
 
-GP_API void gp_run(const Layer *layer, const float *x, Index x_stride, float *y, Index y_stride, const float *residual,
-                   Index residual_stride) {
-    layer->run({x, x_stride, y, y_stride, residual, residual_stride});
+GP_API void gp_run(const BoundLayer *layers, int count) {
+    for (int i = 0; i < count; ++i) layers[i].layer->run(layers[i].operands);
 }
 
 GP_API void gp_free(Layer *layer) { delete layer; }

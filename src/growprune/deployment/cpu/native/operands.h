@@ -22,6 +22,12 @@ class Layer {
     virtual void run(const Operands &operands) const = 0;
 };
 
+// A layer with what it reads and writes, as growprune/deployment/cpu/library.py has it, field by field.
+struct BoundLayer {
+    const Layer *layer;
+    Operands operands;
+};
+
 // Room for a packed block and for sums. Each thread has one for all layers, which stays in its cache; it grows when a
 // layer first needs more, so that later calls allocate nothing, and calls by several threads are apart.
 inline float *scratch_of_thread(Index floats) {
