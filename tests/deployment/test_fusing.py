@@ -22,7 +22,7 @@ import growprune as gp
 from growprune.deployment.api import deploy_on_gpu
 from growprune.deployment.cuda import graphed
 from growprune.deployment.cuda.formats import from_dense
-from growprune.deployment.cuda.fusing import Siblings, stacked, views
+from growprune.deployment.cuda.fusing import Siblings, alike, stacked, views
 from growprune.deployment.cuda.linear import SparseLinear
 from growprune.deployment.cuda.products import LaneTile, Matrix, Tile, product
 from growprune.deployment.cuda.tuning import Choice, make
@@ -157,7 +157,8 @@ def test_q_k_v_are_one_product_and_gate_and_up_another(rows: list[int]) -> None:
 
 
 def test_more_samples_than_the_example_has_are_one_product_up_to_64(rows: list[int]) -> None:
-    fast = three()
+    fast, together = three(), []
+    siblings_of(fast).register_forward_hook(lambda module, inputs, outputs: together.append(len(inputs[0])))
     for samples, expected in ((17, [40, 40]), (64, [40] * 4), (65, [])):  # then weights are made dense for the call
         rows.clear()
         x = torch.randn(samples, 32)
@@ -165,6 +166,7 @@ def test_more_samples_than_the_example_has_are_one_product_up_to_64(rows: list[i
             torch.testing.assert_close(found, alone(fast, name, x))
             assert found.is_contiguous()
         assert rows == expected
+    assert together == [17, 64]  # then one weight is dense at a time
 
 
 def test_weights_are_held_once() -> None:
@@ -190,8 +192,8 @@ def test_layers_with_and_without_a_bias_keep_theirs() -> None:
 # What is computed as one
 
 
-def choices(model: nn.Module, x: Tensor | None = None) -> list[str]:
-    return [row.choice for row in deployed(model, torch.randn(1, 32) if x is None else x).table]
+def choices(model: nn.Module) -> list[str]:
+    return [row.choice for row in deployed(model, torch.randn(1, 32)).table]
 
 
 def test_a_layer_that_is_dense_stays_out() -> None:
@@ -214,13 +216,17 @@ def test_layers_of_several_formats_are_no_matrix(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(found, alone(fast.module, name, x))
 
 
-def test_a_bias_of_another_dtype_stays_out() -> None:
-    model: Any = pruned(Steps(all_three))
-    model.half()
-    model.b.bias = nn.Parameter(model.b.bias.float(), requires_grad=False)
-    example = torch.randn(1, 32).half()
-    model.step = lambda m, x: [m.a(x), m.c(x)]  # torch itself does not take such a layer
-    assert choices(model, example) == ["fused", "torch", "fused"]
+def test_a_bias_or_a_matrix_of_another_dtype_stays_out() -> None:
+    half = from_dense(random_weight(8, 16, 0.5, torch.float16))
+    layers = {
+        "a": make(half, "offsets"),
+        "b": make(half, "offsets", bias=torch.zeros(8, dtype=torch.float16)),
+        "c": make(half, "offsets", bias=torch.zeros(8)),
+        "d": make(from_dense(random_weight(8, 16, 0.5)), "offsets"),
+        "e": make(int8_of(random_weight(8, 16, 0.5, torch.float16)), "offsets"),
+        "f": make(half, "dense"),
+    }
+    assert [list(group) for group in alike(layers)] == [["a", "b"]]
 
 
 STEPS: dict[str, tuple[Callable[[Any, Tensor], Any], list[str]]] = {
