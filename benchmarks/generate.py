@@ -2,11 +2,12 @@
 
     python benchmarks/generate.py                            1 B and 7 B weights, 50 % and 90 %, bfloat16, batch 1
     python benchmarks/generate.py --sizes 7B --sparsity 0.9 --json FILE
+    python benchmarks/generate.py --no-fuse                  q, k, v and gate, up as products of their own
 
 Values and masks are random. `step` is what one more token takes: the difference of a long and a short call, divided by
 that of their tokens, so that neither the prompt nor the recording counts. `call` is a whole call with its prompt and
 its recording. The fastest of a few calls. `error` is the largest of any layer's weights, relative to their norm.
-Without a GPU, `--small` only shows that it runs.
+`fused` counts the layers that are computed as one with others. Without a GPU, `--small` only shows that it runs.
 """
 
 from __future__ import annotations
@@ -74,12 +75,19 @@ def measure(model: Any, arguments: argparse.Namespace) -> dict[str, float]:
     short, long = arguments.tokens // 4, arguments.tokens
     # the long one first: transformers then gives the short one a cache of the same length
     whole, brief = (seconds(model, prompt, count, arguments.repeats) for count in (long, short))
-    num_bytes = sum(t.nbytes for t in (*model.model.layers.parameters(), *model.model.layers.buffers()))
     return {
         "step_tokens_per_second": arguments.batch * (long - short) / max(whole - brief, 1e-9),
         "call_tokens_per_second": arguments.batch * long / whole,
-        "gigabytes": num_bytes / 1e9,
+        "gigabytes": num_bytes(model.model.layers) / 1e9,
     }
+
+
+def num_bytes(module: nn.Module) -> int:
+    """Of all weights, with what layers that are computed as one share."""
+    fused = [layer.together.func.__self__ for layer in module.modules() if getattr(layer, "together", None)]
+    tensors = [tensor for part in (module, *fused) for tensor in (*part.parameters(), *part.buffers())]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
 
 
 def rows_of(size: str, sparsity: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -87,21 +95,23 @@ def rows_of(size: str, sparsity: float, arguments: argparse.Namespace) -> list[d
     token = Example.of({"input_ids": torch.ones(arguments.batch, 1, dtype=torch.long, device=DEVICE)})
     rows = []
     for values in (None, "int8"):
-        fast = deploy_on_gpu(model, token, device=DEVICE, seconds=arguments.seconds, known={}, values=values)
+        options: Any = {"seconds": arguments.seconds, "known": {}, "values": values, "fuse": arguments.fuse}
+        fast = deploy_on_gpu(model, token, device=DEVICE, **options)
         errors = [row.error for row in fast.table if row.error is not None]
         about = {"model": f"deployed{', int8' if values else ''}", "error": max(errors, default=0.0)}
+        about["fused"] = sum(row.choice == "fused" for row in fast.table)
         rows.append(about | measure(fast.module, arguments))
         del fast
         gc.collect()
     prepare_generation(model)  # the same graphs
-    rows.insert(0, {"model": "dense", "error": 0.0} | measure(model, arguments))
+    rows.insert(0, {"model": "dense", "error": 0.0, "fused": 0} | measure(model, arguments))
     dense = rows[0]["step_tokens_per_second"]
     return [{"size": size, "sparsity": sparsity, "times": row["step_tokens_per_second"] / dense, **row} for row in rows]
 
 
 def show(row: dict[str, Any]) -> None:
     speeds = f"step {row['step_tokens_per_second']:8.1f}/s  call {row['call_tokens_per_second']:8.1f}/s"
-    about = f"{row['times']:5.2f}x  {row['gigabytes']:6.2f} GB  error {row['error']:.2%}"
+    about = f"{row['times']:5.2f}x  {row['gigabytes']:6.2f} GB  error {row['error']:.2%}  fused {row['fused']}"
     print(f"{row['size']:6} {row['sparsity']:.0%}  {row['model']:15} {speeds}  {about}", flush=True)
 
 
@@ -114,6 +124,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="new tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20, help="how long layers are timed when deploying")
+    parser.add_argument("--fuse", action=argparse.BooleanOptionalAction, default=True, help="q, k, v; gate, up")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--small", action="store_true", help="a tiny model, to show that it runs")
     arguments = parser.parse_args()

@@ -49,13 +49,17 @@ ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where kernels run: on a GPU, or on the CPU through the interpreter, which must be chosen before they are made."""
     if request.param == "cpu":
-        if importlib.util.find_spec("triton") is None:
-            pytest.skip("Triton is not installed, whose interpreter would run the kernels")
-        if torch.cuda.is_available():
-            pytest.skip("there is a GPU, and kernels are made for one or the other")
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        mend_interpreter(monkeypatch)
+        interpret(monkeypatch)
     yield request.param
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed, whose interpreter would run the kernels")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, and kernels are made for one or the other")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    mend_interpreter(monkeypatch)
 
 
 def random_weight(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import runpy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from growprune.deployment.api import checked_device, deploy_on_gpu
 from growprune.deployment.cuda import graphed
 from growprune.deployment.cuda.linear import SparseLinear
 from growprune.deployment.cuda.products import BitmaskTile, LaneTile
-from growprune.deployment.cuda.swapping import deploy_linears
+from growprune.deployment.cuda.swapping import Waiting, deploy_linears, sparse_layers
 from growprune.deployment.cuda.tuning import Choice, make
 from growprune.deployment.deployed import Deployed
 from growprune.deployment.deployed_folder import read_table
@@ -197,6 +199,21 @@ def test_deployed_layers_can_be_made_dense_again() -> None:
     assert fast.is_in_torch
     assert [type(part) for part in fast.module] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
     torch.testing.assert_close(fast(x), expected)
+
+
+def test_weights_are_on_the_device_in_one_format_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+
+    def noted(*arguments: Any) -> dict[str, Waiting]:
+        layers = sparse_layers(*arguments)
+        kept.extend(map(weakref.ref, layers.values()))
+        return layers
+
+    monkeypatch.setattr("growprune.deployment.cuda.swapping.sparse_layers", noted)
+    fast = deployed_mlp(CPU)
+    gc.collect()
+    assert len(kept) == len(fast.table) == 2
+    assert [waiting() for waiting in kept] == [None, None]
 
 
 def test_a_failed_format_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from triton_interpreter import on_the_gpu
 import growprune as gp
 from growprune.deployment.api import deploy_on_gpu
 from growprune.deployment.cuda.linear import SparseLinear
+from growprune.deployment.cuda.products import Matrix, Tile, product
 from growprune.deployment.example import Example
 
 transformers = pytest.importorskip("transformers")
@@ -133,6 +134,31 @@ def test_a_graph_is_recorded_for_each_number_of_samples(recorded: type[Recorded]
             model, prompt, do_sample=False
         )
         assert recorded.count == i
+
+
+@pytest.mark.parametrize(("samples", "graphs"), [(16, 1), (20, 1), (65, 0)])
+def test_batches_larger_than_that_of_the_example_give_the_tokens_of_the_model(
+    samples: int, graphs: int, recorded: type[Recorded]
+) -> None:
+    model, prompt = llama(), torch.randint(1, 64, (samples, 4), generator=torch.Generator().manual_seed(0))
+    found = tokens(deployed(model), prompt, do_sample=False, compile_config=ALSO_ON_A_CPU)
+    assert found == tokens(model, prompt, do_sample=False)
+    assert recorded.count == graphs
+
+
+def test_layers_that_read_the_same_tensor_are_one_in_the_graph(
+    recorded: type[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+
+    def noted(matrix: Matrix, x: Tensor, tile: Tile | None = None) -> Tensor:
+        rows.append(matrix.rows)
+        return product(matrix, x, tile)
+
+    monkeypatch.setattr("growprune.deployment.cuda.linear.product", noted)
+    tokens(deployed(llama()), PROMPT, do_sample=False, compile_config=ALSO_ON_A_CPU)
+    assert recorded.count == 1
+    assert rows[-8:] == [64 + 32 + 32, 64, 96 + 96, 64] * 2  # q, k and v; o; gate and up; down
 
 
 @torch.no_grad()

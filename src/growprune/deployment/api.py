@@ -232,9 +232,10 @@ def deploy_on_gpu(
     seconds: float,
     known: Mapping[str, Row],
     values: str | None = None,
+    fuse: bool = True,
 ) -> Deployed:
     """The same for a GPU, layer by layer. (What a whole model takes there depends on whether it is `graphed`.)"""
-    swapped = deploy_linears(model, example, device=device, seconds=seconds, known=known, values=values)
+    swapped = deploy_linears(model, example, device=device, seconds=seconds, known=known, values=values, fuse=fuse)
     prepare_generation(swapped.module)
     if not swapped.rows:
         warn("the model has no sparse linear layers: it stays in torch as it is")

@@ -156,7 +156,7 @@ def _gpu_row(row: Mapping[str, Any]) -> GpuRow:
     tile = BitmaskTile if row["format"] == "bitmask" else LaneTile
     tiles = {_whole(int(batch), 1, MAX_TILE): _gpu_tile(tile, about) for batch, about in row["tiles"].items()}
     error = None if row.get("error") is None else _number(row["error"], 1, "error")
-    return GpuRow(**vars(_row(row, (*CHOICES, "2:4"))), format=row["format"], tiles=tiles, error=error)
+    return GpuRow(**vars(_row(row, (*CHOICES, "2:4", "fused"))), format=row["format"], tiles=tiles, error=error)
 
 
 def _gpu_tile(kind: type[LaneTile] | type[BitmaskTile], about: Mapping[str, Any]) -> LaneTile | BitmaskTile:

@@ -29,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True)
 class GpuRow(Row):
-    """How a layer runs on a GPU."""
+    """How a layer runs on a GPU. Its choice may also be "2:4", or "fused": sparse, as one with others."""
 
     format: str = ""
     """"offsets", "columns", "bitmask", "2:4" or "dense"."""

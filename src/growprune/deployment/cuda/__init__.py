@@ -4,6 +4,7 @@
     product_kernels.py  the kernels, in Triton; products.py starts them
     linear.py           prepared layers: sparse, dense, 2:4
     tuning.py           times them on this GPU, and keeps the fastest
+    fusing.py           computes layers that read the same tensor as one
     swapping.py         puts them into a copy of a model
     graphs.py           CUDA graphs: to decode with, and to time with
 

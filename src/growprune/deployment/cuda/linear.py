@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -80,15 +80,21 @@ class SparseLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.kind, self.tiles = kind, dict(sorted((tiles or {}).items()))
-        self._sizes: dict[str, Any] = {f.name: getattr(matrix, f.name) for f in dataclasses.fields(matrix)}
-        self._class = type(matrix)
-        for name, part in list(self._sizes.items()):
+        self.hold(matrix)
+        self.register_buffer("bias", bias)
+        self.out_features, self.in_features = matrix.rows, matrix.columns
+        self.together: Callable[[SparseLinear, Tensor], Tensor | None] | None = None
+        """What it gives if it is computed with others, see fusing.py; None of an input that it must compute alone."""
+
+    def hold(self, matrix: Matrix) -> None:
+        """Take over a matrix: its tensors become buffers."""
+        parts = {field.name: getattr(matrix, field.name) for field in dataclasses.fields(matrix)}
+        for name, part in parts.items():
             if isinstance(part, Tensor):
                 self.register_buffer(f"matrix_{name}", part)
-                del self._sizes[name]
-        self.register_buffer("bias", bias)
+        self._sizes: dict[str, Any] = {name: part for name, part in parts.items() if not isinstance(part, Tensor)}
+        self._class = type(matrix)
         self._matrix: Matrix | None = matrix
-        self.out_features, self.in_features = matrix.rows, matrix.columns
 
     @property
     def weight(self) -> Tensor:
@@ -110,6 +116,10 @@ class SparseLinear(nn.Module):
         return self._matrix
 
     def forward(self, x: Tensor) -> Tensor:
+        found = None if self.together is None else self.together(self, x)
+        return self._alone(x) if found is None else found
+
+    def _alone(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         if len(flat) <= MOST_SAMPLES:
             out = product(self.matrix, flat, self._tile(len(flat)))

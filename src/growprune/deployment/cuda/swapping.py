@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growprune.deployment.cuda.formats import MOST_COLUMNS, Entries, from_dense, from_live, to_int8
+from growprune.deployment.cuda.fusing import Readers, Siblings, alike
 from growprune.deployment.cuda.linear import DenseLinear, is_two_of_four
-from growprune.deployment.cuda.products import DTYPES
-from growprune.deployment.cuda.tuning import Choice, choose, make
+from growprune.deployment.cuda.products import DTYPES, Tile, kernel_failures
+from growprune.deployment.cuda.tuning import FORMATS, Choice, choose, make
 from growprune.deployment.deployed import Replaced, Swapped
-from growprune.deployment.example import Example, of_the_example, restored
+from growprune.deployment.example import Example, first_line, of_the_example, restored
 from growprune.deployment.layer_table import GpuRow, Row
 from growprune.deployment.skeleton import does_more, module_of
 from growprune.errors import warn
@@ -45,11 +47,14 @@ class Waiting(nn.Module):
         self.is_transposed = is_transposed
         """Whether the model has the weight as (in, out): transformers' Conv1D."""
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.note: Callable[[Tensor], object] = lambda x: None
+        """Called with each input."""
         self.samples: int | None = None
         self.error: float | None = None
         """What rounding the values to int8 changed, relative to their norm."""
 
     def forward(self, x: Tensor) -> Tensor:
+        self.note(x)
         if self.samples is None:
             self.samples = x.numel() // max(1, x.shape[-1])
         return F.linear(x, self.entries.dense(), self.bias)
@@ -137,6 +142,7 @@ def deploy_linears(
     seconds: float,
     known: Mapping[str, Row],
     values: str | None = None,
+    fuse: bool = True,
 ) -> Swapped:
     """A copy of the model on the device with its sparse linear layers swapped; the model is left as it is.
 
@@ -144,28 +150,44 @@ def deploy_linears(
         seconds: how long layers may be timed, about; with 0, whatever is sparse runs sparse.
         known: by layer, what was measured before.
         values: "int8" rounds the weights of these layers.
+        fuse: layers that read the same tensor are computed as one, where that is faster.
     """
     layers, module = sparse_layers(model), module_of(model)
     for path, waiting in layers.items() if values == INT8 else ():
         waiting.entries, waiting.error = to_int8(waiting.entries, f"{path}.weight")
-    bare = waiting_copy(module, layers, device)
+    bare, readers = waiting_copy(module, layers, device), Readers()
+    for path, waiting in layers.items():
+        waiting.note = functools.partial(readers.note, path)
     with restored(part for part in bare.modules() if not isinstance(part, Waiting)), of_the_example():
         example.mapped(lambda x: x.to(device) if isinstance(x, Tensor) else x).call(bare)
-    swap = _Swap(module, bare, seconds=seconds, known=known)
+    swap = _Swap(module, bare, layers, seconds=seconds, known=known)
     for path, waiting in layers.items():
         swap.one(path, waiting)
-    return Swapped(bare, swap.rows, swap.in_torch, swap.replaced)
+    for group in readers.groups if fuse else ():
+        swap.fuse(group)
+    return Swapped(bare, list(swap.rows.values()), swap.in_torch, swap.replaced)
 
 
 class _Swap:
     """Chooses layers one by one; those of one kind share what was measured."""
 
-    def __init__(self, module: nn.Module, bare: nn.Module, *, seconds: float, known: Mapping[str, Row]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        bare: nn.Module,
+        layers: Mapping[str, Waiting],
+        *,
+        seconds: float,
+        known: Mapping[str, Row],
+    ) -> None:
         self._module, self._bare, self._known = module, bare, known
-        self._keys = {part: _key(part) for part in bare.modules() if isinstance(part, Waiting)}
+        self._keys = {path: _key(waiting) for path, waiting in layers.items()}
+        self._samples = {path: waiting.samples for path, waiting in layers.items()}
         self._seconds = seconds / max(1, len(set(self._keys.values())))
         self._measured: dict[object, Choice] = {}
-        self.rows: list[GpuRow] = []
+        self._tiles: dict[object, Mapping[int, Tile] | None] = {}
+        self._layers: dict[str, nn.Module] = {}
+        self.rows: dict[str, GpuRow] = {}
         self.in_torch: list[str] = []
         self.replaced: list[Replaced] = []
 
@@ -173,12 +195,13 @@ class _Swap:
         owner_path, _, name = path.rpartition(".")
         owner = self._bare.get_submodule(owner_path)
         layer, row = self._layer(path, waiting)
-        self.rows.append(row)
+        self._layers[path], self.rows[path] = layer, row
         plain = _plain_linear(self._module.get_submodule(path), waiting)
+        is_transposed = waiting.is_transposed  # not all of it, or its entries would stay on the device
 
         def dense() -> nn.Module:
             weight = layer.dense_weight()  # type: ignore[operator]
-            weight = weight.t().contiguous() if waiting.is_transposed else weight
+            weight = weight.t().contiguous() if is_transposed else weight
             plain._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
             return plain
 
@@ -204,7 +227,7 @@ class _Swap:
         return self._measure(row, waiting, samples)
 
     def _measure(self, row: GpuRow, waiting: Waiting, samples: int) -> tuple[nn.Module, GpuRow]:
-        key, entries, bias = self._keys[waiting], waiting.entries, waiting.bias
+        key, entries, bias = self._keys[row.layer], waiting.entries, waiting.bias
         is_new = key not in self._measured
         if is_new:
             self._measured[key] = choose(entries, bias=bias, batch=samples, seconds=self._seconds)
@@ -217,6 +240,34 @@ class _Swap:
         return layer, dataclasses.replace(
             row, dense_ms=dense, sparse_ms=sparse, choice=choice, format=found.kind, tiles=found.tiles
         )
+
+    def fuse(self, readers: Sequence[str]) -> None:
+        """Compute layers that read the same tensor as one, where that is possible and faster."""
+        for group in alike({path: self._layers[path] for path in readers}):
+            is_known = any(path in self._known for path in group)
+            if is_known and any(self.rows[path].choice != "fused" for path in group):
+                continue
+            layers = list(group.values())
+            siblings = Siblings(layers)
+            tiles = siblings.whole.tiles if is_known or self._seconds <= 0 else self._measure_fused(siblings, [*group])
+            if tiles is not None:
+                siblings.whole.tiles = dict(tiles)
+                siblings.adopt(layers)
+                for path in group:
+                    self.rows[path] = dataclasses.replace(self.rows[path], choice="fused", tiles=dict(tiles))
+
+    def _measure_fused(self, siblings: Siblings, paths: Sequence[str]) -> Mapping[int, Tile] | None:
+        """The fastest tiles of layers computed as one; None if they are faster one by one."""
+        key, alone = tuple(self._keys[path] for path in paths), [self.rows[path].sparse_ms for path in paths]
+        if key not in self._tiles:
+            self._tiles[key] = None
+            try:
+                taken = siblings.tune(self._samples[paths[0]] or 1, self._seconds / (1 + len(FORMATS)))
+                if taken < 1e3 * sum(ms for ms in alone if ms is not None):
+                    self._tiles[key] = siblings.whole.tiles
+            except kernel_failures() as error:
+                warn(f"{' and '.join(paths)} were not timed as one: {first_line(error)}")
+        return self._tiles[key]
 
 
 def _key(waiting: Waiting) -> object:

@@ -120,7 +120,7 @@ def _timed(
     return layer, time_layer(layer, entries, batch) if batch > MOST_SAMPLES or bias is not None else us
 
 
-def check(layer: nn.Module, dense: nn.Module, entries: Entries, batch: int) -> None:
+def check(layer: nn.Module, dense: nn.Module, entries: Entries | Matrix, batch: int) -> None:
     """Raise RuntimeError if a layer does not give what the dense one gives."""
     x = _input(entries, batch)
     with torch.no_grad():
@@ -164,7 +164,7 @@ def times_of_tiles(
             return
 
 
-def time_layer(layer: nn.Module, entries: Entries, batch: int) -> float:
+def time_layer(layer: nn.Module, entries: Entries | Matrix, batch: int) -> float:
     return time_of(copies(layer), _input(entries, batch))
 
 
