@@ -141,7 +141,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OSError(f"cannot write to {self.path}: {error}") from error
+            raise OSError(f"cannot write to {self.path} ({error.strerror or error}). Choose another --out") from error
 
     def write_recipe(self, recipe: Recipe, origin: dict[str, Any]) -> None:
         """Write recipe.json. `origin` says how to find the recipe again."""
@@ -158,7 +158,10 @@ class RunFolder:
         try:
             content = json_file.read(self.recipe, _RECIPE, "restore a copy of it, or start a new run elsewhere")
         except OSError as error:
-            raise GrowpruneError(f"{self.path} is no run folder: cannot read {self.recipe.name} ({error})") from error
+            raise GrowpruneError(
+                f"{self.path} is no run folder: cannot read {self.recipe.name} ({error.strerror or error}). Give the "
+                f"folder that was --out of `growprune train`"
+            ) from error
         if (found := content.get("format") or 1) != FORMAT:
             age, remedy = ("a newer", "upgrade growprune") if found > FORMAT else ("an older", "start a new run")
             raise GrowpruneError(
