@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from growprune.engine import json_file
 from growprune.engine.events import Event
 from growprune.engine.mesh import job
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
-from growprune.files import atomic
+from growprune.files import atomic, json_file
 from growprune.files.reader import open_sparse
 from growprune.plan import Plan, walk
 from growprune.plan.folding import Row, fold

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight, adapter_parameters, computed_weights, first_names, is_compact, matching
 from growprune.plan import Part, Plan
-from growprune.plan.settings import as_float
+from growprune.plan.settings import as_float, check_state
 from growprune.sparse.sharded import sharding
 from growprune.storage import SparseParameter
 
@@ -119,6 +119,7 @@ def check_settings(saved: Mapping[str, object], mine: Mapping[str, object]) -> N
     Args:
         saved: the settings in the state.
     """
+    check_state(saved, *mine)
     if differing := [name for name, value in mine.items() if saved[name] != value]:
         its, own = (", ".join(f"{name}={given[name]!r}" for name in differing) for given in (saved, mine))
         raise GrowpruneError(

@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 
 from growprune.errors import GrowpruneError, warn
 from growprune.files.sparse_file import write_file
-from growprune.masks.bits import Snapshot
 from growprune.plan import By, Plan
 from growprune.plan.settings import check_state
-from growprune.sparse.checks import check_model, check_optimizer, named_tensors
+from growprune.sparse.checks import check_model, check_optimizer
 from growprune.sparse.cursor import Cursor, cursor_of
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
@@ -25,6 +24,7 @@ from growprune.sparse.summary import Summary
 from growprune.training.arguments import Arguments
 from growprune.training.cutting import PartsLike
 from growprune.training.first_mask import BY_DATA, FirstMask
+from growprune.training.saved_state import check_arguments, check_contents, check_masks, check_optimizers, check_weights
 
 
 def sparsify(
@@ -235,6 +235,7 @@ class Sparsifier:
             **place,
             "weights": own.snapshot(device="cpu"),
             "extra": {name: module.get_extra_state() for name, module in _with_extra_state(self.model)},
+            "optimizer_classes": [type(unwrapped(optimizer)).__name__ for optimizer in self._optimizers],
             "optimizers": [copy.deepcopy(own.optimizers.live_state(unwrapped(o), "cpu")) for o in self._optimizers],
         }
 
@@ -275,32 +276,14 @@ class Sparsifier:
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise, before anything is changed, unless a state belongs to the same model, method and optimizers."""
-        check_state(state, "arguments", "first", "sparse", "cursor")
-        saved, mine = state["arguments"], self._saved_arguments()
-        for name in mine:
-            if saved[name] != mine[name] and name != "storage":
-                raise GrowpruneError(
-                    f"the state was saved with {name}={saved[name]!r}, but this Sparsifier has {name}={mine[name]!r}: "
-                    f"resume with {name}={saved[name]!r}"
-                )
+        check_contents(state)
+        check_arguments(state["arguments"], self._saved_arguments())
+        own = internals(self.sparse)
+        check_masks(state["sparse"], own)
         if "weights" in state:
-            self._check_shapes(state["weights"])
-            if len(state["optimizers"]) != len(self._optimizers):
-                raise GrowpruneError(
-                    f"the state has {len(state['optimizers'])} optimizers, but this Sparsifier has "
-                    f"{len(self._optimizers)}: resume with as many as when it was saved"
-                )
-
-    def _check_shapes(self, saved: Snapshot) -> None:
-        """Raise unless the model has the same tensors; the sizes of masks are checked when they are loaded."""
-        tensors = named_tensors(self.model)
-        found = [f"only one of the two has {name!r}" for name in sorted(tensors.keys() ^ saved.keys())]
-        for name in () if found else tensors:
-            (values, mask), shape = saved[name], tuple(tensors[name].shape)
-            if mask is None and tuple(values.shape) != shape:
-                found.append(f"{name} has shape {tuple(values.shape)} in it, but {shape} here")
-        if found:
-            raise GrowpruneError(f"the state belongs to another model: {found[0]}. Build the model that was saved")
+            check_weights(state["weights"], own)
+            check_state(state["extra"], *[name for name, _ in _with_extra_state(self.model)])
+            check_optimizers(state, [*map(unwrapped, self._optimizers)])
 
 
 def _inner(model: nn.Module, storage: str) -> nn.Module:
