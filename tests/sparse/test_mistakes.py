@@ -508,8 +508,11 @@ def test_a_compact_model_is_not_held_twice(tmp_path: Path) -> None:
             gp.SparseModel(sparse.model, sparsity=0.9, storage=storage)
     assert copy.deepcopy(sparse).num_alive == 166
     assert gp.SparseModel(copy.deepcopy(sparse).to_dense_(), sparsity=0.9, storage="compact").num_prunable == 1664
-    sparse.grow()  # all alive, a model is a plain one again
-    assert gp.load(tmp_path / "model.safetensors", sparse.model, storage="compact").num_alive == 166
+    sparse.grow()  # all alive, it still belongs to the first
+    for storage in ("masked", "compact"):
+        with pytest.raises(ValueError, match=TAKEN):
+            gp.SparseModel(sparse.model, sparsity=0.9, storage=storage)
+    assert gp.load(tmp_path / "model.safetensors", sparse.to_dense_(), storage="compact").num_alive == 166
 
 
 @pytest.mark.parametrize("scope", ["model", "part"])

@@ -21,7 +21,7 @@ from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.optimizers import unwrapped
 from growprune.sparse.summary import Summary
-from growprune.training.arguments import Arguments
+from growprune.training.arguments import Arguments, given_back
 from growprune.training.cutting import PartsLike
 from growprune.training.first_mask import BY_DATA, FirstMask
 from growprune.training.saved_state import check_arguments, check_contents, check_masks, check_optimizers, check_weights
@@ -125,19 +125,15 @@ class Sparsifier:
 
     def _begin(self, first: FirstMask, sparse: SparseModel | None) -> Cursor:
         cursor = self._make_cursor(first, sparse)
-        if self._losses is None and cursor.schedule[0].phase.needs_gradients:
-            raise GrowpruneError(
-                f"{self._arguments.name} chooses its first mask by gradients: pass losses, a list of functions that "
-                f"each compute a loss, such as losses=[lambda: loss_fn(model(x), y)]"
-            )
-        try:
+        with given_back(cursor.sparse if sparse is None else None):
+            if self._losses is None and cursor.schedule[0].phase.needs_gradients:
+                raise GrowpruneError(
+                    f"{self._arguments.name} chooses its first mask by gradients: pass losses, a list of functions "
+                    f"that each compute a loss, such as losses=[lambda: loss_fn(model(x), y)]"
+                )
             for optimizer in self._optimizers:
                 internals(cursor.sparse).attach(optimizer)  # all, before an edit gives the model other parameters
             cursor.attach(self._optimizers[-1])
-        except GrowpruneError:
-            if sparse is None and internals(cursor.sparse).ranks is None:
-                cursor.sparse.to_dense_()  # so that the model can be given again
-            raise
         return cursor
 
     def _make_cursor(self, first: FirstMask, sparse: SparseModel | None) -> Cursor:
