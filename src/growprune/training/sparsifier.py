@@ -275,11 +275,11 @@ class Sparsifier:
         check_contents(state)
         check_arguments(state["arguments"], self._saved_arguments())
         own = internals(self.sparse)
-        check_masks(state["sparse"], own)
         if "weights" in state:
             check_weights(state["weights"], own)
             check_state(state["extra"], *[name for name, _ in _with_extra_state(self.model)])
             check_optimizers(state, [*map(unwrapped, self._optimizers)])
+        check_masks(state["sparse"], own)
 
 
 def _inner(model: nn.Module, storage: str) -> nn.Module:
