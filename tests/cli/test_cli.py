@@ -188,11 +188,17 @@ def test_bad_input_gives_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert "there is no method 'magic'" in refused("plan", "digits/tiny", "--set", "method=magic")
     assert "KIND must be one of methods, tasks, recipes, got 'people'" in refused("list", "people")
     assert "no recipes with 'mars' in the name" in refused("list", "recipes", "mars")
-    assert "is no run folder: cannot read recipe.json" in refused("resume", str(tmp_path / "nothing"))
+    (tmp_path / "empty").mkdir()
+    for nothing in (tmp_path / "nothing", tmp_path / "empty"):
+        expected = f"{nothing} is no run folder: cannot read recipe.json (No such file or directory). Give the folder"
+        assert expected in refused("resume", str(nothing))
     assert "nothing.safetensors" in refused("inspect", str(tmp_path / "nothing.safetensors"))
     (tmp_path / "file").write_text("in the way")
     assert "--out must be a new or empty folder" in refused("train", "digits/tiny", "--out", str(tmp_path / "file"))
-    assert "cannot write to" in refused("train", "digits/tiny", "--out", str(tmp_path / "file" / "run"))
+    assert "recipe.json (Not a directory). Give" in refused("resume", str(tmp_path / "file"))
+    beyond = tmp_path / "file" / "run"
+    written = refused("train", "digits/tiny", "--out", str(beyond))
+    assert f"cannot write to {beyond} (Not a directory). Choose another --out" in written
     assert not (tmp_path / "run").exists()
 
 

@@ -206,3 +206,16 @@ def test_a_row_whose_name_is_too_long_for_a_folder_is_refused(tmp_path: Path) ->
         GrowpruneError, match=r"name of 277 characters, but folder names can have 255\. Leave options out"
     ):
         Request([TOY], options, "0.8", "0", 6, tmp_path).jobs()
+
+
+def test_names_of_rows_are_whole_in_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    for seed in range(2):
+        for method, score in {"parallel_gradual_gap": 80.25, "gmp": 70.5, "dense": 90.125}.items():
+            sparsity = 0.0 if method == "dense" else 0.9
+            write(tmp_path, method, sparsity, score + seed, seed, peak_bytes=12_345 * 2**20, seconds=12_345.6)
+    done = CliRunner().invoke(app, ["compare", str(tmp_path)], env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    quality, _, cost = done.stdout.partition("cost, as a fraction")
+    for table in (quality, cost):
+        assert any(line.startswith(" parallel_gradual_gap:uniform ") for line in table.splitlines()), table
+    assert "12345 MiB" in cost and "12345.6" in cost

@@ -349,6 +349,17 @@ def test_models_that_cannot_be_made_sparse_are_refused() -> None:
         gp.SparseModel(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64)), sparsity=0.5)
 
 
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+def test_a_weight_in_eight_bits_is_refused_unless_it_is_kept_dense(storage: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(model[0].weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(gp.GrowpruneError, match=r"0.weight has dtype torch.float8_e4m3fn, .* add it to keep_dense"):
+        gp.SparseModel(model, sparsity=0.5, storage=storage)
+    sparse = gp.SparseModel(model, sparsity=0.5, storage=storage, keep_dense=["0"])
+    sparse.prune()
+    gp.save(sparse, tmp_path / "model.safetensors")
+
+
 def mistaken(model: Any, path: Path) -> list[tuple[str, Callable[[], object]]]:
     """What is easily given in place of another thing, and what is said of it."""
     sparse: Any = pruned(model, allocation="uniform")
@@ -508,8 +519,11 @@ def test_a_compact_model_is_not_held_twice(tmp_path: Path) -> None:
             gp.SparseModel(sparse.model, sparsity=0.9, storage=storage)
     assert copy.deepcopy(sparse).num_alive == 166
     assert gp.SparseModel(copy.deepcopy(sparse).to_dense_(), sparsity=0.9, storage="compact").num_prunable == 1664
-    sparse.grow()  # all alive, a model is a plain one again
-    assert gp.load(tmp_path / "model.safetensors", sparse.model, storage="compact").num_alive == 166
+    sparse.grow()  # all alive, it still belongs to the first
+    for storage in ("masked", "compact"):
+        with pytest.raises(ValueError, match=TAKEN):
+            gp.SparseModel(sparse.model, sparsity=0.9, storage=storage)
+    assert gp.load(tmp_path / "model.safetensors", sparse.to_dense_(), storage="compact").num_alive == 166
 
 
 @pytest.mark.parametrize("scope", ["model", "part"])

@@ -106,6 +106,14 @@ def test_a_compact_model_of_another_sparsifier_is_refused() -> None:
         begun(copy.deepcopy(first.model))
 
 
+@pytest.mark.parametrize("method", ["snfs", "snip"])
+def test_a_model_that_was_refused_with_a_method_can_be_given_with_another(method: str) -> None:
+    model = small_net()
+    with pytest.raises(gp.GrowpruneError, match=r"use storage='masked'|pass losses"):
+        begun(model, method=method, storage="compact")
+    begun(model, storage="compact")
+
+
 # States
 
 

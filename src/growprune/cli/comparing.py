@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from growprune.compare import Comparison, Job
     from growprune.compare.table import TableRow
 
+SHORT = {"training": "train", "inference": "infer", "average": "mean"}
+"""Words of headings that are shorter on the screen, so that names of rows fit into 80 columns."""
 ALIKE = ("epochs", "runs")
 """Columns that are hidden if all rows have the same value."""
 
@@ -194,11 +196,12 @@ def _tuning_table(rows: Sequence[Sequence[str]]) -> Table:
 
 def _table(heads: Sequence[str], names: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
     """A table that wraps the names of rows if the screen is narrow, but never numbers."""
-    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("row", overflow="fold")
     for head in heads:
         justify: JustifyMethod = "left" if head == "runs" else "right"
-        table.add_column(head.replace(" ", "\n"), justify=justify, no_wrap=True)
+        shown = "\n".join(SHORT.get(word, word) for word in head.split())
+        table.add_column(shown, justify=justify, no_wrap=True)
     for name, cells in zip(names, rows, strict=True):
         table.add_row(name, *(cells[head] for head in heads))
     return table

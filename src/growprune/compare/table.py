@@ -16,10 +16,10 @@ from typing import Any
 
 from growprune.compare.jobs import writing_to
 from growprune.compare.statistics import best_baseline, paired, spread
-from growprune.engine.json_file import finite
 from growprune.engine.metric import Metric, decimals, in_full, mean
 from growprune.errors import GrowpruneError
 from growprune.files.atomic import replacing
+from growprune.files.json_file import finite
 from growprune.runs.comparable import TOLERANCE
 from growprune.runs.record import DENSE, Record, say_small
 from growprune.runs.tuned import HEAD as TUNING_HEAD

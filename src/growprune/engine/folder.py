@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from growprune.engine import json_file
 from growprune.engine.events import Event
 from growprune.engine.mesh import job
 from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
-from growprune.files import atomic
+from growprune.files import atomic, json_file
 from growprune.files.reader import open_sparse
 from growprune.plan import Plan, walk
 from growprune.plan.folding import Row, fold
@@ -141,7 +140,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OSError(f"cannot write to {self.path}: {error}") from error
+            raise OSError(f"cannot write to {self.path} ({error.strerror or error}). Choose another --out") from error
 
     def write_recipe(self, recipe: Recipe, origin: dict[str, Any]) -> None:
         """Write recipe.json. `origin` says how to find the recipe again."""
@@ -158,7 +157,10 @@ class RunFolder:
         try:
             content = json_file.read(self.recipe, _RECIPE, "restore a copy of it, or start a new run elsewhere")
         except OSError as error:
-            raise GrowpruneError(f"{self.path} is no run folder: cannot read {self.recipe.name} ({error})") from error
+            raise GrowpruneError(
+                f"{self.path} is no run folder: cannot read {self.recipe.name} ({error.strerror or error}). Give the "
+                f"folder that was --out of `growprune train`"
+            ) from error
         if (found := content.get("format") or 1) != FORMAT:
             age, remedy = ("a newer", "upgrade growprune") if found > FORMAT else ("an older", "start a new run")
             raise GrowpruneError(

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from growprune.engine import json_file
 from growprune.engine.accounting import Accounting, Exploration
 from growprune.engine.building import about_weights, build, shard
 from growprune.engine.device import choose_device, move, reset_peak
@@ -25,6 +24,7 @@ from growprune.engine.recipe import Recipe
 from growprune.engine.run_checkpoints import Checkpoints, branch_state, load_branch_state, load_run_state, run_state
 from growprune.engine.trainer import Training, TrainingDiverged, last_trained, work_before
 from growprune.errors import GrowpruneError
+from growprune.files import json_file
 from growprune.files import sparse_file as file
 from growprune.logs import Logs
 from growprune.masks.bits import Snapshot

@@ -46,6 +46,8 @@ def like(tensor: Tensor, values: Tensor) -> Tensor:
 
 def check_packed(packed: Tensor, shape: Sequence[int]) -> None:
     """Raise unless a packed mask has the number of bytes for this shape."""
+    if packed.dtype != torch.uint8:
+        raise GrowpruneError(f"a packed mask must be of dtype torch.uint8, got {packed.dtype}")
     if packed.numel() != -(-math.prod(shape) // 8):
         raise GrowpruneError(f"a mask of {packed.numel()} bytes does not fit shape {tuple(shape)}")
 

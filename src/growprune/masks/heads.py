@@ -13,7 +13,8 @@ def heads(model: nn.Module) -> tuple[str, ...]:
     """Return the names of a model's output layers.
 
     In a model of transformers: the output head and every layer outside its base model. In any other: the last layer.
-    A head that is tied to an embedding is never pruned, so it is not listed.
+    A head that is tied to an embedding is never pruned, so it is not listed. If the output is such a matrix used in
+    `forward` (`F.linear(h, self.embedding.weight)`), no layer shows it, and the last layer is kept dense all the same.
     """
     layers = list(layer_weights(model))
     outer = _inside_adapters(model)

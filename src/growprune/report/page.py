@@ -9,9 +9,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from growprune.engine.json_file import finite
 from growprune.errors import GrowpruneError
 from growprune.files.atomic import replacing
+from growprune.files.json_file import finite
 from growprune.report import tables, words
 from growprune.report.by_layer import layer_chart
 from growprune.report.chart import Chart, Styles, Value, short

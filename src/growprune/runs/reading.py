@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from growprune.engine import json_file
 from growprune.engine.folder import RESULT, RunFolder
-from growprune.engine.json_file import NUMBER
 from growprune.errors import GrowpruneError
+from growprune.files import json_file
+from growprune.files.json_file import NUMBER
 from growprune.runs.record import TUNING, Record
 
 _RESULT: json_file.Names = {

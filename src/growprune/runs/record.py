@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from growprune.engine import json_file
-from growprune.engine.json_file import NUMBER
 from growprune.engine.metric import Metric
+from growprune.files import json_file
+from growprune.files.json_file import NUMBER
 from growprune.logs.rows import StandingRows, read_events
 
 Json = dict[str, Any]

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from growprune.errors import GrowpruneError
-from growprune.masks.layers import Weight, adapter_parameters, computed_weights, first_names, is_compact, matching
+from growprune.masks.layers import Weight, adapter_parameters, computed_weights, first_names, matching
 from growprune.plan import Part, Plan
-from growprune.plan.settings import as_float
+from growprune.plan.settings import as_float, check_state
 from growprune.sparse.sharded import sharding
 from growprune.storage import SparseParameter
+from growprune.storage.compact_modules import layouts_of
 
 if TYPE_CHECKING:
     from growprune.sparse.internals import Internals
@@ -46,7 +47,7 @@ def check_model(model: nn.Module, *, storage: str | None = None) -> None:
     sharded = sharding().sharded_names(model, storage) if may_be_sharded else ()
     for path, module in model.named_modules():
         check_wrapper(module)
-        if is_compact(module):
+        if layouts_of(module):  # also while all weights are live
             raise GrowpruneError(
                 f"{path or 'the model'} already belongs to another SparseModel (storage='compact'): call its "
                 f"to_dense_() first, or use a new model"
@@ -119,6 +120,7 @@ def check_settings(saved: Mapping[str, object], mine: Mapping[str, object]) -> N
     Args:
         saved: the settings in the state.
     """
+    check_state(saved, *mine)
     if differing := [name for name, value in mine.items() if saved[name] != value]:
         its, own = (", ".join(f"{name}={given[name]!r}" for name in differing) for given in (saved, mine))
         raise GrowpruneError(

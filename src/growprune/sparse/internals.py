@@ -283,15 +283,19 @@ class Internals:
         """Return the masks of all prunable parameters, by name, eight weights to a byte."""
         return {name: pack(stored.mask()) for name, stored in self.stored.items()}
 
-    def set_packed_masks(self, masks: Mapping[str, Tensor]) -> None:
-        """Load what `packed_masks` returned."""
+    def check_packed_masks(self, masks: Mapping[str, Tensor]) -> None:
+        """Raise, before any mask is changed, unless all fit the prunable weights."""
         if unknown := set(masks) ^ set(self.stored):
             raise GrowpruneError(
                 f"the state's masks and the model's prunable weights differ in {sorted(unknown)}: use the same "
                 f"keep_dense and include as when the state was saved"
             )
-        for name, stored in self.stored.items():  # all, before any is changed
+        for name, stored in self.stored.items():
             check_packed(masks[name], stored.shape)
+
+    def set_packed_masks(self, masks: Mapping[str, Tensor]) -> None:
+        """Load what `packed_masks` returned."""
+        self.check_packed_masks(masks)
         for name, stored in self.stored.items():
             mask = unpack(masks[name], stored.shape, stored.parameter.device)
             if not torch.equal(mask, stored.mask()):

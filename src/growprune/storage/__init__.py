@@ -28,6 +28,11 @@ def store(model: nn.Module, names: Collection[str], storage: str, pattern: Patte
     kind = parse_storage(storage)
     for name in names:
         kind.check(model, name)
+        if (dtype := model.get_parameter(name).dtype).is_floating_point and dtype.itemsize == 1:
+            raise GrowpruneError(
+                f"{name} has dtype {dtype}, which torch cannot rank, so it cannot be pruned: add it to keep_dense, or "
+                f"convert it to torch.bfloat16 first"
+            )
     check_adapters(model, names if storage == "compact" else ())
     parameters: dict[str, SparseParameter] = {name: kind(model, name, pattern) for name in names}
     keep_masks(model, parameters)

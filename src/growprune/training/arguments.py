@@ -6,7 +6,8 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -38,6 +39,17 @@ LARGE_MODEL = 1_000_000
 """The least number of prunable weights at which it is worth a warning that many are live at a time."""
 ANY_LENGTH = 1000
 """The length of a plan that is created only for its first edit."""
+
+
+@contextmanager
+def given_back(made: SparseModel | None) -> Iterator[None]:
+    """If what follows is refused, turn a SparseModel made for it into a plain model, which can be given again."""
+    try:
+        yield
+    except GrowpruneError:
+        if made is not None and internals(made).ranks is None:
+            made.to_dense_()
+        raise
 
 
 @dataclass(frozen=True)
@@ -240,12 +252,13 @@ class Arguments:
             sparse: the SparseModel, if there is one already.
         """
         plan, per_epoch = self.plan(self.cut(model), first, iterations, iterations_per_epoch, remedy)
-        sparse = self._make_sparse(model) if sparse is None else sparse
+        made = self._make_sparse(model) if sparse is None else sparse
         # a trained model wants the rates that it was given, and where density is low from the start they are too high
-        internals(sparse).optimizers.rates.is_on = first.initial_mask == "random" and "start" in self._parameters
-        share_gradients(sparse)
-        look = None if score is None else functools.partial(score, sparse)
-        return Cursor(sparse, plan, iterations_per_epoch=per_epoch, accumulate=accumulate, score=look)
+        internals(made).optimizers.rates.is_on = first.initial_mask == "random" and "start" in self._parameters
+        share_gradients(made)
+        look = None if score is None else functools.partial(score, made)
+        with given_back(made if sparse is None else None):
+            return Cursor(made, plan, iterations_per_epoch=per_epoch, accumulate=accumulate, score=look)
 
     def plan(
         self,

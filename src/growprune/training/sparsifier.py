@@ -13,18 +13,18 @@ from torch.optim import Optimizer
 
 from growprune.errors import GrowpruneError, warn
 from growprune.files.sparse_file import write_file
-from growprune.masks.bits import Snapshot
 from growprune.plan import By, Plan
 from growprune.plan.settings import check_state
-from growprune.sparse.checks import check_model, check_optimizer, named_tensors
+from growprune.sparse.checks import check_model, check_optimizer
 from growprune.sparse.cursor import Cursor, cursor_of
 from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.optimizers import unwrapped
 from growprune.sparse.summary import Summary
-from growprune.training.arguments import Arguments
+from growprune.training.arguments import Arguments, given_back
 from growprune.training.cutting import PartsLike
 from growprune.training.first_mask import BY_DATA, FirstMask
+from growprune.training.saved_state import check_arguments, check_contents, check_masks, check_optimizers, check_weights
 
 
 def sparsify(
@@ -125,19 +125,15 @@ class Sparsifier:
 
     def _begin(self, first: FirstMask, sparse: SparseModel | None) -> Cursor:
         cursor = self._make_cursor(first, sparse)
-        if self._losses is None and cursor.schedule[0].phase.needs_gradients:
-            raise GrowpruneError(
-                f"{self._arguments.name} chooses its first mask by gradients: pass losses, a list of functions that "
-                f"each compute a loss, such as losses=[lambda: loss_fn(model(x), y)]"
-            )
-        try:
+        with given_back(cursor.sparse if sparse is None else None):
+            if self._losses is None and cursor.schedule[0].phase.needs_gradients:
+                raise GrowpruneError(
+                    f"{self._arguments.name} chooses its first mask by gradients: pass losses, a list of functions "
+                    f"that each compute a loss, such as losses=[lambda: loss_fn(model(x), y)]"
+                )
             for optimizer in self._optimizers:
                 internals(cursor.sparse).attach(optimizer)  # all, before an edit gives the model other parameters
             cursor.attach(self._optimizers[-1])
-        except GrowpruneError:
-            if sparse is None and internals(cursor.sparse).ranks is None:
-                cursor.sparse.to_dense_()  # so that the model can be given again
-            raise
         return cursor
 
     def _make_cursor(self, first: FirstMask, sparse: SparseModel | None) -> Cursor:
@@ -235,6 +231,7 @@ class Sparsifier:
             **place,
             "weights": own.snapshot(device="cpu"),
             "extra": {name: module.get_extra_state() for name, module in _with_extra_state(self.model)},
+            "optimizer_classes": [type(unwrapped(optimizer)).__name__ for optimizer in self._optimizers],
             "optimizers": [copy.deepcopy(own.optimizers.live_state(unwrapped(o), "cpu")) for o in self._optimizers],
         }
 
@@ -275,32 +272,14 @@ class Sparsifier:
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise, before anything is changed, unless a state belongs to the same model, method and optimizers."""
-        check_state(state, "arguments", "first", "sparse", "cursor")
-        saved, mine = state["arguments"], self._saved_arguments()
-        for name in mine:
-            if saved[name] != mine[name] and name != "storage":
-                raise GrowpruneError(
-                    f"the state was saved with {name}={saved[name]!r}, but this Sparsifier has {name}={mine[name]!r}: "
-                    f"resume with {name}={saved[name]!r}"
-                )
+        check_contents(state)
+        check_arguments(state["arguments"], self._saved_arguments())
+        own = internals(self.sparse)
         if "weights" in state:
-            self._check_shapes(state["weights"])
-            if len(state["optimizers"]) != len(self._optimizers):
-                raise GrowpruneError(
-                    f"the state has {len(state['optimizers'])} optimizers, but this Sparsifier has "
-                    f"{len(self._optimizers)}: resume with as many as when it was saved"
-                )
-
-    def _check_shapes(self, saved: Snapshot) -> None:
-        """Raise unless the model has the same tensors; the sizes of masks are checked when they are loaded."""
-        tensors = named_tensors(self.model)
-        found = [f"only one of the two has {name!r}" for name in sorted(tensors.keys() ^ saved.keys())]
-        for name in () if found else tensors:
-            (values, mask), shape = saved[name], tuple(tensors[name].shape)
-            if mask is None and tuple(values.shape) != shape:
-                found.append(f"{name} has shape {tuple(values.shape)} in it, but {shape} here")
-        if found:
-            raise GrowpruneError(f"the state belongs to another model: {found[0]}. Build the model that was saved")
+            check_weights(state["weights"], own)
+            check_state(state["extra"], *[name for name, _ in _with_extra_state(self.model)])
+            check_optimizers(state, [*map(unwrapped, self._optimizers)])
+        check_masks(state["sparse"], own)
 
 
 def _inner(model: nn.Module, storage: str) -> nn.Module:

@@ -42,7 +42,7 @@ def write(path: Path, value: Any) -> None:
 
 
 def fault(content: Any, names: Names) -> str:
-    """Describe what is wrong with the content of a file or a line of it. Empty if nothing is.
+    """Describe what is wrong with the content of a file, a line of it, or a state dict. Empty if nothing is.
 
     >>> fault({"epoch": "one"}, {"epoch": int}), fault({"epoch": 1}, {"epoch": int, "loss?": NUMBER})
     ("its epoch is 'one'", '')
@@ -74,7 +74,8 @@ def _find(content: Any, name: str) -> Iterator[Any]:
     inside = content if isinstance(content, dict) else {}
     items: list[Any]
     if key == "*":
-        items = list(inside.values()) if inside == content else content if isinstance(content, list) else [_MISSING]
+        is_listed = isinstance(content, list | tuple)
+        items = [*inside.values()] if inside is content else [*content] if is_listed else [_MISSING]
     elif key.endswith("?"):
         items = [] if inside.get(key[:-1]) is None else [inside[key[:-1]]]
     else:
