@@ -97,6 +97,7 @@ STUDIES = (
     of_long_runs("cifar10-width32"),
     of_patterns("cifar10-width32"),
     Study("cifar10-width64"),
+    Study("cifar10-small"),
     Study("multi30k"),
     of_peaks("multi30k"),
     of_rates("multi30k", 0.8),

@@ -74,17 +74,19 @@ def _difference(ours: dict[int, float], theirs: dict[int, float]) -> str:
 
 
 TUNED = "shakespeare-small"
-"""The study whose rows were all tuned over learning rates and lr_scaling."""
+"""A study whose rows were all tuned over learning rates and lr_scaling, under AdamW."""
+TUNED_SGD = "cifar10-small"
+"""The same, under SGD."""
 
 
-def rates() -> str:
+def rates(study: str, decimals: int) -> str:
     """Validation scores of one seed: a line for each tuned row that is sparse, a column for each point of the grid."""
     lines, heads = [], [""]
-    for file in sorted((RESULTS / TUNED).rglob("tuning.json")):
+    for file in sorted((RESULTS / study).rglob("tuning.json")):
         tuning = json.loads(file.read_text())
         if len(tuning["points"]) == tuning["size"]:  # lr_scaling does nothing to a dense model
             heads = [point["name"].replace("optimizer.", "") for point in tuning["points"]]
-            lines.append([tuning["row"], *(f"{point['validation']:.3f}" for point in tuning["points"])])
+            lines.append([tuning["row"], *(f"{point['validation']:.{decimals}f}" for point in tuning["points"])])
     return markdown(["row", *heads], lines)
 
 
@@ -107,7 +109,10 @@ def _validation(folder: Path) -> float:
 
 def files() -> dict[Path, str]:
     """What the pages must hold."""
-    pages = {PAGE: {"controls": table(), "lr_scaling": rates()}, SHAKESPEARE: {"choices": choices()}}
+    pages = {
+        PAGE: {"controls": table(), "lr_scaling": rates(TUNED, 3), "lr_scaling_sgd": rates(TUNED_SGD, 1)},
+        SHAKESPEARE: {"choices": choices()},
+    }
     return {page: filled(page, tables) for page, tables in pages.items()}
 
 

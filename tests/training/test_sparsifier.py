@@ -58,7 +58,7 @@ def test_three_lines_do_what_the_objects_below_do(name: str) -> None:
     method: Any = METHODS[name]
     keep_dense = ["5"]  # "auto": the last layer
     sparse = gp.SparseModel(
-        model, 0.0 if name == "dense" else 0.75, allocation=method.allocation, keep_dense=keep_dense
+        model, 0.0 if name == "dense" else 0.75, allocation=method.allocation, keep_dense=keep_dense, rescale=True
     )
     kind = getattr(gp.Partition, method.partition)
     parts = (

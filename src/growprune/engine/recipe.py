@@ -14,7 +14,7 @@ from growprune.engine.device import check_device
 from growprune.engine.optim import LRSchedule, OptimizerConfig, check_choices, require
 from growprune.errors import GrowpruneError
 from growprune.logs import check_names
-from growprune.masks.heads import heads
+from growprune.masks.heads import heads, is_normalized
 from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import PARTS, PartitionConfig, parse_parts
 from growprune.plan import Plan
@@ -182,6 +182,7 @@ class Recipe:
         names = ("allocation", "pattern", "scope", "include", "seed", "lr_scaling")
         is_pruned = "sparsity" in inspect.signature(self.method).parameters
         target = {"sparsity": self.sparsity if is_pruned else 0.0, "keep_dense": self.kept_dense(model)}
+        target |= {"rescale": not is_normalized(model)}
         return target | {name: getattr(self, name) for name in names}
 
     def shapes(self) -> nn.Module:

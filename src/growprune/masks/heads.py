@@ -33,3 +33,12 @@ def _inside_adapters(model: nn.Module) -> Any:
     """The model itself, if PEFT has wrapped it."""
     unwrap = getattr(model, "get_base_model", None)
     return unwrap() if callable(unwrap) else model
+
+
+def is_normalized(model: nn.Module) -> bool:
+    """True if a model has a layer such as BatchNorm or RMSNorm, which brings activations to one size.
+
+    >>> is_normalized(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))), is_normalized(nn.Linear(4, 4))
+    (True, False)
+    """
+    return any("norm" in type(module).__name__.lower() for module in model.modules())

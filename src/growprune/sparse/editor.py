@@ -6,6 +6,8 @@ sharding/choosing.py chooses. The dense tensors of at most one parameter are in 
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -40,13 +42,15 @@ Chosen = Iterator[tuple[Weight, Iterator[Tensor]]]
 class Editor:
     """Change masks, and the state of optimizers with them."""
 
-    def __init__(self, counts: Counts, optimizers: Optimizers, *, seed: int) -> None:
+    def __init__(self, counts: Counts, optimizers: Optimizers, *, seed: int, rescale: bool = False) -> None:
         self.counts, self._optimizers, self._seed = counts, optimizers, seed
         self._stored, self._gradients, self._pattern = counts.stored, counts.gradients, counts.pattern
         self.num_edits = 0
         """The number of edits so far, so that each random edit draws different numbers."""
         self._warned_of: set[str] = set()
         """The names of weights without live elements that a warning has named."""
+        self.rescales = rescale
+        """True if a random mask, which only untrained weights get, keeps activations as large as they were."""
         self.together: Any = None
         """If the weights are sharded: a sharding.choosing.Choosing, which chooses without gathering."""
 
@@ -113,7 +117,22 @@ class Editor:
                 check_finite(reader.values(weight), weight)
             left = self._choose(pools, lambda pool: self._chosen(pool, edit, reader.read), reader, self.set_mask)
         self.counts.lost = {weight.name: alive[weight.name] - left[weight.name] for weight in weights}
+        if self.rescales and edit.by is By.RANDOM and edit.action is Action.PRUNE:
+            self._rescale(weights, alive, left)
         self.warn_of_dead([weight for weight in weights if not left[weight.name]], pools)
+
+    @torch.no_grad()
+    def _rescale(self, weights: Sequence[Weight], alive: Mapping[str, int], left: Mapping[str, int]) -> None:
+        """Multiply what is left, so that a unit that sums fewer inputs gives numbers as large: times 1 / sqrt(density).
+
+        Without it, signals fade from layer to layer in models without normalization, and training may not begin.
+        """
+        before, after = Counter[str](), Counter[str]()
+        for weight in weights:
+            before[weight.parameter] += alive[weight.name]
+            after[weight.parameter] += left[weight.name]
+        for name in before:
+            self._stored[name].parameter.mul_(math.sqrt(before[name] / max(1, after[name])))
 
     def warn_of_dead(self, dead: Sequence[Weight], pools: Sequence[Pool]) -> None:
         """Warn once about each layer that has no live weight left."""

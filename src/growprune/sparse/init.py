@@ -11,6 +11,7 @@ from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.masks.allocation import Pool
+from growprune.masks.heads import is_normalized
 from growprune.masks.layers import Weight
 from growprune.masks.ranking import KeyChunks, choose, edit_keys, salt_of
 from growprune.plan import By, Edit, prune
@@ -46,9 +47,10 @@ def sparse_init(
 ) -> SparseModel:
     """Build a randomly masked model in compact storage, layer by layer, so that at most one layer is dense at a time.
 
-    The result equals `build()` followed by a random prune, if every module initializes itself. The masks are those that
-    a plan starts with, for every allocation. Initialization in the `__init__` of a parent module, such as
-    `nn.init.normal_(self.head.weight)`, has no effect, because memory is allocated later: pass it as `initialise`.
+    The result equals `SparseModel(build(), ...)` followed by a random prune, if every module initializes itself.
+    `rescale` is on if the model has no normalization. The masks are those that a plan starts with, for every
+    allocation. Initialization in the `__init__` of a parent module, such as `nn.init.normal_(self.head.weight)`, has no
+    effect, because memory is allocated later: pass it as `initialise`.
 
     Args:
         build: creates the model; called on the meta device, where it takes no memory.
@@ -67,6 +69,7 @@ def sparse_init(
         raise GrowpruneError(f"sparse_init supports only storage='compact', got {storage!r}: remove it, {instead}")
     with torch.device("meta"):
         model = build()
+    settings.setdefault("rescale", not is_normalized(model))
     sparse = SparseModel(model, sparsity=sparsity, storage="compact", **settings)
     own = internals(sparse)
     shards = _shards(own, mesh, sharding)

@@ -60,6 +60,7 @@ class Internals:
         seed: int,
         storage: str,
         lr_scaling: Exponent,
+        rescale: bool,
     ) -> None:
         self.model, self.target_sparsity, self.allocation, self.pattern = model, sparsity, allocation, pattern
         self.scope, self.keep_dense, self.include, self.seed, self.storage = scope, keep_dense, include, seed, storage
@@ -71,7 +72,7 @@ class Internals:
         self.gradients = Gradients(self.stored)
         self.optimizers = Optimizers(self.stored, storage, self.gradients, lr_scaling)
         counts = Counts(self.weights, self.stored, self.gradients, pattern=pattern, allocation=allocation, scope=scope)
-        self.editor = Editor(counts, self.optimizers, seed=seed)
+        self.editor = Editor(counts, self.optimizers, seed=seed, rescale=rescale)
         self.whole = Part("all", tuple(self.stored))
         self.ranks: Any = None
         """The processes that share the weights, if the model is sharded."""

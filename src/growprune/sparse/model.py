@@ -61,6 +61,8 @@ class SparseModel:
         lr_scaling: scale learning rates with density. While an attached optimizer steps, a layer of density d trains at
             lr * d ** -lr_scaling, at most 10 * lr. 0 leaves rates unchanged, 1 divides by the density; "auto" is 1 for
             Adam-like optimizers and 0 for others.
+        rescale: multiply the weights that a random mask keeps by 1 / sqrt(density of their layer), so that activations
+            stay as large. Random masks are for untrained models.
 
     All weights are live at first; the edits of a plan, or `prune`, make the model sparse. `copy.deepcopy` returns an
     independent copy of the model and its masks, attached to no optimizer.
@@ -85,6 +87,7 @@ class SparseModel:
         seed: int = 0,
         storage: str = "masked",
         lr_scaling: float | Literal["auto"] = 0.0,
+        rescale: bool = False,
     ) -> None:
         check_sparsity(sparsity)
         check_model(model, storage=storage)
@@ -99,6 +102,7 @@ class SparseModel:
             seed=as_seed(seed),
             storage=storage,
             lr_scaling=parse_lr_scaling(lr_scaling),
+            rescale=rescale,
         )
         self._internals.is_allocation_given = allocation is not None
         for message in unpruned(model, self.weights, self._internals.keep_dense) if sparsity > 0 else ():

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.heads import heads
+from growprune.masks.heads import heads, is_normalized
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.partition import Partition
 from growprune.masks.partition_kinds import PARTS
@@ -186,6 +186,7 @@ class Arguments:
             seed=self.seed,
             storage=self.storage,
             lr_scaling=self.lr_scaling,
+            rescale=not is_normalized(model),
         )
 
     def first_mask(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> FirstMask:
