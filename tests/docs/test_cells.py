@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.paths import ROOT
+from paths import ROOT
 
 from growprune.recipes import find
 

@@ -37,6 +37,7 @@ SMALLEST = {
         "TEXT",
     ],
     "rise": ["--seeds", "1", "--iterations", "8"],
+    "initial_weights": ["--seeds", "1", "--iterations", "2"],
     "rise characters": [
         "--iterations",
         "8",
@@ -306,8 +307,10 @@ def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two batches in an epoch instead of nineteen."""
     import digits
 
-    whole = gp.tasks.digits._load()
-    monkeypatch.setattr(gp.tasks.digits, "_load", lambda: {name: (x[:128], y[:128]) for name, (x, y) in whole.items()})
+    from growprune.tasks import digits as task
+
+    whole = task._load()
+    monkeypatch.setattr(task, "_load", lambda: {name: (x[:128], y[:128]) for name, (x, y) in whole.items()})
     monkeypatch.setattr(digits, "PER_EPOCH", 2)
 
 
