@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import growprune as gp
+from growprune.masks.heads import is_normalized
 
 
 def mlp(depth: int, *, normalized: bool = False) -> nn.Sequential:
@@ -72,6 +73,23 @@ def test_sparsify_leaves_the_weights_of_normalized_models_as_they_are() -> None:
     for name, weight in model.named_parameters():
         alive = weight != 0
         assert torch.equal(weight[alive], before.get_parameter(name)[alive])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *(
+            (name, True)
+            for name in ("BatchNorm2d", "SyncBatchNorm", "LlamaRMSNorm", "GroupNormAct", "Norm", "LayerNorm2d")
+        ),
+        *(
+            (name, False)
+            for name in ("NormalMLP", "NormFreeNet", "_WeightNorm", "_SpectralNorm", "Linear", "Denormalize")
+        ),
+    ],
+)
+def test_layers_that_normalize_are_known_by_the_end_of_their_name(name: str, expected: bool) -> None:
+    assert is_normalized(nn.Sequential(type(name, (nn.Module,), {})())) is expected
 
 
 @pytest.mark.parametrize("rescale", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -35,10 +36,14 @@ def _inside_adapters(model: nn.Module) -> Any:
     return unwrap() if callable(unwrap) else model
 
 
+NORMALIZATION = re.compile(r"^[^_].*Norm(Act)?(\dd)?$|^Norm$")
+"""Names of layers such as BatchNorm2d, LlamaRMSNorm or GroupNormAct, but not _WeightNorm, which is no layer."""
+
+
 def is_normalized(model: nn.Module) -> bool:
     """True if a model has a layer such as BatchNorm or RMSNorm, which brings activations to one size.
 
     >>> is_normalized(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))), is_normalized(nn.Linear(4, 4))
     (True, False)
     """
-    return any("norm" in type(module).__name__.lower() for module in model.modules())
+    return any(NORMALIZATION.search(type(module).__name__) for module in model.modules())
