@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import clock, keep, mean_and_error, parser, table
+from common import clock, keep, parser, table, told
 from torch import Tensor, nn
 
 import growprune as gp
@@ -81,16 +81,18 @@ def main() -> None:
                         scores.append(accuracy(model, method, make, given.iterations or length, seed, divided))
                 rows.append(row)
                 print(row, flush=True)
-    means = [
-        [*(row[k] for k in ("model", "method", "optimizer")), *map(_mean, (row["drawn"], row["divided"]))]
-        for row in rows
-    ]
-    print(table(["model", "method", "optimizer", "as drawn", "divided by √d"], means))
+    print(by_model(rows))
     keep(given.out, seconds(), rows=rows)
 
 
-def _mean(scores: list[float]) -> str:
-    return f"{mean_and_error(scores)[0]:.1f}"
+def by_model(rows: list[dict[str, Any]]) -> str:
+    """Mean test accuracy ± its standard error: a line for each model and method."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        scores = found.setdefault((row["model"], f"`{row['method']}`"), [])
+        scores += [told(row["drawn"], 1), told(row["divided"], 1)]
+    heads = [f"{name}, {how}" for name in OPTIMIZERS for how in ("as drawn", "divided by √d")]
+    return table(["model", "method", *heads], [[*names, *scores] for names, scores in found.items()])
 
 
 if __name__ == "__main__":

@@ -344,3 +344,10 @@ def test_the_charts_show_the_figures_that_are_kept() -> None:
         found = json.loads((THEORY / f"{name}.json").read_text())
         assert (THEORY / f"{name}.svg").read_text() == getattr(draw, name)(found), "run experiments/theory/draw.py"
         assert f"../experiments/theory/{name}.svg" in (ROOT / "docs" / "theory.md").read_text()
+
+
+def test_the_table_of_initial_weights_is_that_of_its_figures() -> None:
+    from initial_weights import by_model
+
+    rows = json.loads((THEORY / "initial_weights.json").read_text())["rows"]
+    assert by_model(rows) in (ROOT / "docs" / "theory.md").read_text()
