@@ -13,7 +13,6 @@ from common import clock, keep, parser, table, told
 from torch import Tensor, nn
 
 import growprune as gp
-from growprune.sparse.internals import internals
 
 MODELS = {"3 layers": (3, 256, False, 100), "6 layers": (6, 128, False, 500), "BatchNorm": (3, 256, True, 100)}
 """By name: hidden layers, their width, whether each has BatchNorm, and iterations."""
@@ -49,7 +48,7 @@ def accuracy(model: nn.Module, method: str, optimizer: Any, iterations: int, see
     optimizer = optimizer(model.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, iterations)
     found = gp.sparsify(model, optimizer, method, sparsity=SPARSITY, iterations=iterations, seed=seed)
-    if internals(found.sparse).editor.rescales != divided:  # what sparsify chose is done or undone
+    if found.sparse.editor.rescales != divided:  # what sparsify chose is done or undone
         for weight in map(model.get_parameter, found.sparse.masks):
             density = (weight != 0).float().mean()  # of the random mask: what has grown since is zero
             weight.data.mul_(density ** (-0.5 if divided else 0.5))

@@ -27,7 +27,6 @@ from growprune.deployment.graph.places import Strides, as_matrix, feature_major
 from growprune.deployment.graph.program import assign
 from growprune.deployment.parts import MOST_PLANS, LinearPart, Part
 from growprune.deployment.skeleton import empty, fill_in, skeleton_of
-from growprune.sparse.internals import internals
 from growprune.tasks.classification.resnet import ResNet
 from growprune.tasks.translation import Translation
 
@@ -456,9 +455,9 @@ def test_a_model_that_is_nearly_dense_in_all_is_saved_with_its_sparse_layer(tmp_
     deployed = gp.deploy(model, x, seconds=0)
     deployed.save(tmp_path)
     sparse = gp.load(tmp_path / "model.safetensors", make())
-    assert internals(sparse).alive_by_weight() == {"0.weight": 1024 - 921, "2.weight": 32 * 2048}
+    assert sparse.alive_by_weight() == {"0.weight": 1024 - 921, "2.weight": 32 * 2048}
     assert sparse.target_sparsity == pytest.approx(921 / (1024 + 32 * 2048))
-    assert internals(sparse).allocation == "global"
+    assert sparse.allocation == "global"
     assert_same(gp.load_deployed(tmp_path, make())(x), deployed(x))
 
 

@@ -14,7 +14,7 @@ from growprune import engine, methods
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.masks.partition_kinds import contiguous
-from growprune.sparse.internals import Internals
+from growprune.sparse.model import SparseModel
 
 FIGURES = ("training_flops", "training_iterations", "training_examples", "peak_alive", "average_alive")
 
@@ -54,19 +54,19 @@ def test_a_cyclic_run_is_charged_for_the_part_that_is_dense_in_each_step(tmp_pat
 
 def test_live_weights_are_counted_once_where_a_phase_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[str] = []
-    enter, count = engine.Run._enter, Internals.alive_by_weight
+    enter, count = engine.Run._enter, SparseModel.alive_by_weight
 
     def entering(run: engine.Run, scheduled: Any) -> None:
         counted.append("phase")
         enter(run, scheduled)
         counted.append("entered")
 
-    def counting(sparse: Internals) -> dict[str, int]:
+    def counting(sparse: SparseModel) -> dict[str, int]:
         counted.append("count")  # which a GPU has to be waited for
         return count(sparse)
 
     monkeypatch.setattr(engine.Run, "_enter", entering)
-    monkeypatch.setattr(Internals, "alive_by_weight", counting)
+    monkeypatch.setattr(SparseModel, "alive_by_weight", counting)
     recipe = replace(short(plain(), methods.gmp, iterations=4, every=1, begin=0.25, until=1.0), exploration=False)
     engine.train(recipe, tmp_path / "run")
     inside = " ".join(counted).split("phase")[1:]

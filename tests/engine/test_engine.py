@@ -26,7 +26,7 @@ from growprune.files import checkpoint
 from growprune.masks.partition_kinds import contiguous, per_layer
 from growprune.methods import METHODS
 from growprune.plan import Branch, By, Fork, Parts, Phase, Stage, grow, method, prune, walk
-from growprune.sparse.internals import Internals
+from growprune.sparse.model import SparseModel
 
 
 def recipe_for(name: str, times: int = 1) -> Recipe:
@@ -400,9 +400,9 @@ def test_only_the_process_that_writes_copies_the_model(
     is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies: list[Any] = []
-    snapshot = Internals.snapshot
+    snapshot = SparseModel.snapshot
     monkeypatch.setattr(
-        Internals, "snapshot", lambda self, *a, **kw: copies.append(kw.get("device")) or snapshot(self, *a, **kw)
+        SparseModel, "snapshot", lambda self, *a, **kw: copies.append(kw.get("device")) or snapshot(self, *a, **kw)
     )
     monkeypatch.setattr(Mesh, "is_first", is_first)
     monkeypatch.setattr(engine.run.Run, "_wait_for_result", lambda self: {})

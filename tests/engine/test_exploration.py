@@ -18,7 +18,6 @@ from growprune.engine.folder import RunFolder
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
 from growprune.plan import Branch, Fork, Parts, Phase, Stage, grow, method, prune, walk
-from growprune.sparse.internals import internals
 
 FIGURES = ("stage", "branch", "epoch", "explored", "churn")
 
@@ -75,7 +74,7 @@ def test_a_mask_that_is_moved_by_a_share_has_that_churn(tmp_path: Path) -> None:
     masks[0, :50] = masks[1, 10:60] = masks[2, 10:40] = True
     seen = []
     for scheduled, mask in zip(schedule, masks, strict=True):
-        internals(sparse).stored["weight"].set_mask(mask.view(10, 10))
+        sparse.stored["weight"].set_mask(mask.view(10, 10))
         exploration.enter(scheduled)
         seen.append((exploration.figures["explored"], exploration.figures["churn"]))
     assert seen == [(0.5, None), (0.6, 0.2), (0.6, 20 / 80)]

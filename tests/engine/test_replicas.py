@@ -18,24 +18,24 @@ import growprune as gp
 from growprune import engine, methods
 from growprune.engine.recipe import Recipe
 from growprune.plan import Edit
-from growprune.sparse.internals import Internals
+from growprune.sparse.model import SparseModel
 
 
-def digest(own: Internals) -> str:
+def digest(own: SparseModel) -> str:
     masks = b"".join(mask.numpy().tobytes() for mask in own.packed_masks().values())
     return hashlib.sha256(masks).hexdigest()
 
 
 def note_masks(recipe: Recipe, folder: Path, stop_after: int) -> None:
     """Train, or resume, and note the masks after each edit."""
-    countdown, apply = iter(range(stop_after)), Internals.apply
+    countdown, apply = iter(range(stop_after)), SparseModel.apply
 
-    def noting(own: Internals, edits: Sequence[Edit]) -> None:
+    def noting(own: SparseModel, edits: Sequence[Edit]) -> None:
         apply(own, edits)
         with (folder.parent / f"{folder.name}-{os.environ['RANK']}").open("a") as notes:
             notes.write(digest(own) + "\n")
 
-    Internals.apply = noting  # type: ignore[method-assign]
+    SparseModel.apply = noting  # type: ignore[method-assign]
     start = engine.resume if (folder / "recipe.json").exists() else engine.train
     with contextlib.suppress(engine.Interrupted):
         start(recipe, folder, should_stop=lambda: next(countdown, None) is None)

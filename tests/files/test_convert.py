@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 import growprune as gp
 from growprune.cli import app
 from growprune.files.convert import convert
-from growprune.sparse.internals import internals
 
 BITMASK = DATA / f"{HERE}-bitmask.safetensors"
 MODEL = """
@@ -88,13 +87,13 @@ def test_a_sparse_file_made_without_code_loads_into_the_model_with_its_live_zero
     x = torch.randn(3, 8)
     assert torch.equal(model(x), original(x))
     assert torch.equal(sparse.masks["0.weight"], original[0].weight_mask.bool())
-    assert internals(sparse).alive_by_weight() == {"0.weight": 12}  # what has no mask is kept dense
+    assert sparse.alive_by_weight() == {"0.weight": 12}  # what has no mask is kept dense
 
 
 def test_a_model_says_what_is_prunable(pruned: Path, model: Path, tmp_path: Path) -> None:
     growprune(pruned, tmp_path / "sparse.safetensors", "--model", f"{model}:build")
     sparse = gp.load(tmp_path / "sparse.safetensors", mlp())
-    assert internals(sparse).alive_by_weight() == {"0.weight": 12, "2.weight": 24}
+    assert sparse.alive_by_weight() == {"0.weight": 12, "2.weight": 24}
 
 
 def test_attention_is_known_by_its_names(tmp_path: Path) -> None:
@@ -104,7 +103,7 @@ def test_attention_is_known_by_its_names(tmp_path: Path) -> None:
     save_file(state, tmp_path / "dense.safetensors")
     convert(tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors")
     sparse = gp.load(tmp_path / "sparse.safetensors", nn.MultiheadAttention(8, 2))
-    assert internals(sparse).alive_by_weight() == {f"in_proj_weight[{letter}]": 8 for letter in "qkv"}
+    assert sparse.alive_by_weight() == {f"in_proj_weight[{letter}]": 8 for letter in "qkv"}
 
 
 def test_a_transposed_layer_needs_the_model_and_has_it(tmp_path: Path) -> None:

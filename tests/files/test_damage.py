@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 FLIPS = (0x01, 0x03, 0x20, 0x80)
@@ -45,7 +44,7 @@ def loaded(path: Path) -> dict[str, Tensor]:
     """The model from a file, with its masks."""
     sparse = file.load(path, Mixed())
     masks = {f"mask of {name}": mask for name, mask in sparse.masks.items()}
-    return {**sparse.model.state_dict(), **masks, "edits": torch.tensor(internals(sparse).editor.num_edits)}
+    return {**sparse.model.state_dict(), **masks, "edits": torch.tensor(sparse.editor.num_edits)}
 
 
 def as_example_reads(path: Path) -> dict[str, Tensor]:

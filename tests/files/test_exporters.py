@@ -15,7 +15,6 @@ from torch import nn
 
 import growprune as gp
 from growprune.files import exporters
-from growprune.sparse.internals import internals
 
 
 def make(storage: str = "masked") -> gp.SparseModel:
@@ -71,7 +70,7 @@ def test_onnx_runs_in_onnxruntime_with_every_zero(storage: str, tmp_path: Path) 
     stored = [onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(tmp_path / "model.onnx").graph.initializer]
     assert {array.shape: int((array != 0).sum()) for array in stored if array.shape in ALIVE} == ALIVE
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
-    assert (internals(sparse).storage, sparse.model.training) == (storage, True)
+    assert (sparse.storage, sparse.model.training) == (storage, True)
 
 
 def test_an_onnx_exporter_that_loses_zeros_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

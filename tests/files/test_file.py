@@ -22,7 +22,6 @@ from torch import nn
 
 from growprune.files import sparse_file as file
 from growprune.plan import By
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.summary import num_bytes, targets
 
@@ -98,7 +97,7 @@ def test_a_file_does_not_show_how_the_model_was_held(pattern: str, tmp_path: Pat
     masked = zoo(pattern, keep_dense=keep)
     file.save(masked, tmp_path / "masked")
     compact = file.load(tmp_path / "masked", Zoo(), storage="compact")
-    assert internals(compact).storage == "compact"
+    assert compact.storage == "compact"
     assert compact.model.conv._parameters["weight"].dim() == 1
     assert_same(masked, compact)
     file.save(compact, tmp_path / "compact")
@@ -140,11 +139,11 @@ def test_the_settings_come_back(tmp_path: Path) -> None:
     sparse.prune()
     file.save(sparse, tmp_path / "model.safetensors")
     loaded = file.load(tmp_path / "model.safetensors", Zoo())
-    assert (loaded.target_sparsity, internals(loaded).allocation, internals(loaded).seed) == (0.8, "erk", 5)
-    assert (internals(loaded).pattern, internals(loaded).scope) == (internals(sparse).pattern, internals(sparse).scope)
-    assert (internals(loaded).keep_dense, internals(loaded).include, loaded.weights) == (
-        internals(sparse).keep_dense,
-        internals(sparse).include,
+    assert (loaded.target_sparsity, loaded.allocation, loaded.seed) == (0.8, "erk", 5)
+    assert (loaded.pattern, loaded.scope) == (sparse.pattern, sparse.scope)
+    assert (loaded.keep_dense, loaded.include, loaded.weights) == (
+        sparse.keep_dense,
+        sparse.include,
         sparse.weights,
     )
     assert_same(sparse, loaded)
@@ -326,7 +325,7 @@ def test_the_manifest_lists_targets_counts_and_totals(tmp_path: Path) -> None:
     crc32 = zlib.crc32(model[0].bias.detach().numpy().tobytes())
     assert manifest["tensors"]["0.bias"] == {"shape": [10], "dtype": "F32", "sha256": digest, "crc32": crc32}
     alive = [manifest["tensors"][name]["nnz"] for name in ("0.weight", "1.weight")]
-    assert alive == list(internals(sparse).alive_by_weight().values())
+    assert alive == list(sparse.alive_by_weight().values())
     assert manifest["totals"] == {
         "elements": 10110,
         "prunable": 10100,

@@ -26,7 +26,6 @@ import growprune as gp
 from growprune.files import importers
 from growprune.files.importers import IMPORTERS
 from growprune.files.weights_file import weights_file
-from growprune.sparse.internals import internals
 
 DATA = Path(__file__).parent / "data"
 HERE = "compressed-tensors-0.9.4"
@@ -84,7 +83,7 @@ def test_a_checkpoint_of_torch_prune_computes_the_same_in_a_plain_model(tmp_path
     sparse = importers.load(tmp_path / "pruned.pt", fresh)
     x = torch.randn(3, 8)
     assert torch.equal(fresh(x), model(x))
-    assert internals(sparse).alive_by_weight() == {"0.weight": 12, "2.weight": 24}
+    assert sparse.alive_by_weight() == {"0.weight": 12, "2.weight": 24}
     assert sparse.target_sparsity == 0.5  # 36 dead of 72
 
 
@@ -129,7 +128,7 @@ def test_apex_asp_gives_its_masks_and_leaves_out_what_it_kept_of_the_dead(tmp_pa
     assert found.masks["0.weight"][0].int().tolist() == [1, 0, 0, 1, 1, 0, 0, 1]
     assert found.tensors["0.weight"][0, 0] == 0
     sparse = importers.load(tmp_path / "asp.pth", mlp(), pattern="2:4", keep_dense=["2"])
-    assert (sparse.num_alive, sparse.target_sparsity, internals(sparse).pattern.name) == (24, 0.5, "2:4")
+    assert (sparse.num_alive, sparse.target_sparsity, sparse.pattern.name) == (24, 0.5, "2:4")
 
 
 def test_an_asp_mask_without_its_weight_is_damage() -> None:
@@ -262,7 +261,7 @@ def test_a_checkpoint_that_lightnings_modelpruning_saved_is_the_model_it_pruned(
     x = torch.randn(3, 8)
     assert importers.read(tmp_path / "model.ckpt").format == ("dense" if is_permanent else "torch-prune")
     assert torch.equal(fresh(x), module.model(x))
-    assert internals(sparse).alive_by_weight() == {"0.weight": 24, "2.weight": 24}
+    assert sparse.alive_by_weight() == {"0.weight": 24, "2.weight": 24}
 
 
 # Into a model
@@ -291,7 +290,7 @@ def test_blocks_live_where_any_of_their_weights_does() -> None:
     state["0.weight"][:, 4:] = 0.0
     state["0.weight"][0, 0] = 0.0
     sparse = importers.load(state, mlp(), pattern="1x4")
-    assert internals(sparse).alive_by_weight()["0.weight"] == 24
+    assert sparse.alive_by_weight()["0.weight"] == 24
 
 
 def test_a_model_with_nothing_sparse_is_loaded_and_says_so() -> None:
@@ -307,7 +306,7 @@ def test_a_sparse_embedding_is_named_if_the_model_keeps_it_dense() -> None:
     with pytest.warns(UserWarning, match="0.weight is sparse in the source, but dense in the model"):
         importers.load(state, model)
     sparse = importers.load(state, model, include=["0.weight"])
-    assert internals(sparse).alive_by_weight() == {
+    assert sparse.alive_by_weight() == {
         "1.weight": 8,
         "0.weight": 20,
     }

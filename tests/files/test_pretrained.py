@@ -17,7 +17,6 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
 import growprune as gp
-from growprune.sparse.internals import internals
 
 storages = pytest.mark.parametrize("storage", ["masked", "compact"])
 
@@ -74,7 +73,7 @@ def test_what_is_loaded_is_what_was_saved_in_any_storage(storage: str, other: st
     for model in (Net(), Net):
         found = gp.from_pretrained(model, tmp_path, storage=other)
         check_same(found, sparse)
-        assert internals(found).storage == other
+        assert found.storage == other
         assert found.model.head.weight is found.model.embed.weight
         assert torch.equal(found.model.eval()(torch.arange(12)), sparse.model(torch.arange(12)))
         optimizer = found.attach(torch.optim.SGD(found.model.parameters(), lr=0.1))

@@ -22,7 +22,6 @@ from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.files import writer
 from growprune.files.manifest import write_metadata
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 # What is refused on saving
@@ -67,7 +66,7 @@ def test_a_dtype_that_safetensors_cannot_hold_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(("setting", "value"), [("seed", np.int64(3)), ("target_sparsity", np.float32(0.75))])
 def test_a_setting_that_is_not_json_is_named(setting: str, value: object, tmp_path: Path) -> None:
     sparse = three_of_twelve()
-    setattr(internals(sparse), setting, value)
+    setattr(sparse, setting, value)
     with pytest.raises(
         GrowpruneError, match=rf"^{setting.removeprefix('target_')}=.* cannot be written to a file \(.*\): create the"
     ):

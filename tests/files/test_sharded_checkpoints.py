@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import growprune as gp
 from growprune import By, Partition, methods
 from growprune.files.sharded_checkpoints import prepare_optimizer
-from growprune.sparse.internals import internals
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def filed(mesh: DeviceMesh, folder: str) -> None:
         model = Transformer()
     again = gp.load(f"{folder}/two.safetensors", model, storage="compact", mesh=mesh)
     assert_same(weights_of(again), weights_of(sparse), tolerance=0)
-    assert internals(again).ranks is not None
+    assert again.ranks is not None
     again.prune()
     sparse.prune()
     assert_same(weights_of(again), weights_of(sparse), tolerance=0)
@@ -125,7 +124,7 @@ def first_half(mesh: DeviceMesh | None, folder: str) -> None:
     cursor, optimizer = started(mesh)
     optimizer.param_groups[0]["lr"] = 2e-3
     go_on(cursor, optimizer, mesh, to=6)
-    assert internals(cursor.sparse).gradients.are_seen(By.GRADIENT)
+    assert cursor.sparse.gradients.are_seen(By.GRADIENT)
     cursor.skip_to(cursor.iteration + 1 - cursor.start)
     gp.save_sharded_checkpoint(folder, cursor.sparse, optimizer, cursor=cursor)
 

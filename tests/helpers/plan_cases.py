@@ -17,7 +17,6 @@ from growprune.masks.partition import Partition
 from growprune.methods import METHODS
 from growprune.plan import Part, Parts, Plan, ScheduledPhase, Stage
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 Optimize = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -115,5 +114,5 @@ def check_same_bits(ours: Any, theirs: Any, where: str = "") -> None:
 
 def all_of(sparse: SparseModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """A copy of weights, masks and the optimizer's state, in one form for all storages."""
-    states = dict(sparse.model.state_dict()), sparse.masks, internals(sparse).optimizers.live_state(optimizer)
+    states = dict(sparse.model.state_dict()), sparse.masks, sparse.live_state(optimizer)
     return dict(zip(("model", "masks", "optimizer"), copy.deepcopy(states), strict=True))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import growprune as gp
 from growprune.integrations.accelerate import keep_in_checkpoints
-from growprune.sparse.optimizers import unwrapped
+from growprune.sparse.stepper import unwrapped
 
 
 def run(folder: Path, storage: str, *, resume: bool = False, is_ours: bool = True) -> gp.Sparsifier:

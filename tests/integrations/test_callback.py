@@ -11,7 +11,6 @@ from torch import nn
 from growprune import Cursor, Partition, SparseModel, methods
 from growprune.integrations.averages import Copies
 from growprune.integrations.callback import Figures
-from growprune.sparse.internals import internals
 
 
 def test_churn_is_the_share_of_the_live_weights_that_were_dead() -> None:
@@ -54,9 +53,7 @@ def test_figures_build_no_state_of_gradients(monkeypatch: pytest.MonkeyPatch) ->
     """Which is dense in compact storage, and of a sharded model something that all processes would have to ask for."""
     model = nn.Linear(4, 4)
     cursor = Cursor(SparseModel(model, sparsity=0.5), methods.dense(Partition.contiguous(model, 1), epochs=1))
-    monkeypatch.setattr(
-        internals(cursor.sparse).gradients, "state_dict", lambda: pytest.fail("the state was asked for")
-    )
+    monkeypatch.setattr(cursor.sparse.gradients, "state_dict", lambda: pytest.fail("the state was asked for"))
     figures = Figures(cursor)
     cursor.sparse.prune()
     assert figures.read()["sparsity"] == 0.5

@@ -23,7 +23,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 import growprune as gp  # noqa: E402
 from growprune.errors import GrowpruneError  # noqa: E402
 from growprune.integrations.lightning import GrowPrune  # noqa: E402
-from growprune.sparse.internals import internals  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -89,7 +88,7 @@ def fit(
 
 
 def weights_of(callback: GrowPrune) -> dict[str, Any]:
-    whole = {name: values.numpy() for name, (values, _) in internals(callback.sparse).snapshot().items()}
+    whole = {name: values.numpy() for name, (values, _) in callback.sparse.snapshot().items()}
     return whole | {f"{name} (mask)": mask.numpy() for name, mask in callback.sparse.masks.items()}
 
 

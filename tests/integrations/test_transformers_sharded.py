@@ -16,7 +16,6 @@ from two_ranks import on_two_ranks, sharded_code_of
 
 import growprune as gp
 from growprune.integrations.transformers import GrowPruneCallback
-from growprune.sparse.internals import internals
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +64,7 @@ def train(
 
 def weights_of(callback: GrowPruneCallback) -> dict[str, Any]:
     assert callback.sparse is not None
-    whole = {name: values.numpy() for name, (values, _) in internals(callback.sparse).snapshot().items()}
+    whole = {name: values.numpy() for name, (values, _) in callback.sparse.snapshot().items()}
     return whole | {f"{name} (mask)": mask.numpy() for name, mask in callback.sparse.masks.items()}
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage import Masked, kernels
 
@@ -32,7 +31,7 @@ def make() -> SparseModel:
 
 
 def held(sparse: SparseModel, name: str) -> Masked:
-    found = internals(sparse).stored[name]
+    found = sparse.stored[name]
     assert isinstance(found, Masked)
     return found
 

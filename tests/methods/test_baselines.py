@@ -21,7 +21,6 @@ from growprune.methods import acdc, admm, gmp, rigl, set_, static_random
 from growprune.methods.admm import Admm
 from growprune.plan import Action, By, Part, Phase, grow, prune
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 S = Partition((Part("S0", ("weight",)),))
@@ -102,7 +101,7 @@ def layers(*shapes: tuple[int, int]) -> nn.ModuleList:
 
 
 def counts(sparse: SparseModel) -> list[int]:
-    return list(internals(sparse).alive_by_weight().values())
+    return list(sparse.alive_by_weight().values())
 
 
 def test_where_erk_rounds_a_layer_up_as_sparsity_rises_another_layer_gives_one() -> None:
@@ -111,10 +110,10 @@ def test_where_erk_rounds_a_layer_up_as_sparsity_rises_another_layer_gives_one()
     sparse.prune(to=0.25)
     assert counts(sparse) == [14, 14, 13, 10]  # 51 of 68
     whole = Partition.contiguous(model, 1).whole
-    pools = internals(sparse).editor.counts.pools(prune(whole, to=0.2647))
+    pools = sparse.editor.counts.pools(prune(whole, to=0.2647))
     assert [pool.kept for pool in pools] == [13, 13, 13, 11]  # 50
-    assert internals(sparse).can_be_pruned
-    with internals(sparse).pruned():
+    assert sparse.can_be_pruned
+    with sparse.pruned():
         assert counts(sparse) == [14, 13, 13, 10]
     sparse.prune()
     assert counts(sparse) == [14, 13, 13, 10]

@@ -16,7 +16,6 @@ from growprune.methods import METHODS
 from growprune.plan import Action, By, Edit, Part, Phase, first_by, grow, prune, walk
 from growprune.recipes import RECIPES
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 
 
 def takes_initial_mask(name: str) -> bool:
@@ -130,9 +129,9 @@ def test_as_is_looks_at_each_layer_unless_all_are_ranked_together() -> None:
         gp.GrowpruneError, match=r"0.weight has 32 live weights.*use allocation='global', which counts all layers"
     ):
         uneven.prune(to=0.75, by=By.AS_IS)
-    internals(together).restore(internals(uneven).snapshot())
+    together.restore(uneven.snapshot())
     together.prune(to=0.75, by=By.AS_IS)
-    assert internals(together).alive_by_weight() == internals(uneven).alive_by_weight()
+    assert together.alive_by_weight() == uneven.alive_by_weight()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from growprune.masks.partition import Partition
 from growprune.methods import METHODS, cyclic_gap, dense, one_shot, parallel_gap, random_gap
 from growprune.plan import Action, Branch, By, Fork, Part, Phase, Plan, grow, prune, walk
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 every_method = pytest.mark.parametrize("name", list(METHODS))
@@ -299,7 +298,7 @@ class Contract:
         try:
             Cursor(self.sparse, self.plan, iterations_per_epoch=EPOCH, score=self.score)
         except GrowpruneError as error:
-            if internals(self.sparse).storage == "compact" and "use storage='masked'" in str(error):
+            if self.sparse.storage == "compact" and "use storage='masked'" in str(error):
                 return False
             raise
         return True
@@ -348,7 +347,7 @@ def test_every_method_ends_at_the_target_sparsity(name: str, allocation: str, st
         state = case.model.state_dict()
         assert all(int(state[name][~mask].count_nonzero()) == 0 for name, mask in case.sparse.masks.items())
     assert cursor.is_over
-    alive = list(internals(case.sparse).alive_by_weight().values())
+    alive = list(case.sparse.alive_by_weight().values())
     if "sparsity" not in case.plan.options:  # it is to stay dense
         assert alive == [64] * 4
     elif allocation == "global" or any(edit.spread for phase in walk(case.plan) for edit in phase.phase.edits):
@@ -450,8 +449,8 @@ def test_a_plan_of_thousands_of_phases_is_listed_and_resumed(name: str, monkeypa
     stop = 4_000 if len(schedule) > 4_000 else len(schedule) - 1
     assert hash(tuple(plan))
     for what in ("apply", "restore"):  # the place in the plan is all that counts here
-        monkeypatch.setattr(internals(case.sparse), what, lambda *_: None)
-    monkeypatch.setattr(internals(case.sparse), "snapshot", lambda *_: {})
+        monkeypatch.setattr(case.sparse, what, lambda *_: None)
+    monkeypatch.setattr(case.sparse, "snapshot", lambda *_: {})
     cursor = Cursor(case.sparse, plan, iterations_per_epoch=EPOCH)
     for _ in cursor:
         if cursor.position == stop:

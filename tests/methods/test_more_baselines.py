@@ -19,7 +19,6 @@ from growprune.methods import dsr, granet, grasp, iterative, iterative_admm, rig
 from growprune.methods.admm import Admm
 from growprune.plan import By, Phase, Spread, grow, prune
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 # Stairs
@@ -359,13 +358,11 @@ def test_compact_storage_keeps_no_more_of_a_gradient_than_granet_may_grow() -> N
     sparse.prune(to=0.5)  # 752 live
     part = Partition.contiguous(model, 1).whole
     edits = prune(part, to=0.75), prune(part, share=0.1), grow(part, to=0.75, by=By.GRADIENT)  # 376, 339 or more
-    grown = internals(sparse).editor.counts.num_grown(edits)
+    grown = sparse.editor.counts.num_grown(edits)
     assert all(37 <= count <= 37 + 3 * 3 or count == 64 for count in grown.values())
-    assert internals(sparse).editor.counts.can_be_bounded(edits)
+    assert sparse.editor.counts.can_be_bounded(edits)
     first = Partition.per_layer(model)[0]
-    assert not internals(sparse).editor.counts.can_be_bounded(
-        [prune(first, to=0.75), grow(first, to=0.5, by=By.GRADIENT)]
-    )
+    assert not sparse.editor.counts.can_be_bounded([prune(first, to=0.75), grow(first, to=0.5, by=By.GRADIENT)])
 
 
 def test_compact_storage_keeps_of_a_layer_s_gradient_what_granet_may_drop_there() -> None:
@@ -375,8 +372,8 @@ def test_compact_storage_keeps_of_a_layer_s_gradient_what_granet_may_drop_there(
     part = Partition.contiguous(model, 1).whole
     swap = prune(part, share=0.1), grow(part, to=0.75, by=By.GRADIENT, spread=Spread.LOST)
     edits = prune(part, to=0.75), *swap
-    assert internals(sparse).editor.counts.can_be_bounded(edits)
-    assert list(internals(sparse).editor.counts.num_grown(edits).values()) == [28, 115, 6]
+    assert sparse.editor.counts.can_be_bounded(edits)
+    assert list(sparse.editor.counts.num_grown(edits).values()) == [28, 115, 6]
 
 
 def test_granet_under_one_ranking_leaves_every_layer_its_number_once_the_sparsity_has_risen() -> None:

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import growprune as gp
-from growprune.sparse.internals import internals
 
 WORDS = 11
 
@@ -90,7 +89,7 @@ def received(arrays: Arrays) -> dict[str, Tensor]:
 
 def weights_of(sparse: gp.SparseModel) -> dict[str, Tensor]:
     """By name: live values and masks, whole."""
-    return {name: values for name, (values, _) in internals(sparse).snapshot().items()} | {
+    return {name: values for name, (values, _) in sparse.snapshot().items()} | {
         f"{name} (mask)": mask for name, mask in sparse.masks.items()
     }
 

@@ -19,7 +19,6 @@ from growprune import engine
 from growprune.engine.cost import estimate
 from growprune.engine.recipe import Recipe
 from growprune.recipes import RECIPES, find
-from growprune.sparse.internals import internals
 from growprune.tasks.segmentation.shapenet import NAME
 
 EXPERIMENTS = ROOT / "experiments"
@@ -179,7 +178,7 @@ def test_parts_are_the_papers(name: str, sizes: tuple[int, ...]) -> None:
     sparse = recipe.sparse_model(model)
     assert (
         tuple(
-            sum(w.numel for w in internals(sparse).editor.counts.weights_of(part))
+            sum(w.numel for w in sparse.editor.counts.weights_of(part))
             for part in recipe.parts.cut(model, keep_dense=recipe.keep_dense)
         )
         == sizes

@@ -37,7 +37,6 @@ import growprune as gp
 from growprune import By, Partition, methods
 from growprune.sharding import units_of
 from growprune.sharding.ranks import Ranks
-from growprune.sparse.internals import internals
 from growprune.storage import block_products
 from growprune.storage.compact_modules import layouts_of
 from growprune.storage.layout import Layout
@@ -130,7 +129,7 @@ def test_what_is_gathered_in_bfloat16_is_trained_in_float32(on_two: Run) -> None
 
 
 def plan_of(sparse: gp.SparseModel, method: str, sparsity: float = 0.8) -> Any:
-    keep_dense = internals(sparse).keep_dense
+    keep_dense = sparse.keep_dense
     parts = Partition.balanced(sparse.model, 2, keep_dense=keep_dense)
     if method == "rigl":
         layers = Partition.per_layer(sparse.model, keep_dense=keep_dense)
@@ -409,7 +408,7 @@ def edited(mesh: DeviceMesh) -> list[int]:
     sparse.grow(part)
     sparse.prune(part)
     Ranks.join = join  # type: ignore[method-assign]
-    return [max(sizes), max(p.shape.numel() for p in internals(sparse).stored.values()), sparse.num_prunable]
+    return [max(sizes), max(p.shape.numel() for p in sparse.stored.values()), sparse.num_prunable]
 
 
 def test_an_edit_puts_together_one_layer_at_a_time(on_two: Run) -> None:
@@ -426,11 +425,11 @@ def carried_over(mesh: DeviceMesh) -> None:
     loss_of(alone.model, batches(1)[0]).backward()
     one.step()
     sharded.shard(mesh)
-    internals(sharded).restore(internals(alone).snapshot())
+    sharded.restore(alone.snapshot())
     two = sharded.attach(torch.optim.AdamW(sharded.model.parameters(), lr=0.01))
-    internals(sharded).optimizers.load_live_state(two, internals(alone).optimizers.live_state(one))
-    found = internals(sharded).optimizers.live_state(two)["state"]
-    for index, entries in internals(alone).optimizers.live_state(one)["state"].items():
+    sharded.load_live_state(two, alone.live_state(one))
+    found = sharded.live_state(two)["state"]
+    for index, entries in alone.live_state(one)["state"].items():
         assert_same(found[index], entries, tolerance=0)
     assert_same(weights_of(sharded), weights_of(alone), tolerance=0)
 
@@ -445,7 +444,7 @@ def evaluated(mesh: DeviceMesh) -> None:
     before = weights_of(sparse)
     with torch.no_grad():
         sparse.model(batches(1)[0])  # after which the outermost weights stay gathered
-    with internals(sparse).pruned():
+    with sparse.pruned():
         assert sparse.num_alive < 0.25 * sparse.num_prunable
         sparse.model(batches(1)[0])
     assert_same(weights_of(sparse), before, tolerance=0)

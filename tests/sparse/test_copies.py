@@ -17,7 +17,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import growprune as gp
 from growprune import GrowpruneError, SparseModel
 from growprune.plan import By
-from growprune.sparse.internals import internals
 
 
 class SmallCNN(nn.Module):
@@ -225,7 +224,7 @@ def test_what_lives_in_a_model_made_dense_can_be_asked_and_saved(storage: str, t
 def test_a_model_made_dense_is_edited_no_more_and_its_optimizers_do_not_step(storage: str) -> None:
     sparse, x = made("mlp", storage)
     optimizer = sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
-    state, snapshot = sparse.state_dict(), internals(sparse).snapshot()
+    state, snapshot = sparse.state_dict(), sparse.snapshot()
     sparse.to_dense_()
     whole = gp.Partition.contiguous(sparse.model, 1)
     calls: list[Callable[[], object]] = [
@@ -233,7 +232,7 @@ def test_a_model_made_dense_is_edited_no_more_and_its_optimizers_do_not_step(sto
         sparse.grow,
         sparse.to_dense_,
         lambda: sparse.load_state_dict(state),
-        lambda: internals(sparse).restore(snapshot),
+        lambda: sparse.restore(snapshot),
         lambda: sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1)),
         lambda: gp.Cursor(sparse, gp.methods.one_shot(whole, sparsity=0.5, epochs=1, finetune=1)),
     ]

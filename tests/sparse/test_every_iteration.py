@@ -28,7 +28,6 @@ from growprune.plan import Branch, By, Fork, Part, Parts, Phase, Rule, Stage, me
 from growprune.plan.folding import fold
 from growprune.recipes.digits import dense
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rules.dpf_rule import DpfRule
 from growprune.sparse.rules.str_rule import StrRule
@@ -101,14 +100,14 @@ def test_dpf_by_hand() -> None:
     assert model.weight[0].tolist() == [4, -3, 0, 0]
     # w = 4 -3 2 1, of which the third becomes the largest, though it is not in the mask
     assert step(model, optimizer, 0, 0, -8, 0) == [4, -3, 0, 0]
-    assert internals(sparse).rule.w["weight"][0].tolist() == [4, -3, 6, 1]
+    assert sparse.rule.w["weight"][0].tolist() == [4, -3, 6, 1]
     assert step(model, optimizer, 8, 0, 0, 0) == [0, -3, 6, 0]
-    assert internals(sparse).rule.w["weight"][0].tolist() == [0, -3, 6, 1]
+    assert sparse.rule.w["weight"][0].tolist() == [0, -3, 6, 1]
     assert sparse.masks["weight"].all()
     # w = -2 -3 6 1, then -2 -4 6 1, of which the next phase prunes what the model has
     assert step(model, optimizer, 4, 0, 0, 0) == [0, -3, 6, 0]
     assert step(model, optimizer, 0, 2, 0, 0) == [0, -4, 6, 0]
-    assert internals(sparse).rule is None
+    assert sparse.rule is None
     assert sparse.masks["weight"].tolist() == [[False, True, True, False]]
     assert step(model, optimizer, 1, 1, 1, 1) == [0, -4.5, 5.5, 0]
 
@@ -181,8 +180,8 @@ def test_dpf_equals_a_plain_straight_through_loop_bit_for_bit(optimize: Any, bat
             masks = {name: top(p, rule.target(t)) for name, p in plain.named_parameters() if p.dim() > 1}
         train_step(straight, theirs, t, batches=batches, clip=clip)
         train_step(model, ours, t, batches=batches, clip=clip)
-    assert isinstance(internals(sparse).rule, DpfRule)
-    check_same_bits(internals(sparse).rule.w, {name: p.data for name, p in plain.named_parameters() if p.dim() > 1})
+    assert isinstance(sparse.rule, DpfRule)
+    check_same_bits(sparse.rule.w, {name: p.data for name, p in plain.named_parameters() if p.dim() > 1})
     check_same_bits(model[0].bias, plain[0].bias)
     x = torch.randn(2, 4, 3, 3)
     masks = {name: top(p, 0.75) for name, p in plain.named_parameters() if p.dim() > 1}  # 20 is even: a new one
@@ -226,7 +225,7 @@ def soft(w: float, s: float) -> float:
 def test_str_by_hand() -> None:
     """The threshold is 1/2 at first; the learning rate is 1/2, and the weight decay of s is 1/4."""
     model, sparse, optimizer = ruled(Str(ALL, s_init=0.0, s_decay=0.25), 2.0, -1.0, 0.25, -0.5)
-    rule = internals(sparse).rule
+    rule = sparse.rule
     assert model.weight[0].tolist() == [1.5, -0.5, 0, 0]
     assert not model.weight.signbit()[0, 3]
     # the gradient of w counts where the model is not zero: 2 1 0 0; that of s is -(2 - 1) sigmoid' = -1/4
@@ -244,7 +243,7 @@ def test_str_by_hand() -> None:
     assert rule.figures() == {"sparsity": 0.25}  # sigmoid(s) is below 1/2 now
     for _ in range(2):
         before = step(model, optimizer, 0, 0, 0, 0)
-    assert internals(sparse).rule is None
+    assert sparse.rule is None
     assert [w != 0 for w in before] == [True, True, False, False]
     assert sparse.masks["weight"].tolist() == [[True, True, False, False]]
 
@@ -266,7 +265,7 @@ def test_str_ends_where_the_sparsity_says_at_any_learning_rate_unless_the_loss_r
     assert (rule.s_decay, rule.s_shrink) == (0, pytest.approx(1 - 0.5**0.25))
     for gradient, expected in ((0.0, -2.0), (1.0, None)):  # -4 times the cube root of 1/8
         model, sparse, optimizer = ruled(rule, 2.0, -1.0, 0.25, -0.5, lr=lr)
-        running = internals(sparse).rule
+        running = sparse.rule
         for _ in range(4):
             step(model, optimizer, -gradient, gradient, 0, 0)  # which is for larger weights
         if expected is None:
@@ -301,15 +300,15 @@ def test_str_equals_a_plain_loop_that_has_s_as_a_parameter(optimize: Any, batche
         train_step(straight, theirs, t, batches=batches)
         of_s.step()
         train_step(model, ours, t, batches=batches)
-    assert isinstance(internals(sparse).rule, StrRule)
+    assert isinstance(sparse.rule, StrRule)
     for name, value in s.items():
         assert abs(float(value.detach()) + 3) > 0.01  # it moved
-        torch.testing.assert_close(internals(sparse).rule.s[name], value.detach(), rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(internals(sparse).rule.w[name], plain.get_parameter(name).data, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(sparse.rule.s[name], value.detach(), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(sparse.rule.w[name], plain.get_parameter(name).data, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(
             model.get_parameter(name).data, shrunk(name, plain.get_parameter(name)).data, rtol=1e-9, atol=1e-9
         )
-    assert 0 < internals(sparse).rule.figures()["sparsity"] < 1
+    assert 0 < sparse.rule.figures()["sparsity"] < 1
 
 
 # DeepR
@@ -397,12 +396,12 @@ def test_the_noise_of_deepr_has_its_temperature_and_leaves_the_dead_alone() -> N
 def test_deepr_keeps_the_count_of_each_layer_and_what_is_new_has_no_past(optimize: Any, allocation: str) -> None:
     model = small_net()
     sparse, (optimizer,) = under("deepr", model, optimize(model.parameters()), allocation=allocation)
-    counts, swapped = list(internals(sparse).alive_by_weight().values()), 0
+    counts, swapped = list(sparse.alive_by_weight().values()), 0
     assert sum(counts) == 376
     for t in range(20):
         before = sparse.masks
         train_step(model, optimizer, t)
-        assert list(internals(sparse).alive_by_weight().values()) == counts
+        assert list(sparse.alive_by_weight().values()) == counts
         assert sparse.is_at_target
         for name, mask in sparse.masks.items():
             parameter = model.get_parameter(name)
@@ -458,8 +457,8 @@ def test_two_optimizers_that_share_a_model_do_as_one_does(name: str) -> None:
             loss_of(model, t).backward()
             for optimizer in optimizers:
                 optimizer.step()
-        assert internals(sparse).rule is not None
-        ends.append((dict(model.state_dict()), sparse.masks, internals(sparse).rule.state_dict()))
+        assert sparse.rule is not None
+        ends.append((dict(model.state_dict()), sparse.masks, sparse.rule.state_dict()))
     check_same_bits(ends[0], ends[1])
 
 
@@ -523,9 +522,9 @@ def test_a_rule_is_released_with_its_phase(name: str) -> None:
     model = small_net()
     sparse, (optimizer,) = under(name, model, sgd(model.parameters()), iterations=3)
     for t in range(3):
-        assert internals(sparse).rule is not None
+        assert sparse.rule is not None
         train_step(model, optimizer, t)
-    assert internals(sparse).rule is None
+    assert sparse.rule is None
     plain = small_net()
     plain.load_state_dict(model.state_dict())
     twin = SparseModel(plain, sparsity=0.75)
@@ -543,10 +542,10 @@ def test_a_frozen_layer_stays_as_it_is(name: str) -> None:
     model = small_net()
     trained = [p for layer in (model[0], model[5]) for p in layer.parameters()]
     sparse, (optimizer,) = under(name, model, sgd(trained))
-    assert internals(sparse).rule is not None
+    assert sparse.rule is not None
 
     def frozen() -> Tensor:
-        aside = internals(sparse).rule.state_dict().get("w", {}) if internals(sparse).rule is not None else {}
+        aside = sparse.rule.state_dict().get("w", {}) if sparse.rule is not None else {}
         return aside.get("3.weight", model[3].weight.detach()).clone()  # type: ignore[no-any-return]
 
     before = frozen()

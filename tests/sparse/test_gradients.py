@@ -15,7 +15,6 @@ import growprune as gp
 from growprune.errors import GrowpruneError
 from growprune.plan import By, Part, Phase, grow, prune
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 ALL = Part("all", ("weight",))
@@ -119,7 +118,7 @@ def test_grasp_keeps_the_largest_products_of_weight_and_hessian_gradient() -> No
     model = Few(*W)
     sparse = SparseModel(model, sparsity=0.5)
     sparse.score(By.GRASP, [model.quadratic(A)])
-    assert internals(sparse).gradients.scores(By.GRASP, "weight").tolist() == [[48, -12, 1, 2.25]]
+    assert sparse.gradients.scores(By.GRASP, "weight").tolist() == [[48, -12, 1, 2.25]]
     sparse.prune(by=By.GRASP)
     assert alive(sparse) == [1, 0, 0, 1]  # by magnitude, -12 would stay
 
@@ -130,17 +129,17 @@ def test_grasp_multiplies_the_hessian_with_the_gradient_of_all_losses() -> None:
     second = [[1.0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0.5, 0], [0, 0, 0, 1]]  # they add up to A
     sparse = SparseModel(model, sparsity=0.5)
     sparse.score(By.GRASP, [model.quadratic(first), model.quadratic(second)])
-    assert internals(sparse).gradients.scores(By.GRASP, "weight").tolist() == [[48, -12, 1, 2.25]]
+    assert sparse.gradients.scores(By.GRASP, "weight").tolist() == [[48, -12, 1, 2.25]]
 
 
 def test_what_replicas_score_is_added_up_so_that_all_choose_by_the_same_bits() -> None:
     model = Few(*W)
     sparse = SparseModel(model, sparsity=0.5)
-    internals(sparse).gradients.add_up = lambda mine: mine + torch.tensor([[0.0, 10, 0, 0]])  # of the other replica
+    sparse.add_up_gradients(lambda mine: mine + torch.tensor([[0.0, 10, 0, 0]]))  # of the other replica
     sparse.score(By.GRASP, [model.quadratic(A)])
-    assert internals(sparse).gradients.scores(By.GRASP, "weight").tolist() == [[48, -32, 1, 2.25]]
+    assert sparse.gradients.scores(By.GRASP, "weight").tolist() == [[48, -32, 1, 2.25]]
     sparse.score(By.SNIP, [model.quadratic(A)])
-    assert internals(sparse).gradients.scores(By.SNIP, "weight").tolist() == [[24, -20, 1, 0.75]]
+    assert sparse.gradients.scores(By.SNIP, "weight").tolist() == [[24, -20, 1, 0.75]]
 
 
 def test_grasp_looks_through_attention_whose_fast_kernels_have_no_second_derivative() -> None:
@@ -150,7 +149,7 @@ def test_grasp_looks_through_attention_whose_fast_kernels_have_no_second_derivat
     scores = []
     for need_weights in (False, True):  # only with the weights it is computed step by step
         sparse.score(By.GRASP, [lambda n=need_weights: attention(x, x, x, need_weights=n)[0].square().mean()])
-        scores.append(internals(sparse).gradients.scores(By.GRASP, "in_proj_weight"))
+        scores.append(sparse.gradients.scores(By.GRASP, "in_proj_weight"))
     torch.testing.assert_close(*scores)
 
 
@@ -162,7 +161,7 @@ def test_grasp_of_blocks_adds_signed_scores_up() -> None:
     model = Few(4.0, 0.5, -2.0, 1.5, 1.0, 2.0)
     sparse = SparseModel(model, sparsity=0.34, pattern="1x2")
     sparse.score(By.GRASP, [model.quadratic(coupled)])
-    assert internals(sparse).gradients.scores(By.GRASP, "weight").tolist() == [[48, 0.25, -12, 2.25, 1, 4]]
+    assert sparse.gradients.scores(By.GRASP, "weight").tolist() == [[48, 0.25, -12, 2.25, 1, 4]]
     sparse.prune(by=By.GRASP)
     assert alive(sparse) == [1, 1, 0, 0, 1, 1]  # 48.25, -9.75, 5; of magnitudes, 14.25 would beat 5
 
@@ -172,8 +171,8 @@ def test_grasp_passes_a_frozen_layer_over() -> None:
     model[0].requires_grad_(False)
     sparse = SparseModel(model, sparsity=0.5, allocation="global")
     sparse.score(By.GRASP, [lambda: model(torch.ones(1, 4, 3, 3)).square().sum()])
-    assert int(internals(sparse).gradients.scores(By.GRASP, "0.weight").count_nonzero()) == 0
-    assert int(internals(sparse).gradients.scores(By.GRASP, "5.weight").count_nonzero()) > 0
+    assert int(sparse.gradients.scores(By.GRASP, "0.weight").count_nonzero()) == 0
+    assert int(sparse.gradients.scores(By.GRASP, "5.weight").count_nonzero()) > 0
 
 
 def test_a_hessian_is_no_gradient_and_is_forgotten_where_gradients_come_in() -> None:
@@ -182,14 +181,14 @@ def test_a_hessian_is_no_gradient_and_is_forgotten_where_gradients_come_in() -> 
     cursor = Cursor(sparse, [Phase(iterations=1), Phase(prune(ALL, to=0.5, by=By.GRADIENT), iterations=1)])
     optimizer = cursor.attach(still(model))
     sparse.score(By.GRASP, [model.quadratic(A)])
-    assert not internals(sparse).gradients.are_seen(By.GRADIENT)
+    assert not sparse.gradients.are_seen(By.GRADIENT)
     cursor.advance(0)  # watch again
     pass_one(model, optimizer, model.linear(1, 2, 3, 4))
     assert alive(sparse) == [0, 0, 1, 1]  # H g is 12, 6, 1, 4.5
     sparse.score(By.GRASP, [model.quadratic(A)])
-    internals(sparse).gradients.watch(By.GRADIENT)
+    sparse.gradients.watch(By.GRADIENT)
     pass_one(model, optimizer, model.linear(1, 2, 3, 4))
-    assert not internals(sparse).gradients.are_seen(By.GRASP)
+    assert not sparse.gradients.are_seen(By.GRASP)
 
 
 def test_a_score_goes_with_the_state() -> None:
@@ -219,7 +218,7 @@ def test_momentum_by_hand_over_three_iterations() -> None:
     optimizer = cursor.attach(still(model))
     for i, gradient in enumerate(GRADIENTS):
         if i == 2:
-            seen = internals(sparse).gradients.scores(By.MOMENTUM, "weight").flatten().tolist()
+            seen = sparse.gradients.scores(By.MOMENTUM, "weight").flatten().tolist()
             assert seen == pytest.approx([0.9, 0, 0.5, 0.01])
         pass_one(model, optimizer, model.linear(*gradient))
     assert alive(sparse) == [1, 1, 0, 0]  # by the last gradient it would be 0 1 1 0, by the sum 1 1 0 0
@@ -330,22 +329,22 @@ def test_of_one_batch_compact_storage_keeps_no_more_than_it_may_choose(storage: 
     cursor = Cursor(sparse, plan, accumulate=1)
     optimizer = cursor.attach(still(model))
     for _ in range(2):
-        assert "weight" not in internals(sparse).gradients.state_dict()["sums"]  # the first iteration is not looked at
+        assert "weight" not in sparse.gradients.state_dict()["sums"]  # the first iteration is not looked at
         optimizer.zero_grad()
         model(torch.randn(8, 40)).square().sum().backward()
         if cursor.left == 1:
-            kept = internals(sparse).gradients.state_dict()["sums"]["weight"].count_nonzero()
+            kept = sparse.gradients.state_dict()["sums"]["weight"].count_nonzero()
             assert int(kept) == (200 + 100 if storage == "compact" else 2000)
         optimizer.step()
     assert sparse.num_alive == 300
-    assert not internals(sparse).gradients.state_dict()["sums"]
+    assert not sparse.gradients.state_dict()["sums"]
 
 
 def test_replicas_add_their_gradients_up_once_an_iteration() -> None:
     model = Few(1.0, 1.0, 1.0, 1.0)
     sparse = SparseModel(model, sparsity=0.5)
     others = torch.tensor([[0.0, 0.0, 9.0, 9.0]])  # of the other replica
-    internals(sparse).gradients.add_up = lambda total: total + others
+    sparse.add_up_gradients(lambda total: total + others)
     cursor = Cursor(sparse, [Phase(iterations=1), Phase(prune(ALL, to=0.5, by=By.GRADIENT), iterations=1)])
     pass_one(model, cursor.attach(still(model)), model.linear(1, 2, -9, 0))
     assert alive(sparse) == [0, 1, 0, 1]
@@ -412,8 +411,8 @@ def test_while_it_is_pruned_a_model_is_what_pruning_would_make_of_it(
     really.prune()
     parameters = list(sparse.model.parameters())
     before = copy.deepcopy((sparse.model.state_dict(), sparse.state_dict(), optimizer.state_dict()))
-    assert internals(sparse).can_be_pruned
-    with internals(sparse).pruned():
+    assert sparse.can_be_pruned
+    with sparse.pruned():
         check_same_bits(dict(sparse.model.state_dict()), dict(really.model.state_dict()))
         check_same_bits(sparse.masks, really.masks)
         assert sparse.num_alive == really.num_alive == 376
@@ -434,7 +433,7 @@ def test_a_model_that_was_pruned_for_a_while_trains_on_as_if_nothing_had_been(st
         sparse, optimizer = trained(storage)
         for iteration in range(2, 5):
             if is_looked_at:
-                with internals(sparse).pruned():
+                with sparse.pruned():
                     sparse.model(torch.ones(1, 4, 3, 3))
             train_step(sparse.model, optimizer, iteration)
         ends.append((sparse.model.state_dict(), sparse.masks, optimizer.state_dict()))
@@ -445,7 +444,7 @@ def test_a_model_that_was_pruned_for_a_while_trains_on_as_if_nothing_had_been(st
 def test_an_error_while_it_is_pruned_leaves_the_model_as_it_was(storage: str) -> None:
     sparse, _ = trained(storage)
     before = copy.deepcopy((sparse.model.state_dict(), sparse.state_dict()))
-    with pytest.raises(KeyError), internals(sparse).pruned():
+    with pytest.raises(KeyError), sparse.pruned():
         raise KeyError("no such image")
     check_same_bits((sparse.model.state_dict(), sparse.state_dict()), before)
 
@@ -453,11 +452,11 @@ def test_an_error_while_it_is_pruned_leaves_the_model_as_it_was(storage: str) ->
 @every_storage
 def test_a_model_that_is_sparser_already_cannot_be_pruned(storage: str) -> None:
     sparse, _ = trained(storage)
-    assert internals(sparse).can_be_pruned
+    assert sparse.can_be_pruned
     sparse.prune()
-    assert internals(sparse).can_be_pruned  # to what it is
+    assert sparse.can_be_pruned  # to what it is
     sparse.prune(to=0.8)
-    assert not internals(sparse).can_be_pruned
+    assert not sparse.can_be_pruned
     with pytest.raises(GrowpruneError, match="cannot prune"):
         sparse.prune()
 
@@ -494,11 +493,11 @@ def test_a_compact_layer_that_is_used_twice_has_the_sum_of_its_gradients() -> No
     sparse = SparseModel(nn.Linear(4, 4, bias=False), sparsity=0.5, storage="compact")
     sparse.prune()
     sparse.attach(torch.optim.SGD(sparse.model.parameters(), lr=0.1))
-    internals(sparse).watch([grow(Part("all", ("weight",)), to=0.25, by=By.GRADIENT)])
+    sparse.watch([grow(Part("all", ("weight",)), to=0.25, by=By.GRADIENT)])
     model = sparse.model
     (model(torch.ones(1, 4)).sum() + model(torch.ones(1, 4)).sum()).backward()
-    internals(sparse).gradients.end_iteration()
-    assert internals(sparse).gradients.scores(By.GRADIENT, "weight").tolist() == [[2.0] * 4] * 4
+    sparse.gradients.end_iteration()
+    assert sparse.gradients.scores(By.GRADIENT, "weight").tolist() == [[2.0] * 4] * 4
 
 
 # Compiled models
@@ -568,7 +567,7 @@ def test_with_several_optimizers_each_weight_is_looked_at_by_the_loss_it_is_trai
     optimizers = {name: torch.optim.SGD(getattr(model, name).parameters(), lr=0.0) for name in order}
     for optimizer in optimizers.values():
         sparse.attach(optimizer)
-    internals(sparse).gradients.watch(by)
+    sparse.gradients.watch(by)
     for _ in range(2):
         for name in order:
             model.zero_grad()
@@ -576,4 +575,4 @@ def test_with_several_optimizers_each_weight_is_looked_at_by_the_loss_it_is_trai
             optimizers[name].step()
     weight = 1 - 0.9**2 if by is By.MOMENTUM else 1.0  # of an average over two iterations that are alike
     for name in order:
-        torch.testing.assert_close(internals(sparse).gradients.scores(by, f"{name}.weight"), weight * own[name])
+        torch.testing.assert_close(sparse.gradients.scores(by, f"{name}.weight"), weight * own[name])

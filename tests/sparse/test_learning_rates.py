@@ -13,7 +13,6 @@ from torch import nn
 
 import growprune as gp
 from growprune import GrowpruneError
-from growprune.sparse.internals import internals
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -323,7 +322,6 @@ def test_a_resumed_training_scales_as_it_began() -> None:
     optimizer.step()  # its state is a sign of training
     with pytest.warns(UserWarning, match="already trained"):
         again = gp.sparsify(model, optimizer, sparsity=0.75, iterations=8, keep_dense=())
-    rates = internals(again.sparse).optimizers.rates
-    assert not rates.is_on
+    assert again.sparse.lr_scaling == 0
     again.load_state_dict(begun.state_dict())
-    assert rates.is_on
+    assert again.sparse.lr_scaling == "auto"

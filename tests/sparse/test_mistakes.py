@@ -20,7 +20,6 @@ from growprune.errors import GrowpruneError
 from growprune.methods import cyclic_gap, one_shot
 from growprune.plan import By, Edit
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 
 
 def mlp() -> nn.Sequential:
@@ -315,7 +314,7 @@ def test_names_may_be_an_iterator(storage: str) -> None:
         Einsum(), sparsity=0.5, keep_dense=iter(["fc"]), include=(name for name in ["matrix"]), storage=storage
     )
     assert [weight.name for weight in sparse.weights] == ["matrix"]
-    assert (internals(sparse).keep_dense, internals(sparse).include) == (("fc",), ("matrix",))
+    assert (sparse.keep_dense, sparse.include) == (("fc",), ("matrix",))
 
 
 @pytest.mark.parametrize("argument", ["keep_dense", "include"])
@@ -328,8 +327,8 @@ def test_names_are_texts(argument: str) -> None:
 def test_numbers_of_numpy_are_saved_as_what_is_meant(tmp_path: Path) -> None:
     for sparsity in (np.float16(0.9), np.float32(0.9), np.float64(0.9)):
         sparse = pruned(sparsity=sparsity, seed=np.int64(3))
-        assert (sparse.target_sparsity, internals(sparse).seed) == (0.9, 3)
-        assert (type(sparse.target_sparsity), type(internals(sparse).seed)) == (float, int)
+        assert (sparse.target_sparsity, sparse.seed) == (0.9, 3)
+        assert (type(sparse.target_sparsity), type(sparse.seed)) == (float, int)
         gp.save(sparse, tmp_path / "model.safetensors")
         manifest = gp.manifest(tmp_path / "model.safetensors")
         assert (manifest["sparsity"], manifest["seed"]) == (0.9, 3)

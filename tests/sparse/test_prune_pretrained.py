@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import growprune as gp
-from growprune.sparse.internals import internals
 from growprune.sparse.pretrained_pruning import prune_by_data
 
 PATTERNS = ["unstructured", "2:4", "1:4", "1x8", "4x1", "2x4"]
@@ -55,7 +54,7 @@ def images(count: int = 6) -> Tensor:
 
 def alive(sparse: gp.SparseModel) -> dict[str, int]:
     """The number of live groups of each weight."""
-    return internals(sparse).editor.counts.num_alive(sparse.weights)
+    return sparse.editor.counts.num_alive(sparse.weights)
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "erk"])
@@ -75,7 +74,7 @@ def test_exactly_as_many_weights_live_as_pruning_by_magnitude_leaves(by: str, pa
     for name, mask in sparse.masks.items():
         values = sparse.model.get_parameter(name)
         assert torch.equal(values != 0, mask)
-    again = gp.SparseModel.from_zeros(sparse.model, pattern=pattern, keep_dense=internals(sparse).keep_dense)
+    again = gp.SparseModel.from_zeros(sparse.model, pattern=pattern, keep_dense=sparse.keep_dense)
     assert again.num_alive == sparse.num_alive  # the zeros keep to the pattern
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import growprune as gp
-from growprune.sparse.internals import internals
 
 
 class Quantized(Tensor):
@@ -129,12 +128,12 @@ def test_a_resumed_training_with_quantized_state_gives_the_same_bits(storage: st
     first, cursor, optimizer = make(storage)
     train(first, optimizer, range(4))
     saved = copy.deepcopy([first.state_dict(), cursor.state_dict(), first.model.state_dict()])
-    state = internals(first).optimizers.live_state(optimizer, device="cpu")
+    state = first.live_state(optimizer, device="cpu")
     second, cursor, optimizer = make(storage)
     second.load_state_dict(saved[0])
     cursor.load_state_dict(saved[1])
     second.model.load_state_dict(saved[2])
-    internals(second).optimizers.load_live_state(optimizer, state)
+    second.load_live_state(optimizer, state)
     train(second, optimizer, range(4, 8))
     check_same_bits(second.model.state_dict(), whole.model.state_dict())
 
@@ -149,7 +148,7 @@ def test_quantized_state_is_loaded_into_the_other_storage(origin: str, target: s
     second.load_state_dict(first.state_dict())
     place.load_state_dict(cursor.state_dict())
     second.model.load_state_dict(first.model.state_dict())
-    internals(second).optimizers.load_live_state(other, internals(first).optimizers.live_state(optimizer))
+    second.load_live_state(other, first.live_state(optimizer))
     train(second, other, range(1, 2))
     torch.testing.assert_close(second.model.state_dict(), whole.model.state_dict())
 
@@ -180,5 +179,5 @@ def test_low_bit_optimizers_of_torchao_train(name: str, storage: str) -> None:
     losses = train(sparse, optimizer, range(8))
     assert cursor.is_over
     assert losses[-1] < losses[0]
-    internals(sparse).optimizers.load_live_state(optimizer, internals(sparse).optimizers.live_state(optimizer))
+    sparse.load_live_state(optimizer, sparse.live_state(optimizer))
     train(sparse, optimizer, range(8, 10))

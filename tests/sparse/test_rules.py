@@ -16,7 +16,6 @@ from growprune.methods import METHODS, admm
 from growprune.methods.admm import Admm
 from growprune.plan import Part, Phase, prune
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rules.admm_rule import AdmmRule
 
@@ -34,8 +33,8 @@ class Four(nn.Module):
 
 
 def of_rule(sparse: SparseModel) -> tuple[list[float], list[float]]:
-    assert isinstance(internals(sparse).rule, AdmmRule)
-    return internals(sparse).rule.Z["weight"][0].tolist(), internals(sparse).rule.U["weight"][0].tolist()
+    assert isinstance(sparse.rule, AdmmRule)
+    return sparse.rule.Z["weight"][0].tolist(), sparse.rule.U["weight"][0].tolist()
 
 
 def pass_one(model: Four, optimizer: torch.optim.Optimizer, gradient: tuple[float, ...]) -> list[float]:
@@ -98,8 +97,8 @@ def test_with_two_optimizers_each_weight_is_pulled_once_an_iteration() -> None:
             for optimizer in optimizers:
                 optimizer.step()
             model.zero_grad()
-        assert internals(sparse).rule is not None
-        ends.append((dict(model.state_dict()), internals(sparse).rule.state_dict()))
+        assert sparse.rule is not None
+        ends.append((dict(model.state_dict()), sparse.rule.state_dict()))
     check_same_bits(ends[0], ends[1])
 
 
@@ -140,7 +139,7 @@ def test_the_rule_is_over_with_its_phase_and_its_weights_are_pruned() -> None:
         pass_one(model, optimizer, (0, 0, 0, 0))
         assert sparse.masks["weight"].all()
     pass_one(model, optimizer, (0, 0, 0, 0))
-    assert internals(sparse).rule is None
+    assert sparse.rule is None
     assert sparse.masks["weight"].tolist() == [[True, True, False, False]]
     assert pass_one(model, optimizer, (0, 0, 0, 0)) == [0, 0, 0, 0]
     assert cursor.is_over
@@ -166,7 +165,7 @@ def test_the_state_of_the_rule_goes_with_the_cursors(allocation: str, stop: int)
     resumed.model.load_state_dict(of_model)
     resumed.load_state_dict(of_sparse)
     cursor.load_state_dict(of_cursor)
-    assert (internals(resumed).rule is not None) is (2 <= stop < 9)
+    assert (resumed.rule is not None) is (2 <= stop < 9)
     again = cursor.attach(sgd(resumed.model.parameters()))
     again.load_state_dict(of_optimizer)
     for iteration in range(stop, 10):
@@ -184,9 +183,9 @@ def test_a_rule_may_be_of_one_part(allocation: str) -> None:
     cursor = Cursor(sparse, [Phase(iterations=2, rule=Admm(part, to=0.5, every=1))])
     optimizer = cursor.attach(sgd(model.parameters()))
     train_step(model, optimizer, 0)
-    assert isinstance(internals(sparse).rule, AdmmRule)
-    assert set(internals(sparse).rule.Z) == {"3.weight"}
-    alive = int(internals(sparse).rule.Z["3.weight"].count_nonzero())
+    assert isinstance(sparse.rule, AdmmRule)
+    assert set(sparse.rule.Z) == {"3.weight"}
+    alive = int(sparse.rule.Z["3.weight"].count_nonzero())
     assert alive == 576 if allocation == "uniform" else 0 < alive < 1152
 
 
@@ -197,9 +196,9 @@ def test_a_cursor_that_is_loaded_after_its_end_leaves_no_rule_behind() -> None:
     over = cursor.state_dict()
     assert over["is_over"]
     _, again, middle, _ = ruled()
-    assert internals(again).rule is not None
+    assert again.rule is not None
     middle.load_state_dict(over)
-    assert internals(again).rule is None
+    assert again.rule is None
 
 
 # Where it does not go

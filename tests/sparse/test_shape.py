@@ -8,44 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import growprune as gp
 
 SOURCE = Path(gp.__file__).parent
-
-MEMBERS = [
-    "apply",
-    "attach",
-    "enforce",
-    "from_zeros",
-    "grow",
-    "is_at_target",
-    "load_state_dict",
-    "mask_copy",
-    "masks",
-    "model",
-    "num_alive",
-    "num_prunable",
-    "prune",
-    "score",
-    "shard",
-    "sparsity",
-    "state_dict",
-    "summary",
-    "target_sparsity",
-    "to_dense_",
-    "weights",
-]
-
-
-def test_a_sparse_model_has_few_public_members() -> None:
-    sparse = gp.SparseModel(nn.Linear(4, 4), sparsity=0.5)
-    sparse.attach(torch.optim.SGD(sparse.model.parameters(), 0.1))
-    sparse.prune()
-    assert [name for name in dir(sparse) if not name.startswith("_")] == MEMBERS
-    assert len(MEMBERS) <= 22
 
 
 def network() -> nn.Sequential:
@@ -65,7 +32,7 @@ class Trace:
             self.calls.append((path.relative_to(SOURCE).as_posix(), frame.f_code.co_name))
 
 
-@pytest.mark.parametrize(("storage", "most_changes"), [("masked", 390), ("compact", 547)])
+@pytest.mark.parametrize(("storage", "most_changes"), [("masked", 200), ("compact", 300)])
 def test_a_step_with_an_edit_is_direct(storage: str, most_changes: int) -> None:
     """Where nothing is sharded, nothing of sharding is called, even if FSDP2 is loaded."""
     import torch.distributed.fsdp

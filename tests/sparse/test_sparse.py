@@ -19,7 +19,6 @@ from growprune.masks.layers import Weight
 from growprune.masks.partition import Partition
 from growprune.masks.patterns import Block, NofM
 from growprune.plan import By, Part, grow, prune
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 SPARSITIES = [0, 0.5, 0.8, 0.9, 0.95, 0.99]
@@ -90,19 +89,19 @@ def live_blocks(matrix: Tensor, height: int, width: int) -> tuple[int, bool]:
 def groups_alive(sparse: SparseModel, weight: Weight) -> int:
     """The count the sparsity is about: blocks, or weights."""
     matrix = folded(sparse.masks[weight.parameter], weight)
-    if isinstance(internals(sparse).pattern, Block):
-        alive, whole = live_blocks(matrix, internals(sparse).pattern.height, internals(sparse).pattern.width)
+    if isinstance(sparse.pattern, Block):
+        alive, whole = live_blocks(matrix, sparse.pattern.height, sparse.pattern.width)
         assert whole, f"{weight.name} has half a block"
         return alive
-    if isinstance(internals(sparse).pattern, NofM) and sparse.target_sparsity > 0:
-        assert int(matrix.view(-1, internals(sparse).pattern.m).sum(1).max()) <= internals(sparse).pattern.n
+    if isinstance(sparse.pattern, NofM) and sparse.target_sparsity > 0:
+        assert int(matrix.view(-1, sparse.pattern.m).sum(1).max()) <= sparse.pattern.n
     return int(matrix.sum())
 
 
 def groups_in(sparse: SparseModel, weight: Weight) -> int:
-    if isinstance(internals(sparse).pattern, Block):
+    if isinstance(sparse.pattern, Block):
         rows, columns = folded(sparse.masks[weight.parameter], weight).shape
-        return math.ceil(rows / internals(sparse).pattern.height) * math.ceil(columns / internals(sparse).pattern.width)
+        return math.ceil(rows / sparse.pattern.height) * math.ceil(columns / sparse.pattern.width)
     return weight.numel
 
 
@@ -110,9 +109,9 @@ def check_counts_are_exact(sparse: SparseModel, parts: Partition | None) -> None
     """Counts against the sparsity asked for, and weights against masks."""
     alive = {weight.name: groups_alive(sparse, weight) for weight in sparse.weights}
     sizes = {weight.name: groups_in(sparse, weight) for weight in sparse.weights}
-    if internals(sparse).allocation == "uniform":
+    if sparse.allocation == "uniform":
         assert alive == {name: num_kept(sparse.target_sparsity, size) for name, size in sizes.items()}
-    elif parts is not None and internals(sparse).scope.value == "part" and internals(sparse).allocation == "global":
+    elif parts is not None and sparse.scope.value == "part" and sparse.allocation == "global":
         for part in parts:
             names = [weight.name for weight in sparse.weights if weight.parameter in part.tensors]
             assert sum(alive[n] for n in names) == num_kept(sparse.target_sparsity, sum(sizes[n] for n in names))
@@ -234,7 +233,7 @@ def test_a_layer_too_small_to_keep_anything_is_warned_of_and_is_all_zero() -> No
     sparse = make(nn.Sequential(nn.Linear(4, 4), nn.Linear(40, 40)), 0.99)
     with pytest.warns(UserWarning, match=DEAD + ", too small for this sparsity; add it to keep_dense$"):
         sparse.prune()
-    assert list(internals(sparse).alive_by_weight().values()) == [0, 16]
+    assert list(sparse.alive_by_weight().values()) == [0, 16]
     assert int(sparse.model.get_parameter("0.weight").count_nonzero()) == 0
 
 
@@ -244,7 +243,7 @@ def test_a_layer_that_one_ranking_leaves_nothing_is_told_from_one_that_is_too_sm
     sparse = make(model, 0.9, allocation="global")
     with pytest.warns(UserWarning, match=DEAD + "; add it to keep_dense or use allocation='uniform'$"):
         sparse.prune()
-    assert list(internals(sparse).alive_by_weight().values()) == [0, 320]
+    assert list(sparse.alive_by_weight().values()) == [0, 320]
 
 
 def test_a_layer_without_live_weights_is_warned_of_once_and_layers_that_follow_too() -> None:
@@ -330,7 +329,7 @@ def test_pruning_a_part_leaves_other_parts_untouched() -> None:
     before = model[1].weight.clone()
     sparse = make(model, 0.75)
     sparse.prune(Partition.per_layer(model)[0])
-    assert list(internals(sparse).alive_by_weight().values()) == [4, 16, 16]
+    assert list(sparse.alive_by_weight().values()) == [4, 16, 16]
     assert torch.equal(model[1].weight, before)
 
 
@@ -341,7 +340,7 @@ def test_a_global_prune_of_a_part_ranks_the_whole_model_by_default_and_the_part_
         model[1].weight.data.copy_(torch.tensor([[2.0, 1.0]]))
         sparse = make(model, 0.5, allocation="global", scope=scope)
         prune_quietly(sparse, [Partition.per_layer(model)[0]])
-        assert list(internals(sparse).alive_by_weight().values()) == expected
+        assert list(sparse.alive_by_weight().values()) == expected
 
 
 def test_query_key_and_value_are_pruned_apart() -> None:
@@ -350,7 +349,7 @@ def test_query_key_and_value_are_pruned_apart() -> None:
         attention.in_proj_weight[:4] *= 100
     sparse = make(attention, 0.5)
     sparse.prune()
-    assert list(internals(sparse).alive_by_weight().values()) == [8, 8, 8, 8]
+    assert list(sparse.alive_by_weight().values()) == [8, 8, 8, 8]
 
 
 def test_the_query_matrix_can_stay_dense_and_is_not_counted() -> None:
@@ -391,7 +390,7 @@ def test_growing_a_part_leaves_other_parts_untouched() -> None:
         sparse.prune()
         before = sparse.masks
         sparse.grow(Partition.per_layer(model)[1], to=0.25)
-        assert internals(sparse).alive_by_weight()[sparse.weights[1].name] == 48
+        assert sparse.alive_by_weight()[sparse.weights[1].name] == 48
         assert torch.equal(sparse.masks["0.weight"], before["0.weight"])
         assert torch.equal(sparse.masks["2.weight"], before["2.weight"])
 
@@ -573,8 +572,8 @@ def test_a_preview_that_is_refused_leaves_the_model_as_it_was(storage: str) -> N
     sparse.prune(Part("last", ("2.weight",)), to=0.9)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(GrowpruneError, match=r"that needs 50 live weights, but 10 are live; grow first"):
-        internals(sparse).pruned().__enter__()
-    assert list(internals(sparse).alive_by_weight().values()) == [100, 100, 10]
+        sparse.pruned().__enter__()
+    assert list(sparse.alive_by_weight().values()) == [100, 100, 10]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -587,8 +586,8 @@ def test_a_preview_that_fails_on_the_way_is_undone(storage: str, monkeypatch: py
     def fail(mask: torch.Tensor) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(internals(sparse).stored["2.weight"], "preview", fail)
+    monkeypatch.setattr(sparse.stored["2.weight"], "preview", fail)
     with pytest.raises(MemoryError):
-        internals(sparse).pruned().__enter__()
-    assert list(internals(sparse).alive_by_weight().values()) == [100, 100, 100]
+        sparse.pruned().__enter__()
+    assert list(sparse.alive_by_weight().values()) == [100, 100, 100]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -20,7 +20,6 @@ from growprune.masks.patterns import count_groups
 from growprune.methods import cyclic_gap, one_shot, parallel_gap, random_gap
 from growprune.plan import Branch, By, Fork, Phase, Plan, Stage, grow, prune, walk
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 STEPS = 3
@@ -100,7 +99,7 @@ def check_same(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def alive(sparse: SparseModel) -> list[int]:
-    return list(internals(sparse).alive_by_weight().values())
+    return list(sparse.alive_by_weight().values())
 
 
 # Walking
@@ -131,8 +130,8 @@ def test_under_a_global_ranking_the_model_without_the_grown_part_has_the_target_
     for scheduled in phases_of(sparse, plan):
         grown = [edit.part for edit in scheduled.phase.edits if edit.action.value == "grow"]
         for part in grown:
-            (weight,) = internals(sparse).editor.counts.weights_of(part)
-            assert internals(sparse).alive_by_weight()[weight.name] == weight.numel
+            (weight,) = sparse.editor.counts.weights_of(part)
+            assert sparse.alive_by_weight()[weight.name] == weight.numel
         if not grown:
             assert sparse.num_alive == 63
         assert sparse.num_alive != before
@@ -149,9 +148,7 @@ def test_cyclic_and_parallel_gap_end_sparse_with_every_pattern(pattern: str, gro
         sparse = make(pattern=pattern, allocation=allocation, keep_dense=["fc1"])
         S = Partition.per_layer(sparse.model, keep_dense=["fc1"])
         run(sparse, method(S, sparsity=0.75, steps=3, epochs=1, finetune=1))
-        assert (
-            sum(count_groups(internals(sparse).pattern, sparse.masks[w.parameter], w) for w in sparse.weights) == groups
-        )
+        assert sum(count_groups(sparse.pattern, sparse.masks[w.parameter], w) for w in sparse.weights) == groups
         for name, mask in sparse.masks.items():
             assert int(sparse.model.get_parameter(name)[~mask].count_nonzero()) == 0
 
@@ -360,11 +357,11 @@ def test_a_snapshot_restores_tensors_and_masks() -> None:
     sparse = make()
     sparse.prune()
     before, masks = copy.deepcopy(sparse.model), sparse.masks
-    snapshot = internals(sparse).snapshot()
+    snapshot = sparse.snapshot()
     sparse.grow()
     optimizer = sparse.attach(sgd(sparse.model))
     train_step(sparse.model, optimizer, 0, 0)
-    internals(sparse).restore(snapshot)
+    sparse.restore(snapshot)
     check_same(sparse.model, before)
     assert all(torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
 
@@ -372,7 +369,7 @@ def test_a_snapshot_restores_tensors_and_masks() -> None:
 def test_a_snapshot_of_a_part_holds_that_part_alone() -> None:
     sparse = make()
     part = two_halves(sparse.model)[0]
-    assert set(internals(sparse).snapshot(part)) == set(part.tensors)
+    assert set(sparse.snapshot(part)) == set(part.tensors)
 
 
 # Equivalences
@@ -412,7 +409,7 @@ def prune_by_hand(model: nn.Module, names: Sequence[str], sparsity: float) -> di
 def test_cyclic_gap_with_one_part_and_one_step_is_dense_training_then_pruning_then_fine_tuning() -> None:
     sparse, by_hand = make(), make()
     by_hand.prune(by=By.RANDOM)  # both start from the same randomly masked weights
-    model = by_hand.model
+    model = by_hand.to_dense_()
     train_by_hand(model, {}, scheduled=1, epochs=2)
     masks = prune_by_hand(model, list(by_hand.masks), 0.75)
     train_by_hand(model, masks, scheduled=2, epochs=3)
@@ -434,7 +431,7 @@ def test_one_shot_is_dense_training_then_pruning_then_fine_tuning() -> None:
 def test_cyclic_gap_with_two_parts_by_hand() -> None:
     sparse, by_hand = make(), make()
     by_hand.prune(by=By.RANDOM)
-    model, masks = by_hand.model, by_hand.masks
+    model, masks = by_hand.to_dense_(), by_hand.masks
     first, second = ["fc1.weight"], ["fc2.weight", "head.weight"]
     train_by_hand(model, {name: masks[name] for name in second}, scheduled=1, epochs=1)
     masks |= prune_by_hand(model, first, 0.75)

@@ -21,7 +21,6 @@ from growprune.methods import dsr, granet, snfs
 from growprune.plan import By, Part, Phase, Spread, grow, prune, walk
 from growprune.plan.folding import fold
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 A, B = Part("A", ("a.weight",)), Part("B", ("b.weight",))
@@ -221,7 +220,7 @@ def test_a_layer_without_momentum_gets_nothing_and_nan_is_an_error() -> None:
 
     with pytest.raises(GrowpruneError, match=r"1.weight has NaN"):
         look([1.0] * 8, [float("nan")] * 8)
-    internals(sparse).gradients.clear()
+    sparse.gradients.clear()
     look([0.0] * 8, [1.0] * 8)
     assert counts(sparse) == [2, 6]
 
@@ -269,7 +268,7 @@ def test_a_prune_that_takes_nothing_is_not_mistaken_for_the_one_before() -> None
     sparse.apply(prune(part, to=0.625), grow(part), prune(part, to=0.0))
     sparse.apply(prune(part, to=0.0), grow(part, to=0.0, spread=Spread.LOST))
     assert counts(sparse) == [8, 8]
-    assert not internals(sparse).editor.counts.lost
+    assert not sparse.editor.counts.lost
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from growprune.engine.override import override
 from growprune.methods import gradual_gap, parallel_gradual_gap
 from growprune.plan import By, Fork, Spread, prune
 from growprune.recipes import RECIPES
-from growprune.sparse.internals import internals
 
 
 def four_layers(*scales: float, **options: object) -> gp.SparseModel:
@@ -32,12 +31,12 @@ def train(sparse: gp.SparseModel, scales: list[float]) -> None:
     """All live weights get new values, those of each layer of its magnitude."""
     for weight, values, scale in zip(sparse.weights, sparse.model.parameters(), scales, strict=True):
         values.uniform_(0.5 * scale, scale)
-        if internals(sparse).storage == "masked":
+        if sparse.storage == "masked":
             values.mul_(sparse.masks[weight.parameter])
 
 
 def alive(sparse: gp.SparseModel) -> list[int]:
-    return list(internals(sparse).alive_by_weight().values())
+    return list(sparse.alive_by_weight().values())
 
 
 @pytest.mark.filterwarnings("ignore:layer.* pruned to zero weights")

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import growprune as gp
-from growprune.sparse.internals import internals
 
 
 class Lora(nn.Module):
@@ -114,7 +113,7 @@ def test_merging_changes_what_lives_and_nothing_else(order: str, storage: str, s
         model[i].merge(safe_merge=safe_merge)
     for old, new, mask, i in zip(before, weights(model), masks.values(), (0, 2), strict=True):
         assert torch.equal(new, torch.where(mask, old + model[i].change(), 0))
-    internals(sparse).check()
+    sparse.check()
     assert all(torch.equal(mask, masks[name]) for name, mask in sparse.masks.items())
     for i in (0, 2):
         model[i].unmerge()
@@ -243,7 +242,7 @@ def test_assigning_the_dense_weight_of_a_compact_layer_takes_in_what_lives() -> 
     layer.weight = layer.weight.detach() + 1
     assert layer._parameters["weight"] is parameter
     assert torch.equal(layer.weight != 0, mask)
-    internals(sparse).check()
+    sparse.check()
 
 
 # With PEFT itself

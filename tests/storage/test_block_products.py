@@ -22,7 +22,6 @@ from growprune.errors import GrowpruneError
 from growprune.masks.partition import Partition
 from growprune.masks.patterns import parse_pattern
 from growprune.plan import By
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage import block_products, blocks, kernels
 from growprune.storage.compact_modules import layouts_of
@@ -324,7 +323,7 @@ def test_dense_gradients_are_recorded_as_ever() -> None:
 
 
 def sparse_parameter(sparse: SparseModel, name: str) -> Any:
-    return internals(sparse).stored[name]
+    return sparse.stored[name]
 
 
 def test_activation_checkpointing_computes_the_same() -> None:

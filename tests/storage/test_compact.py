@@ -26,7 +26,6 @@ from growprune.methods import cyclic_gap, parallel_gap
 from growprune.plan import By
 from growprune.sparse.cursor import Cursor
 from growprune.sparse.init import reset
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage.compact_modules import layouts_of
 
@@ -377,7 +376,7 @@ def test_a_model_built_sparse_is_the_model_built_dense_and_pruned_at_random(allo
     expected = SparseModel(Attending(), sparsity=0.75, allocation=allocation, seed=3)
     expected.prune(by=By.RANDOM)
     assert built.num_alive == expected.num_alive
-    assert internals(built).editor.num_edits == internals(expected).editor.num_edits == 1
+    assert built.editor.num_edits == expected.editor.num_edits == 1
     for name, tensor in expected.model.state_dict().items():
         assert torch.equal(built.model.state_dict()[name], tensor), name
     plan = cyclic_gap(Partition.contiguous(built.model, 2), sparsity=0.75, steps=2, epochs=1, finetune=1)
@@ -436,7 +435,7 @@ def test_what_compact_storage_cannot_hold_is_named() -> None:
 def recorded(sparse: SparseModel, run: Callable[[nn.Module], Tensor]) -> dict[str, list[Tensor]]:
     """The dense gradients of each weight in one backward pass."""
     found: dict[str, list[Tensor]] = {name: [] for name in sparse.masks}
-    for name, sparse_parameter in internals(sparse).stored.items():
+    for name, sparse_parameter in sparse.stored.items():
         sparse_parameter.record = lambda gradient, name=name: found[name].append(gradient.clone())  # type: ignore[misc]
     sparse.model.zero_grad()
     run(sparse.model).backward()
@@ -483,6 +482,6 @@ def test_a_copy_records_nothing() -> None:
         sparse.attach(torch.optim.SGD(sparse.model.parameters(), 0.1))
         recorded(sparse, lambda model: model(torch.ones(2, 8)).sum())
         copied = copy.deepcopy(sparse)
-        assert internals(copied).stored["weight"].record is None
-        internals(sparse).stored["weight"].record = None
+        assert copied.stored["weight"].record is None
+        sparse.stored["weight"].record = None
         sparse.model(torch.ones(2, 8)).sum().backward()

@@ -14,7 +14,6 @@ from growprune import Cursor, GrowpruneError, Partition, contiguous
 from growprune.compare.budget import spend
 from growprune.masks.heads import heads
 from growprune.methods import METHODS
-from growprune.sparse.internals import internals
 from growprune.training.arguments import Arguments
 from growprune.training.first_mask import FirstMask
 
@@ -44,7 +43,7 @@ def cursor_of(arguments: Arguments, iterations: int) -> Cursor:
 def test_every_method_takes_the_whole_training_if_not_told_otherwise(name: str, iterations: int) -> None:
     cursor = cursor_of(asked(name), iterations)
     assert cursor.num_iterations == iterations
-    assert internals(cursor.sparse).allocation == METHODS[name].allocation  # type: ignore[attr-defined]
+    assert cursor.sparse.allocation == METHODS[name].allocation  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

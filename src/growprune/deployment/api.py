@@ -34,7 +34,6 @@ from growprune.errors import GrowpruneError, warn
 from growprune.files import sparse_file as file
 from growprune.files.quantized import check_values
 from growprune.files.writer import warn_of_unfinished
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 SECONDS = 10.0
@@ -293,4 +292,4 @@ def _settings_of(model: nn.Module | SparseModel) -> dict[str, Any]:
     if not isinstance(model, SparseModel):
         return {}
     names = ("allocation", "pattern", "keep_dense", "include", "seed")
-    return {"sparsity": model.target_sparsity} | {name: getattr(internals(model), name) for name in names}
+    return {"sparsity": model.target_sparsity} | {name: getattr(model, name) for name in names}

@@ -33,7 +33,6 @@ from growprune.files.atomic import replacing
 from growprune.files.quantized import INT8
 from growprune.files.writer import warn_of_unfinished
 from growprune.masks.zeros import masks_of_zeros
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 WEIGHTS, ABOUT = "model.safetensors", "deployed.json"
@@ -71,7 +70,7 @@ def save_weights(
 def _of_zeros(module: nn.Module, settings: Mapping[str, Any]) -> SparseModel:
     """As `SparseModel.from_zeros`, however few: what is dense may outweigh the layers that are not."""
     sparse = SparseModel(module, **{"sparsity": 0.0, "allocation": "global", **settings})
-    own = internals(sparse)
+    own = sparse
     for name, mask in masks_of_zeros(module.get_parameter, sparse.weights, own.pattern).items():
         own.stored[name].set_mask(mask)
     own.target_sparsity = settings.get("sparsity", 1 - sparse.num_alive / sparse.num_prunable)

@@ -24,7 +24,6 @@ from growprune.deployment.cpu.matrix import (
 )
 from growprune.masks.layers import Weight, dense_shape, layer_weights, shape_of
 from growprune.masks.patterns import Pattern, Unstructured
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage.adapters import leaving_masks
 from growprune.storage.compact_modules import layouts_of, make_plain
@@ -148,10 +147,10 @@ def _matrix(
         return matrix_of_zeros(values.detach().cpu(), transposed=transposed)
     if layout is None:
         assert sparse is not None
-        pattern = _pattern_of_all(internals(sparse).pattern, weights)
-        return from_dense(values, internals(sparse).stored[name].mask().clone(), pattern=pattern, transposed=transposed)
+        pattern = _pattern_of_all(sparse.pattern, weights)
+        return from_dense(values, sparse.stored[name].mask().clone(), pattern=pattern, transposed=transposed)
     mask = layout.mask()
-    pattern = pattern_of(mask.t() if transposed else mask) if sparse is None else internals(sparse).pattern
+    pattern = pattern_of(mask.t() if transposed else mask) if sparse is None else sparse.pattern
     pattern = _pattern_of_all(pattern, weights)
     return from_live(values, mask, pattern=pattern, transposed=transposed, inputs_last=layout.is_folded)
 

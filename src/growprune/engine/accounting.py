@@ -26,7 +26,6 @@ from growprune.files.atomic import plain_file, replacing
 from growprune.masks.bits import Snapshot
 from growprune.plan import ScheduledPhase
 from growprune.sparse.flops import Flops, count_flops
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage import kernels
 
@@ -98,7 +97,7 @@ class Accounting:
 
     def measure(self) -> int:
         """Count the live weights now, and return their number."""
-        self._price(internals(self.sparse).alive_by_weight())
+        self._price(self.sparse.alive_by_weight())
         return self.alive
 
     def _price(self, alive: Mapping[str, int]) -> None:
@@ -205,7 +204,7 @@ class Exploration:
 def pack_masks(sparse: SparseModel) -> Tensor:
     """Pack all masks of a model into one tensor of bits on the CPU, with one copy from the GPU."""
     names = dict.fromkeys(weight.parameter for weight in sparse.weights)
-    packed = [kernels.pack(internals(sparse).stored[name].mask().clone().reshape(-1)) for name in names]
+    packed = [kernels.pack(sparse.stored[name].mask().clone().reshape(-1)) for name in names]
     return torch.cat(packed).cpu() if packed else torch.zeros(0, dtype=torch.uint8)
 
 

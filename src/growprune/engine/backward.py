@@ -27,7 +27,6 @@ from growprune.engine.batches import split
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.errors import GrowpruneError
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.tasks.task import leaves_of, map_tensors
 
@@ -54,7 +53,7 @@ class Backward:
         """Return the weighted loss, summed over replicas, and add its gradients to those of the parameters."""
         # in this thread: in one of autograd's own a compact step took 44 ms instead of 32 (docs/memory.md)
         with torch.autograd.set_multithreading_enabled(self.mesh.data_group is not None):
-            if self._is_recorded and not internals(self.sparse).gradients.is_watching:
+            if self._is_recorded and not self.sparse.gradients.is_watching:
                 return self._recorded_pass(batch, weight)
             return self._eager_pass(batch, weight)
 
@@ -93,7 +92,7 @@ class Backward:
 
     def _forward(self) -> nn.Module:
         """The model, wrapped in DistributedDataParallel if there are replicas. Wrapped anew if parameters changed."""
-        if self.mesh.data_group is None or internals(self.sparse).ranks is not None:
+        if self.mesh.data_group is None or self.sparse.ranks is not None:
             return self.sparse.model
         parameters = [id(parameter) for parameter in self.sparse.model.parameters()]
         if self._wrapped is None or parameters != self._parameters:

@@ -11,7 +11,6 @@ import torch
 from growprune.engine.recipe import Recipe
 from growprune.plan import Action, Plan, ScheduledPhase, Spread, prunes_after_fork, walk
 from growprune.sparse.flops import count_flops
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 Densities = dict[str, float]
@@ -94,7 +93,7 @@ def estimate(recipe: Recipe) -> Estimate:
         forward = flops.at(now)
         costs.append(Cost(scheduled, alive, forward, epochs, round(3 * forward * epochs)))
         if scheduled.returns is not None:  # what no branch returns is as it was before the fork
-            after_fork |= {w.name: now[w.name] for w in internals(sparse).editor.counts.weights_of(scheduled.returns)}
+            after_fork |= {w.name: now[w.name] for w in sparse.editor.counts.weights_of(scheduled.returns)}
             after_fork |= _pruned_early(sparse, scheduled, schedule, after_fork)
             now = after_fork if scheduled.is_last_branch else now
             merged = max(merged, _alive(sparse, after_fork)) if scheduled.is_last_branch else merged
@@ -123,7 +122,7 @@ def _pruned_early(
     assert scheduled.returns is not None
     own = set(scheduled.returns.tensors)
     sizes, alive = _groups(sparse, density)
-    edits, counts = prunes_after_fork(scheduled, schedule), internals(sparse).editor.counts
+    edits, counts = prunes_after_fork(scheduled, schedule), sparse.editor.counts
     pools = [pool for edit in edits if edit.to for pool in counts.pools(edit, alive, is_estimate=True)]
     early = [pool for pool in pools if {weight.parameter for weight in pool.weights} <= own]
     return {w.name: pool.kept / sum(sizes[w.name] for w in pool.weights) for pool in early for w in pool.weights}
@@ -131,13 +130,13 @@ def _pruned_early(
 
 def _groups(sparse: SparseModel, density: Densities) -> tuple[dict[str, int], dict[str, int]]:
     """For each weight: the number of groups of its pattern, and how many are alive."""
-    sizes = {w.name: internals(sparse).pattern.num_groups(w) for w in sparse.weights}
+    sizes = {w.name: sparse.pattern.num_groups(w) for w in sparse.weights}
     return sizes, {name: round(density[name] * size) for name, size in sizes.items()}
 
 
 def _edited(sparse: SparseModel, scheduled: ScheduledPhase, density: Densities) -> Densities:
     """The densities after the edits of a phase. Weights ranked together are assumed to get equal densities."""
-    density, counts = dict(density), internals(sparse).editor.counts
+    density, counts = dict(density), sparse.editor.counts
     for edit in scheduled.phase.edits:
         if edit.to == 0 and edit.within is None:
             whole = counts.weights_of(edit.part) if edit.action is Action.GROW else ()

@@ -18,7 +18,6 @@ from growprune.engine.recipe import Recipe, describe
 from growprune.errors import GrowpruneError
 from growprune.files import sparse_file as file
 from growprune.masks.bits import Snapshot
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.summary import summarise
 
@@ -47,12 +46,12 @@ class Best:
         if self._metric.is_as_good(metrics[name], than=best):
             self.found = {"validation": metrics, **where}
             if self._is_writer:
-                self._model = internals(sparse).snapshot(device="cpu")
+                self._model = sparse.snapshot(device="cpu")
                 file.write_file(sparse, self._path)
 
     def put_into(self, sparse: SparseModel) -> None:
         """Load the best weights into a model, and write its file again: after a kill it may be newer than the state."""
-        internals(sparse).restore(self._model)
+        sparse.restore(self._model)
         file.write_file(sparse, self._path)
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,8 +100,8 @@ class Evaluation:
         where = {name: row[name] for name in ("stage", "epoch")}
         if self._sparse.is_at_target:
             self._best.consider(self._sparse, row["validation"], **where)
-        elif self._recipe.candidates and is_candidate_due and internals(self._sparse).can_be_pruned:
-            with internals(self._sparse).pruned():
+        elif self._recipe.candidates and is_candidate_due and self._sparse.can_be_pruned:
+            with self._sparse.pruned():
                 row["candidate"] = self.evaluate("validation")
                 self._best.consider(self._sparse, row["candidate"], **where)
 

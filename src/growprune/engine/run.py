@@ -31,7 +31,6 @@ from growprune.masks.bits import Snapshot
 from growprune.plan import By, ScheduledPhase
 from growprune.plan.settings import check_counts
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 
 
 class Interrupted(Exception):
@@ -85,7 +84,7 @@ class Run:
         heads = range(self.mesh.replicas, self.mesh.world, self.mesh.replicas) if self.mesh.is_first else ()
         self._others = OtherLogs({rank: RunFolder(folder.path, rank).log for rank in heads})
         if self.mesh.data_group is not None and not self.is_sharded:
-            internals(self.sparse).gradients.add_up = self.mesh.sum_over_replicas
+            self.sparse.add_up_gradients(self.mesh.sum_over_replicas)
 
     def _make_cursor(self, per_epoch: int, *, is_begun: bool) -> Cursor:
         return Cursor(
@@ -104,7 +103,7 @@ class Run:
     @property
     def is_sharded(self) -> bool:
         """True if each replica holds a shard of the model instead of all of it."""
-        return internals(self.sparse).ranks is not None
+        return self.sparse.ranks is not None
 
     def _takes_part(self, *, is_branch: bool = False) -> bool:
         """True if this process takes part in writing shared files, or the files of its branch.

@@ -13,7 +13,6 @@ from growprune.engine.events import Events, Timer
 from growprune.engine.folder import RunFolder
 from growprune.files.checkpoint import load_newest, numbers, remove_old, save
 from growprune.plan import ScheduledPhase
-from growprune.sparse.internals import internals
 from growprune.sparse.rng import rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def _trained_state(run: Run) -> State:
     device = "cpu" if run.mesh.leads_group else "meta"  # who only takes part keeps nothing of it
     return {
         "tensors": tensors_of(run.sparse),
-        "model": internals(run.sparse).snapshot(device=device),
+        "model": run.sparse.snapshot(device=device),
         "training": run.training.state_dict(device if run.is_sharded else None),
         "accounting": run.accounting.state_dict(),
         "rng": rng_state(),
@@ -99,7 +98,7 @@ def _trained_state(run: Run) -> State:
 def load_run_state(run: Run, state: State) -> None:
     """Load a state made by `run_state`."""
     check_same_tensors(run.sparse, state["tensors"])
-    internals(run.sparse).restore(state["model"])
+    run.sparse.restore(state["model"])
     run.sparse.load_state_dict(state["sparse"])
     run.cursor.load_state_dict(state["cursor"])
     run.training.load_state_dict(state["training"])
@@ -113,7 +112,7 @@ def load_run_state(run: Run, state: State) -> None:
 def load_branch_state(run: Run, state: State) -> None:
     """Load a state made by `branch_state`, in a run that has just entered the branch."""
     check_same_tensors(run.sparse, state["tensors"])
-    internals(run.sparse).restore(state["model"])
+    run.sparse.restore(state["model"])
     run.training.load_state_dict(state["training"])
     if run.cursor.rule is not None:
         run.cursor.rule.load_state_dict(state["rule"])

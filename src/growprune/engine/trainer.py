@@ -17,7 +17,6 @@ from growprune.engine.batches import Batches
 from growprune.engine.mesh import Mesh
 from growprune.engine.recipe import Recipe
 from growprune.plan import ScheduledPhase
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rng import seed_all
 from growprune.tasks.task import num_examples
@@ -158,9 +157,9 @@ class Training:
 
     def state_dict(self, device: str | None = None) -> dict[str, Any]:
         """The state to resume from. Its tensors belong on the device."""
-        optimizer, own = self.optimizer, internals(self.sparse)
+        optimizer, own = self.optimizer, self.sparse
         return {
-            "optimizer": None if optimizer is None else own.optimizers.live_state(optimizer, device),
+            "optimizer": None if optimizer is None else own.live_state(optimizer, device),
             "was_branch": self._was_branch,
             "loss_sum": float(self._loss_sum),
             "num_losses": self._num_losses,
@@ -172,7 +171,7 @@ class Training:
         self.optimizer = None
         if state["optimizer"] is not None:
             self.optimizer = self._build_optimizer()
-            internals(self.sparse).optimizers.load_live_state(self.optimizer, state["optimizer"])
+            self.sparse.load_live_state(self.optimizer, state["optimizer"])
 
 
 class LateReader:

@@ -25,7 +25,6 @@ from growprune.files.atomic import meant, replacing, sync
 from growprune.files.manifest import DTYPES
 from growprune.files.writer import write_safetensors
 from growprune.masks.layers import is_compact, tensors_of
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 MAX_ONNX_BYTES = 1 << 30
@@ -87,7 +86,7 @@ def write_dense(tensors: Mapping[str, Tensor], aliases: Mapping[str, str], path:
 def plain(model: SparseModel | nn.Module) -> Iterator[nn.Module]:
     """Yield the model with plain layers in eval mode, and restore it at the end. A compact model is copied."""
     module = model.model if isinstance(model, SparseModel) else model
-    if isinstance(model, SparseModel) and internals(model).storage == "compact":
+    if isinstance(model, SparseModel) and model.storage == "compact":
         module = copy.deepcopy(model).to_dense_()
     elif any(map(is_compact, module.modules())):
         raise GrowpruneError("the model has storage='compact': pass its SparseModel instead")

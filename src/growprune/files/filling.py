@@ -15,7 +15,6 @@ from growprune.files.reader import SparseFile, is_ours, open_safetensors
 from growprune.files.weights_file import weights_file
 from growprune.masks.bits import pack
 from growprune.masks.layers import dense_shape, tensors_of
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 
@@ -111,10 +110,10 @@ def fill_model(
         dense = tensor(name)
         weights = [weight for weight in sparse.weights if weight.parameter == name]
         if not weights:
-            internals(sparse).restore_some({name: (dense, None)})
+            sparse.restore_some({name: (dense, None)})
             continue
         alive = torch.ones(dense.shape, dtype=torch.bool)
         if (theirs := mask(name)) is not None:
             for weight in weights:  # what the model keeps dense lives, whatever it does in the source
                 weight.of(alive).copy_(weight.of(theirs))
-        internals(sparse).restore_some({name: (dense[alive], pack(alive))})
+        sparse.restore_some({name: (dense[alive], pack(alive))})

@@ -114,7 +114,7 @@ class SparseFile:
             self.refuse(f"has a mask of {entry.name} with {error}")
 
     def everything(self, *, copied: bool = False) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Return every tensor in the form of `Internals.restore`, fully checked.
+        """Return every tensor in the form of `SparseModel.restore`, fully checked.
 
         Args:
             copied: return private copies of prunable tensors; otherwise views of the file where possible.

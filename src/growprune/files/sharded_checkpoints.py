@@ -26,7 +26,6 @@ from growprune.files.atomic import replacing
 from growprune.masks.bits import pack
 from growprune.sharding.parameter import ShardedCompact
 from growprune.sparse.checks import named_tensors
-from growprune.sparse.internals import internals
 
 if TYPE_CHECKING:
     from growprune.sparse.cursor import Cursor
@@ -51,7 +50,7 @@ def save_sharded_checkpoint(
         sparse, optimizer: the model, and the optimizer that is attached to it.
         cursor: the cursor of the plan, if the model is trained with one.
     """
-    folder, own = Path(folder), internals(sparse)
+    folder, own = Path(folder), sparse
     own.notice_shards()
     if (folder / INDEX).exists():
         raise GrowpruneError(f"{folder} already has a checkpoint: use a new folder, such as state-{{iteration}}")
@@ -101,7 +100,7 @@ def load_sharded_checkpoint(
         sparse: the model to fill.
         cursor: the cursor of the plan, if it was saved with one.
     """
-    folder, own = Path(folder), internals(sparse)
+    folder, own = Path(folder), sparse
     own.notice_shards()
     index = read_index(folder)
     if differing := sorted(set(index["alive"]) ^ set(own.stored)):
@@ -174,7 +173,7 @@ def _model(sparse: SparseModel) -> dict[str, Any]:
 
 
 def _masks(sparse: SparseModel) -> dict[str, Any]:
-    return {f"masks.{name}": pack(parameter.mask()).cpu() for name, parameter in internals(sparse).stored.items()}
+    return {f"masks.{name}": pack(parameter.mask()).cpu() for name, parameter in sparse.stored.items()}
 
 
 def _names(sparse: SparseModel) -> dict[int, str]:
@@ -252,7 +251,7 @@ def _like(now: Any, saved: Any) -> Any:
 
 def _gradients(sparse: SparseModel) -> dict[str, Any]:
     """Return the gradients for the next edit; in a sharded model, the part of each rank."""
-    parts = internals(sparse).gradients.all_shares()
+    parts = sparse.gradients.all_shares()
     return {f"gradients.{name}": _as_sharded(sparse, name, part) for name, part in parts.items()}
 
 
@@ -263,7 +262,7 @@ def _named(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _empty_averages(sparse: SparseModel, keys: list[str]) -> dict[str, Any]:
     """Allocate moving averages of gradients, which are dense. Compact storage has none."""
-    stored = {key: internals(sparse).stored[key.removeprefix("averages.")] for key in keys}
+    stored = {key: sparse.stored[key.removeprefix("averages.")] for key in keys}
     return {key: _zero(parameter).expand(parameter.shape).clone() for key, parameter in stored.items()}
 
 
@@ -277,7 +276,7 @@ def _empty_gradients(sparse: SparseModel, keys: list[str]) -> dict[str, Any]:
     found = {}
     for key in keys:
         name = key.removeprefix("gradients.")
-        parameter, ranks = internals(sparse).stored[name], internals(sparse).ranks
+        parameter, ranks = sparse.stored[name], sparse.ranks
         flat = _zero(parameter).expand(parameter.shape.numel())
         part = flat if ranks is None else ranks.cut(flat)
         found[key] = _as_sharded(sparse, name, part.clone())
@@ -286,7 +285,7 @@ def _empty_gradients(sparse: SparseModel, keys: list[str]) -> dict[str, Any]:
 
 def _as_sharded(sparse: SparseModel, name: str, part: Tensor) -> Any:
     """Wrap a rank's part of a flat tensor for DCP."""
-    parameter = internals(sparse).stored[name]
+    parameter = sparse.stored[name]
     if not isinstance(parameter, ShardedCompact):
         return part
     return parameter.handle.as_sharded(part, parameter.shape.numel())

@@ -20,7 +20,6 @@ from growprune.files.writer import warn_of_unfinished, warn_of_unsaved, write, w
 from growprune.masks.encoding import MAX_EXPANSION, num_mask_bytes
 from growprune.sparse import sharded
 from growprune.sparse.checks import named_tensors
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel, check_sparse_model
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def save(sparse: SparseModel, path: str | os.PathLike[str], *, values: str | Non
             Loading converts them back. `growprune inspect` shows the error.
     """
     check_sparse_model(sparse, "save")
-    internals(sparse).notice_shards()
+    sparse.notice_shards()
     warn_of_unfinished(sparse)
     write_file(sparse, path, values=values)
 
@@ -55,7 +54,7 @@ def write_file(
     prunable = {weight.parameter for weight in sparse.weights} if only is None else only
     int8 = prunable if values is not None else ()
     warn_of_unsaved(sparse.model)
-    own = internals(sparse)
+    own = sparse
     own.notice_shards()
     if own.ranks is None:
         write(sparse, Path(path), int8)
@@ -98,10 +97,10 @@ def load(
         sparse = file.make_sparse(model, storage)
         _give_memory(model, but={entry.name for entry in file.prunable})
         if mesh is None:
-            internals(sparse).restore(tensors, keep=is_compact)
+            sparse.restore(tensors, keep=is_compact)
         else:
             _restore_sharded(sparse, tensors, mesh, sharding or {})
-        internals(sparse).editor.num_edits = file.num_edits
+        sparse.editor.num_edits = file.num_edits
     return sparse
 
 
@@ -112,7 +111,7 @@ def _restore_sharded(
     sharding: Mapping[str, Any],
 ) -> None:
     """Fill a model from views of a file, and shard each unit as soon as it is filled."""
-    building = internals(sparse)
+    building = sparse
     shards = sharded.sharding().UnitByUnit(building, mesh, **sharding)
     names = {id(tensor): name for name, tensor in named_tensors(sparse.model).items()}
     for module in reversed(list(sparse.model.modules())):  # inner ones first

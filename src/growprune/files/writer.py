@@ -32,7 +32,6 @@ from growprune.masks.encoding import encode_mask
 from growprune.masks.layers import prunable_weights, tensors_of
 from growprune.masks.patterns import Pattern
 from growprune.sparse.cursor import cursor_of
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.summary import targets
 
@@ -137,8 +136,8 @@ def _check_written(file: BinaryIO, entries: list[Entry]) -> None:
 
 def _each_stored(sparse: SparseModel, int8: Collection[str]) -> Iterator[tuple[Entry, dict[str, Tensor]]]:
     """Yield each tensor of the model: its entry, and the tensors stored in the file. All ranks iterate together."""
-    internals(sparse).check()
-    check_blocks(internals(sparse).pattern)
+    sparse.check()
+    check_blocks(sparse.pattern)
     _check_nothing_was_added(sparse)
     aims = targets(sparse)
     for name, tensor in tensors_of(sparse.model)[0].items():
@@ -155,12 +154,12 @@ def _stored_parameter(
     sparse: SparseModel, name: str, parameter: Tensor, aims: Mapping[str, float | None], *, is_int8: bool
 ) -> tuple[Entry, dict[str, Tensor]]:
     weights = tuple(weight for weight in sparse.weights if weight.parameter == name)
-    mask = internals(sparse).stored[name].mask()
+    mask = sparse.stored[name].mask()
     values = _live_values(sparse, name, parameter)
     aim = [aims[weight.name] for weight in weights]
     target = None if None in aim else sum(a for a in aim if a is not None) / len(aim)
     bare = Entry(name, tuple(mask.shape), parameter.dtype, NO_DIGEST, weights, target)
-    return _encoded(bare, values, mask, internals(sparse).pattern, is_int8=is_int8)
+    return _encoded(bare, values, mask, sparse.pattern, is_int8=is_int8)
 
 
 def _encoded(
@@ -185,7 +184,7 @@ def _encoded(
 
 def _check_nothing_was_added(sparse: SparseModel) -> None:
     """Raise if layers were added to the model, so that its file would not fit it."""
-    own = internals(sparse)
+    own = sparse
     now = prunable_weights(sparse.model, keep_dense=own.keep_dense, include=own.include)
     known = {weight.name for weight in sparse.weights}
     if added := [weight.name for weight in now if weight.name not in known]:
@@ -194,7 +193,7 @@ def _check_nothing_was_added(sparse: SparseModel) -> None:
 
 def _describe(sparse: SparseModel, entries: Sequence[Entry]) -> dict[str, Any]:
     """Return the manifest."""
-    own = internals(sparse)
+    own = sparse
     return {
         "sparsity": sparse.target_sparsity,
         "allocation": own.allocation,
@@ -243,9 +242,9 @@ def warn_of_unfinished(model: SparseModel | nn.Module, done: str = "saved") -> N
 
 def _live_values(sparse: SparseModel, name: str, parameter: Tensor) -> Tensor:
     """Return the live values in row-major order, for any storage. Raise if pruned weights are not zero."""
-    stored = internals(sparse).stored[name]
+    stored = sparse.stored[name]
     values = stored.to_live(stored.parameter.detach())
-    if internals(sparse).ranks is not None:
+    if sparse.ranks is not None:
         return values  # compact, and so nothing else is there
     if torch.count_nonzero(values) != torch.count_nonzero(parameter):
         raise GrowpruneError(f"{name} has non-zero weights where its mask is pruned: call enforce() before saving")

@@ -14,7 +14,6 @@ from typing import Any
 
 from growprune.errors import GrowpruneError
 from growprune.integrations.checkpoint_folders import read_state, write_state
-from growprune.sparse.internals import internals
 from growprune.training.sparsifier import Sparsifier
 
 
@@ -38,7 +37,7 @@ def keep_in_checkpoints(accelerator: Any, sparsifier: Sparsifier) -> None:
             f"growprune does not work with FSDP1, DeepSpeed or Megatron-LM, got {kind}: use FSDP2 (fsdp_version=2) or "
             f"DDP"
         )
-    if accelerator.num_processes > 1 and internals(sparsifier.sparse).storage == "compact":
+    if accelerator.num_processes > 1 and sparsifier.sparse.storage == "compact":
         raise GrowpruneError(
             f"storage='compact' does not work with DDP ({accelerator.num_processes} processes), since accelerate wraps "
             f"the model only once: use storage='masked'"

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from growprune.errors import GrowpruneError
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 
@@ -38,7 +37,7 @@ class Copies:
 
     def check(self, sparse: SparseModel, owners: Iterable[object]) -> None:
         """Raise if there are copies that cannot follow edits."""
-        if internals(sparse).storage == "compact" and self._all(sparse, owners):
+        if sparse.storage == "compact" and self._all(sparse, owners):
             raise GrowpruneError(
                 "a callback averages the weights, but storage='compact' changes their number with each edit: use "
                 "storage='masked'"
@@ -50,12 +49,12 @@ class Copies:
         Args:
             owners: what may have copies as attributes.
         """
-        if internals(sparse).num_mask_changes == self._num_changes:
+        if sparse.num_mask_changes == self._num_changes:
             return
         self.check(sparse, owners)
         for copy in self._all(sparse, owners):
             sparse.mask_copy(copy)
-        self._num_changes = internals(sparse).num_mask_changes
+        self._num_changes = sparse.num_mask_changes
 
     def _all(self, sparse: SparseModel, owners: Iterable[object]) -> list[nn.Module]:
         values = [value for owner in owners for value in vars(owner).values() if isinstance(value, nn.Module)]

@@ -14,7 +14,6 @@ from growprune.integrations.averages import Copies
 from growprune.plan import By, Plan
 from growprune.plan.settings import check_state
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rng import rng_state, set_rng_state
 from growprune.storage.kernels import count_bits
@@ -180,8 +179,8 @@ class Figures:
 
     def __init__(self, cursor: Cursor, *, by_weight: bool = False) -> None:
         self._cursor, self._by_weight = cursor, by_weight
-        self._num_changes = internals(cursor.sparse).num_mask_changes
-        self._masks = internals(cursor.sparse).packed_masks()
+        self._num_changes = cursor.sparse.num_mask_changes
+        self._masks = cursor.sparse.packed_masks()
         self.last: dict[str, float] = {}
         """What was read last."""
 
@@ -196,7 +195,7 @@ class Figures:
     def read(self) -> dict[str, float]:
         """Sparsity, live weights, phase, and churn: the share of live weights that were dead at the last reading."""
         sparse = self._cursor.sparse
-        alive = internals(sparse).alive_by_weight()
+        alive = sparse.alive_by_weight()
         total = sum(alive.values())
         figures: dict[str, float] = {
             "sparsity": 1 - total / sparse.num_prunable,
@@ -213,9 +212,9 @@ class Figures:
     def _born(self) -> int:
         """The number of live weights that were dead at the last reading."""
         sparse = self._cursor.sparse
-        if internals(sparse).num_mask_changes == self._num_changes:
+        if sparse.num_mask_changes == self._num_changes:
             return 0
-        before, self._masks = self._masks, internals(sparse).packed_masks()
-        self._num_changes = internals(sparse).num_mask_changes
+        before, self._masks = self._masks, sparse.packed_masks()
+        self._num_changes = sparse.num_mask_changes
         born = (mask & ~before[name].to(mask.device) for name, mask in self._masks.items())
         return sum(count_bits(bits.cpu()) for bits in born)

@@ -18,7 +18,6 @@ from growprune.errors import GrowpruneError
 from growprune.integrations.callback import SparseCallback, call_only_if, looking
 from growprune.plan import By
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 try:
@@ -93,7 +92,7 @@ class GrowPrune(SparseCallback, Callback):
             self._take_over(state)
             self._cursor = self._make(trainer, pl_module)
         for optimizer in trainer.optimizers:
-            internals(self.sparse).attach(optimizer)
+            self.sparse.attach(optimizer)
         self.sparse.load_state_dict(state["sparse"])
 
     def _stop_waiting(self) -> None:
@@ -116,7 +115,7 @@ class GrowPrune(SparseCallback, Callback):
         if self._cursor is not None and not self._is_elsewhere:
             self._check_arguments(state_dict)
             self._check_place(state_dict)
-            if internals(self.sparse).ranks is None:  # else it has done so before the weights were loaded
+            if self.sparse.ranks is None:  # else it has done so before the weights were loaded
                 self.sparse.load_state_dict(state_dict["sparse"])
             self.cursor.load_state_dict(state_dict["cursor"])
             self._num_edits_validated = state_dict["num_edits_validated"]
@@ -242,7 +241,7 @@ class GrowPrune(SparseCallback, Callback):
 
     def _follow_edits(self, trainer: Trainer) -> bool:
         """Let whatever knows of the model's weights follow edits of them. Return whether masks may have changed."""
-        num_edits = internals(self.sparse).editor.num_edits
+        num_edits = self.sparse.editor.num_edits
         is_edited, self._num_edits = num_edits != self._num_edits, num_edits
         self._copies.follow(self.sparse, of_trainer.callbacks_of(trainer))
         if is_edited and self.arguments.storage == "compact":
@@ -256,11 +255,11 @@ class GrowPrune(SparseCallback, Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note which masks are validated."""
         if not trainer.sanity_checking and self._cursor is not None and not self._is_elsewhere:
-            self._num_edits_validated = internals(self.sparse).editor.num_edits
+            self._num_edits_validated = self.sparse.editor.num_edits
 
     def _is_to_judge(self, trainer: Trainer) -> bool:
         """True if the model is at its target sparsity, and its last validation was with the masks that it has."""
-        is_stale = trainer.enable_validation and self._num_edits_validated != internals(self.sparse).editor.num_edits
+        is_stale = trainer.enable_validation and self._num_edits_validated != self.sparse.editor.num_edits
         return self.sparse.is_at_target and not is_stale
 
     def state_dict(self) -> dict[str, Any]:

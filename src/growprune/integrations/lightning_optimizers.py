@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from growprune.errors import GrowpruneError
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 
 
 class Clock:
@@ -35,12 +34,12 @@ class Clock:
                 f"them to an optimizer in configure_optimizers"
             )
         for optimizer in optimizers:
-            internals(sparse).attach(optimizer)
+            sparse.attach(optimizer)
         cursor.attach(clocks[-1])
         self._name = f"{optimizers.index(clocks[-1]) + 1} of {len(optimizers)} ({type(clocks[-1]).__name__})"
         self._parameters: dict[str, nn.Parameter] = {}
         self._hook: Any = None
-        if internals(sparse).storage == "compact" and not sparse.model.automatic_optimization:
+        if sparse.storage == "compact" and not sparse.model.automatic_optimization:
             self._parameters = self._stored_parameters()
             self._hook = clocks[-1].register_step_post_hook(self._follow_edit)  # after the cursor's, which edits
 
@@ -58,7 +57,7 @@ class Clock:
         )
 
     def _stored_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: stored.parameter for name, stored in internals(self._sparse).stored.items()}
+        return {name: stored.parameter for name, stored in self._sparse.stored.items()}
 
     def _follow_edit(self, *_: Any) -> None:
         before, self._parameters = self._parameters, self._stored_parameters()

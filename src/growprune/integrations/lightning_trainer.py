@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch.nn.parallel import DistributedDataParallel
 
 from growprune.errors import GrowpruneError
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.training.arguments import Arguments
 
@@ -109,7 +108,7 @@ def check_ranks(sparse: SparseModel, trainer: Trainer) -> None:
     if trainer.world_size == 1:
         return
     digest = hashlib.sha256()
-    for mask in internals(sparse).packed_masks().values():
+    for mask in sparse.packed_masks().values():
         digest.update(mask.cpu().numpy().tobytes())
     mine = digest.hexdigest()
     if not trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(mine) == mine):

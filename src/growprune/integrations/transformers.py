@@ -26,7 +26,6 @@ from growprune.integrations.callback import SparseCallback, call_only_if
 from growprune.integrations.checkpoint_folders import check_zeros, last_checkpoint, left_out, read_state, write_state
 from growprune.masks.bits import Snapshot
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 
 try:
     from transformers import EarlyStoppingCallback, TrainerCallback
@@ -98,7 +97,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
             self._take_over(saved)
             self._cursor = self._make_cursor(model, trainer, None)  # it looks at no batches: its plan has begun
         self._check_alike(saved, trainer.state.max_steps)
-        internals(self.sparse).attach(trainer.optimizer)
+        self.sparse.attach(trainer.optimizer)
         self.sparse.load_state_dict(saved["sparse"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -116,7 +115,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
                 self._take_over(saved)
             self._cursor = self._make_cursor(model, trainer, loader)
         if self.cursor.position < 0 and saved is None and self._before is None and args.auto_find_batch_size:
-            self._before = internals(self.sparse).snapshot(device="cpu")  # a GPU is short of memory
+            self._before = self.sparse.snapshot(device="cpu")  # a GPU is short of memory
         self._others = trainer.callback_handler.callbacks
         self._copies.check(self.sparse, self._others)
         if saved is not None:
@@ -128,12 +127,12 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
                 f"train(resume_from_checkpoint=True), or make a new model and a new GrowPruneCallback"
             )
         self.cursor.attach(optimizer)
-        if internals(self.sparse).ranks is not None:
+        if self.sparse.ranks is not None:
             sharded.save_dense(trainer, self.sparse)
         if not self.cursor.is_over and of_trainer.has_restarts(self.cursor):
             of_trainer.restart_rates(args, trainer.lr_scheduler, self.cursor)
         self._make_figures(saved)
-        if internals(self.sparse).ranks is None:  # if sharded, `on_init_end` has done it
+        if self.sparse.ranks is None:  # if sharded, `on_init_end` has done it
             self._take_over_loading(trainer)
         of_trainer.take_over(trainer, "_load_best_model", functools.partial(self._take_best, trainer))
         for stopping in self._stopping():
@@ -163,7 +162,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
     def _prepare_second_try(self, trainer: Any, saved: dict[str, Any] | None) -> None:
         """With `auto_find_batch_size` a Trainer begins anew when memory runs out: undo the first edits, or refuse."""
         if self._before is not None and saved is None:
-            internals(self.sparse).begin_anew(self._before)
+            self.sparse.begin_anew(self._before)
         elif self.is_training and trainer.args.auto_find_batch_size:
             has_moved = saved["cursor"]["iteration"] != self.cursor.iteration if saved else not self.cursor.is_over
             if has_moved:
@@ -216,7 +215,7 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
         """The Trainer is about to load the weights of the best checkpoint: take its masks."""
         best = read_state(Path(trainer.state.best_model_checkpoint))
         self.sparse.load_state_dict(best["sparse"])
-        internals(self.sparse).restore(best["weights"])
+        self.sparse.restore(best["weights"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Warn if the training was stopped before the model is as sparse as it should be."""
@@ -229,15 +228,15 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
 
     def save(self, folder: Path) -> None:
         """Add our state to a checkpoint that has the weights already."""
-        is_sharded = internals(self.sparse).ranks is not None  # and only the first process is here
-        weights = {} if is_sharded else internals(self.sparse).snapshot(left_out(self.sparse.model, folder))
+        is_sharded = self.sparse.ranks is not None  # and only the first process is here
+        weights = {} if is_sharded else self.sparse.snapshot(left_out(self.sparse.model, folder))
         write_state(folder, {**self._state(), "weights": weights})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait until our state is written (see `_Last`): others may be about to read it, as the best."""
         if args.world_size > 1:
             distributed.barrier()
-        if self._cursor is not None and internals(self.sparse).ranks is not None:
+        if self._cursor is not None and self.sparse.ranks is not None:
             sharded.agree_on_the_best(args, state)
 
     def _check_alike(self, saved: dict[str, Any], max_steps: int) -> None:
@@ -250,17 +249,17 @@ class GrowPruneCallback(SparseCallback, TrainerCallback):
 
     def _resume(self, saved: dict[str, Any], optimizer: Any) -> None:
         """Resume from a checkpoint, of which the Trainer has loaded the weights and the optimizer."""
-        if internals(self.sparse).ranks is not None:  # and `_make_fitting` has seen to the masks
+        if self.sparse.ranks is not None:  # and `_make_fitting` has seen to the masks
             self.cursor.load_state_dict(saved["cursor"])
             return
         check_zeros(self.sparse, saved["sparse"]["masks"], saved["weights"])
         state = optimizer.state_dict()
         optimizer.state.clear()  # it is of the weights as they are stored after their masks are loaded
-        is_compact = internals(self.sparse).storage == "compact"
+        is_compact = self.sparse.storage == "compact"
         if self.cursor.position < 0 or is_compact:  # all live (`_make_room`): nothing is lost
-            internals(self.sparse).attach(optimizer)
+            self.sparse.attach(optimizer)
         self.sparse.load_state_dict(saved["sparse"])
-        internals(self.sparse).restore(saved["weights"])
+        self.sparse.restore(saved["weights"])
         optimizer.load_state_dict(state)
         self.cursor.load_state_dict(saved["cursor"])
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import whole
 from growprune.masks.layers import first_names
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 INSTEAD = "use FSDP2 with storage='compact' (TrainingArguments(fsdp=True)), or DDP"
@@ -84,14 +83,14 @@ def _dense_state(accelerator: Any, sparse: SparseModel, model: Any, *rest: Any, 
     if plain(model) is not sparse.model:
         state: dict[str, Tensor] = type(accelerator).get_state_dict(accelerator, model, *rest, **settings)
         return state
-    internals(sparse).notice_shards()
+    sparse.notice_shards()
     first = first_names(sparse.model)
     found: dict[str, Tensor] = {}
     for name, tensor in sparse.model.state_dict().items():
         if (other := first.get(name, name)) in found:
             found[name] = found[other]  # tied
             continue
-        stored = internals(sparse).stored.get(name)
+        stored = sparse.stored.get(name)
         dense = whole(tensor.detach()) if stored is None else stored.to_dense(tensor.detach())
         found[name] = dense.cpu() if accelerator.is_main_process else dense.new_empty(0)
     return found if accelerator.is_main_process else {}

@@ -22,13 +22,13 @@ from growprune.sharding.ranks import Ranks
 from growprune.storage import Compact
 
 if TYPE_CHECKING:
-    from growprune.sparse.internals import Internals
+    from growprune.sparse.model import SparseModel
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Modules whose children are the blocks of a model."""
 
 
-def shard(sparse: Internals, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any) -> None:
+def shard(sparse: SparseModel, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any) -> None:
     """Apply `fully_shard` to the units of a model, inner ones first, then to the model."""
     sharding = UnitByUnit(sparse, mesh, units=units, **settings)
     check_masks(sparse, sharding.ranks)
@@ -47,7 +47,7 @@ class UnitByUnit:
 
     def __init__(
         self,
-        sparse: Internals,
+        sparse: SparseModel,
         mesh: DeviceMesh,
         *,
         units: Sequence[str] | None = None,
@@ -116,7 +116,7 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def adopt(sparse: Internals) -> None:
+def adopt(sparse: SparseModel) -> None:
     """Register with a sparse model what FSDP2 has sharded, through `shard` or the user's own calls."""
     if sparse.ranks is not None:
         for group in groups_of(sparse.model):
@@ -178,7 +178,7 @@ def check_shardable(storage: str) -> None:
         )
 
 
-def check_masks(sparse: Internals, ranks: Ranks) -> None:
+def check_masks(sparse: SparseModel, ranks: Ranks) -> None:
     """Raise on all ranks if their masks differ, because their shards would belong to different weights."""
     mine = torch.tensor([_digest(pack(p.mask()).cpu().numpy().tobytes()) for p in sparse.stored.values()])
     if differing := _first_to_differ(mine, ranks):

@@ -22,7 +22,7 @@ from growprune.storage import SparseParameter
 from growprune.storage.compact_modules import layouts_of
 
 if TYPE_CHECKING:
-    from growprune.sparse.internals import Internals
+    from growprune.sparse.model import SparseModel
 
 LARGE = 0.01
 """The least share of the model's parameters at which a dense parameter is worth a warning."""
@@ -92,7 +92,7 @@ def check_parts(model: nn.Module, parts: Iterable[Part]) -> None:
             )
 
 
-def check_plan(own: Internals, plan: Plan) -> None:
+def check_plan(own: SparseModel, plan: Plan) -> None:
     """Raise if a plan was made for another sparsity, allocation or keep_dense than the model."""
     target, method = plan.options.get("sparsity"), plan.method.__name__
     if target is not None and not math.isclose(as_float(target), own.target_sparsity, abs_tol=1e-9):

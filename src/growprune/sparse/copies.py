@@ -9,7 +9,7 @@ from torch import nn
 
 from growprune.errors import GrowpruneError
 from growprune.storage import SparseParameter
-from growprune.storage.adapters import stored_in_copy
+from growprune.storage.adapters import stored_in
 from growprune.storage.compact_modules import layouts_of
 
 
@@ -36,7 +36,7 @@ def mask_copy(copy: nn.Module, parameters: Mapping[str, SparseParameter]) -> Non
             target = module.get_parameter(local)
             mask = parameter.mask().to(target.device)
             target.copy_(torch.where(mask, target, 0))
-            if (stored := stored_in_copy(module, local)) is not None:
+            if (stored := stored_in(module).get(local)) is not None:
                 stored.set_mask(mask)  # so that it trains what lives now
 
 

@@ -24,12 +24,10 @@ from growprune.plan import By, Phase, Plan, ScheduledPhase, Stage, next_edits, p
 from growprune.plan.phases import onward
 from growprune.plan.settings import check_counts, check_state, plain
 from growprune.sparse.checks import check_plan
-from growprune.sparse.internals import Internals, internals
-from growprune.sparse.model import SparseModel, check_sparse_model
-from growprune.sparse.optimizers import is_skipped, unwrapped
+from growprune.sparse.model import SparseModel, check_sparse_model, sparse_model_of
 from growprune.sparse.rules import running
 from growprune.sparse.rules.base import RunningRule
-from growprune.storage.uncompiled import uncompiled
+from growprune.sparse.stepper import unwrapped
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -39,16 +37,11 @@ the parts of all branches."""
 
 OnPhase = Callable[[ScheduledPhase], None]
 
-_CURSORS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Cursor]] = weakref.WeakKeyDictionary()
-"""By module: its cursor. Of several, the one attached last, or else the one created last. An optimizer keeps it."""
-
 
 def cursor_of(model: SparseModel | nn.Module) -> Cursor | None:
-    """Return the cursor of a model, or None. Of several, the one that the optimizer's steps advance."""
-    reference = _CURSORS.get(model.model if isinstance(model, SparseModel) else model)
-    cursor = None if reference is None else reference()
-    is_of_another = cursor is not None and isinstance(model, SparseModel) and cursor.sparse is not model
-    return None if is_of_another else cursor
+    """Return the cursor whose plan is carried out on a model, or that waits to begin; None if there is none."""
+    sparse = model if isinstance(model, SparseModel) else sparse_model_of(model)
+    return None if sparse is None else sparse.waiting or sparse.cursor
 
 
 class Cursor:
@@ -93,18 +86,15 @@ class Cursor:
         check_counts(1, **{name: count for name, count in given.items() if count is not None})
         check_sparse_model(sparse, "Cursor")
         self.sparse, self.plan = sparse, plan
-        self._own = internals(sparse)
         self.schedule = tuple(walk(plan))
-        _check(self._own, self.schedule)
+        _check(sparse, self.schedule)
         if isinstance(plan, Plan):
-            check_plan(self._own, plan)
+            check_plan(sparse, plan)
         self._per_epoch, self._accumulate = plain(iterations_per_epoch), plain(accumulate)
         self._is_begun, self._is_local, self._combine = is_begun, is_local, combine
         self._score, self._on_enter, self._on_leave = score, on_enter, on_leave
         self._is_counting = False  # until `advance` or an optimizer counts iterations
-        self._attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._clock: weakref.ref[torch.optim.Optimizer] | None = None
-        """The optimizer whose steps advance: the one attached last."""
         self._is_fresh = False  # whether a phase that began with the last advance has a fresh optimizer
         self.iteration = 0
         """The number of iterations of the plan that are done."""
@@ -120,10 +110,8 @@ class Cursor:
         self._returned: Snapshot = {}
         self.num_steps_after = 0
         """The number of steps of the attached optimizer after the end of the plan."""
-        other = cursor_of(sparse)
-        if other is None or other.is_over:
-            _CURSORS[sparse.model] = weakref.ref(self)
-            self._own.wait_for(self)
+        if sparse.cursor is None or sparse.cursor.is_over:
+            sparse.wait_for(self)
 
     # Three ways to go through a plan
 
@@ -163,21 +151,20 @@ class Cursor:
         in one line. Of several optimizers, the one attached last advances the plan, so let it step last. Of several
         cursors of a model, the one attached last is active.
         """
-        self._own.attach(optimizer)  # before any edit, which may give the model other parameters
-        inner = unwrapped(optimizer)
-        if inner not in self._attached:
-            self._attached.add(inner)
-            inner.register_step_post_hook(uncompiled(self._stepped))  # keeps the cursor as long as the optimizer
-        self._clock, _CURSORS[self.sparse.model] = weakref.ref(inner), weakref.ref(self)
+        self.sparse.attach(optimizer)  # before any edit, which may give the model other parameters
+        self._clock = weakref.ref(unwrapped(optimizer))
         if self.position < 0:
             self._advance_all(0)
+        self.sparse.begin(self)
         return optimizer
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        del args, kwargs
-        is_clock = self._clock is not None and self._clock() is optimizer
-        if not is_clock or cursor_of(self._own.model) is not self or is_skipped(optimizer):
-            return
+    @property
+    def clock(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose steps advance the plan: the one attached last."""
+        return None if self._clock is None else self._clock()
+
+    def step(self) -> None:
+        """Advance by a step that the clock has made."""
         if self.is_over:
             self.num_steps_after += 1
         else:
@@ -187,7 +174,7 @@ class Cursor:
         """Advance, and reset attached optimizers where a phase restarts."""
         self._advance(iteration)
         if self._is_fresh:
-            self._own.optimizers.reset()
+            self.sparse.reset_optimizers()
 
     def _begin_counting(self) -> None:
         """Start counting iterations. Raise, before anything is done, if the length of a phase is unknown."""
@@ -210,7 +197,7 @@ class Cursor:
     @property
     def rule(self) -> RunningRule | None:
         """What happens around each step in the current phase, if it has a rule."""
-        return self._own.rule
+        return self.sparse.rule
 
     @property
     def length(self) -> int:
@@ -263,8 +250,8 @@ class Cursor:
                 self.iteration += self.length_of(scheduled.phase)
                 start += self.length_of(scheduled.phase)
         self.is_over = True
-        self._own.set_rule(None)
-        self._own.watch(())
+        self.sparse.set_rule(None)
+        self.sparse.watch(())
         return None
 
     def _is_mine(self, scheduled: ScheduledPhase) -> bool:
@@ -276,7 +263,7 @@ class Cursor:
         try:
             if not (self._is_begun and scheduled.index == 0):
                 self._look(scheduled.phase)
-                self._own.apply(scheduled.phase.edits)
+                self.sparse.apply(*scheduled.phase.edits)
         except GrowpruneError as error:
             raise GrowpruneError(f"{scheduled}, at iteration {self.start}: {error}") from error
         self._is_fresh |= scheduled.phase.restart or scheduled.branch is not None or self._is_in_branch
@@ -289,34 +276,34 @@ class Cursor:
             self._watch()
 
     def _begin_rule(self, phase: Phase | None) -> None:
-        self._own.set_rule(None if phase is None or phase.rule is None else running(phase.rule, self._own))
+        self.sparse.set_rule(None if phase is None or phase.rule is None else running(phase.rule, self.sparse))
 
     def _look(self, phase: Phase) -> None:
         for by in {edit.by for edit in phase.edits if edit.by.needs_gradients}:
-            if self._score is not None and not self._own.gradients.are_seen(by):
+            if self._score is not None and not self.sparse.gradients.are_seen(by):
                 self._score(by)
 
     def _leave(self, scheduled: ScheduledPhase) -> None:
         self._on_leave(scheduled)
         if scheduled.returns is not None:
             # no more than one part is ever dense then, and only live weights have to be sent
-            self._own.prune_early(prunes_after_fork(scheduled, self.schedule), scheduled.returns)
-            self._returned |= self._own.snapshot(scheduled.returns)
+            self.sparse.prune_early(prunes_after_fork(scheduled, self.schedule), scheduled.returns)
+            self._returned |= self.sparse.snapshot(scheduled.returns)
             self._end_fork_after(scheduled)
 
     def _pass(self, scheduled: ScheduledPhase) -> None:
         """Go past a branch that is trained elsewhere."""
         if self._base is None:
-            self._base, self._returned = self._own.snapshot(), {}
-        self._own.skip(scheduled.phase.edits)
+            self._base, self._returned = self.sparse.snapshot(), {}
+        self.sparse.skip(scheduled.phase.edits)
         self._place_at(scheduled)
         self._end_fork_after(scheduled)
 
     def _begin_branch(self, scheduled: ScheduledPhase) -> None:
         if self._base is None:
-            self._base, self._returned = self._own.snapshot(), {}
+            self._base, self._returned = self.sparse.snapshot(), {}
         elif scheduled.branch:
-            self._own.restore(self._base)
+            self.sparse.restore(self._base)
 
     def _end_fork_after(self, scheduled: ScheduledPhase) -> None:
         if not scheduled.is_last_branch:
@@ -325,12 +312,12 @@ class Cursor:
         same = self.schedule[scheduled.index - (scheduled.branch or 0) : scheduled.index + 1]
         parts = [s.returns.tensors for s in same if s.returns is not None]
         # every tensor comes from the branch that returns it, and what none returns is as it was
-        self._own.restore(self._base | self._combine(self._returned, parts, self._base))
+        self.sparse.restore(self._base | self._combine(self._returned, parts, self._base))
         self._base, self._returned = None, {}
 
     def _place_at(self, scheduled: ScheduledPhase) -> None:
         self.position, self._trail = scheduled.index, onward(self._trail, scheduled)
-        self._own.waiting = None
+        self.sparse.begin(self)
 
     def _watch(self) -> None:
         """Collect gradients for the next edits if they need them."""
@@ -338,8 +325,8 @@ class Cursor:
         is_last = not self._is_counting or (self.current is not None and self.left == 1)
         by = {edit.by for edit in edits if edit.by.needs_gradients}
         is_due = bool(by) and (is_last or By.MOMENTUM in by)
-        if is_due or self._own.gradients.is_watching:
-            self._own.watch(edits if is_due else (), is_one_backward=self._accumulate == 1)
+        if is_due or self.sparse.gradients.is_watching:
+            self.sparse.watch(edits if is_due else (), is_one_backward=self._accumulate == 1)
 
     # State
 
@@ -363,7 +350,8 @@ class Cursor:
         self.position, self._trail, self.is_over = state["position"], state["trail"], state["is_over"]
         self.iteration, self.start, self._is_counting = state["iteration"], state["start"], state["is_counting"]
         self.num_steps_after = state["num_steps_after"]
-        self._own.waiting = None if self.position >= 0 else self._own.waiting
+        if self.position >= 0:
+            self.sparse.begin(self)
         self._base, self._returned = state["base"], dict(state["returned"])
         self._begin_rule(None if self.current is None else self.current.phase)
         if self.rule is not None:
@@ -390,10 +378,10 @@ def _whole(iteration: int) -> int:
     return whole
 
 
-def _check(own: Internals, schedule: Sequence[ScheduledPhase]) -> None:
+def _check(sparse: SparseModel, schedule: Sequence[ScheduledPhase]) -> None:
     """Raise, before anything is done, if the plan does not fit the model or its storage."""
-    own.check(*{id(part): part for scheduled in schedule for part in scheduled.parts}.values())
+    sparse.check(*{id(part): part for scheduled in schedule for part in scheduled.parts}.values())
     for by in {edit.by for scheduled in schedule for edit in scheduled.phase.edits}:
-        own.check_by(by)
+        sparse.check_by(by)
     for rule in {scheduled.phase.rule for scheduled in schedule}:
-        running(rule, own)
+        running(rule, sparse)

@@ -25,7 +25,6 @@ from growprune.masks.zeros import masks_of_zeros
 from growprune.plan import Action, By, Edit
 from growprune.sparse.counts import Counts, total_of, within_one
 from growprune.sparse.gradients import Gradients, Keep
-from growprune.sparse.optimizers import Optimizers
 from growprune.storage import SparseParameter
 from growprune.storage.ranking import can_keep_largest, keep_largest
 
@@ -42,7 +41,7 @@ Chosen = Iterator[tuple[Weight, Iterator[Tensor]]]
 class Editor:
     """Change masks, and the state of optimizers with them."""
 
-    def __init__(self, counts: Counts, optimizers: Optimizers, *, seed: int, rescale: bool = False) -> None:
+    def __init__(self, counts: Counts, optimizers: Any, *, seed: int, rescale: bool = False) -> None:
         self.counts, self._optimizers, self._seed = counts, optimizers, seed
         self._stored, self._gradients, self._pattern = counts.stored, counts.gradients, counts.pattern
         self.num_edits = 0

@@ -16,7 +16,6 @@ from growprune.masks.layers import Weight
 from growprune.masks.ranking import KeyChunks, choose, edit_keys, salt_of
 from growprune.plan import By, Edit, prune
 from growprune.sparse import sharded
-from growprune.sparse.internals import Internals, internals
 from growprune.sparse.model import SparseModel
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def sparse_init(
         model = build()
     settings.setdefault("rescale", not is_normalized(model))
     sparse = SparseModel(model, sparsity=sparsity, storage="compact", **settings)
-    own = internals(sparse)
+    own = sparse
     shards = _shards(own, mesh, sharding)
     device = torch.device(device) if shards is None else shards.device
     edit = prune(own.whole, to=own.target_sparsity, by=By.RANDOM)
@@ -88,7 +87,7 @@ def sparse_init(
     return sparse
 
 
-def _shards(own: Internals, mesh: DeviceMesh | None, sharding: Mapping[str, Any] | None) -> Any:
+def _shards(own: SparseModel, mesh: DeviceMesh | None, sharding: Mapping[str, Any] | None) -> Any:
     if mesh is None and sharding:
         raise GrowpruneError(f"sharding={dict(sharding)} needs a mesh to shard over: pass mesh= too")
     if mesh is None:
@@ -176,7 +175,7 @@ def _check_filled(module: nn.Module, path: str, names: list[str]) -> None:
             )
 
 
-def _one_each(pool: Pool, own: Internals, edit: Edit, device: torch.device) -> list[Pool]:
+def _one_each(pool: Pool, own: SparseModel, edit: Edit, device: torch.device) -> list[Pool]:
     """Split a pool into one pool per weight, with the counts that a ranking of all together results in.
 
     Random keys depend only on positions, so they can be ranked before the weights exist, a few at a time.
@@ -188,7 +187,7 @@ def _one_each(pool: Pool, own: Internals, edit: Edit, device: torch.device) -> l
     return [Pool((weight,), count) for weight, count in zip(pool.weights, counts, strict=True)]
 
 
-def _random_keys(weight: Weight, own: Internals, edit: Edit, device: torch.device) -> KeyChunks:
+def _random_keys(weight: Weight, own: SparseModel, edit: Edit, device: torch.device) -> KeyChunks:
     """Return the keys of a weight's groups, all live, for a random edit."""
     everything = torch.ones((), dtype=torch.bool, device=device).expand(weight.shape)  # takes no memory
     salt = salt_of(own.seed, own.editor.num_edits, weight.name)

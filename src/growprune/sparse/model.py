@@ -1,38 +1,65 @@
 """SparseModel: a model whose weights can be pruned and grown.
 
-Edits change its masks, and pruned weights stay exactly zero while attached optimizers train. A Cursor (cursor.py)
-applies a plan to it. internals.py has what other packages need beyond the public methods.
+The model owns its SparseModel, and with it the masks: they live as long as the model, whoever holds a handle. Edits
+change the masks. A Cursor (cursor.py) applies those of a plan. stepper.py has what happens around each optimizer step.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import gc
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from growprune.errors import GrowpruneError, warn
 from growprune.masks.allocation import Scope, parse_scope
+from growprune.masks.bits import Snapshot, check_packed, like, pack, unpack, whole
 from growprune.masks.layers import Weight, prunable_weights
-from growprune.masks.patterns import Pattern, parse_pattern
-from growprune.masks.zeros import check_sparse, masks_of_zeros
-from growprune.plan import Action, By, Edit, Part, parse_choice
+from growprune.masks.patterns import Pattern, Unstructured, in_one_go, parse_pattern
+from growprune.masks.zeros import already_sparse, check_sparse, masks_of_zeros
+from growprune.plan import Action, By, Edit, Part, parse_choice, prune
 from growprune.plan.settings import as_float, as_names, as_seed, check_sparsity, check_state
-from growprune.sparse.checks import check_model, check_settings, unpruned
+from growprune.sparse.checks import (
+    check_model,
+    check_not_taken,
+    check_optimizer,
+    check_parts,
+    check_same_layers,
+    check_settings,
+    is_fsdp2,
+    named_tensors,
+    unpruned,
+)
 from growprune.sparse.copies import mask_copy
-from growprune.sparse.internals import Internals
-from growprune.sparse.learning_rates import parse_lr_scaling
+from growprune.sparse.counts import Counts
+from growprune.sparse.editor import Editor
+from growprune.sparse.gradients import Gradients
+from growprune.sparse.learning_rates import Exponent, check_rates, parse_lr_scaling
+from growprune.sparse.optimizer_state import follows, live_state, load_live_state, reshaped
 from growprune.sparse.sharded import sharding
+from growprune.sparse.stepper import OWNERS, Stepper, stepper_of, unwrapped, watch_optimizers
 from growprune.sparse.summary import Summary, summarise
-from growprune.storage import make_plain
+from growprune.storage import Masked, SparseParameter, make_plain, store
+from growprune.storage.adapters import stored_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from growprune.sparse.cursor import Cursor
+    from growprune.sparse.rules.base import RunningRule
+
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+OWNED = "_growprune_sparse_model"
+"""The attribute of a module that holds its SparseModel."""
 
 
 class Masks(dict[str, Tensor]):
@@ -40,6 +67,12 @@ class Masks(dict[str, Tensor]):
 
     def __missing__(self, name: str) -> Tensor:
         raise KeyError(f"{name!r} is not a prunable parameter; these are: {', '.join(self)}")
+
+
+def sparse_model_of(model: nn.Module) -> SparseModel | None:
+    """Return the SparseModel that a model owns, or None."""
+    owned = vars(model).get(OWNED)
+    return None if owned is None else owned.sparse
 
 
 class SparseModel:
@@ -91,22 +124,67 @@ class SparseModel:
     ) -> None:
         check_sparsity(sparsity)
         check_model(model, storage=storage)
-        self._internals = Internals(
-            model,
-            sparsity=as_float(sparsity),
-            allocation=allocation or "uniform",
-            pattern=parse_pattern(pattern),
-            scope=parse_scope(scope),
-            keep_dense=as_names(keep_dense, "keep_dense"),
-            include=as_names(include, "include"),
-            seed=as_seed(seed),
-            storage=storage,
-            lr_scaling=parse_lr_scaling(lr_scaling),
-            rescale=rescale,
-        )
-        self._internals.is_allocation_given = allocation is not None
-        for message in unpruned(model, self.weights, self._internals.keep_dense) if sparsity > 0 else ():
+        self.model = model
+        """The module that becomes sparse."""
+        self.target_sparsity = as_float(sparsity)
+        """The fraction of zeros to reach."""
+        self.allocation, self.is_allocation_given = allocation or "uniform", allocation is not None
+        self.pattern, self.scope = parse_pattern(pattern), parse_scope(scope)
+        self.keep_dense, self.include = as_names(keep_dense, "keep_dense"), as_names(include, "include")
+        self.seed, self.storage, self.lr_scaling = as_seed(seed), storage, parse_lr_scaling(lr_scaling)
+        self.weights: tuple[Weight, ...] = prunable_weights(model, keep_dense=self.keep_dense, include=self.include)
+        """The weights that may be pruned."""
+        for weight in self.weights:
+            self.pattern.check(weight, self.target_sparsity)
+        names = dict.fromkeys(weight.parameter for weight in self.weights)
+        before = {id(other): other for name in names if (other := _owner(model.get_parameter(name))) is not None}
+        for other in before.values():
+            other.check_no_plan()
+        for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
             warn(message)
+        self.stored: dict[str, SparseParameter] = store(model, names, storage, self.pattern)
+        """How the prunable parameters are stored, by name."""
+        for other in before.values():
+            other._let_go("another SparseModel was created from the same weights: use that one")
+        self.whole = Part("all", tuple(self.stored))
+        self.gradients = Gradients(self.stored)
+        counts = Counts(
+            self.weights,
+            self.stored,
+            self.gradients,
+            pattern=self.pattern,
+            allocation=self.allocation,
+            scope=self.scope,
+        )
+        self.editor = Editor(counts, self, seed=self.seed, rescale=rescale)
+        self.steppers: weakref.WeakSet[Stepper] = weakref.WeakSet()
+        """Those of the optimizers that train the model."""
+        self.cursor: Cursor | None = None
+        """The plan that is being carried out, if any."""
+        self.rule: RunningRule | None = None
+        """What happens around each step of an optimizer in the current phase."""
+        self.ranks: Any = None
+        """The processes that share the weights, if the model is sharded."""
+        self.shards_masks = False
+        """True if masks are sharded too."""
+        self.num_mask_changes = 0
+        """A counter that changes whenever masks may have changed: by edits, by a rule, or by a loaded state."""
+        self._densities: dict[str, float] | None = None
+        """By parameter; None after a mask has changed."""
+        self._waiting: weakref.ref[Cursor] | None = None
+        """A cursor of the model, whose plan may not have begun."""
+        self._has_stepped = False
+        self._has_warned = False
+        self._is_replicated = False
+        """True if several processes train replicas of the model, whose masks must be the same."""
+        self._num_edits_compared = -1
+        self._replaced: list[weakref.ref[Tensor]] = []
+        """Parameters that edits have replaced since the last step, and DistributedDataParallel may hold."""
+        self._gone = ""
+        """Why the SparseModel no longer belongs to the model."""
+        self._handles: list[Any] = []
+        self._own()
+        self.notice_shards()
 
     @classmethod
     def from_zeros(
@@ -150,28 +228,13 @@ class SparseModel:
             **settings,
         )
         for name, mask in masks.items():
-            sparse._internals.stored[name].set_mask(mask)
+            sparse.stored[name].set_mask(mask)
         return sparse
-
-    @property
-    def model(self) -> nn.Module:
-        """The module that becomes sparse."""
-        return self._internals.model
 
     @property
     def sparsity(self) -> float:
         """The fraction of the prunable weights that are zero now."""
         return 1 - self.num_alive / self.num_prunable if self.num_prunable else 0.0
-
-    @property
-    def target_sparsity(self) -> float:
-        """The fraction of zeros to reach."""
-        return self._internals.target_sparsity
-
-    @property
-    def weights(self) -> tuple[Weight, ...]:
-        """The weights that may be pruned."""
-        return self._internals.weights
 
     # Edits
 
@@ -180,18 +243,25 @@ class SparseModel:
     ) -> None:
         """Keep the best weights of a part (by default the whole model) and set the others to exactly zero."""
         to = self.target_sparsity if to is None and share is None else to
-        self.apply(Edit(Action.PRUNE, part or self._internals.whole, by, to, share))
+        self.apply(Edit(Action.PRUNE, part or self.whole, by, to, share))
 
     def grow(
         self, part: Part | None = None, *, to: float | None = None, share: float | None = None, by: By = By.RANDOM
     ) -> None:
         """Make more weights of a part (by default the whole model) live, by default all, starting at exactly zero."""
         to = 0.0 if to is None and share is None else to
-        self.apply(Edit(Action.GROW, part or self._internals.whole, by, to, share))
+        self.apply(Edit(Action.GROW, part or self.whole, by, to, share))
 
     def apply(self, *edits: Edit) -> None:
-        """Apply edits in order; the state of attached optimizers follows."""
-        self._internals.apply(edits)
+        """Apply edits in order; the state of optimizers follows."""
+        self._restore_groups()
+        self.notice_shards()
+        self.check(*[edit.part for edit in edits])
+        self.enforce()  # someone may have written to dead weights, and what grows must start from zero
+        for edit in edits:
+            self.editor.apply(edit)
+        if any([edit.by.needs_gradients for edit in edits]):
+            self.gradients.clear()
 
     def score(self, by: By, losses: Sequence[Callable[[], Tensor]]) -> None:
         """Compute gradients before training, so that the next edit can choose by them.
@@ -199,15 +269,13 @@ class SparseModel:
         Args:
             losses: functions that each compute a loss; GraSP calls them twice.
         """
-        own, by = self._internals, parse_choice(By, by)
-        own.check_by(by)
+        by = parse_choice(By, by)
+        self.check_by(by)
         if callable(losses) or not losses:
             given = repr(losses) if callable(losses) else "an empty list"
             raise GrowpruneError(f"losses must be a list of functions that each compute a loss, got {given}")
-        own.notice_shards()
-        for stored in own.stored.values():  # there may be no optimizer yet
-            stored.hook_gradients()
-        own.gradients.observe(by, self.model, losses)
+        self.notice_shards()
+        self.gradients.observe(by, self.model, losses)
 
     # Training
 
@@ -226,23 +294,50 @@ class SparseModel:
                 method that reads a mask (`summary`, `num_alive`).
             settings: further arguments of `torch.distributed.fsdp.fully_shard`, such as mp_policy.
         """
-        self._internals.check_not_released()
-        sharding().shard(self._internals, mesh, units=units, masks=masks, **settings)
+        self.check_not_released()
+        sharding().shard(self, mesh, units=units, masks=masks, **settings)
         return self.model
 
     def attach(self, optimizer: Optimizer) -> Optimizer:
         """Keep pruned weights exactly zero under this optimizer: gradients, weights and optimizer state.
 
-        It does not advance a plan: call `Cursor.attach` for that instead. It works with any optimizer: state with the
-        shape of its parameter is masked, other state is left alone. Returns the optimizer, so that you can create and
-        attach it in one line.
+        An optimizer that is not attached is attached at its first step. Attach it yourself if the model is edited
+        before that, or if its state is loaded with compact storage. Attaching does not advance a plan: call
+        `Cursor.attach` for that instead. It works with any optimizer: state with the shape of its parameter is masked,
+        other state is left alone. Returns the optimizer, so that you can create and attach it in one line.
         """
-        self._internals.attach(optimizer)
+        self.check_not_released()
+        self.notice_shards()
+        inner = unwrapped(optimizer)
+        check_optimizer(inner)
+        parameters = [p for group in inner.param_groups for p in group["params"]]
+        ours = {id(parameter) for parameter in self.model.parameters()}
+        if not any(id(parameter) in ours for parameter in parameters):
+            raise GrowpruneError("the optimizer has no parameter of the model: create it with model.parameters()")
+        if any(OWNERS.get(parameter, self) is None for parameter in parameters):
+            raise GrowpruneError(
+                "the optimizer holds compact weights from before an edit: create it after the edit, or attach it before"
+            )
+        if isinstance(inner, torch.optim.LBFGS):
+            raise GrowpruneError(
+                "LBFGS cannot train a sparse model, because its state does not have the shape of the weights: use SGD "
+                "or Adam"
+            )
+        if isinstance(inner, torch.optim.Muon) and self.storage == "compact" and self.trained_by(inner):
+            raise GrowpruneError(
+                "Muon cannot train weights in compact storage, which are not 2-D: use storage='masked'"
+            )
+        check_rates(self.lr_scaling, inner)
+        self._own_parameters()
+        stepper = stepper_of(inner)
+        stepper.add(self)
+        self.steppers.add(stepper)
+        self.enforce()
         return optimizer
 
     def enforce(self) -> None:
-        """Set pruned weights, and their state in attached optimizers, to exactly zero."""
-        self._internals.optimizers.enforce()
+        """Set pruned weights, and their state in the optimizers that train them, to exactly zero."""
+        self.mask_weights(self.stored, self.optimizers())
 
     def mask_copy(self, copy: nn.Module) -> None:
         """Apply the masks to a copy of the model, such as a moving average or a deepcopy.
@@ -251,38 +346,50 @@ class SparseModel:
         copy may be wrapped, as by AveragedModel. A compact copy keeps the mask that it was copied with; copy the model
         again after an edit.
         """
-        mask_copy(copy, self._internals.stored)
+        mask_copy(copy, self.stored)
 
     def to_dense_(self) -> nn.Module:
         """Turn the model back into a plain module with zeros, for pickling, tracing and export. Returns the model.
 
-        Masks can still be read and saved. Edits and steps of attached optimizers raise an error from now on. You can
-        create a new SparseModel from the model.
+        Masks can still be read and saved. Edits and steps of the optimizers that trained the sparse model raise an
+        error from now on. You can create a new SparseModel from the model.
         """
-        own = self._internals
-        own.check_not_released()
-        if own.ranks is not None:
+        self.check_not_released()
+        if self.ranks is not None:
             raise GrowpruneError(
                 "a sharded model cannot be made dense on one rank: save it, and load it into a new model"
             )
-        make_plain(self.model, own.stored, own.pattern)
-        own.optimizers.release()
-        own.storage, own.is_released = "masked", True
+        self.check_zeros()
+        self._let_go(
+            "the model was made dense by to_dense_(): create a new SparseModel from it",
+            step="the model was made dense by to_dense_(): create a new optimizer",
+        )
+        make_plain(self.model, self.stored, self.pattern)
+        self.storage = "masked"
         return self.model
 
     def __repr__(self) -> str:
-        own = self._internals
-        now = "" if own.shards_masks else f"sparsity {self.sparsity:.4g} of "  # counting those takes all ranks
-        what = f"{self.num_prunable:,} prunable weights, storage={own.storage!r}"
-        return f"SparseModel({type(self.model).__name__}, {now}target {self.target_sparsity:.4g}, {what})"
+        now = "" if self.shards_masks else f"sparsity {self.sparsity:.4g} of "  # counting those takes all ranks
+        what = f"{self.num_prunable:,} prunable weights, storage={self.storage!r}"
+        wrong = sum(self.revived().values())
+        warning = f", {wrong:,} PRUNED WEIGHTS ARE NOT ZERO" if wrong else ""
+        return f"SparseModel({type(self.model).__name__}, {now}target {self.target_sparsity:.4g}, {what}{warning})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
+        """Return an independent copy of the model and its masks, with no optimizer, plan, rule or replicas."""
         memo[id(self)] = clone = object.__new__(type(self))
-        clone._internals = copy.deepcopy(self._internals, memo)
+        for passing in (self.rule, self.cursor, self.gradients.add_up):
+            if passing is not None:
+                memo[id(passing)] = None
+        memo[id(self.steppers)] = weakref.WeakSet()
+        state = {name: value for name, value in vars(self).items() if name not in ("_handles", "_waiting")}
+        vars(clone).update(copy.deepcopy(state, memo) | {"_handles": [], "_waiting": None, "_is_replicated": False})
+        if not clone.is_released:
+            clone._own()
         return clone
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuse to pickle, which would lose the attached optimizers silently."""
+        """Refuse to pickle, which would lose the optimizers silently."""
         raise GrowpruneError(
             "a SparseModel cannot be pickled: save its state_dict() and that of its model, or write a file with "
             "growprune.save(sparse, path)"
@@ -295,40 +402,67 @@ class SparseModel:
 
         Together with the states of the model, of the optimizer and of the Cursor, an exact resume needs nothing else.
         """
-        own = self._internals
         return {
-            "masks": own.packed_masks(),
-            "num_edits": own.editor.num_edits,
-            "gradients": own.gradients.state_dict(),
-            "settings": own.decisive,
+            "masks": self.packed_masks(),
+            "num_edits": self.editor.num_edits,
+            "gradients": self.gradients.state_dict(),
+            "settings": self.decisive,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state. Load the model's own state after it, because masks decide the length of compact weights.
+        """Load a state. Load the model's own state after it, because weights must agree with the masks.
 
-        With masked storage the order does not matter. A state with another seed, allocation or pattern is an error.
+        A state with another seed, allocation or pattern is an error.
         """
-        own = self._internals
-        own.check_not_released()
-        own.notice_shards()
+        self.check_not_released()
+        self._restore_groups()
+        self.notice_shards()
         check_state(state, "masks", "num_edits", "gradients", "settings")
-        check_settings(state["settings"], own.decisive)
-        own.set_packed_masks(state["masks"])
-        own.editor.num_edits = state["num_edits"]
-        own.gradients.load_state_dict(state["gradients"])
+        check_settings(state["settings"], self.decisive)
+        self.check_packed_masks(state["masks"])
+        self.set_packed_masks(state["masks"])
+        self.editor.num_edits = state["num_edits"]
+        self.gradients.load_state_dict(state["gradients"])
         self.enforce()
+
+    def adopt_zeros(self, state: Mapping[str, Tensor] | None = None) -> None:
+        """Take the zeros of weights as the masks: those of a `state_dict`, which is loaded, or of the present weights.
+
+        Use it for weights whose masks you did not save, such as the best weights of a training. Live weights that
+        happen to be zero count as pruned. For an exact resume, load the state of the Sparsifier instead.
+        """
+        self.check_not_released()
+        if self.ranks is not None:
+            raise GrowpruneError("adopt_zeros does not work with a sharded model: call it before sparse.shard")
+        if missing := [] if state is None else [name for name in self.stored if name not in state]:
+            raise GrowpruneError(f"the state dict has no {missing[0]}: pass one of the same model")
+        self._restore_groups()
+
+        def values(name: str) -> Tensor:
+            return self.stored[name].weight() if state is None else state[name]
+
+        for name, stored in self.stored.items():
+            if values(name).shape != stored.shape:
+                raise GrowpruneError(
+                    f"{name} has shape {tuple(values(name).shape)} in the state dict, but {tuple(stored.shape)} here"
+                )
+        for name, mask in masks_of_zeros(values, self.weights, self.pattern).items():
+            with self.following(name) as stored:
+                stored.set_mask(mask.to(stored.parameter.device))
+        if state is not None:
+            self.model.load_state_dict(state)
 
     # Live weights
 
     @property
     def masks(self) -> dict[str, Tensor]:
         """Copies of the masks of all prunable parameters, by name: bool tensors, True where a weight is live."""
-        return Masks({name: stored.mask().clone() for name, stored in self._internals.stored.items()})
+        return Masks({name: stored.mask().clone() for name, stored in self.stored.items()})
 
     @property
     def num_alive(self) -> int:
         """The number of live prunable weights."""
-        return sum(self._internals.alive_by_weight().values())
+        return sum(self.alive_by_weight().values())
 
     @property
     def num_prunable(self) -> int:
@@ -338,12 +472,522 @@ class SparseModel:
     @property
     def is_at_target(self) -> bool:
         """True if the model is at its target sparsity."""
-        return self._internals.is_at_target
+        return self.editor.is_done(self._to_target())
 
     def summary(self, example: Any = None) -> Summary:
         """Count the live weights per layer and in total, and FLOPs if given an example input. Print it for a table."""
-        self._internals.check()
+        self.check()
+        self.check_zeros()
         return summarise(self, example)
+
+    # For the other packages of growprune. They call these methods, and write to none of the attributes.
+
+    def notice_shards(self) -> None:
+        """Find out what FSDP2 has sharded since the last call. All ranks of a sharded model must call this together."""
+        check_not_taken(self.stored)
+        if self.ranks is not None or is_fsdp2(self.model.modules()):
+            sharding().adopt(self)
+
+    def check(self, *parts: Part) -> None:
+        """Raise if layers of the model were replaced, or if it lacks tensors that a part names."""
+        if parts:
+            self.check_not_released()
+        check_same_layers(self.model, self.stored)
+        check_parts(self.model, parts)
+
+    def check_by(self, by: By) -> None:
+        """Raise if this storage does not support a criterion."""
+        if by in (By.MOMENTUM, By.GRASP) and self.storage == "compact":
+            raise GrowpruneError(f"by={by.value} needs dense tensors of all weights: use storage='masked'")
+
+    @property
+    def is_released(self) -> bool:
+        """True after `to_dense_`, or when another SparseModel owns the weights."""
+        return bool(self._gone)
+
+    def check_not_released(self) -> None:
+        if self._gone:
+            raise GrowpruneError(self._gone)
+
+    def check_no_plan(self) -> None:
+        """Raise if a plan is being carried out on the model."""
+        if (cursor := self.cursor) is not None and not cursor.is_over:
+            raise GrowpruneError(
+                f"the model already belongs to a Sparsifier or Cursor, at iteration {cursor.iteration} of its plan: "
+                f"use that one, and its load_state_dict to resume. To start another plan from its zeros, call "
+                f"to_dense_() first and create a new optimizer"
+            )
+
+    def revived(self) -> dict[str, int]:
+        """Return the number of pruned weights that are not zero, by parameter; only parameters that have any."""
+        if self.storage != "masked":
+            return {}  # compact storage does not have them
+        found = [(name, stored) for name, stored in self.stored.items() if not stored.is_known_full]
+        counts = [torch.count_nonzero(s.parameter.detach().masked_fill(s.mask(), 0)) for _, s in found]
+        return {name: count for (name, _), count in zip(found, in_one_go(counts), strict=True) if count}
+
+    def check_zeros(self) -> None:
+        """Raise if pruned weights are not zero: the weights then belong to other masks."""
+        if wrong := self.revived():
+            raise GrowpruneError(
+                f"the weights disagree with the masks: {_listed(wrong)} non-zero where the mask prunes. Take their "
+                f"zeros as the masks with sparse.adopt_zeros(), set them to zero with sparse.enforce(), or load the "
+                f"state that belongs to the masks with sparsifier.load_state_dict"
+            )
+
+    # Optimizers
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that are attached and still exist."""
+        return [optimizer for stepper in self.steppers if (optimizer := stepper.optimizer) is not None]
+
+    def trained_by(self, optimizer: torch.optim.Optimizer) -> dict[str, SparseParameter]:
+        """Return how the prunable parameters that an optimizer trains are stored, by name."""
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return {name: stored for name, stored in self.stored.items() if id(stored.parameter) in ids}
+
+    def take_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Attach an optimizer that makes its first step, if it is not attached yet."""
+        if stepper_of(optimizer) in self.steppers:
+            return
+        self.attach(optimizer)
+        if self.cursor is not None and not self.cursor.is_over and self.cursor.clock is not None:
+            warn(
+                f"a {type(optimizer).__name__} that growprune was not given trains the model. It keeps pruned weights "
+                f"at zero, but its steps do not advance the plan (iteration {self.cursor.iteration} of "
+                f"{self.cursor.num_iterations}): to let them, call sparsifier.cursor.attach(optimizer)"
+            )
+
+    def check_ready(self, stepper: Stepper) -> None:
+        """Raise before a step if it would go wrong: the plan has not begun, or something does not fit together."""
+        optimizer = stepper.optimizer
+        if self.waiting is not None and optimizer is not None:
+            if not any(group.get("lr", 1) for group in optimizer.param_groups):
+                return  # torch's distributed checkpoint makes such a step to have state that it can load into
+            raise GrowpruneError(
+                "the optimizer steps, but the plan has not begun: call cursor.attach(optimizer), or call "
+                "cursor.advance(0) before the first step and cursor.advance(iteration) after each"
+            )
+        self._waiting = None
+        if self.storage == "compact" and stepper.state_came_first:
+            raise GrowpruneError(
+                "the optimizer's state was loaded before the SparseModel's, whose masks say which weights it belongs "
+                "to: load the SparseModel's state first, then the optimizer's"
+            )
+        stepper.state_came_first = None
+        self._check_wrapped_again()
+        if self._is_replicated and self._num_edits_compared != self.editor.num_edits:
+            self._compare_masks()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._warn_of_revived_zeros()
+
+    def _warn_of_revived_zeros(self) -> None:
+        """Warn if a pruned model is about to be trained with all of its weights live."""
+        if self.editor.num_edits or self.storage != "masked" or self.rule is not None:
+            return  # a rule may keep zeros among live weights
+        zeros = already_sparse(self.model, self.weights)
+        if zeros is not None and all(mask.all() for mask in (stored.mask() for stored in self.stored.values())):
+            warn(
+                f"{zeros:.4g} of the model's weights are zero, and training will make them non-zero: to keep them "
+                f"pruned, use a method with initial_mask, such as gradual_gap, or SparseModel.from_zeros(model)"
+            )
+
+    def _check_wrapped_again(self) -> None:
+        """Raise if a DistributedDataParallel from before an edit lacks the new weights."""
+        replaced, self._replaced = self._replaced, []
+        if not replaced or not (distributed.is_available() and distributed.is_initialized()):
+            return
+        gc.collect()
+        old = {id(parameter) for reference in replaced if (parameter := reference()) is not None}
+        wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)] if old else []
+        wrapped = [id(parameter) for wrapper in wrappers for parameter in wrapper._module_parameters]
+        new = {id(stored.parameter) for stored in self.stored.values()}
+        if old & set(wrapped) and not new <= set(wrapped):
+            raise GrowpruneError("an edit replaced weights that DistributedDataParallel holds: wrap the model again")
+
+    def mask_weights(
+        self,
+        trained: Mapping[str, SparseParameter],
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        only_state: bool = False,
+    ) -> None:
+        """Set pruned weights to exactly zero, and the state with the shape of its parameter in some optimizers."""
+        if self.storage != "masked":
+            return  # dead weights are not stored
+        listed = []
+        for stored in trained.values():
+            parameter = stored.parameter
+            tensors: list[Tensor] = [] if only_state else [parameter]
+            for optimizer in optimizers:
+                for entry in optimizer.state[parameter].values() if parameter in optimizer.state else ():
+                    # codes of quantized state are integers, and a code of zero need not stand for zero
+                    if isinstance(entry, Tensor) and entry.shape == parameter.shape and entry.is_floating_point():
+                        tensors.append(entry)
+            listed.append((stored, tensors))
+        Masked.enforce(listed)
+
+    @contextmanager
+    def following(self, name: str) -> Iterator[SparseParameter]:
+        """Keep the optimizer state of live weights while the mask of a parameter changes."""
+        self.num_mask_changes += 1
+        self._densities = None
+        stored, optimizers = self.stored[name], self.optimizers()
+        old, dense = stored.parameter, {}
+        if self.storage == "compact":
+            holding = [optimizer for optimizer in optimizers if old in optimizer.state]
+            dense = {o: reshaped(o.state[old], old.shape, stored.to_dense) for o in holding}
+        yield stored
+        new = stored.parameter
+        if new is old:
+            self.mask_weights({name: stored}, optimizers, only_state=True)  # the weight itself is zero already
+            return
+        OWNERS[old], OWNERS[new] = None, weakref.ref(self)
+        if not hasattr(new, "device_mesh"):  # FSDP2 knows the new one; DistributedDataParallel would hold the old one
+            self._replaced.append(weakref.ref(old))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [new if p is old else p for p in group["params"]]
+            if optimizer not in dense:
+                continue
+            if follows(optimizer, optimizer.state.pop(old), old):
+                optimizer.state[new] = reshaped(dense[optimizer], stored.shape, stored.from_dense)
+            elif not self._has_warned:
+                self._has_warned = True
+                warn(
+                    f"the state of {name} in {type(optimizer).__name__} does not fit the weight after an edit and was "
+                    f"reset, as for every edited weight: use storage='masked' to keep it"
+                )
+
+    def reset_optimizers(self) -> None:
+        """Clear the state of all optimizers."""
+        for optimizer in self.optimizers():
+            optimizer.state.clear()
+
+    def live_state(self, optimizer: Any, device: torch.device | str | None = None) -> dict[str, Any]:
+        """Return an optimizer's state with the entries of live weights only; see optimizer_state.py."""
+        return live_state(self.stored, unwrapped(optimizer), device)
+
+    def load_live_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Load what `live_state` returned, from any storage."""
+        load_live_state(self.stored, unwrapped(optimizer), state)
+
+    def densities(self) -> dict[str, float]:
+        """Return the density of each prunable parameter, by name."""
+        if self._densities is None:
+            self._densities = {name: s.num_alive() / s.shape.numel() for name, s in self.stored.items()}
+        return self._densities
+
+    def scale_rates(self, exponent: Exponent) -> None:
+        """Scale learning rates with another exponent from now on."""
+        for optimizer in self.optimizers():
+            check_rates(exponent, optimizer)
+        self.lr_scaling = exponent
+
+    # Plans
+
+    def wait_for(self, cursor: Cursor) -> None:
+        """Refuse steps until the plan of a cursor has begun."""
+        self._waiting = weakref.ref(cursor)
+
+    @property
+    def waiting(self) -> Cursor | None:
+        """A cursor whose plan has yet to begin."""
+        cursor = None if self._waiting is None else self._waiting()
+        return cursor if cursor is not None and cursor.position < 0 else None
+
+    def begin(self, cursor: Cursor | None) -> None:
+        """Carry out the plan of a cursor from now on, instead of any other."""
+        self.cursor, self._waiting = cursor, None
+
+    def set_rule(self, rule: RunningRule | None) -> None:
+        self.rule = rule
+
+    def prune_early(self, edits: Sequence[Edit], part: Part) -> None:
+        """Apply those rankings of later edits that lie within a part."""
+        for edit in edits:
+            self.editor.apply_within(edit, set(part.tensors))
+        if edits:
+            self.enforce()
+
+    def skip(self, edits: Sequence[Edit]) -> None:
+        """Record edits that are applied elsewhere, so that later ones draw the same random numbers everywhere."""
+        self.editor.num_edits += len(edits)
+
+    @contextmanager
+    def pruned(self) -> Iterator[None]:
+        """Prune the model to its target within this context. Optimizers must not step in it."""
+        self.notice_shards()
+        undo = self.editor.preview(self._to_target())
+        try:
+            yield
+        finally:
+            undo()
+
+    @property
+    def can_be_pruned(self) -> bool:
+        """True if the model can be pruned to its target; False if it is already sparser."""
+        return self.editor.is_possible(self._to_target())
+
+    def _to_target(self) -> Edit:
+        return prune(self.whole, to=self.target_sparsity)
+
+    def watch(self, edits: Sequence[Edit], *, is_one_backward: bool = False) -> None:
+        """Watch the gradients of the next iterations for edits that need them; without edits, stop watching.
+
+        Args:
+            is_one_backward: True if an iteration has a single backward pass.
+        """
+        looked_at = [edit.by for edit in edits if edit.by.needs_gradients]
+        by = By.MOMENTUM if By.MOMENTUM in looked_at else next(iter(looked_at), None)  # an average takes all iterations
+        if by is not None:
+            self.check_by(by)
+        keep = self.editor.candidates(edits) if by and is_one_backward and self.storage == "compact" else None
+        self.gradients.watch(by, keep=keep)
+
+    def begin_anew(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
+        """Undo all training since a snapshot that was taken before the first edit."""
+        self.watch(())
+        self.gradients.clear()
+        self.restore(snapshot)
+        self.set_rule(None)
+        self.editor.num_edits = 0
+        self.reset_optimizers()
+
+    # Processes that train replicas
+
+    def add_up_gradients(self, add_up: Callable[[Tensor], Tensor]) -> None:
+        """Sum the gradients that edits use over the replicas of the model, so that all choose the same weights."""
+        self.gradients.add_up = add_up
+
+    def train_replicas(self) -> None:
+        """Make all processes choose the same weights, and compare their masks before the first step and after edits."""
+        if is_replicated() and self.ranks is None:  # those of a sharded model are summed already
+            self.add_up_gradients(_summed)
+            self._is_replicated = True
+
+    def _compare_masks(self) -> None:
+        """Raise, in all processes, unless all have the same masks."""
+        digest = hashlib.sha256()
+        for mask in self.packed_masks().values():
+            digest.update(mask.cpu().numpy().tobytes())
+        mine = int.from_bytes(digest.digest()[:7], "little")
+        device = next(iter(self.stored.values())).parameter.device if self.stored else None
+        extremes = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
+        distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX)
+        most, least = extremes[0].item(), -extremes[1].item()
+        if most != least:
+            raise GrowpruneError(
+                f"the {distributed.get_world_size()} processes have different masks (at edit {self.editor.num_edits}): "
+                f"start them with the same weights and the same seed, and average gradients in every step"
+            )
+        self._num_edits_compared = self.editor.num_edits
+
+    # Copies
+
+    def snapshot(self, part: Part | None = None, *, device: torch.device | str | None = None) -> Snapshot:
+        """Copy the tensors and masks of a part, or of the whole model; only the live values of sparse weights.
+
+        Args:
+            device: the device of the copy; by default each tensor's own.
+        """
+        self.notice_shards()
+        tensors = named_tensors(self.model)
+        names = tensors if part is None else set(part.tensors)
+        return {
+            name: _copied(tensor, self.stored.get(name), tensor.device if device is None else device)
+            for name, tensor in tensors.items()
+            if name in names
+        }
+
+    def restore(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
+        """Restore copied tensors and masks, from any storage.
+
+        Args:
+            keep: let compact storage keep the given tensors of sparse weights instead of copying them.
+        """
+        self.check_not_released()
+        self._restore_groups()
+        self.notice_shards()
+        self.restore_some(snapshot, keep=keep)
+        if self.steppers or self.stored.keys() - snapshot.keys():
+            self.enforce()  # what was loaded is zero off its mask, but the state of optimizers may not be
+
+    def restore_some(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]], *, keep: bool = False) -> None:
+        """`restore`, for a model that is being built."""
+        tensors = named_tensors(self.model)
+        for name, (values, mask) in snapshot.items():
+            if mask is None:
+                with torch.no_grad():
+                    tensors[name].copy_(like(tensors[name], values))
+            else:
+                check_packed(mask, self.stored[name].shape)
+                with self.following(name) as stored:
+                    stored.load(values, mask, keep=keep)
+
+    def packed_masks(self) -> dict[str, Tensor]:
+        """Return the masks of all prunable parameters, by name, eight weights to a byte."""
+        return {name: pack(stored.mask()) for name, stored in self.stored.items()}
+
+    def check_packed_masks(self, masks: Mapping[str, Tensor]) -> None:
+        """Raise, before any mask is changed, unless all fit the prunable weights."""
+        if unknown := set(masks) ^ set(self.stored):
+            raise GrowpruneError(
+                f"the state's masks and the model's prunable weights differ in {sorted(unknown)}: use the same "
+                f"keep_dense and include as when the state was saved"
+            )
+        for name, stored in self.stored.items():
+            check_packed(masks[name], stored.shape)
+
+    def set_packed_masks(self, masks: Mapping[str, Tensor]) -> None:
+        """Load what `packed_masks` returned, once it is checked."""
+        for name, stored in self.stored.items():
+            mask = unpack(masks[name], stored.shape, stored.parameter.device)
+            if not torch.equal(mask, stored.mask()):
+                for stepper in self.steppers:
+                    if stepper.state_came_first is False:
+                        stepper.state_came_first = True
+            with self.following(name):
+                stored.set_mask(mask)
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """The settings that decide which weights later edits choose. A state is loaded only if they are equal."""
+        return {"seed": self.seed, "allocation": self.allocation, "pattern": self.pattern.name}
+
+    def alive_by_weight(self) -> dict[str, int]:
+        """Return the number of live elements of each weight. Waits for the device once."""
+        return self.editor.counts.num_alive(self.weights, pattern=Unstructured())
+
+    # Ownership
+
+    def _own(self) -> None:
+        """Let the model own this object, and have it check what is loaded into it."""
+        vars(self.model)[OWNED] = _Owned(self)
+        layers = {id(stored.module): stored.module for stored in self.stored.values()}
+        for module in {id(self.model): self.model, **layers}.values():
+            check: Any = _LoadCheck(self)
+            self._handles.append(module.register_load_state_dict_pre_hook(check))  # type: ignore[no-untyped-call]
+        OWNERS.num_models += 1
+        self._own_parameters()
+        watch_optimizers()
+
+    def _own_parameters(self) -> None:
+        for stored in self.stored.values():
+            if _owner(stored.parameter) is not self:
+                OWNERS[stored.parameter] = weakref.ref(self)
+            stored.hook_gradients()
+
+    def _let_go(self, reason: str, *, step: str = "") -> None:
+        """No longer belong to the model.
+
+        Args:
+            step: why steps of the optimizers are refused from now on, if they are.
+        """
+        self._gone = reason
+        self.watch(())
+        self.rule, self.cursor, self._waiting = None, None, None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for stepper in list(self.steppers):
+            stepper.drop(self, reason=step)
+        self.steppers = weakref.WeakSet()
+        for stored in self.stored.values():
+            if _owner(stored.parameter) is self:
+                del OWNERS[stored.parameter]
+            if self.storage == "masked":
+                stored.release()
+        if sparse_model_of(self.model) is self:
+            del vars(self.model)[OWNED]
+
+    def _restore_groups(self) -> None:
+        """Give optimizers whose last step raised the user's param groups again."""
+        for stepper in self.steppers:
+            stepper.restore_groups()
+
+
+class _Owned:
+    """What a model holds its SparseModel by. Copies and pickles of the model leave it behind."""
+
+    def __init__(self, sparse: SparseModel) -> None:
+        self.sparse = sparse
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+class _LoadCheck:
+    """Refuse a state dict whose weights disagree with the masks, before anything is loaded: a hook of modules.
+
+    Copies and pickles of the module get a function that does nothing instead.
+    """
+
+    def __init__(self, sparse: SparseModel) -> None:
+        self._sparse = weakref.ref(sparse)
+
+    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: object) -> None:
+        sparse = self._sparse()
+        if sparse is None:
+            return
+        wrong = {}
+        for path, layer in module.named_modules():
+            for local, stored in stored_in(layer).items():
+                name = f"{prefix}{path}.{local}" if path else f"{prefix}{local}"
+                tensor: Any = state.get(name)
+                if stored.is_known_full or type(tensor) not in (Tensor, nn.Parameter) or tensor.shape != stored.shape:
+                    continue
+                dead = ~stored.mask().to(tensor.device)
+                if count := int(torch.count_nonzero(tensor.detach()[dead])):
+                    wrong[name] = count
+        if wrong:
+            raise GrowpruneError(
+                f"the weights to load disagree with the masks of the model: {_listed(wrong)} non-zero where the mask "
+                f"prunes; nothing was loaded. Resume with sparsifier.load_state_dict(sparsifier_state), which has the "
+                f"masks too, or take the zeros of these weights as the masks with sparse.adopt_zeros(weights). Load "
+                f"dense weights before the model is made sparse"
+            )
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return _DOES_NOTHING
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        return getattr, ("", "format")  # a function of Python itself that takes anything and changes nothing
+
+
+_DOES_NOTHING = "".format
+
+
+def _owner(parameter: Tensor) -> SparseModel | None:
+    reference = OWNERS.get(parameter)
+    found: SparseModel | None = None if reference is None else reference()
+    return found
+
+
+def _listed(wrong: Mapping[str, int]) -> str:
+    names = ", ".join(list(wrong)[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    return f"{sum(wrong.values()):,} weights of {names} are"
+
+
+def _summed(tensor: Tensor) -> Tensor:
+    total = tensor.to_dense().contiguous().clone() if tensor.is_sparse else tensor.contiguous().clone()
+    distributed.all_reduce(total)
+    return total
+
+
+def is_replicated() -> bool:
+    """True if several processes train together."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _copied(tensor: Tensor, stored: SparseParameter | None, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
+    if stored is None:
+        return whole(tensor.detach()).to(device, copy=True), None
+    return stored.to_live(tensor.detach()).to(device, copy=True), pack(stored.mask()).to(device)
 
 
 def check_sparse_model(given: object, who: str) -> None:

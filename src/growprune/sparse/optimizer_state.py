@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,3 +79,19 @@ def cast(optimizer: Optimizer, old: torch.dtype) -> None:
         for name, entry in entries.items():
             if isinstance(entry, Tensor) and entry.shape == parameter.shape and entry.dtype == old:
                 entries[name] = entry.to(parameter.dtype)
+
+
+def reshaped(entries: dict[str, Any], shape: Sequence[int], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Convert those tensors of a parameter's state that have a given shape. Quantized ones become plain."""
+    return {
+        name: convert(entry if type(entry) is Tensor else plain(entry))
+        if isinstance(entry, Tensor) and entry.shape == torch.Size(shape)
+        else entry
+        for name, entry in entries.items()
+    }
+
+
+def follows(optimizer: Optimizer, entries: dict[str, Any], old: Tensor) -> bool:
+    """True if state can move to a parameter of another shape: not if it belongs to rows and columns."""
+    tensors = [entry for entry in entries.values() if isinstance(entry, Tensor) and entry.numel() > 1]
+    return "adafactor" not in type(optimizer).__name__.lower() and all(t.shape == old.shape for t in tensors)

@@ -25,7 +25,6 @@ from growprune.plan import prune
 from growprune.sparse.calibration import Calibration, Forward, Inputs, looking_only, read_batches
 from growprune.sparse.checks import check_model
 from growprune.sparse.group_choice import chosen_in_all, to_matrix, write_matrix
-from growprune.sparse.internals import Internals, internals
 from growprune.sparse.model import SparseModel, check_sparse_model
 from growprune.sparse.sparsegpt import DAMPENING, inverse_factor, sparsegpt_pruned
 from growprune.sparse.wanda import wanda_mask
@@ -105,7 +104,7 @@ def prune_by_data(
             `prune_pretrained`.
     """
     check_sparse_model(sparse, "prune_by_data")
-    own, to = internals(sparse), sparse.target_sparsity if to is None else to
+    own, to = sparse, sparse.target_sparsity if to is None else to
     _check(own.model, by, ranked, unreached, own.allocation)
     if by == "magnitude":
         sparse.prune(to=to)
@@ -122,14 +121,14 @@ def _check(model: nn.Module, by: str, ranked: str, unreached: str, allocation: s
     _check_loaded(model)
 
 
-def _counts(own: Internals, to: float) -> dict[str, int]:
+def _counts(own: SparseModel, to: float) -> dict[str, int]:
     """Return how many groups of each weight that has to change are live in the end, by name."""
     own.notice_shards()
     if own.ranks is not None:
         raise GrowpruneError("a sharded model has no complete layers on any rank: prune it before sharding")
     edit = prune(own.whole, to=to)
     own.check(edit.part)
-    own.optimizers.enforce()
+    own.enforce()
     for weight in own.weights:
         check_finite(weight.of(own.stored[weight.parameter].weight()), weight)
     alive = own.editor.counts.num_alive(own.weights)
@@ -147,7 +146,7 @@ class _BlockByBlock:
         by_row: let Wanda rank row by row.
     """
 
-    def __init__(self, own: Internals, kept: Mapping[str, int], *, by: str, by_row: bool) -> None:
+    def __init__(self, own: SparseModel, kept: Mapping[str, int], *, by: str, by_row: bool) -> None:
         self._own, self._kept, self._by, self._by_row = own, kept, by, by_row
         self._weights = [weight for weight in own.weights if weight.name in kept]
         by_parameter = blocks_of(own.model, keep_dense=own.keep_dense, include=own.include)
@@ -190,7 +189,7 @@ class _BlockByBlock:
             for weight in [weight for weight in weights if weight.parameter == name]:
                 self._choose(weight, weight.of(values), weight.of(mask), inputs.pop(weight.name, None))
                 self._done.append(weight.name)
-            with self._own.optimizers.following(name) as stored:
+            with self._own.following(name) as stored:
                 stored.load(values[mask], pack(mask))
 
     def _choose(self, weight: Weight, values: Tensor, mask: Tensor, inputs: Inputs | None) -> None:

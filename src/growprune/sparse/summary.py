@@ -16,7 +16,6 @@ from growprune.masks.layers import Weight, tensors_of
 from growprune.masks.patterns import Pattern
 from growprune.plan import prune
 from growprune.sparse.flops import count_flops
-from growprune.sparse.internals import internals
 
 if TYPE_CHECKING:
     from growprune.sparse.model import SparseModel
@@ -125,7 +124,7 @@ def summarise(sparse: SparseModel, example: Any = None) -> Summary:
     aims = targets(sparse)
     flops = None if example is None else count_flops(sparse.model, example)
     rows, densities = [], {}
-    counts = internals(sparse).alive_by_weight()
+    counts = sparse.alive_by_weight()
     for weight in sparse.weights:
         alive = counts[weight.name]
         densities[weight.name] = alive / weight.numel if weight.numel else 1.0
@@ -149,9 +148,9 @@ def summarise(sparse: SparseModel, example: Any = None) -> Summary:
 def targets(sparse: SparseModel) -> dict[str, float | None]:
     """Return the target sparsity of each weight; None if weights are ranked together and only their total has one."""
     found: dict[str, float | None] = dict.fromkeys((weight.name for weight in sparse.weights), None)
-    for pool in internals(sparse).editor.counts.pools(prune(internals(sparse).whole, to=sparse.target_sparsity)):
+    for pool in sparse.editor.counts.pools(prune(sparse.whole, to=sparse.target_sparsity)):
         if len(pool.weights) == 1:
-            groups = internals(sparse).pattern.num_groups(pool.weights[0])
+            groups = sparse.pattern.num_groups(pool.weights[0])
             is_as_asked = pool.kept == num_kept(sparse.target_sparsity, groups)
             found[pool.weights[0].name] = sparse.target_sparsity if is_as_asked else 1 - pool.kept / groups
     return found
@@ -166,10 +165,10 @@ def num_bytes(sparse: SparseModel) -> tuple[int, int]:
             dense += tensor.nbytes
             in_file += tensor.nbytes
             continue
-        mask = internals(sparse).stored[name].mask().clone()
+        mask = sparse.stored[name].mask().clone()
         dense += mask.numel() * tensor.itemsize
         in_file += int(torch.count_nonzero(mask)) * tensor.itemsize
-        in_file += _num_mask_bytes(mask, weights, internals(sparse).pattern, tensor.itemsize)
+        in_file += _num_mask_bytes(mask, weights, sparse.pattern, tensor.itemsize)
     return dense, in_file
 
 

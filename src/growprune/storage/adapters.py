@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,31 +23,32 @@ from growprune.storage.compact_modules import layouts_of
 from growprune.storage.parameter import SparseParameter
 
 SPARSE_PARAMETERS = "_growprune_sparse_parameters"
-"""The attribute of a module with references to its stored sparse parameters, by local name."""
+"""The attribute of a module that holds its stored sparse parameters (`Held`)."""
 
 WRITING = ("merge", "unmerge", "update_layer")
 """The methods of an adapter that may write into its layer; the last one on creation, as in PiSSA."""
 
 
-class Reference:
-    """A weak reference from a module to the storage of one of its parameters.
+class Held:
+    """What a layer holds the storage of its parameters by, so that masks live as long as the layer.
 
-    A deepcopy of the module holds a copy of the target, so that the copied model keeps its zeros in training.
+    A deepcopy of the layer has a copy of it, so that the copied model keeps its zeros in training.
     """
 
-    def __init__(self, target: SparseParameter, *, is_owned: bool = False) -> None:
-        self._target = weakref.ref(target)
-        self.owned = target if is_owned else None
+    def __init__(self, stored: dict[str, SparseParameter]) -> None:
+        self.stored = stored
 
-    def __call__(self) -> SparseParameter | None:
-        return self._target()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Reference | None:
-        target = self()
-        return None if target is None else Reference(copy.deepcopy(target, memo), is_owned=True)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+        return Held(copy.deepcopy(self.stored, memo))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a model that is pickled leaves its SparseModel behind, and needs no growprune
+
+
+def stored_in(module: nn.Module) -> dict[str, SparseParameter]:
+    """Return how a module's own sparse parameters are stored, by local name."""
+    held = vars(module).get(SPARSE_PARAMETERS)
+    return {} if held is None else held.stored
 
 
 def check_adapters(model: nn.Module, names: Iterable[str]) -> None:
@@ -69,30 +69,21 @@ def _check(adapter: nn.Module, compact: Collection[str]) -> None:
 
 
 def keep_masks(model: nn.Module, sparse_parameters: Mapping[str, SparseParameter]) -> None:
-    """Make copies of these parameters, and their present and future adapters, keep the masks."""
+    """Let layers hold their masks, so that copies, and present and future adapters, keep them."""
     for module in model.modules():  # if it is a copy of another sparse model: the masks from there count no more
-        own = vars(module).get(SPARSE_PARAMETERS, {})
-        for local in [local for local, reference in own.items() if reference is None or reference.owned is not None]:
-            del own[local]
+        vars(module).pop(SPARSE_PARAMETERS, None)
     for name, sparse_parameter in sparse_parameters.items():
-        own = vars(sparse_parameter.module).setdefault(SPARSE_PARAMETERS, {})
-        own[name.rpartition(".")[2]] = Reference(sparse_parameter)
+        held = vars(sparse_parameter.module).setdefault(SPARSE_PARAMETERS, Held({}))
+        held.stored[name.rpartition(".")[2]] = sparse_parameter
     for module in filter(is_adapter, model.modules()):
         _guard(module, _innermost(module))
     _watch_for_adapters()
 
 
-def stored_in_copy(module: nn.Module, local: str) -> SparseParameter | None:
-    """Return the storage of a parameter in a copied module, if the original module had it masked."""
-    reference = vars(module).get(SPARSE_PARAMETERS, {}).get(local)
-    owned: SparseParameter | None = None if reference is None else reference.owned
-    return owned
-
-
 def leaving_masks(model: nn.Module) -> dict[int, Any]:
     """Return a memo for `copy.deepcopy` that copies a model without its masks."""
-    owns = (vars(module).get(SPARSE_PARAMETERS) for module in model.modules())
-    return {id(own): {} for own in owns if own is not None}
+    held = (vars(module).get(SPARSE_PARAMETERS) for module in model.modules())
+    return {id(one): Held({}) for one in held if one is not None}
 
 
 def forget_masks(model: nn.Module) -> None:
@@ -168,7 +159,5 @@ def _parameter(module: nn.Module, local: str) -> nn.Parameter:
 
 def _enforce(module: nn.Module) -> None:
     """Apply the masks to the module's masked weights. Compact weights do not need it."""
-    for reference in vars(module).get(SPARSE_PARAMETERS, {}).values():
-        sparse_parameter = None if reference is None else reference()
-        if sparse_parameter is not None:
-            sparse_parameter.enforce([(sparse_parameter, [sparse_parameter.parameter])])
+    for stored in stored_in(module).values():
+        stored.enforce([(stored, [stored.parameter])])

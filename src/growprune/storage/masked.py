@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import unpack
@@ -28,7 +27,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: the integer type of that size."""
 
 MASKED = "_growprune_masked"
-"""The attribute that marks a gradient as masked: the object, its version, and the mask."""
+"""The attribute of a gradient that has been masked, so that what is added to it is known to come later."""
 
 
 class Masked(SparseParameter):
@@ -40,8 +39,8 @@ class Masked(SparseParameter):
         super().__init__(model, name, pattern)
         self._row_major = tuple(range(len(self.shape)))
         self._hooked: weakref.ref[nn.Parameter] | None = None
+        self._handle: Any = None
         self.record: Callable[[Tensor], None] | None = None
-        self._num_masks = 0
         self._device: torch.device | None = None
         self._takes_bits = False
         self._is_full: Tensor | bool = True
@@ -50,7 +49,7 @@ class Masked(SparseParameter):
         self._hold(self._mask, is_full=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "record": None}  # a copy records nothing
+        return {**self.__dict__, "record": None, "_hooked": None, "_handle": None}  # a copy records nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Masked:
         """Return a copy that masks the gradients of the copied parameter from the start, with any optimizer."""
@@ -100,7 +99,6 @@ class Masked(SparseParameter):
 
     def _hold(self, mask: Tensor, *, is_full: bool | None = None) -> None:
         """Store a mask, in place if there was one, so that compiled or captured code stays valid."""
-        self._num_masks += 1
         if mask.device != self._device:
             self._device, self._takes_bits = mask.device, kernels.can_zero_off(mask.device)
         # asked when it matters: an answer waits for the device
@@ -195,30 +193,37 @@ class Masked(SparseParameter):
     def is_first_gradient(self) -> bool:
         return getattr(self.parameter.grad, MASKED, None) is None  # what has been added to was masked before
 
-    def mask_gradient(self, *, again: bool) -> None:
-        """Mask the gradient, unless it is known to be masked with the present mask."""
+    def mask_gradient(self) -> None:
+        """Mask the present gradient, which anyone may have written to since it was masked."""
         gradient = self.parameter.grad
-        if gradient is not None and (again or getattr(gradient, MASKED, None) != self._stamp(gradient)):
-            self._mask_and_stamp(gradient)
-
-    def _mask_and_stamp(self, gradient: Tensor) -> None:
-        self.zero_off(gradient)
-        setattr(gradient, MASKED, self._stamp(gradient))
-
-    def _stamp(self, gradient: Tensor) -> tuple[int, ...]:
-        return id(gradient), gradient._version, id(self), self._num_masks
+        if gradient is not None:
+            self.zero_off(gradient)
+            setattr(gradient, MASKED, True)
 
     def hook_gradients(self) -> None:
         self._hook(self.parameter)
 
     def _hook(self, parameter: nn.Parameter) -> None:
-        is_hooked = self._hooked is not None and self._hooked() is parameter
-        if not is_hooked and _has_gradients(parameter):
-            # as soon as they are there, so that clipping, accumulation and all-reduce see masked gradients only
+        """Mask gradients as soon as they are there, so that clipping, accumulation and all-reduce see them masked."""
+        if (self._hooked is None or self._hooked() is not parameter) and _has_gradients(parameter):
+            me = weakref.ref(self)
+
+            def arrived(parameter: Tensor) -> None:
+                sparse_parameter, gradient = me(), parameter.grad
+                if sparse_parameter is not None and gradient is not None:
+                    if sparse_parameter.record is not None:
+                        sparse_parameter.record(gradient)
+                    sparse_parameter.zero_off(gradient)
+                    setattr(gradient, MASKED, True)
+
             with hookable(parameter):
-                parameter.register_post_accumulate_grad_hook(uncompiled(_mask_gradient))  # type: ignore[no-untyped-call]
+                self._handle = parameter.register_post_accumulate_grad_hook(uncompiled(arrived))  # type: ignore[no-untyped-call]
             self._hooked = weakref.ref(parameter)
-            HOLDERS[parameter] = [*_holders(parameter), weakref.ref(self)]
+
+    def release(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._hooked, self._handle = None, None
 
 
 def _has_gradients(parameter: Tensor) -> bool:
@@ -245,24 +250,6 @@ def _ask_at_once(sparse_parameters: Sequence[Masked]) -> None:
     for several in asked.values():
         for sparse_parameter, is_full in zip(several, torch.stack([s._is_full for s in several]).tolist(), strict=True):  # type: ignore[misc]
             sparse_parameter._is_full = is_full
-
-
-HOLDERS: Any = WeakTensorKeyDictionary()
-"""By parameter: the storage that masks its gradients. Of several SparseModels of one model, the last that exists."""
-
-
-def _holders(parameter: Tensor) -> list[weakref.ref[Masked]]:
-    return [reference for reference in HOLDERS.get(parameter, ()) if reference() is not None]
-
-
-def _mask_gradient(parameter: Tensor) -> None:
-    """Mask a gradient while its mask exists. A model may outlive its SparseModel, and then trains without masks."""
-    holders = _holders(parameter)
-    sparse_parameter = holders[-1]() if holders else None
-    if sparse_parameter is not None and parameter.grad is not None:
-        if sparse_parameter.record is not None:
-            sparse_parameter.record(parameter.grad)
-        sparse_parameter._mask_and_stamp(parameter.grad)
 
 
 def _as_integers(tensor: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ from growprune.plan import By, Plan, walk
 from growprune.plan.lengths import fill_lengths, plan_length
 from growprune.plan.settings import as_names, check_counts, check_sparsity
 from growprune.sparse.cursor import Cursor
-from growprune.sparse.internals import internals
 from growprune.sparse.learning_rates import parse_lr_scaling
 from growprune.sparse.model import SparseModel
 from growprune.sparse.pretrained_pruning import prune_pretrained
@@ -47,7 +46,7 @@ def given_back(made: SparseModel | None) -> Iterator[None]:
     try:
         yield
     except GrowpruneError:
-        if made is not None and internals(made).ranks is None:
+        if made is not None and made.ranks is None:
             made.to_dense_()
         raise
 
@@ -151,9 +150,9 @@ class Arguments:
 
     def begun_from(self, sparse: SparseModel) -> Arguments:
         """Return the arguments with the settings of a SparseModel, whose mask is the first one."""
-        own = internals(sparse)
+        own = sparse
         its = {name: getattr(own, name) for name in ("allocation", "keep_dense", "include", "seed", "storage")}
-        its |= {"pattern": own.pattern.name, "lr_scaling": own.optimizers.rates.exponent, "initial_mask": "as_is"}
+        its |= {"pattern": own.pattern.name, "lr_scaling": own.lr_scaling, "initial_mask": "as_is"}
         for name, value in its.items():
             given = getattr(self, name)
             if given not in (value, Arguments.__dataclass_fields__[name].default):
@@ -255,7 +254,8 @@ class Arguments:
         plan, per_epoch = self.plan(self.cut(model), first, iterations, iterations_per_epoch, remedy)
         made = self._make_sparse(model) if sparse is None else sparse
         # a trained model wants the rates that it was given, and where density is low from the start they are too high
-        internals(made).optimizers.rates.is_on = first.initial_mask == "random" and "start" in self._parameters
+        is_on = first.initial_mask == "random" and "start" in self._parameters
+        made.scale_rates(0.0 if self.lr_scaling == "auto" and not is_on else self.lr_scaling)
         share_gradients(made)
         look = None if score is None else functools.partial(score, made)
         with given_back(made if sparse is None else None):

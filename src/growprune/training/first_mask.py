@@ -16,7 +16,7 @@ from growprune.errors import warn
 from growprune.masks.layers import Weight
 from growprune.masks.zeros import already_sparse
 from growprune.plan import InitialMask
-from growprune.sparse.optimizers import unwrapped
+from growprune.sparse.stepper import unwrapped
 
 BY_DATA = ("wanda", "sparsegpt")
 """First masks that need calibration data: `prune_pretrained` makes them, and the plan keeps them."""

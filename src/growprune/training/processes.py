@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, distributed
 
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 
 
 def share_gradients(sparse: SparseModel) -> None:
     """Sum the gradients that edits use over all processes, so that all choose the same weights."""
-    if num_processes() > 1 and internals(sparse).ranks is None:  # those of a sharded model are summed already
-        internals(sparse).gradients.add_up = _summed
+    if num_processes() > 1 and sparse.ranks is None:  # those of a sharded model are summed already
+        sparse.add_up_gradients(_summed)
 
 
 def num_processes() -> int:

@@ -13,7 +13,7 @@ from growprune.files.json_file import NUMBER, Names, fault
 from growprune.masks.bits import Snapshot, check_packed, unpack
 from growprune.plan.settings import check_state
 from growprune.sparse.checks import check_settings, named_tensors
-from growprune.sparse.internals import Internals
+from growprune.sparse.model import SparseModel
 
 _PLACE: Names = {
     "arguments": dict,
@@ -80,7 +80,7 @@ def check_arguments(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
             )
 
 
-def check_masks(saved: Mapping[str, Any], own: Internals) -> None:
+def check_masks(saved: Mapping[str, Any], own: SparseModel) -> None:
     """Raise unless masks and gradients have the names and sizes of the model's prunable weights."""
     check_settings(saved["settings"], own.decisive)
     own.check_packed_masks(saved["masks"])
@@ -90,7 +90,7 @@ def check_masks(saved: Mapping[str, Any], own: Internals) -> None:
                 raise GrowpruneError(f"the state belongs to another model: its gradients of {name!r} do not fit")
 
 
-def check_weights(saved: Snapshot, own: Internals) -> None:
+def check_weights(saved: Snapshot, own: SparseModel) -> None:
     """Raise unless the model has the same tensors, and there is a value for each live weight."""
     tensors = named_tensors(own.model)
     found = [f"only one of the two has {name!r}" for name in sorted(tensors.keys() ^ saved.keys())]

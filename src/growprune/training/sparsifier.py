@@ -17,9 +17,8 @@ from growprune.plan import By, Plan
 from growprune.plan.settings import check_state
 from growprune.sparse.checks import check_model, check_optimizer
 from growprune.sparse.cursor import Cursor, cursor_of
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
-from growprune.sparse.optimizers import unwrapped
+from growprune.sparse.stepper import unwrapped
 from growprune.sparse.summary import Summary
 from growprune.training.arguments import Arguments, given_back
 from growprune.training.cutting import PartsLike
@@ -132,7 +131,7 @@ class Sparsifier:
                     f"that each compute a loss, such as losses=[lambda: loss_fn(model(x), y)]"
                 )
             for optimizer in self._optimizers:
-                internals(cursor.sparse).attach(optimizer)  # all, before an edit gives the model other parameters
+                cursor.sparse.attach(optimizer)  # all, before an edit gives the model other parameters
             cursor.attach(self._optimizers[-1])
         return cursor
 
@@ -217,7 +216,7 @@ class Sparsifier:
         Args:
             only_masks: leave out weights and optimizers, if your code saves them. Load such a state before them.
         """
-        own = internals(self.sparse)
+        own = self.sparse
         _check_not_sharded(own.ranks)
         place = {
             "arguments": self._saved_arguments(),
@@ -232,7 +231,7 @@ class Sparsifier:
             "weights": own.snapshot(device="cpu"),
             "extra": {name: module.get_extra_state() for name, module in _with_extra_state(self.model)},
             "optimizer_classes": [type(unwrapped(optimizer)).__name__ for optimizer in self._optimizers],
-            "optimizers": [copy.deepcopy(own.optimizers.live_state(unwrapped(o), "cpu")) for o in self._optimizers],
+            "optimizers": [copy.deepcopy(own.live_state(unwrapped(o), "cpu")) for o in self._optimizers],
         }
 
     def _saved_arguments(self) -> dict[str, Any]:
@@ -240,7 +239,7 @@ class Sparsifier:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state of the same model, method and optimizers, in any storage."""
-        _check_not_sharded(internals(self.sparse).ranks)
+        _check_not_sharded(self.sparse.ranks)
         self._check_state(state)
         first = FirstMask(*state["first"])
         cursor = self._cursor_from(first)
@@ -257,12 +256,12 @@ class Sparsifier:
         cursor.attach(self._optimizers[-1])
 
     def _load_weights(self, state: Mapping[str, Any]) -> None:
-        own = internals(self.sparse)
+        own = self.sparse
         own.restore(state["weights"])
         for name, module in _with_extra_state(self.model):
             module.set_extra_state(state["extra"][name])
         for optimizer, loaded in zip(self._optimizers, state["optimizers"], strict=True):
-            own.optimizers.load_live_state(unwrapped(optimizer), loaded)
+            own.load_live_state(unwrapped(optimizer), loaded)
 
     def _cursor_from(self, first: FirstMask) -> Cursor:
         """Return the cursor, or one with another first mask, because the model may look different by now."""
@@ -274,7 +273,7 @@ class Sparsifier:
         """Raise, before anything is changed, unless a state belongs to the same model, method and optimizers."""
         check_contents(state)
         check_arguments(state["arguments"], self._saved_arguments())
-        own = internals(self.sparse)
+        own = self.sparse
         if "weights" in state:
             check_weights(state["weights"], own)
             check_state(state["extra"], *[name for name, _ in _with_extra_state(self.model)])
@@ -316,7 +315,7 @@ def _check_trained(model: nn.Module, arguments: Arguments, optimizers: Sequence[
 
 def _check_new(model: nn.Module) -> None:
     cursor = cursor_of(model)
-    if cursor is not None and cursor.position >= 0 and not internals(cursor.sparse).is_released:
+    if cursor is not None and cursor.position >= 0 and not cursor.sparse.is_released:
         raise GrowpruneError(
             f"the model already belongs to a Sparsifier, at iteration {cursor.iteration} of {cursor.num_iterations}: "
             f"use that one, and its load_state_dict to resume. To start another plan from its zeros, call its "

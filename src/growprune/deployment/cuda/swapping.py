@@ -27,7 +27,6 @@ from growprune.deployment.layer_table import GpuRow, Row
 from growprune.deployment.skeleton import does_more, module_of
 from growprune.errors import warn
 from growprune.files.quantized import INT8
-from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.storage.adapters import leaving_masks
 from growprune.storage.compact_modules import layouts_of, make_plain
@@ -63,7 +62,7 @@ class Waiting(nn.Module):
 def sparse_layers(model: nn.Module | SparseModel) -> dict[str, Waiting]:
     """By path, the linear layers that are sparse enough to be timed; not those that share a weight with others."""
     module, found = module_of(model), {}
-    stored = internals(model).stored if isinstance(model, SparseModel) else {}
+    stored = model.stored if isinstance(model, SparseModel) else {}
     for path, part in module.named_modules():
         if path and is_linear(part) and part._parameters["weight"] is not None:
             one = stored.get(f"{path}.weight")

@@ -13,14 +13,14 @@ from growprune.methods.deepr import Deepr
 from growprune.methods.dpf import Dpf
 from growprune.methods.str_ import Str
 from growprune.plan import Rule
-from growprune.sparse.internals import Internals
+from growprune.sparse.model import SparseModel
 from growprune.sparse.rules.admm_rule import AdmmRule
 from growprune.sparse.rules.base import RunningRule
 from growprune.sparse.rules.deepr_rule import DeeprRule
 from growprune.sparse.rules.dpf_rule import DpfRule
 from growprune.sparse.rules.str_rule import StrRule
 
-RULES: dict[type[Rule], Callable[[Any, Internals], RunningRule]] = {
+RULES: dict[type[Rule], Callable[[Any, SparseModel], RunningRule]] = {
     Admm: AdmmRule,
     Dpf: DpfRule,
     Str: StrRule,
@@ -29,6 +29,6 @@ RULES: dict[type[Rule], Callable[[Any, Internals], RunningRule]] = {
 """By the type of a rule: the class that runs it on a model. It raises, without changes, if it does not fit."""
 
 
-def running(rule: Rule | None, own: Internals) -> RunningRule | None:
+def running(rule: Rule | None, own: SparseModel) -> RunningRule | None:
     """Return the running rule of a model; None if there is no rule."""
     return None if rule is None else RULES[type(rule)](rule, own)

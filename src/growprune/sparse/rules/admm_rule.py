@@ -10,14 +10,14 @@ from torch import Tensor
 
 from growprune.methods.admm import Admm
 from growprune.plan import prune
-from growprune.sparse.internals import Internals
+from growprune.sparse.model import SparseModel
 from growprune.sparse.rules.base import Iterations, RunningRule
 
 
 class AdmmRule(RunningRule):
     """Add rho (W - Z + U) to the gradients, and update Z and U at regular intervals."""
 
-    def __init__(self, rule: Admm, own: Internals) -> None:
+    def __init__(self, rule: Admm, own: SparseModel) -> None:
         super().__init__(own, rule.part, "ADMM needs all weights dense")
         self.rule = rule
         self._iterations = Iterations()

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from growprune.plan import Part
-from growprune.sparse.internals import Internals
+from growprune.sparse.model import SparseModel
 from growprune.sparse.rules.base import RunningRule
 
 
 class AsideRule(RunningRule):
     """A rule that keeps the dense weights w of its part aside."""
 
-    def __init__(self, own: Internals, part: Part, why: str) -> None:
+    def __init__(self, own: SparseModel, part: Part, why: str) -> None:
         super().__init__(own, part, why)
         self.w: dict[str, Tensor] = {}
 

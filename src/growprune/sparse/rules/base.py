@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError
 from growprune.plan import Part
-from growprune.sparse.internals import Internals
+from growprune.sparse.model import SparseModel
 
 
 class RunningRule:
@@ -20,7 +20,7 @@ class RunningRule:
         why: the reason, for an error.
     """
 
-    def __init__(self, own: Internals, part: Part, why: str) -> None:
+    def __init__(self, own: SparseModel, part: Part, why: str) -> None:
         if own.storage != "masked":
             raise GrowpruneError(f"{why}: use storage='masked', not {own.storage!r}")
         self._own = own

@@ -14,14 +14,14 @@ from growprune.masks.layers import Weight
 from growprune.masks.patterns import in_one_go
 from growprune.masks.ranking import choose, random_keys, salt_of
 from growprune.methods.deepr import Deepr
-from growprune.sparse.internals import Internals
+from growprune.sparse.model import SparseModel
 from growprune.sparse.rules.base import RunningRule
 
 
 class DeeprRule(RunningRule):
     """Add the L1 gradient before each step; add noise and rewire after it."""
 
-    def __init__(self, rule: Deepr, own: Internals) -> None:
+    def __init__(self, rule: Deepr, own: SparseModel) -> None:
         super().__init__(own, rule.part, "DeepR edits masks in every iteration")
         if not own.pattern.is_single:
             raise GrowpruneError(

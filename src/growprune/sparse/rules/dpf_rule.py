@@ -10,7 +10,7 @@ from torch import Tensor
 
 from growprune.methods.dpf import Dpf
 from growprune.plan import prune
-from growprune.sparse.internals import Internals
+from growprune.sparse.model import SparseModel
 from growprune.sparse.rules.aside import AsideRule
 from growprune.sparse.rules.base import Iterations
 from growprune.storage.masked import zero_off
@@ -19,7 +19,7 @@ from growprune.storage.masked import zero_off
 class DpfRule(AsideRule):
     """Use the gradient at m * w for w, and recompute m at regular intervals."""
 
-    def __init__(self, rule: Dpf, own: Internals) -> None:
+    def __init__(self, rule: Dpf, own: SparseModel) -> None:
         super().__init__(own, rule.part, "DPF needs all weights dense")
         self.rule = rule
         for weight in self.weights:  # the first that is pruned is the least sparse, and a pattern may forbid it

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from growprune.methods.str_ import Str
-from growprune.sparse.internals import Internals
+from growprune.sparse.model import SparseModel
 from growprune.sparse.rules.aside import AsideRule
 
 
@@ -19,7 +19,7 @@ class StrRule(AsideRule):
     Clipping comes before, so it sees the gradients of the model's weights.
     """
 
-    def __init__(self, rule: Str, own: Internals) -> None:
+    def __init__(self, rule: Str, own: SparseModel) -> None:
         super().__init__(own, rule.part, "STR needs all weights dense")
         self.rule = rule
         self.s: dict[str, Tensor] = {}

@@ -1,0 +1,377 @@
+"""What happens when you call `optimizer.step()`: read `Stepper.before` and `Stepper.after` from top to bottom.
+
+Gradients of pruned weights are set to zero as soon as they are there (storage/masked.py). That alone keeps pruned
+weights at zero under most optimizers. The stepper does the rest: it sees to every gradient, weight and state that
+someone else wrote, scales learning rates with density, runs the rule of the current phase, and advances the plan.
+
+An optimizer of a sparse model gets its stepper from `SparseModel.attach`, or at its first step (`notice`).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from growprune.errors import GrowpruneError
+from growprune.sparse.learning_rates import exponent_for, rate_factor
+from growprune.sparse.optimizer_state import cast
+from growprune.storage.uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from growprune.sparse.model import SparseModel
+
+Group = dict[str, Any]
+
+
+class _Owners(WeakTensorKeyDictionary):
+    num_models = 0
+    """The number of SparseModels made so far."""
+
+
+OWNERS: Any = _Owners()
+"""By parameter: a weak reference to the SparseModel that owns its mask, or None if an edit has replaced the parameter.
+An optimizer knows only parameters, so this is how the first step of a new optimizer finds the masks."""
+
+STEPPER = "_growprune_stepper"
+"""The attribute of an optimizer that holds its stepper."""
+SEEN = "_growprune_seen"
+"""The attribute of an optimizer that says when its parameters were last looked up in OWNERS."""
+
+KEEPS_ZEROS = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.SGD,
+    }
+)
+"""Optimizers that keep a weight and its state at zero if its gradient is zero: these classes, not subclasses."""
+
+
+def keeps_zeros(optimizer: Optimizer) -> bool:
+    """True if a step with masked gradients keeps state exactly zero, with the optimizer's present settings."""
+    if type(optimizer) not in KEEPS_ZEROS:
+        return False
+    for group in optimizer.param_groups:
+        if group.get("maximize"):
+            return False  # turns the sign of a zero
+        if group.get("capturable") and not group.get("fused"):
+            return False  # divides by the learning rate, which may be zero
+        dtypes = {p.dtype for p in group["params"]}
+        if group.get("fused") and dtypes & {torch.float16, torch.bfloat16} and not group["params"][0].is_cuda:
+            return False  # torch 2.13's SGD mixes up its momentum there
+        # zero by zero is no number, and in half precision the usual 1e-8 is zero
+        if float(group.get("eps", 1.0)) <= (1e-7 if torch.float16 in dtypes else 1e-37):
+            return False
+    return True
+
+
+class Stepper:
+    """The hooks around the steps of one optimizer, for all sparse models that it trains.
+
+    The optimizer owns its stepper. The stepper refers to models weakly, and its hooks go with the last of them.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._models: list[weakref.ref[SparseModel]] = []
+        self._handles: list[Any] = []
+        self._now: list[tuple[SparseModel, dict[str, Any]]] = []
+        """During a step: each model, and how its parameters that the optimizer trains are stored, by name."""
+        self._scaled: list[tuple[Group, list[Group]]] = []
+        """During a step: the user's param groups, each with the groups that stand for it."""
+        self._users_groups: list[Group] = []
+        """During a step: the user's list of param groups."""
+        self._dtype: torch.dtype | None = None
+        self.state_came_first: bool | None = None
+        """Compact storage: True if state was loaded since the last step, and other masks after it."""
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, as long as it exists."""
+        return self._optimizer()
+
+    # A step
+
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what comes before a step; where a closure computes the gradients, when it has computed them."""
+        self.restore_groups()  # those of a step that raised
+        self._now = [(model, model.trained_by(optimizer)) for model in self.models()]
+        for model, _ in self._now:
+            model.check_ready(self)
+        self._follow_dtype(optimizer)
+
+        def with_gradients() -> None:
+            self._scale_groups(optimizer)
+            for model, trained in self._now:
+                for stored in trained.values() if model.storage == "masked" else ():
+                    stored.mask_gradient()
+            for model, trained in self._now:
+                if model.rule is not None and not is_skipped(optimizer):
+                    _unscale(optimizer)
+                    model.rule.before_step(_learning_rates(optimizer, trained))
+
+        return _call_with_gradients(args, kwargs, with_gradients)
+
+    def after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Do what comes after a step."""
+        del args, kwargs
+        models, skipped = self._now, is_skipped(optimizer)
+        for model, trained in models:
+            model.mask_weights(trained, () if keeps_zeros(optimizer) else (optimizer,))
+        for model, trained in models if not skipped else ():
+            if model.gradients.is_watching:
+                of_others = {name for other in model.optimizers() for name in model.trained_by(other)} - trained.keys()
+                model.gradients.end_iteration(of_others=of_others, scale=vars(optimizer).get("grad_scale"))
+            if model.rule is not None:
+                model.rule.after_step(_learning_rates(optimizer, trained))
+        self._check_groups_alike(optimizer)
+        self.restore_groups()
+        for model, _ in models if not skipped else ():
+            if model.cursor is not None and model.cursor.clock is optimizer:
+                model.cursor.step()
+
+    # Models
+
+    def models(self) -> list[SparseModel]:
+        """Return the models that the optimizer trains, in the order of their attachment."""
+        return [model for reference in self._models if (model := reference()) is not None]
+
+    def add(self, model: SparseModel) -> None:
+        """Take a model in."""
+        optimizer = self._optimizer()
+        if optimizer is None or model in self.models():
+            return
+        if not self._models:
+            self._remove_hooks()  # one that refuses steps
+            self._handles = [
+                optimizer.register_step_pre_hook(uncompiled(self.before)),
+                optimizer.register_step_post_hook(uncompiled(self.after)),
+                optimizer.register_state_dict_pre_hook(lambda saving: self.restore_groups()),
+                optimizer.register_load_state_dict_pre_hook(lambda loading, state: self.restore_groups()),
+                optimizer.register_load_state_dict_post_hook(lambda loaded: self._follow_loaded_state()),
+            ]
+        mine = weakref.ref(self)
+
+        def forget(gone: weakref.ref[SparseModel]) -> None:
+            if (stepper := mine()) is not None:
+                stepper._drop(gone)
+
+        self._models.append(weakref.ref(model, forget))
+
+    def drop(self, model: SparseModel, *, reason: str = "") -> None:
+        """Let a model go. With a reason, the optimizer's steps are refused from now on."""
+        self.restore_groups()
+        for reference in [reference for reference in self._models if reference() is model]:
+            self._drop(reference)
+        if reason and (optimizer := self._optimizer()) is not None:
+
+            def refuse(*_: Any) -> None:
+                raise GrowpruneError(reason)
+
+            self._handles.append(optimizer.register_step_pre_hook(uncompiled(refuse)))
+
+    def _drop(self, reference: weakref.ref[SparseModel]) -> None:
+        self._models = [other for other in self._models if other is not reference]
+        if not self._models:
+            self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._now = [], []
+
+    # Learning rates
+
+    def _scale_groups(self, optimizer: Optimizer) -> None:
+        """Split the param groups by the densities of all models (see learning_rates.py), until `restore_groups`."""
+        factors: dict[int, float] = {}
+        for model, trained in self._now:
+            if exponent := exponent_for(model.lr_scaling, optimizer):
+                densities = model.densities()
+                factors |= {id(s.parameter): rate_factor(densities[name], exponent) for name, s in trained.items()}
+        if all(factor == 1 for factor in factors.values()):
+            return
+        self._scaled = [(group, _split(group, factors)) for group in optimizer.param_groups]
+        # each group's first part stands where the group stood, and what is left of all groups comes last
+        firsts = [parts[0] for _, parts in self._scaled]
+        rest = [part for _, parts in self._scaled for part in parts[1:]]
+        self._users_groups = optimizer.param_groups
+        optimizer.param_groups = [*firsts, *rest]
+
+    def restore_groups(self) -> None:
+        """Give the optimizer the user's param groups again, with what was written into those that stood for them.
+
+        This is done after each step. After a step that raised, it is done by whatever comes next: a step, an edit, or
+        saving and loading of the optimizer or of a model.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None or not self._scaled:
+            return
+        for group, parts in self._scaled:
+            first = parts[0]
+            if first is group:
+                continue
+            is_new_rate = first["lr"] is not first[GIVEN]  # somebody has set another one since
+            group |= {name: value for name, value in first.items() if name not in ("params", "lr", GIVEN)}
+            if is_new_rate:
+                group["lr"] = first["lr"]
+        ours = {id(part) for _, parts in self._scaled for part in parts}
+        self._users_groups += [group for group in optimizer.param_groups if id(group) not in ours]  # added since
+        optimizer.param_groups, self._scaled, self._users_groups = self._users_groups, [], []
+
+    def _check_groups_alike(self, optimizer: Optimizer) -> None:
+        """Raise if the step has written numbers into param groups that differ between layers with different rates."""
+        for _, (first, *rest) in self._scaled:
+            for part in rest:
+                for name, value in first.items():
+                    if name not in ("params", "lr", GIVEN) and not _is_same(part.get(name), value):
+                        self.restore_groups()
+                        raise GrowpruneError(
+                            f"{type(optimizer).__name__} keeps {name!r} for each param group, and it differs between "
+                            f"layers whose learning rates lr_scaling scales: use lr_scaling=0"
+                        )
+
+    # State
+
+    def _follow_loaded_state(self) -> None:
+        """Mask state that was just loaded; compact storage remembers that it came, and perhaps before its masks."""
+        self.state_came_first = False
+        if (optimizer := self._optimizer()) is not None:
+            for model in self.models():
+                model.mask_weights(model.trained_by(optimizer), (optimizer,), only_state=True)
+
+    def _follow_dtype(self, optimizer: Optimizer) -> None:
+        """Convert state if the model's dtype has changed since the last step, which torch does not do."""
+        dtype = next(p.dtype for group in optimizer.param_groups for p in group["params"])
+        if self._dtype is not None and self._dtype != dtype:
+            cast(optimizer, self._dtype)
+        self._dtype = dtype
+
+
+GIVEN = "_growprune_given_lr"
+"""The entry of a scaled group with the learning rate it was made with."""
+
+
+def _split(group: Group, factors: Mapping[int, float]) -> list[Group]:
+    """Split a group by rate. A group whose rates stay as they are is itself."""
+    by_factor: dict[float, list[Any]] = {}
+    for parameter in group["params"]:
+        by_factor.setdefault(factors.get(id(parameter), 1.0), []).append(parameter)
+    if by_factor.keys() <= {1.0}:
+        return [group]
+    parts = [{**group, "params": ps, "lr": group["lr"] * factor} for factor, ps in by_factor.items()]
+    return [part | {GIVEN: part["lr"]} for part in parts]
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is b or (a.shape == b.shape and torch.equal(a, b))
+    return a is b or bool(a == b)
+
+
+# Finding models and optimizers
+
+
+def stepper_of(optimizer: Optimizer) -> Stepper:
+    """Return the stepper of an optimizer, made when it is first needed."""
+    stepper: Stepper | None = vars(optimizer).get(STEPPER)
+    if stepper is None:
+        stepper = vars(optimizer)[STEPPER] = Stepper(optimizer)
+    return stepper
+
+
+def notice(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Attach an optimizer at its first step to the sparse models whose parameters it trains.
+
+    torch calls this before the step of any optimizer. Nothing is looked up twice.
+    """
+    del args, kwargs
+    now = (OWNERS.num_models, sum(len(group["params"]) for group in optimizer.param_groups))
+    if vars(optimizer).get(SEEN) == now:
+        return
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter in OWNERS:
+            if (reference := OWNERS[parameter]) is None:
+                raise GrowpruneError(
+                    "the optimizer holds compact weights from before an edit, which are no longer the model's: create "
+                    "it after the edit, or attach it before"
+                )
+            if (model := reference()) is not None:
+                model.take_in(optimizer)
+    vars(optimizer)[SEEN] = now
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Have torch call `notice`. Done once, when the first SparseModel is made."""
+    register_optimizer_step_pre_hook(uncompiled(notice))
+
+
+# What optimizers and GradScalers do
+
+
+def _call_with_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]) -> Any:
+    """Act in a hook before a step: at once, or after the step's closure has computed gradients.
+
+    Return what such a hook returns: None, or new arguments of the step.
+    """
+    closure = kwargs.get("closure") or next(iter(args[1:]), None)
+    if closure is None:
+        act()
+        return None
+
+    def acting() -> Any:
+        loss = closure()
+        act()
+        return loss
+
+    return (args[0], acting, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
+
+
+def is_skipped(optimizer: Optimizer) -> bool:
+    """True, in a hook of a step, if the step changes nothing because a GradScaler has found infinite gradients.
+
+    GradScaler skips the step of most optimizers itself. It leaves skipping to those that unscale gradients themselves,
+    such as fused ones. Only then does this wait for the device.
+    """
+    return bool(vars(optimizer).get("found_inf", False))
+
+
+def _unscale(optimizer: Optimizer) -> None:
+    """Unscale gradients in a hook before a step, if a GradScaler has left that to the optimizer."""
+    scale: Tensor | None = vars(optimizer).get("grad_scale")
+    if scale is None:
+        return
+    inverse = scale.double().reciprocal().float()  # as the GradScaler does it for others
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse.to(parameter.grad.device))
+    vars(optimizer)["grad_scale"] = None  # as after GradScaler.unscale_, so that they are not unscaled twice
+
+
+def _learning_rates(optimizer: Optimizer, trained: Mapping[str, Any]) -> dict[str, float]:
+    """Return the learning rates of parameters, by name; NaN if the optimizer sets them by itself."""
+    rates = {id(p): group.get("lr") for group in optimizer.param_groups for p in group["params"]}
+    of_name = {name: rates[id(stored.parameter)] for name, stored in trained.items()}
+    return {name: float("nan") if rate is None else float(rate) for name, rate in of_name.items()}
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside accelerate's wrapper."""
+    inner = getattr(optimizer, "__dict__", {}).get("optimizer")
+    return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
