@@ -138,8 +138,6 @@ class SparseModel:
             self.pattern.check(weight, self.target_sparsity)
         names = dict.fromkeys(weight.parameter for weight in self.weights)
         before = {id(other): other for name in names if (other := _owner(model.get_parameter(name))) is not None}
-        for other in before.values():
-            other.check_no_plan()
         for message in unpruned(model, self.weights, self.keep_dense) if sparsity > 0 else ():
             warn(message)
         self.stored: dict[str, SparseParameter] = store(model, names, storage, self.pattern)
@@ -508,15 +506,6 @@ class SparseModel:
     def check_not_released(self) -> None:
         if self._gone:
             raise GrowpruneError(self._gone)
-
-    def check_no_plan(self) -> None:
-        """Raise if a plan is being carried out on the model."""
-        if (cursor := self.cursor) is not None and not cursor.is_over:
-            raise GrowpruneError(
-                f"the model already belongs to a Sparsifier or Cursor, at iteration {cursor.iteration} of its plan: "
-                f"use that one, and its load_state_dict to resume. To start another plan from its zeros, call "
-                f"to_dense_() first and create a new optimizer"
-            )
 
     def revived(self) -> dict[str, int]:
         """Return the number of pruned weights that are not zero, by parameter; only parameters that have any."""
