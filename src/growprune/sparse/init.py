@@ -15,7 +15,6 @@ from growprune.masks.heads import is_normalized
 from growprune.masks.layers import Weight
 from growprune.masks.ranking import KeyChunks, choose, edit_keys, salt_of
 from growprune.plan import By, Edit, prune
-from growprune.sparse import sharded
 from growprune.sparse.internals import Internals, internals
 from growprune.sparse.model import SparseModel
 
@@ -93,7 +92,9 @@ def _shards(own: Internals, mesh: DeviceMesh | None, sharding: Mapping[str, Any]
         raise GrowpruneError(f"sharding={dict(sharding)} needs a mesh to shard over: pass mesh= too")
     if mesh is None:
         return None
-    shards = sharded.sharding().UnitByUnit(own, mesh, **(sharding or {}))
+    from growprune.sharding import UnitByUnit  # FSDP2 takes a second to load
+
+    shards = UnitByUnit(own, mesh, **(sharding or {}))
     shards.check_random_state()
     return shards
 

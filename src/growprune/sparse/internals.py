@@ -36,7 +36,6 @@ from growprune.sparse.editor import Editor
 from growprune.sparse.gradients import Gradients
 from growprune.sparse.learning_rates import Exponent
 from growprune.sparse.optimizers import Optimizers, unwrapped
-from growprune.sparse.sharded import sharding
 from growprune.storage import SparseParameter, store
 
 if TYPE_CHECKING:
@@ -76,8 +75,6 @@ class Internals:
         self.whole = Part("all", tuple(self.stored))
         self.ranks: Any = None
         """The processes that share the weights, if the model is sharded."""
-        self.shards_masks = False
-        """True if masks are sharded too."""
         self.is_released = False
         """True after `to_dense_`."""
         self._has_stepped = False
@@ -104,7 +101,9 @@ class Internals:
         """Find out what FSDP2 has sharded since the last call. All ranks of a sharded model must call this together."""
         check_not_taken(self.stored)
         if self.ranks is not None or is_fsdp2(self.model.modules()):
-            sharding().adopt(self)
+            from growprune import sharding  # FSDP2 takes a second to load
+
+            sharding.adopt(self)
 
     def check(self, *parts: Part) -> None:
         """Raise if layers of the model were replaced, or if it lacks tensors that a part names."""

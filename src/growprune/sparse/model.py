@@ -24,7 +24,6 @@ from growprune.sparse.checks import check_model, check_settings, unpruned
 from growprune.sparse.copies import mask_copy
 from growprune.sparse.internals import Internals
 from growprune.sparse.learning_rates import parse_lr_scaling
-from growprune.sparse.sharded import sharding
 from growprune.sparse.summary import Summary, summarise
 from growprune.storage import make_plain
 
@@ -211,9 +210,7 @@ class SparseModel:
 
     # Training
 
-    def shard(
-        self, mesh: DeviceMesh, *, units: Sequence[str] | None = None, masks: bool = False, **settings: Any
-    ) -> nn.Module:
+    def shard(self, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any) -> nn.Module:
         """Shard the model over the ranks of a mesh with torch's FSDP2. Create optimizers after it.
 
         It needs compact storage. Every rank then holds a share of the live values, and sends only live values. You may
@@ -222,12 +219,12 @@ class SparseModel:
         Args:
             units: names or globs of the modules that are gathered one at a time; by default the blocks in the model's
                 lists (ModuleList, Sequential). All other parameters are gathered with the model.
-            masks: shard masks too, and gather those of a layer whenever it computes. All ranks must then call every
-                method that reads a mask (`summary`, `num_alive`).
             settings: further arguments of `torch.distributed.fsdp.fully_shard`, such as mp_policy.
         """
         self._internals.check_not_released()
-        sharding().shard(self._internals, mesh, units=units, masks=masks, **settings)
+        from growprune import sharding  # FSDP2 takes a second to load
+
+        sharding.shard(self._internals, mesh, units=units, **settings)
         return self.model
 
     def attach(self, optimizer: Optimizer) -> Optimizer:
@@ -272,9 +269,9 @@ class SparseModel:
 
     def __repr__(self) -> str:
         own = self._internals
-        now = "" if own.shards_masks else f"sparsity {self.sparsity:.4g} of "  # counting those takes all ranks
+        density = f"sparsity {self.sparsity:.4g} of target {self.target_sparsity:.4g}"
         what = f"{self.num_prunable:,} prunable weights, storage={own.storage!r}"
-        return f"SparseModel({type(self.model).__name__}, {now}target {self.target_sparsity:.4g}, {what})"
+        return f"SparseModel({type(self.model).__name__}, {density}, {what})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
         memo[id(self)] = clone = object.__new__(type(self))
