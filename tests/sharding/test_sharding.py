@@ -39,7 +39,6 @@ from growprune.sharding import units_of
 from growprune.sharding.ranks import Ranks
 from growprune.sparse.internals import internals
 from growprune.storage import block_products
-from growprune.storage.compact_modules import layouts_of
 from growprune.storage.layout import Layout
 
 

@@ -53,8 +53,8 @@ class UnitByUnit:
         self._left = {id(module) for module in units_of(sparse.model, units)}
         self._mesh, self._settings = mesh, settings
         kind = mesh.device_type
-        index = None if kind == "cpu" else torch.accelerator.current_device_index()
-        self.ranks = Ranks(mesh.get_group(), torch.device(kind, index))
+        device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+        self.ranks = Ranks(mesh.get_group(), device)
 
     @property
     def device(self) -> torch.device:
