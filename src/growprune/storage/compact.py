@@ -35,6 +35,8 @@ class Compact(SparseParameter):
 
     def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
         super().__init__(model, name, pattern)
+        self._strides = self.parameter.stride()
+        """The strides of the dense weight: torch rounds otherwise with others, such as those of channels_last."""
         self._group = pattern.run_length(self.shape, transposed=getattr(self.module, "transposed", False))
         """The number of consecutive elements that share a bit."""
         self._block = block_of(pattern, name, self.shape)
@@ -181,6 +183,9 @@ class Compact(SparseParameter):
         self._keep(torch.where(mask, dense, 0) if layout is None else layout.compress(dense), layout)
 
     def _keep(self, values: Tensor, layout: Layout | None) -> None:
+        if layout is None and values.stride() != self._strides:
+            strided = torch.empty_strided(self.shape, self._strides, dtype=values.dtype, device=values.device)
+            values = strided.copy_(values)
         if layout is not None and self._block is not None:
             layout.blocks = live_blocks(layout.mask(), *self._block)
         self._place(values, layout)

@@ -109,7 +109,8 @@ class Layout:
         if not self.is_folded:
             return flat.view(self.shape)
         folded = (self.shape[0], *self.shape[2:], self.shape[1])
-        return flat.view(folded).movedim(-1, 1).contiguous()
+        # of a 1x1 convolution, contiguous() would keep the strides of channels_last, with which torch rounds otherwise
+        return flat.view(folded).movedim(-1, 1).reshape(-1).view(self.shape)
 
 
 def _is_usual(tensor: Tensor) -> bool:
