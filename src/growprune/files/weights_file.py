@@ -45,10 +45,10 @@ def sparse_file(folder: Path) -> Path | None:
     if not others:
         return folder / SPARSE  # no other file can disagree with it
     try:
-        known = dict(json.loads((folder / ABOUT).read_text())["dense"])
+        known = dict(json.loads((folder / ABOUT).read_text())["dense"].items())
     except OSError:
         reason = f"{folder} has {SPARSE} and {', '.join(sorted(others))}, but no {ABOUT} of save_pretrained"
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise GrowpruneError(f"{folder / ABOUT} is damaged ({error!r}): download or save the folder again") from None
     else:
         changed = [name for name in sorted(known) if name not in others or known[name] != digest_of(folder / name)]
