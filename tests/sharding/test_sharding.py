@@ -306,8 +306,9 @@ def planned_blocks(mesh: DeviceMesh | None, method: str) -> tuple[list[dict[str,
 @contextmanager
 def counted_products() -> Iterator[dict[str, int]]:
     """While it lasts, layers multiply over live blocks only, and that they do is counted."""
-    before, counts = block_products.choose_products("sparse"), {"output": 0, "input_gradient": 0, "values_gradient": 0}
+    before, counts = block_products.WAY, {"output": 0, "input_gradient": 0, "values_gradient": 0}
     kept = {name: getattr(block_products, name) for name in counts}
+    block_products.WAY = "sparse"
 
     def counting(name: str, *operands: Any) -> Tensor:
         counts[name] += 1
@@ -321,7 +322,7 @@ def counted_products() -> Iterator[dict[str, int]]:
     finally:
         for name, product in kept.items():
             setattr(block_products, name, product)
-        block_products.choose_products(before)
+        block_products.WAY = before
 
 
 def sharded_blocks(mesh: DeviceMesh, method: str) -> tuple[list[Arrays], Arrays]:
