@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from growprune.sharding.handles import Handle
 from growprune.storage.compact import Compact
-from growprune.storage.compact_layers import RECORDERS, hand_over
+from growprune.storage.compact_layers import hand_over
 from growprune.storage.compact_modules import set_layout
 from growprune.storage.layout import Layout
 
@@ -86,7 +86,7 @@ class ShardedCompact(Compact):
 
     def _listen(self) -> None:
         if self._layout is not None:
-            RECORDERS[self._layout] = weakref.ref(self)
+            self._layout.recorder = weakref.ref(self)
         elif self.handle.gathered is not None:
             self._hook(self.handle.gathered)
         else:  # there will be one when the unit is gathered for the first time

@@ -22,7 +22,7 @@ from growprune.masks.bits import unpack
 from growprune.masks.patterns import Pattern
 from growprune.storage import block_products, kernels
 from growprune.storage.blocks import block_of, live_blocks
-from growprune.storage.compact_layers import LAYOUTS, RECORDERS, hand_over, watch
+from growprune.storage.compact_layers import LAYOUTS, hand_over, watch
 from growprune.storage.compact_modules import let_compile_again, make_plain, set_layout
 from growprune.storage.layout import Layout
 from growprune.storage.masked import hookable
@@ -171,7 +171,7 @@ class Compact(SparseParameter):
         """Start to record dense gradients: in the layer, or at the parameter itself if it is fully live."""
         parameter, me = self.parameter, weakref.ref(self)
         if self._layout is not None:
-            RECORDERS[self._layout] = me
+            self._layout.recorder = me
         elif self._listening is None or self._listening() is not parameter:
             with hookable(parameter):
                 parameter.register_post_accumulate_grad_hook(uncompiled(lambda p: hand_over(me(), p.grad)))  # type: ignore[no-untyped-call]

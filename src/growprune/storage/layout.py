@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,6 +60,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         self._numel = self.shape.numel()
+        self.recorder: weakref.ref[Any] | None = None
+        """The sparse parameter that may record dense gradients. A copy has none."""
         self._quick: dict[tuple[Any, ...], Callable[[int], Tensor] | None] = {}
         """Fast functions that expand and compress, by dtype and device; created when first needed."""
 
