@@ -227,23 +227,18 @@ def _linear_gradient(rows: Tensor, x: Tensor, layout: Any, dtype: torch.dtype) -
 
 
 def convolution(module: Any, x: Tensor) -> Tensor:
-    """Compute `nn.Conv1d.forward` to `nn.Conv3d.forward`."""
-    x, padding = _padded(module, x)
-    shape = (module.stride, padding, module.dilation, False, (0,) * len(module.stride), module.groups)
-    return _convolve(module, x, shape)
-
-
-def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the input with the padding that a convolution does not support, and the remaining padding."""
-    nothing = (0,) * len(module.stride)
+    """Compute `nn.Conv1d.forward` to `nn.Conv3d.forward`, and the padding that a convolution does not support."""
+    padding = nothing = (0,) * len(module.stride)
     if module.padding_mode != "zeros":
-        return F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode), nothing
-    if module.padding != "same":
-        return x, nothing if module.padding == "valid" else module.padding
-    total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-    if any(t % 2 for t in total):  # one more on the right
-        x = F.pad(x, [side for t in reversed(total) for side in (0, t % 2)])
-    return x, tuple(t // 2 for t in total)
+        x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    elif module.padding == "same":
+        total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        if any(t % 2 for t in total):  # one more on the right
+            x = F.pad(x, [side for t in reversed(total) for side in (0, t % 2)])
+        padding = tuple(t // 2 for t in total)
+    elif module.padding != "valid":
+        padding = module.padding
+    return _convolve(module, x, (module.stride, padding, module.dilation, False, nothing, module.groups))
 
 
 def transposed_convolution(module: Any, x: Tensor, output_size: list[int] | None = None) -> Tensor:
