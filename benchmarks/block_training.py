@@ -254,7 +254,6 @@ def one_model(args: argparse.Namespace, pattern: str | None) -> dict[str, Any]:
             except RuntimeError as problem:  # no profiler here
                 found["split"] = {"failed": str(problem)[:200]}
     found["chosen"] = {str(key): str(tile) for key, tile in block_products.CHOSEN.items()}
-    found["skipped"] = {str(key): why for key, why in block_products.SKIPPED.items()}
     return found
 
 

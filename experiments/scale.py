@@ -55,7 +55,6 @@ class Setting:
     """Among which a model is sharded: those of one group."""
     tokens: int = 8192
     """Of one pass over the model, on each rank."""
-    is_sharded_bits: bool = True
     steps_in_backward: bool = False
     """Whether the optimizer steps as soon as a gradient is there, so that gradients are never there at once."""
 
@@ -85,7 +84,7 @@ def memory_gib(model: Model, setting: Setting) -> float:
     total = per_value * live / setting.ranks
     if setting.sparsity:
         sparse = (1 - 1 / setting.kappa) * model.weights
-        total += BITS * sparse / (setting.ranks if setting.is_sharded_bits else 1)
+        total += BITS * sparse  # masks are whole on every rank
     layer = 4 * model.d**2
     if setting.ranks > 1:  # each layer wrapped by itself: two gathered in bf16, and a gradient in float32
         total += (2 * 2 + 4) * layer
@@ -96,15 +95,10 @@ def memory_gib(model: Model, setting: Setting) -> float:
 
 
 def gathered_bytes(model: Model, setting: Setting) -> float:
-    """What a rank receives in one pass: live values in bf16 for each of two passes, gradients in float32, and bits.
-
-    Bits that are sharded are gathered wherever a layer computes: forward, again for the backward pass, and in it.
-    """
+    """What a rank receives in one pass: live values in bf16 for each of two passes, and gradients in float32."""
     if setting.ranks == 1:
         return 0.0
     received = (2 * 2 + 4) * setting.live * model.weights
-    if setting.sparsity and setting.is_sharded_bits:
-        received += 3 * BITS * (1 - 1 / setting.kappa) * model.weights
     return received * (setting.ranks - 1) / setting.ranks
 
 
@@ -157,13 +151,11 @@ def _eighty() -> Setting:
 
 
 def memory_table() -> Iterator[str]:
-    yield "| model | GPUs | dense | 80 % | 90 % | 90 %, all bits on every rank |"
-    yield "|---|---:|---:|---:|---:|---:|"
+    yield "| model | GPUs | dense | 80 % | 90 % |"
+    yield "|---|---:|---:|---:|---:|"
     for model in MODELS:
         for ranks in RANKS:
-            settings = [Setting(sparsity, ranks=ranks) for sparsity in SPARSITIES]
-            settings.append(Setting(0.9, ranks=ranks, is_sharded_bits=False))
-            cells = [memory_gib(model, setting) for setting in settings]
+            cells = [memory_gib(model, Setting(sparsity, ranks=ranks)) for sparsity in SPARSITIES]
             shown = " | ".join(f"{c:,.0f}" if c > ROOM else f"**{c:,.0f}**" for c in cells)
             yield f"| {model.name} | {ranks:,} | {shown} |"
 

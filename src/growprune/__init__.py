@@ -9,8 +9,6 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-from growprune.sparse import sharded
-
 if TYPE_CHECKING:
     from growprune import methods, tasks
     from growprune.deployment.api import deploy, load_deployed
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
     from growprune.sparse.model import SparseModel
     from growprune.sparse.pretrained_pruning import prune_pretrained
     from growprune.training.sparsifier import Sparsifier, sparsify
-
-sharded.register(lambda: importlib.import_module("growprune.sharding"))
 
 _HOMES = {
     "growprune": ("methods", "tasks"),

@@ -25,7 +25,6 @@ from torch.nn.utils import prune
 import growprune as gp
 from growprune.files import importers
 from growprune.files.importers import IMPORTERS
-from growprune.files.weights_file import weights_file
 
 DATA = Path(__file__).parent / "data"
 HERE = "compressed-tensors-0.9.4"
@@ -442,31 +441,6 @@ def test_a_folder_of_several_files_is_read_as_one(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     found = importers.read(tmp_path)
     assert (sorted(found.tensors), found.num_alive) == (sorted(state), 12)
-
-
-def test_a_folder_whose_dense_file_was_changed_is_read_by_that(tmp_path: Path) -> None:
-    sparse = gp.SparseModel(mlp(), sparsity=0.5)
-    sparse.prune()
-    gp.save_pretrained(sparse, tmp_path)
-    assert importers.read(tmp_path).format == "growprune"
-    save_file(zeroed(), tmp_path / "model.safetensors")
-    found = importers.read(tmp_path)
-    assert (found.format, found.num_alive) == ("dense", 12)
-
-
-def test_a_sparse_file_that_is_out_of_date_is_not_read_beside_several_dense_ones(tmp_path: Path) -> None:
-    sparse = gp.SparseModel(mlp(), sparsity=0.5)
-    sparse.prune()
-    gp.save_pretrained(sparse, tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    save_file(zeroed(), tmp_path / "model-1-of-1.safetensors")
-    names = dict.fromkeys(zeroed(), "model-1-of-1.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    assert (importers.read(tmp_path).format, importers.read(tmp_path).num_alive) == ("dense", 12)
-    with pytest.raises(gp.GrowpruneError, match="has no weights"):
-        weights_file(tmp_path)
-    (tmp_path / "model-1-of-1.safetensors").unlink()
-    assert weights_file(tmp_path).name == "growprune.safetensors"  # there is nothing that it could disagree with
 
 
 def test_reading_does_not_change_the_file(tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
 import growprune as gp
+from growprune.files import importers
+from growprune.files.convert import convert
+from growprune.files.weights_file import weights_file
 
 storages = pytest.mark.parametrize("storage", ["masked", "compact"])
 
@@ -102,12 +105,45 @@ def test_what_is_built_to_be_compact_never_has_its_dense_weights(tmp_path: Path)
     assert sum(p.numel() for p in found.model.parameters()) == 8 * (410 + 64)
 
 
-def test_a_folder_that_somebody_saved_over_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(gp.GrowpruneError, match=r"was changed after growprune saved it.*SparseModel.from_zeros"):
-        gp.from_pretrained(Net, tmp_path)
+READERS: dict[str, Callable[[Path], Any]] = {
+    "from_pretrained": lambda folder: gp.from_pretrained(Net, folder),
+    "import": importers.read,
+    "weights": weights_file,
+    "convert": lambda folder: convert(folder, folder.with_suffix(".safetensors")),
+}
+readers = pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+
+
+@readers
+def test_folder_with_another_safetensors_file_is_read_as_sparse(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    saved(tmp_path / "model")
+    save_file({"a": torch.zeros(1)}, tmp_path / "model" / "adapter_model.safetensors")
+    read(tmp_path / "model")
+    assert weights_file(tmp_path / "model").name == "growprune.safetensors"
+
+
+@readers
+@pytest.mark.parametrize("change", ["overwritten", "replaced by several files", "interrupted"])
+def test_folder_whose_sparse_file_may_be_out_of_date_is_refused(
+    tmp_path: Path, change: str, read: Callable[[Path], Any]
+) -> None:
+    saved(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    if change == "overwritten":
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    elif change == "replaced by several files":
+        path.rename(path.with_name("model-1-of-1.safetensors"))
+    else:
+        (tmp_path / "model" / "growprune.json").unlink()
+    with pytest.raises(gp.GrowpruneError, match=r"model\.safetensors.*SparseModel.from_zeros"):
+        read(tmp_path / "model")
+
+
+@readers
+def test_folder_with_only_the_sparse_file_is_read(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    saved(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    read(tmp_path / "model")
 
 
 def test_a_folder_that_is_not_ours_or_not_whole_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -118,7 +154,7 @@ def test_a_folder_that_is_not_ours_or_not_whole_is_refused_with_what_to_do(tmp_p
     about.write_text(json.dumps([1]))
     with pytest.raises(gp.GrowpruneError, match=r"growprune.json is damaged"):
         gp.from_pretrained(Net, tmp_path)
-    about.unlink()
+    (tmp_path / "growprune.safetensors").unlink()
     with pytest.raises(gp.GrowpruneError, match=r"not written by growprune.save_pretrained, .*SparseModel.from_zeros"):
         gp.from_pretrained(Net, tmp_path)
 

@@ -38,7 +38,6 @@ from growprune import By, Partition, methods
 from growprune.sharding import units_of
 from growprune.sharding.ranks import Ranks
 from growprune.storage import block_products
-from growprune.storage.compact_modules import layouts_of
 from growprune.storage.layout import Layout
 
 
@@ -155,8 +154,7 @@ def planned(mesh: DeviceMesh | None, method: str, how: str = "") -> tuple[list[d
     """Masks after each iteration, and the model at the end."""
     # Adam's first steps are all about as long as its learning rate: what has just grown is full of near ties, which
     # only more digits tell apart
-    is_plain = how in ("", "masks")
-    with_adam = method in ("gradual_gap", "rigl") and is_plain
+    with_adam = method in ("gradual_gap", "rigl") and not how
     allocation = {"rigl": "erk", "gradual_gap": "global"}.get(method, "uniform")
     if how == "sharded first" and mesh is not None:
         sparse = sharded_first(mesh, allocation)
@@ -166,10 +164,10 @@ def planned(mesh: DeviceMesh | None, method: str, how: str = "") -> tuple[list[d
         sparse.model.blocks[0].requires_grad_(False)
     if mesh is not None and how != "sharded first":
         offloaded = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}
-        sparse.shard(mesh, masks=how.endswith("masks"), **offloaded)
-    if how.startswith("compiled"):
+        sparse.shard(mesh, **offloaded)
+    if how == "compiled":
         sparse.model.blocks[0].compile(backend="aot_eager")
-    accumulate = 1 if method == "rigl" and is_plain else None
+    accumulate = 1 if method == "rigl" and not how else None
     cursor = gp.Cursor(sparse, plan_of(sparse, method), iterations_per_epoch=2, accumulate=accumulate)
     sgd = torch.optim.SGD(sparse.model.parameters(), lr=0.1, momentum=0.9)
     optimizer = cursor.attach(torch.optim.AdamW(sparse.model.parameters(), lr=1e-3) if with_adam else sgd)
@@ -225,29 +223,20 @@ def test_growth_by_gradient_sees_what_one_process_sees(on_two: Run, how: str) ->
 
 @pytest.mark.slow
 def test_compiled_blocks_can_be_sharded() -> None:
-    # one in which nobody watched gradients before: torch.compile would look at who did. Two compile the same, twice
+    # one in which nobody watched gradients before: torch.compile would look at who did
     with ranks(1) as run:
         check_plan(run(sharded_plan, "cyclic_gap", "compiled"), "cyclic_gap")
-        check_plan(run(sharded_plan, "cyclic_gap", "compiled with masks"), "cyclic_gap")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 def test_any_number_of_ranks_makes_the_same_masks(world: int) -> None:
     with ranks(world) as run:
-        for method in ("cyclic_gap", "gradual_gap"):  # rankings over all ranks
+        for method in ("cyclic_gap", "gradual_gap", "rigl"):
             check_plan(run(sharded_plan, method), method)
-        check_plan(run(sharded_plan if world == 1 else replicas_of_shards, "rigl"), "rigl")  # growth by gradient
         run(tie)
         for method in BLOCK_PLANS:
             check_blocks(run(sharded_blocks, method), method)
-        check_plan(run(sharded_plan, "rigl", "masks"), "rigl")
-
-
-def replicas_of_shards(mesh: DeviceMesh, method: str) -> tuple[list[Arrays], Arrays]:
-    """HSDP: two replicas of two shards each."""
-    del mesh
-    return sharded_plan(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")), method)
 
 
 def tie(mesh: DeviceMesh) -> None:
@@ -316,8 +305,9 @@ def planned_blocks(mesh: DeviceMesh | None, method: str) -> tuple[list[dict[str,
 @contextmanager
 def counted_products() -> Iterator[dict[str, int]]:
     """While it lasts, layers multiply over live blocks only, and that they do is counted."""
-    before, counts = block_products.choose_products("sparse"), {"output": 0, "input_gradient": 0, "values_gradient": 0}
+    before, counts = block_products.WAY, {"output": 0, "input_gradient": 0, "values_gradient": 0}
     kept = {name: getattr(block_products, name) for name in counts}
+    block_products.WAY = "sparse"
 
     def counting(name: str, *operands: Any) -> Tensor:
         counts[name] += 1
@@ -331,7 +321,7 @@ def counted_products() -> Iterator[dict[str, int]]:
     finally:
         for name, product in kept.items():
             setattr(block_products, name, product)
-        block_products.choose_products(before)
+        block_products.WAY = before
 
 
 def sharded_blocks(mesh: DeviceMesh, method: str) -> tuple[list[Arrays], Arrays]:
@@ -396,18 +386,18 @@ def edited(mesh: DeviceMesh) -> list[int]:
     loss_of(sparse.model, mine(batches(1)[0], mesh)).backward()
     optimizer.step()
     sizes: list[int] = []
-    join = Ranks.join
+    all_gather = Ranks.all_gather
 
     def watched(self: Ranks, *arguments: Any, **settings: Any) -> Tensor:
-        found = join(self, *arguments, **settings)
+        found = all_gather(self, *arguments, **settings)
         sizes.append(found.numel())
         return found
 
-    Ranks.join = watched  # type: ignore[method-assign]
+    Ranks.all_gather = watched  # type: ignore[method-assign]
     part = Partition.contiguous(sparse.model, 3)[0]
     sparse.grow(part)
     sparse.prune(part)
-    Ranks.join = join  # type: ignore[method-assign]
+    Ranks.all_gather = all_gather  # type: ignore[method-assign]
     return [max(sizes), max(p.shape.numel() for p in sparse.stored.values()), sparse.num_prunable]
 
 
@@ -529,40 +519,6 @@ def test_gathering_a_layer_does_not_make_its_weight_dense(on_two: Run) -> None:
         assert 0 < sharded == alone
 
 
-def masks_in_parts(mesh: DeviceMesh, folder: str) -> list[int]:
-    """Bytes of masks on this rank, and of all; how often a step gathers those of a layer, and how many layers."""
-    file, settings = f"{folder}/model.safetensors", {"mesh": mesh, "sharding": {"masks": True}}
-    torch.manual_seed(5)
-    whole = gp.sparse_init(Transformer, sparsity=0.8)
-    torch.manual_seed(5)
-    sparse = gp.sparse_init(Transformer, sparsity=0.8, **settings)
-    gp.save(sparse, file)
-    for model in (sparse, gp.load(file, Transformer(), storage="compact", **settings)):
-        assert_same(weights_of(model), weights_of(whole), tolerance=0)
-    gp.save_sharded_checkpoint(f"{folder}/state", sparse)
-    gp.load_sharded_checkpoint(f"{folder}/state", whole)
-    assert_same(weights_of(sparse), weights_of(whole), tolerance=0)
-    layouts = [[lay for m in s.model.modules() for lay in layouts_of(m).values()] for s in (sparse, whole)]
-    count, join = [0], Ranks.join_alike
-
-    def counting(self: Ranks, part: Tensor) -> Tensor:
-        count[0] += 1
-        return join(self, part)
-
-    Ranks.join_alike = counting  # type: ignore[method-assign]
-    loss_of(sparse.model, batches(1)[0]).backward()
-    Ranks.join_alike = join  # type: ignore[method-assign]
-    total = sum(layout.bits.numel() + 8 * layout.offsets.numel() for layout in layouts[1])
-    return [sum(layout.num_bytes_here for layout in layouts[0]), total, count[0], len(layouts[0])]
-
-
-def test_masks_may_be_sharded_too(on_two: Run, tmp_path: Path) -> None:
-    check_plan(on_two(sharded_plan, "rigl", "masks"), "rigl")
-    for own, total, gathered, layers in on_two(masks_in_parts, str(tmp_path)):
-        assert abs(own - total / 2) < 0.01 * total
-        assert gathered < 2 * layers  # what the forward pass gathered last serves the backward pass first
-
-
 def saved_as_int8(mesh: DeviceMesh, folder: str) -> None:
     for name, where in ({"sharded": mesh} | ({"whole": None} if mesh.get_rank() == 0 else {})).items():
         torch.manual_seed(5)
@@ -597,6 +553,12 @@ def mistakes(mesh: DeviceMesh) -> list[str]:
     found.append(told(lambda: gp.SparseModel(cut, sparsity=0.8, storage="compact")))
     fully_shard(cut, mesh=twice["shards"])
     found.append(told(lambda: gp.SparseModel(cut, sparsity=0.8, storage="compact")))
+    two_dimensions = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    found.append(told(lambda: make().shard(two_dimensions)))
+    replicated = nn.Sequential(nn.Linear(8, 8))
+    fully_shard(replicated, mesh=two_dimensions)
+    found.append(told(lambda: gp.SparseModel(replicated, sparsity=0.8, storage="compact")))
+    assert type(replicated[0]) is nn.Linear  # a refused call changes nothing
     other = make(seed=mesh.get_rank())
     other.prune(by=By.RANDOM)
     found.append(told(lambda: other.shard(mesh)))
@@ -623,6 +585,8 @@ def test_what_cannot_be_sharded_is_refused_in_one_line(on_two: Run) -> None:
         "0.weight is already sharded (it is a DTensor): create the SparseModel from the plain model, then shard it",
         "0.weight was sharded by tensor parallelism before FSDP2, which sparse weights do not support: use only "
         "fully_shard",
+        "the mesh has 2 dimensions, as for HSDP: shard over one dimension",
+        "0.weight is sharded over a mesh of two dimensions (HSDP): shard over one dimension",
         "rank 1 has another mask of blocks.0.attention.in_proj_weight than rank 0: use the same seed and edits on all "
         "ranks before sharding",
         "mesh must be a DeviceMesh, got a str: create it with torch.distributed.device_mesh.init_device_mesh after "

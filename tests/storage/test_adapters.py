@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import growprune as gp
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* of the adapter's change, which fell on pruned weights")
+
 
 class Lora(nn.Module):
     """Written like the LoRA layer of PEFT, as far as merging goes."""
@@ -119,6 +121,42 @@ def test_merging_changes_what_lives_and_nothing_else(order: str, storage: str, s
         model[i].unmerge()
     assert all(torch.allclose(old, new, atol=1e-6) for old, new in zip(before, weights(model), strict=True))
     assert sum(int(w.count_nonzero()) for w in weights(model)) == sparse.num_alive == 64
+
+
+@storages
+def test_merge_warns_of_the_share_that_is_dropped(storage: str) -> None:
+    layer = nn.Linear(4, 1, bias=False)
+    layer.weight.data = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
+    sparse = gp.SparseModel(layer, sparsity=0.5, storage=storage)
+    sparse.prune()
+    adapter = Lora(layer, rank=1)
+    adapter.lora_A["default"].weight.data = torch.tensor([[1.0, 2.0, 3.0, -4.0]])  # 7 of 10 fall on pruned weights
+    adapter.lora_B["default"].weight.data = torch.tensor([[0.5]])
+    with pytest.warns(UserWarning) as caught:
+        adapter.merge()
+    assert len(caught) == 1
+    assert "dropped 70 % of the adapter's change" in str(caught[0].message)
+    assert adapter.base_layer.weight.tolist() == [[4.5, 4.0, 0.0, 0.0]]
+    adapter.unmerge()  # which warns of nothing, as the next merge
+    adapter.lora_A["default"].weight.data = torch.tensor([[1.0, 2.0, 0.0, 0.0]])
+    adapter.merge()
+    assert adapter.base_layer.weight.tolist() == [[4.5, 4.0, 0.0, 0.0]]
+
+
+@storages
+def test_merge_into_a_dense_layer_warns_of_nothing(storage: str) -> None:
+    model = adapted(base())
+    gp.SparseModel(model, sparsity=0.9, storage=storage)
+    model[0].merge()
+
+
+@storages
+def test_peft_warns_of_the_share_that_is_dropped(storage: str) -> None:
+    sparse = made("neither", storage)
+    adapter = peft_model(sparse.model)
+    with pytest.warns(UserWarning, match=r"dropped 9\d % of the adapter's change") as caught:
+        adapter.merge_and_unload()
+    assert len(caught) == 2  # one for each merged layer
 
 
 @orders

@@ -164,6 +164,48 @@ def test_a_whole_run_gives_the_bits_of_masked_storage(
         assert torch.equal(expected[name], found[name]), name
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_resume_is_bit_exact_with_blocks_in_1x1_convolutions(memory_format: torch.memory_format) -> None:
+    def begin() -> tuple[nn.Module, Any, gp.Sparsifier]:
+        torch.manual_seed(1)
+        convolutions = nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 1)
+        model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(256, 4)).to(memory_format=memory_format)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        settings: dict[str, Any] = {"sparsity": 0.7, "iterations": 20, "storage": "compact", "pattern": "1x8"}
+        return model, optimizer, gp.sparsify(model, optimizer, "cyclic_gap", **settings)
+
+    def train(model: nn.Module, optimizer: Any, iterations: range) -> None:
+        for iteration in iterations:
+            x = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(iteration))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    for cut in range(0, 20, 2):
+        whole, optimizer, sparsifier = begin()
+        train(whole, optimizer, range(cut))
+        resumed, other_optimizer, other = begin()
+        other.load_state_dict(sparsifier.state_dict())
+        train(whole, optimizer, range(cut, 20))
+        train(resumed, other_optimizer, range(cut, 20))
+        for (name, tensor), found in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+            assert torch.equal(tensor, found), (cut, name)
+
+
+def test_dense_weights_keep_the_strides_of_the_model() -> None:
+    convolution = nn.Conv2d(16, 16, 1)
+    sparse = SparseModel(convolution, sparsity=0.5, storage="compact", pattern="1x8")
+    sparse.prune()
+    assert layouts_of(convolution)["weight"].expand(convolution._parameters["weight"]).stride() == (16, 1, 1, 1)
+    sparse.grow()
+    assert convolution.weight.stride() == (16, 1, 1, 1)
+    convolution = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    sparse = SparseModel(convolution, sparsity=0.5, storage="compact")
+    sparse.prune()
+    sparse.grow()
+    assert convolution.weight.stride() == (36, 1, 12, 4)
+
+
 def test_only_what_lives_is_held_and_a_grown_part_is_a_plain_parameter() -> None:
     model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 10))
     sparse = SparseModel(model, sparsity=0.9, storage="compact")

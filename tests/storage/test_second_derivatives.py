@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -58,15 +58,10 @@ def test_a_gradient_penalty_has_the_same_gradients_as_with_masked_storage(name: 
         torch.testing.assert_close(other, one)
 
 
-@pytest.fixture
-def live_blocks_only() -> Iterator[None]:
-    before = block_products.choose_products("sparse")
-    yield
-    block_products.choose_products(before)
-
-
-@pytest.mark.usefixtures("live_blocks_only")
-def test_products_over_live_blocks_are_left_out_where_a_second_derivative_is_wanted() -> None:
+def test_products_over_live_blocks_are_left_out_where_a_second_derivative_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_products, "WAY", "sparse")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     expected, found = (penalty_gradients(model, storage, (3, 64), "32x32") for storage in ("masked", "compact"))

@@ -31,7 +31,7 @@ from growprune.files import sparse_file as file
 from growprune.files.atomic import replacing
 from growprune.files.model_card import write_model_card
 from growprune.files.reader import is_ours, open_safetensors
-from growprune.files.weights_file import ABOUT, DENSE, SPARSE, dense_digests
+from growprune.files.weights_file import ABOUT, DENSE, SPARSE, digest_of, sparse_file
 from growprune.files.writer import write_safetensors
 from growprune.masks.layers import tensors_of
 from growprune.sparse.model import SparseModel, check_sparse_model
@@ -62,7 +62,8 @@ def save_pretrained(sparse: SparseModel, folder: str | os.PathLike[str], *, mode
         _save_dense(sparse.model, folder / DENSE)
     if model_card:
         write_model_card(sparse, folder, file.manifest(folder / SPARSE))
-    about = {"format": 1, "dense": dense_digests(folder)}
+    dense = sorted(path for path in folder.glob("*.safetensors") if path.name != SPARSE)
+    about = {"format": 1, "dense": {path.name: digest_of(path) for path in dense}}
     with replacing(folder / ABOUT) as written:
         written.write((json.dumps(about, indent=1) + "\n").encode())
 
@@ -98,17 +99,10 @@ def _check(folder: Path) -> None:
     if not folder.is_dir():
         raise GrowpruneError(f"{folder} is not a folder: pass one that growprune.save_pretrained wrote")
     _check_not_sparse(folder, f"load it with growprune.load({str(folder / DENSE)!r}, model)")
-    from_zeros = "load the model with its own from_pretrained, then call growprune.SparseModel.from_zeros(model)"
-    if not (folder / ABOUT).is_file() or not (folder / SPARSE).is_file():
-        raise GrowpruneError(f"{folder} was not written by growprune.save_pretrained, or is incomplete: {from_zeros}")
-    try:
-        known = dict(json.loads((folder / ABOUT).read_text())["dense"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise GrowpruneError(f"{folder / ABOUT} is damaged ({error!r}): download or save the folder again") from None
-    found = dense_digests(folder)
-    if changed := sorted(name for name in {**known, **found} if known.get(name) != found.get(name)):
+    if sparse_file(folder) is None:
         raise GrowpruneError(
-            f"{folder / changed[0]} was changed after growprune saved it, so {SPARSE} is out of date: {from_zeros}"
+            f"{folder} was not written by growprune.save_pretrained, or is incomplete: load the model with its own "
+            f"from_pretrained, then call growprune.SparseModel.from_zeros(model)"
         )
 
 

@@ -278,7 +278,7 @@ def _empty_gradients(sparse: SparseModel, keys: list[str]) -> dict[str, Any]:
         name = key.removeprefix("gradients.")
         parameter, ranks = sparse.stored[name], sparse.ranks
         flat = _zero(parameter).expand(parameter.shape.numel())
-        part = flat if ranks is None else ranks.cut(flat)
+        part = flat if ranks is None else ranks.local_shard(flat)
         found[key] = _as_sharded(sparse, name, part.clone())
     return found
 
@@ -288,4 +288,4 @@ def _as_sharded(sparse: SparseModel, name: str, part: Tensor) -> Any:
     parameter = sparse.stored[name]
     if not isinstance(parameter, ShardedCompact):
         return part
-    return parameter.handle.as_sharded(part, parameter.shape.numel())
+    return parameter.handle.as_sharded(part, torch.Size([parameter.shape.numel()]), (1,))

@@ -18,7 +18,6 @@ from growprune.files.quantized import check_values
 from growprune.files.reader import SparseFile, match_model, open_sparse
 from growprune.files.writer import warn_of_unfinished, warn_of_unsaved, write, write_sharded
 from growprune.masks.encoding import MAX_EXPANSION, num_mask_bytes
-from growprune.sparse import sharded
 from growprune.sparse.checks import named_tensors
 from growprune.sparse.model import SparseModel, check_sparse_model
 
@@ -111,8 +110,10 @@ def _restore_sharded(
     sharding: Mapping[str, Any],
 ) -> None:
     """Fill a model from views of a file, and shard each unit as soon as it is filled."""
+    from growprune.sharding import UnitByUnit  # FSDP2 takes a second to load
+
     building = sparse
-    shards = sharded.sharding().UnitByUnit(building, mesh, **sharding)
+    shards = UnitByUnit(building, mesh, **sharding)
     names = {id(tensor): name for name, tensor in named_tensors(sparse.model).items()}
     for module in reversed(list(sparse.model.modules())):  # inner ones first
         own = [names.pop(id(t), "") for t in (*module._parameters.values(), *module._buffers.values())]

@@ -12,11 +12,6 @@ from growprune.errors import GrowpruneError
 DENSE, SPARSE, ABOUT = "model.safetensors", "growprune.safetensors", "growprune.json"
 
 
-def dense_digests(folder: Path) -> dict[str, str]:
-    paths = sorted(path for path in folder.glob("*.safetensors") if path.name != SPARSE)
-    return {path.name: digest_of(path) for path in paths}
-
-
 def digest_of(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as file:
@@ -37,16 +32,30 @@ def weights_file(path: str | os.PathLike[str]) -> Path:
 
 
 def single_file(folder: Path) -> Path | None:
-    """Return the safetensors file with all weights of a folder; the sparse one, if it is up to date."""
-    if (folder / SPARSE).is_file() and _is_up_to_date(folder):
-        return folder / SPARSE
-    return folder / DENSE if (folder / DENSE).is_file() else None
+    """Return the safetensors file with all weights of a folder: growprune's own, or else the dense one."""
+    own = sparse_file(folder)
+    return own if own is not None or not (folder / DENSE).is_file() else folder / DENSE
 
 
-def _is_up_to_date(folder: Path) -> bool:
-    """True if the dense files of a folder are those that its sparse file was saved with."""
+def sparse_file(folder: Path) -> Path | None:
+    """Return growprune's own file of a folder, if it has one. Raise if the dense files beside it were changed since."""
+    others = {path.name for path in folder.glob("*.safetensors")} - {SPARSE}
+    if not (folder / SPARSE).is_file():
+        return None
+    if not others:
+        return folder / SPARSE  # no other file can disagree with it
     try:
-        found = dense_digests(folder)
-        return not found or bool(json.loads((folder / ABOUT).read_text())["dense"] == found)
-    except (OSError, KeyError, RecursionError, TypeError, ValueError):
-        return False
+        known = dict(json.loads((folder / ABOUT).read_text())["dense"].items())
+    except OSError:
+        reason = f"{folder} has {SPARSE} and {', '.join(sorted(others))}, but no {ABOUT} of save_pretrained"
+    except (AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise GrowpruneError(f"{folder / ABOUT} is damaged ({error!r}): download or save the folder again") from None
+    else:
+        changed = [name for name in sorted(known) if name not in others or known[name] != digest_of(folder / name)]
+        if not changed:
+            return folder / SPARSE
+        reason = f"{folder} has other dense weights than growprune saved ({', '.join(changed)} changed)"
+    raise GrowpruneError(
+        f"{reason}, so {SPARSE} may be out of date: delete it, or pass the file that you mean, or load the model with "
+        f"its own from_pretrained and call growprune.SparseModel.from_zeros(model)"
+    )

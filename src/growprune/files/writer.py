@@ -108,7 +108,7 @@ def write_sharded(sparse: SparseModel, path: Path, ranks: Ranks, int8: Collectio
             failed = error
     for _ in walk:  # the other ranks wait in it, even if writing failed
         pass
-    is_lost = bool(ranks.any(torch.tensor([failed is not None])))
+    is_lost = bool(ranks.all_reduce_sum(torch.tensor([int(failed is not None)])))
     if failed is not None:
         raise failed
     if is_lost:

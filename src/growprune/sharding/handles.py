@@ -24,7 +24,8 @@ class Handle:
     def __init__(self, group: Any, index: int) -> None:
         self._group, self._index = group, index
         info = self.record.mesh_info
-        self.ranks = Ranks(info.shard_process_group, group.device, getattr(info, "replicate_process_group", None))
+        self.ranks = Ranks(info.shard_process_group, group.device)
+        self.has_replicas = getattr(info, "replicate_process_group", None) is not None
 
     @property
     def record(self) -> Any:
@@ -64,23 +65,19 @@ class Handle:
         is_here = self.gathered is not None and self.gathered.grad is not None
         return is_here or self.parameter.grad is not None or self.record.unsharded_accumulated_grad is not None
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather a tensor that is sharded like the parameter, such as optimizer state."""
         if not isinstance(tensor, DTensor):
             return tensor
-        local, rest = tensor.to_local().detach(), tensor.shape[1:].numel()
-        spans = [(start * rest, stop * rest) for start, stop in self.ranks.spans(tensor.shape[0])]
-        return self.ranks.join(local.reshape(-1), spans).view(tensor.shape)
+        return self.ranks.all_gather(tensor.to_local().detach(), tensor.shape[0])
 
-    def cut(self, whole: Tensor) -> Tensor:
-        """Shard a full tensor like the parameter: the inverse of `whole`."""
-        return self._sharded(self.ranks.cut(whole).clone().to(self.parameter.device), whole.shape, whole.stride())
+    def shard(self, full: Tensor) -> Tensor:
+        """Shard a full tensor like the parameter: the inverse of `all_gather`."""
+        local = self.ranks.local_shard(full).clone().to(self.parameter.device)
+        return self.as_sharded(local, full.shape, full.stride())
 
-    def as_sharded(self, part: Tensor, length: int) -> Tensor:
-        """Wrap this rank's part of a flat tensor as one that is sharded like the parameter."""
-        return self._sharded(part, torch.Size([length]), (1,))
-
-    def _sharded(self, local: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    def as_sharded(self, local: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        """Wrap this rank's shard of a tensor as one that is sharded like the parameter."""
         spec = self.record._sharding_spec
         return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
 
@@ -138,9 +135,3 @@ def handles_of(model: nn.Module) -> dict[str, Handle]:
         if (handle := found.get((id(model.get_submodule(path)), local))) is not None:  # type: ignore[assignment]
             names[name] = handle
     return names
-
-
-def device_of(mesh: Any) -> torch.device:
-    """Return the device of a mesh's tensors."""
-    kind = mesh.device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())

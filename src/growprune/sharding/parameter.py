@@ -1,4 +1,4 @@
-"""A compact parameter with sharded live values. Each rank has a chunk of them, and all or a chunk of the mask bits."""
+"""A compact parameter with sharded live values. Each rank has a chunk of them, and the whole mask."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from growprune.sharding.handles import Handle
-from growprune.sharding.layout import sharded_layout
 from growprune.storage.compact import Compact
-from growprune.storage.compact_layers import RECORDERS, hand_over
+from growprune.storage.compact_layers import hand_over
 from growprune.storage.compact_modules import set_layout
 from growprune.storage.layout import Layout
 
@@ -21,15 +20,12 @@ from growprune.storage.layout import Layout
 class ShardedCompact(Compact):
     """A `Compact` parameter that is sharded. Its methods are collectives: all ranks must call them.
 
-    Values and optimizer state are gathered for one parameter at a time, and only while a mask changes.
-
-    Args:
-        shards_mask: keep only a part of the mask on each rank.
+    Values and optimizer state are gathered for one parameter at a time, and only for an edit.
     """
 
-    def __init__(self, compact: Compact, handle: Handle, *, shards_mask: bool = False) -> None:
+    def __init__(self, compact: Compact, handle: Handle) -> None:
         self.__dict__.update(compact.__dict__)
-        self.handle, self._shards_mask = handle, shards_mask
+        self.handle = handle
         self._is_trained = handle.parameter.requires_grad
         self._ask_for_gradients()
         self._hooked: weakref.ref[nn.Parameter] | None = None
@@ -41,20 +37,19 @@ class ShardedCompact(Compact):
         return self.handle.parameter
 
     def to_dense(self, tensor: Tensor) -> Tensor:
-        return super().to_dense(self.handle.whole(tensor))
+        return super().to_dense(self.handle.all_gather(tensor))
 
     def from_dense(self, dense: Tensor) -> Tensor:
-        return self.handle.cut(super().from_dense(dense))
+        return self.handle.shard(super().from_dense(dense))
 
     def to_live(self, tensor: Tensor) -> Tensor:
-        return super().to_live(self.handle.whole(tensor))
+        return super().to_live(self.handle.all_gather(tensor))
 
     def from_live(self, live: Tensor) -> Tensor:
         found = super().from_live(live)
-        return found if isinstance(found, DTensor) else self.handle.cut(found)
+        return found if isinstance(found, DTensor) else self.handle.shard(found)
 
     def _place(self, values: Tensor, layout: Layout | None) -> None:
-        layout = sharded_layout(layout, self.handle.ranks) if self._shards_mask else layout
         set_layout(self.module, self._local, layout)
         self.handle.put(values, requires_grad=self._is_trained)
         self._ask_for_gradients()
@@ -87,11 +82,11 @@ class ShardedCompact(Compact):
         """Record the mean gradient over the ranks, because each rank has seen different examples."""
         if self._record is not None:
             wide = gradient.detach() if gradient.dtype == torch.float64 else gradient.detach().float()
-            self._record(self.handle.ranks.mean(wide))
+            self._record(self.handle.ranks.all_reduce_sum(wide).div_(self.handle.ranks.size))
 
     def _listen(self) -> None:
         if self._layout is not None:
-            RECORDERS[self._layout] = weakref.ref(self)
+            self._layout.recorder = weakref.ref(self)
         elif self.handle.gathered is not None:
             self._hook(self.handle.gathered)
         else:  # there will be one when the unit is gathered for the first time

@@ -14,9 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import pack
-from growprune.sharding.choosing import Choosing
-from growprune.sharding.handles import device_of, groups_of, handles_of, reshard
-from growprune.sharding.layout import shard_masks
+from growprune.sharding.handles import Handle, groups_of, handles_of, reshard
 from growprune.sharding.parameter import ShardedCompact
 from growprune.sharding.ranks import Ranks
 from growprune.storage import Compact
@@ -31,7 +29,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def shard(sparse: SparseModel, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any) -> None:
     """Apply `fully_shard` to the units of a model, inner ones first, then to the model."""
     sharding = UnitByUnit(sparse, mesh, units=units, **settings)
-    check_masks(sparse, sharding.ranks)
+    _check_masks(sparse, sharding.ranks)
     for module in units_of(sparse.model, units):
         sharding.done(module)
     adopt(sparse)
@@ -41,28 +39,22 @@ class UnitByUnit:
     """Shard each unit of a model as soon as it is filled, so that no rank ever has the whole model.
 
     Args:
-        units, masks: as for `SparseModel.shard`.
+        units: as for `SparseModel.shard`.
         settings: further arguments of `fully_shard`.
     """
 
     def __init__(
-        self,
-        sparse: SparseModel,
-        mesh: DeviceMesh,
-        *,
-        units: Sequence[str] | None = None,
-        masks: bool = False,
-        **settings: Any,
+        self, sparse: SparseModel, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any
     ) -> None:
-        check_mesh(mesh)
-        check_shardable(sparse.storage)
+        _check_mesh(mesh)
+        _check_storage(sparse.storage)
         if any(isinstance(module, FSDPModule) for module in sparse.model.modules()):
             raise GrowpruneError("the model is already sharded: shard it only once, with one mesh")
         self._left = {id(module) for module in units_of(sparse.model, units)}
         self._mesh, self._settings = mesh, settings
-        shards, replicas = mesh.get_group(mesh.ndim - 1), mesh.get_group(0) if mesh.ndim > 1 else None
-        self.ranks = Ranks(shards, device_of(mesh), replicas)
-        self._shards_masks = sparse.shards_masks = masks
+        kind = mesh.device_type
+        device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+        self.ranks = Ranks(mesh.get_group(), device)
 
     @property
     def device(self) -> torch.device:
@@ -72,8 +64,6 @@ class UnitByUnit:
         """Called with each module whose parameters are filled, inner ones first."""
         if id(module) in self._left:
             fully_shard(module, mesh=self._mesh, **self._settings)
-            if self._shards_masks:
-                shard_masks(module, self.ranks)
 
     def check_random_state(self) -> None:
         """Raise on all ranks if their random states differ."""
@@ -122,26 +112,23 @@ def adopt(sparse: SparseModel) -> None:
         for group in groups_of(sparse.model):
             reshard(group)
         return
-    handles = handles_of(sparse.model)
+    handles = _checked_handles(sparse.model, sparse.storage)
     if not handles:
         return
-    check_shardable(sparse.storage)
     ranks = next(iter(handles.values())).ranks
-    check_masks(sparse, ranks)
-    for name, parameter in sparse.stored.items():
-        if name in handles:
-            assert isinstance(parameter, Compact)
-            if handles[name].ranks.group is not ranks.group:
-                raise GrowpruneError(
-                    f"{name} is sharded over another mesh than the other weights: use one mesh for all"
-                )
-            sparse.stored[name] = ShardedCompact(parameter, handles[name], shards_mask=sparse.shards_masks)
+    sharded = {name: parameter for name, parameter in sparse.stored.items() if name in handles}
+    for name in sharded:
+        if handles[name].ranks.group is not ranks.group:
+            raise GrowpruneError(f"{name} is sharded over another mesh than the other weights: use one mesh for all")
+    _check_masks(sparse, ranks)
+    for name, parameter in sharded.items():
+        assert isinstance(parameter, Compact)
+        sparse.stored[name] = ShardedCompact(parameter, handles[name])
     sparse.ranks = sparse.gradients.shares = ranks
-    sparse.editor.together = Choosing(ranks, sparse.stored, sparse.gradients, sparse.pattern)
 
 
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise unless the argument is a mesh that contains this process."""
+def _check_mesh(mesh: DeviceMesh) -> None:
+    """Raise unless the argument is a mesh of one dimension that contains this process."""
     if not isinstance(mesh, DeviceMesh):
         raise GrowpruneError(
             f"mesh must be a DeviceMesh, got a {type(mesh).__name__}: create it with "
@@ -152,24 +139,32 @@ def check_mesh(mesh: DeviceMesh) -> None:
             f"the mesh has ranks {mesh.mesh.flatten().tolist()}, but this is rank {distributed.get_rank()} of "
             f"{distributed.get_world_size()}: create a mesh that contains every process"
         )
-    if mesh.ndim > 2:
-        raise GrowpruneError(f"the mesh must have 1 dimension (FSDP) or 2 (replicas of shards, HSDP), got {mesh.ndim}")
+    if mesh.ndim != 1:
+        raise GrowpruneError(f"the mesh has {mesh.ndim} dimensions, as for HSDP: shard over one dimension")
 
 
 def sharded_names(model: nn.Module, storage: str) -> set[str]:
     """Return the parameters of a model that FSDP2 has already sharded. All modules hold their shards afterwards."""
+    return set(_checked_handles(model, storage))
+
+
+def _checked_handles(model: nn.Module, storage: str) -> dict[str, Handle]:
+    """Return the parameters that FSDP2 shards, by name. Raise if sparse weights do not support how."""
     handles = handles_of(model)
-    check_shardable(storage)
+    if handles:
+        _check_storage(storage)
     for name, handle in handles.items():
         if handle.is_cut_twice:
             raise GrowpruneError(
                 f"{name} was sharded by tensor parallelism before FSDP2, which sparse weights do not support: use only "
                 f"fully_shard"
             )
-    return set(handles)
+        if handle.has_replicas:
+            raise GrowpruneError(f"{name} is sharded over a mesh of two dimensions (HSDP): shard over one dimension")
+    return handles
 
 
-def check_shardable(storage: str) -> None:
+def _check_storage(storage: str) -> None:
     """Raise if this storage cannot be sharded."""
     if storage != "compact":
         raise GrowpruneError(
@@ -178,7 +173,7 @@ def check_shardable(storage: str) -> None:
         )
 
 
-def check_masks(sparse: SparseModel, ranks: Ranks) -> None:
+def _check_masks(sparse: SparseModel, ranks: Ranks) -> None:
     """Raise on all ranks if their masks differ, because their shards would belong to different weights."""
     mine = torch.tensor([_digest(pack(p.mask()).cpu().numpy().tobytes()) for p in sparse.stored.values()])
     if differing := _first_to_differ(mine, ranks):
@@ -190,12 +185,11 @@ def check_masks(sparse: SparseModel, ranks: Ranks) -> None:
 
 def _first_to_differ(mine: Tensor, ranks: Ranks) -> tuple[int, int] | None:
     """Return the first rank that differs from rank 0, and the index of the difference; None if all agree."""
-    for group in filter(None, (ranks.group, ranks.replicas)):
-        rows = Ranks(group, ranks.device).each(mine.to(ranks.device)).tolist()
-        for rank, row in zip(distributed.get_process_group_ranks(group), rows, strict=True):
-            for place, (own, first) in enumerate(zip(row, rows[0], strict=True)):
-                if own != first:
-                    return rank, place
+    rows = ranks.all_gather(mine[None], ranks.size).tolist()
+    for rank, row in zip(distributed.get_process_group_ranks(ranks.group), rows, strict=True):
+        for place, (own, first) in enumerate(zip(row, rows[0], strict=True)):
+            if own != first:
+                return rank, place
     return None
 
 

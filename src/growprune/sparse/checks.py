@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight, adapter_parameters, computed_weights, first_names, matching
 from growprune.plan import Part, Plan
 from growprune.plan.settings import as_float, check_state
-from growprune.sparse.sharded import sharding
 from growprune.storage import SparseParameter
 from growprune.storage.compact_modules import layouts_of
 
@@ -43,8 +42,11 @@ def check_model(model: nn.Module, *, storage: str | None = None) -> None:
     """
     if not isinstance(model, nn.Module):
         raise GrowpruneError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
-    may_be_sharded = storage is not None and is_fsdp2(model.modules())
-    sharded = sharding().sharded_names(model, storage) if may_be_sharded else ()
+    sharded: Collection[str] = ()
+    if storage is not None and is_fsdp2(model.modules()):
+        from growprune import sharding  # FSDP2 takes a second to load
+
+        sharded = sharding.sharded_names(model, storage)
     for path, module in model.named_modules():
         check_wrapper(module)
         if layouts_of(module):  # also while all weights are live

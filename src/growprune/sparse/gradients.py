@@ -79,8 +79,8 @@ class Gradients:
         gradient = gradient.detach().float() if gradient.dtype != torch.float64 else gradient.detach()
         which = self._keep(name, gradient) if self._keep is not None and before is None else None
         if self.shares is not None:
-            gradient = self.shares.cut(gradient.reshape(-1))
-            which = None if which is None else self.shares.cut(which.reshape(-1))
+            gradient = self.shares.local_shard(gradient.reshape(-1))
+            which = None if which is None else self.shares.local_shard(which.reshape(-1))
         if self._watched is By.MOMENTUM:  # for many iterations: free what is over
             self._ended.pop(name, None)
         if before is None:
@@ -146,22 +146,11 @@ class Gradients:
                 f"with LoRA: train them, or use a method that needs no gradients, such as gradual_gap"
             )
 
-    def share(self, name: str) -> Tensor:
-        """Return this process's flat share of a parameter's gradient, in a sharded model."""
-        assert self.shares is not None
-        parameter = self._parameters[name]
-        if name not in self._ended:
-            self.scores(By.GRADIENT, name)  # which says so if none were seen
-            nothing = torch.zeros(1, device=parameter.parameter.device)
-            part: Tensor = self.shares.cut(nothing.expand(parameter.shape.numel()))
-            return part
-        return self._ended[name].to_dense() if self._ended[name].is_sparse else self._ended[name]
-
     def _whole(self, name: str, total: Tensor) -> Tensor:
         total = total.to_dense() if total.is_sparse else total
         if self.shares is None:
             return total
-        whole: Tensor = self.shares.join(total, self.shares.spans(self._parameters[name].shape.numel()))
+        whole: Tensor = self.shares.all_gather(total, self._parameters[name].shape.numel())
         return whole
 
     def clear(self) -> None:

@@ -15,7 +15,6 @@ from growprune.masks.heads import is_normalized
 from growprune.masks.layers import Weight
 from growprune.masks.ranking import KeyChunks, choose, edit_keys, salt_of
 from growprune.plan import By, Edit, prune
-from growprune.sparse import sharded
 from growprune.sparse.model import SparseModel
 
 if TYPE_CHECKING:
@@ -92,7 +91,9 @@ def _shards(own: SparseModel, mesh: DeviceMesh | None, sharding: Mapping[str, An
         raise GrowpruneError(f"sharding={dict(sharding)} needs a mesh to shard over: pass mesh= too")
     if mesh is None:
         return None
-    shards = sharded.sharding().UnitByUnit(own, mesh, **(sharding or {}))
+    from growprune.sharding import UnitByUnit  # FSDP2 takes a second to load
+
+    shards = UnitByUnit(own, mesh, **(sharding or {}))
     shards.check_random_state()
     return shards
 

@@ -43,7 +43,6 @@ from growprune.sparse.editor import Editor
 from growprune.sparse.gradients import Gradients
 from growprune.sparse.learning_rates import Exponent, check_rates, parse_lr_scaling
 from growprune.sparse.optimizer_state import follows, live_state, load_live_state, reshaped
-from growprune.sparse.sharded import sharding
 from growprune.sparse.stepper import OWNERS, Stepper, stepper_of, unwrapped, watch_optimizers
 from growprune.sparse.summary import Summary, summarise
 from growprune.storage import Masked, SparseParameter, make_plain, store
@@ -163,8 +162,6 @@ class SparseModel:
         """What happens around each step of an optimizer in the current phase."""
         self.ranks: Any = None
         """The processes that share the weights, if the model is sharded."""
-        self.shards_masks = False
-        """True if masks are sharded too."""
         self.num_mask_changes = 0
         """A counter that changes whenever masks may have changed: by edits, by a rule, or by a loaded state."""
         self._densities: dict[str, float] | None = None
@@ -277,9 +274,7 @@ class SparseModel:
 
     # Training
 
-    def shard(
-        self, mesh: DeviceMesh, *, units: Sequence[str] | None = None, masks: bool = False, **settings: Any
-    ) -> nn.Module:
+    def shard(self, mesh: DeviceMesh, *, units: Sequence[str] | None = None, **settings: Any) -> nn.Module:
         """Shard the model over the ranks of a mesh with torch's FSDP2. Create optimizers after it.
 
         It needs compact storage. Every rank then holds a share of the live values, and sends only live values. You may
@@ -288,12 +283,12 @@ class SparseModel:
         Args:
             units: names or globs of the modules that are gathered one at a time; by default the blocks in the model's
                 lists (ModuleList, Sequential). All other parameters are gathered with the model.
-            masks: shard masks too, and gather those of a layer whenever it computes. All ranks must then call every
-                method that reads a mask (`summary`, `num_alive`).
             settings: further arguments of `torch.distributed.fsdp.fully_shard`, such as mp_policy.
         """
         self.check_not_released()
-        sharding().shard(self, mesh, units=units, masks=masks, **settings)
+        from growprune import sharding  # FSDP2 takes a second to load
+
+        sharding.shard(self, mesh, units=units, **settings)
         return self.model
 
     def attach(self, optimizer: Optimizer) -> Optimizer:
@@ -367,11 +362,11 @@ class SparseModel:
         return self.model
 
     def __repr__(self) -> str:
-        now = "" if self.shards_masks else f"sparsity {self.sparsity:.4g} of "  # counting those takes all ranks
+        density = f"sparsity {self.sparsity:.4g} of target {self.target_sparsity:.4g}"
         what = f"{self.num_prunable:,} prunable weights, storage={self.storage!r}"
         wrong = sum(self.revived().values())
         warning = f", {wrong:,} PRUNED WEIGHTS ARE NOT ZERO" if wrong else ""
-        return f"SparseModel({type(self.model).__name__}, {now}target {self.target_sparsity:.4g}, {what}{warning})"
+        return f"SparseModel({type(self.model).__name__}, {density}, {what}{warning})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
         """Return an independent copy of the model and its masks, with no optimizer, plan, rule or replicas."""
@@ -484,7 +479,9 @@ class SparseModel:
         """Find out what FSDP2 has sharded since the last call. All ranks of a sharded model must call this together."""
         check_not_taken(self.stored)
         if self.ranks is not None or is_fsdp2(self.model.modules()):
-            sharding().adopt(self)
+            from growprune import sharding  # FSDP2 takes a second to load
+
+            sharding.adopt(self)
 
     def check(self, *parts: Part) -> None:
         """Raise if layers of the model were replaced, or if it lacks tensors that a part names."""

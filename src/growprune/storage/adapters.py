@@ -3,21 +3,21 @@
 To merge, an adapter writes into the weight of the layer it adapts: `base_layer.weight.data += change`. In masked
 storage this would make pruned weights non-zero. In compact storage the attribute is a dense copy, and the change would
 be lost. So the adapter's methods that write run while the layer has a plain dense weight, and their changes to pruned
-weights are dropped. PEFT is not imported: an adapter is recognized by its attributes.
+weights are dropped, with a warning. PEFT is not imported: an adapter is recognized by its attributes.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from growprune.errors import GrowpruneError
+from growprune.errors import GrowpruneError, warn
 from growprune.masks.layers import is_adapter
 from growprune.storage.compact_modules import layouts_of
 from growprune.storage.parameter import SparseParameter
@@ -114,12 +114,6 @@ def _guard(adapter: nn.Module, layer: nn.Module) -> None:
             vars(adapter)[name] = functools.partial(_call_keeping_masks, adapter, name)
 
 
-def _call_keeping_masks(adapter: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call an adapter's own method, and keep the masks of its layer."""
-    with dense_weights(_innermost(adapter.base_layer)):
-        return getattr(type(adapter), name)(adapter, *args, **kwargs)
-
-
 def _innermost(module: Any) -> Any:
     """Return the layer below all nested adapters."""
     while hasattr(module, "base_layer"):
@@ -127,37 +121,40 @@ def _innermost(module: Any) -> Any:
     return module
 
 
-@contextmanager
-def dense_weights(module: nn.Module) -> Iterator[None]:
-    """Make a module's sparse weights writable dense parameters within this context; then apply the masks again.
+def _call_keeping_masks(adapter: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call an adapter's own method while its layer has plain dense weights, and then apply the masks again.
 
-    If writing fails, compact weights are restored.
+    Warn if that drops a part of what was written. If the method fails, compact weights are restored.
     """
-    compact = {local: layout for local, layout in layouts_of(module).items() if layout is not None}
-    values = {local: _parameter(module, local) for local in compact}
+    layer = _innermost(adapter.base_layer)
+    parameters = layer._parameters  # not the attributes, which are dense
+    stored = stored_in(layer)
+    compact = {local: layout for local, layout in layouts_of(layer).items() if layout is not None}
+    masks = {local: found.mask() for local, found in stored.items()}
+    masks |= {local: layout.mask() for local, layout in compact.items()}
+    values = {local: parameters[local] for local in compact}
     for local, layout in compact.items():
         dense = layout.expand(values[local].detach())
-        module._parameters[local] = nn.Parameter(dense, requires_grad=values[local].requires_grad)
-        layouts_of(module)[local] = None
-    written: dict[str, Tensor] = {}
+        parameters[local] = nn.Parameter(dense, requires_grad=values[local].requires_grad)
+        layouts_of(layer)[local] = None
+    before = {local: parameters[local].detach().clone() for local in masks}
+    dropped = total = 0.0
     try:
-        yield
-        written = {local: _parameter(module, local).detach() for local in compact}
+        result = getattr(type(adapter), name)(adapter, *args, **kwargs)
+        for local, mask in masks.items():
+            change = (parameters[local].detach() - before[local]).abs()
+            total += float(change.sum(dtype=torch.float32))
+            dropped += float(change.masked_fill(mask, 0).sum(dtype=torch.float32))
+        for local, layout in compact.items():
+            values[local].data.copy_(layout.compress(parameters[local].detach()))
     finally:
-        module._parameters.update(values)
-        layouts_of(module).update(compact)
-        for local, dense in written.items():
-            values[local].data.copy_(compact[local].compress(dense))
-        _enforce(module)
-
-
-def _parameter(module: nn.Module, local: str) -> nn.Parameter:
-    parameter = module._parameters[local]  # not the attribute, which is dense
-    assert parameter is not None
-    return parameter
-
-
-def _enforce(module: nn.Module) -> None:
-    """Apply the masks to the module's masked weights. Compact weights do not need it."""
-    for stored in stored_in(module).values():
-        stored.enforce([(stored, [stored.parameter])])
+        parameters.update(values)
+        layouts_of(layer).update(compact)
+        for found in stored.values():
+            found.enforce([(found, [found.parameter])])
+    if dropped and name != "unmerge":  # which takes back only what was kept
+        warn(
+            f"{name} dropped {100 * dropped / total:.2g} % of the adapter's change, which fell on pruned weights, so "
+            "the model computes something else than before: keep the adapter unmerged, or train the sparse weights"
+        )
+    return result

@@ -22,7 +22,7 @@ from growprune.masks.bits import unpack
 from growprune.masks.patterns import Pattern
 from growprune.storage import block_products, kernels
 from growprune.storage.blocks import block_of, live_blocks
-from growprune.storage.compact_layers import LAYOUTS, RECORDERS, hand_over, watch
+from growprune.storage.compact_layers import LAYOUTS, hand_over, watch
 from growprune.storage.compact_modules import let_compile_again, make_plain, set_layout
 from growprune.storage.layout import Layout
 from growprune.storage.masked import hookable
@@ -35,6 +35,8 @@ class Compact(SparseParameter):
 
     def __init__(self, model: nn.Module, name: str, pattern: Pattern) -> None:
         super().__init__(model, name, pattern)
+        self._strides = self.parameter.stride()
+        """The strides of the dense weight: torch rounds otherwise with others, such as those of channels_last."""
         self._group = pattern.run_length(self.shape, transposed=getattr(self.module, "transposed", False))
         """The number of consecutive elements that share a bit."""
         self._block = block_of(pattern, name, self.shape)
@@ -169,7 +171,7 @@ class Compact(SparseParameter):
         """Start to record dense gradients: in the layer, or at the parameter itself if it is fully live."""
         parameter, me = self.parameter, weakref.ref(self)
         if self._layout is not None:
-            RECORDERS[self._layout] = me
+            self._layout.recorder = me
         elif self._listening is None or self._listening() is not parameter:
             with hookable(parameter):
                 parameter.register_post_accumulate_grad_hook(uncompiled(lambda p: hand_over(me(), p.grad)))  # type: ignore[no-untyped-call]
@@ -181,6 +183,9 @@ class Compact(SparseParameter):
         self._keep(torch.where(mask, dense, 0) if layout is None else layout.compress(dense), layout)
 
     def _keep(self, values: Tensor, layout: Layout | None) -> None:
+        if layout is None and values.stride() != self._strides:
+            strided = torch.empty_strided(self.shape, self._strides, dtype=values.dtype, device=values.device)
+            values = strided.copy_(values)
         if layout is not None and self._block is not None:
             layout.blocks = live_blocks(layout.mask(), *self._block)
         self._place(values, layout)

@@ -7,7 +7,6 @@ bit-identical on a CPU. This code runs most often, and a GPU waits for it, so sp
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,6 @@ from torch.nn import functional as F
 
 from growprune.storage import block_products
 from growprune.storage.uncompiled import uncompiled
-
-RECORDERS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""By layout: the sparse parameter that may record dense gradients."""
-
 
 LAYOUTS = "_compact_layouts"
 """The attribute of a module that holds the layouts of its compact parameters, by their local names."""
@@ -59,8 +54,8 @@ def record(layout: Any, gradient: Tensor) -> None:
     """Pass a dense gradient to the sparse parameter that records it, if there is one."""
     if torch.compiler.is_compiling():
         return  # nobody does: see `watch`
-    if RECORDERS and layout is not None and (recorder := RECORDERS.get(layout)) is not None:
-        hand_over(recorder(), gradient)
+    if layout is not None and layout.recorder is not None:
+        hand_over(layout.recorder(), gradient)
 
 
 def hand_over(sparse_parameter: Any, gradient: Tensor | None) -> None:
@@ -70,8 +65,9 @@ def hand_over(sparse_parameter: Any, gradient: Tensor | None) -> None:
 
 def is_recorded(layout: Any) -> bool:
     """True if the dense gradient is recorded."""
-    recorder = RECORDERS.get(layout) if RECORDERS and not torch.compiler.is_compiling() else None
-    sparse_parameter = None if recorder is None else recorder()
+    if torch.compiler.is_compiling() or layout.recorder is None:
+        return False
+    sparse_parameter = layout.recorder()
     return sparse_parameter is not None and sparse_parameter.record is not None
 
 
@@ -151,7 +147,7 @@ def _kept(ctx: Any) -> Any:
 def applied(module: nn.Module, function: type[torch.autograd.Function], *operands: Any) -> Tensor:
     """Call `function.apply` without its support for function transforms, which takes as long as the rest."""
     if torch.compiler.is_compiling():
-        # what is compiled shows nothing to anybody
+        # what is compiled records nothing
         return EAGERLY(function, *operands) if module.__dict__[WATCHED] else _apply(function, *operands)
     if torch._C._are_functorch_transforms_active():
         return _apply(function, *operands)
@@ -231,23 +227,18 @@ def _linear_gradient(rows: Tensor, x: Tensor, layout: Any, dtype: torch.dtype) -
 
 
 def convolution(module: Any, x: Tensor) -> Tensor:
-    """Compute `nn.Conv1d.forward` to `nn.Conv3d.forward`."""
-    x, padding = _padded(module, x)
-    shape = (module.stride, padding, module.dilation, False, (0,) * len(module.stride), module.groups)
-    return _convolve(module, x, shape)
-
-
-def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the input with the padding that a convolution does not support, and the remaining padding."""
-    nothing = (0,) * len(module.stride)
+    """Compute `nn.Conv1d.forward` to `nn.Conv3d.forward`, and the padding that a convolution does not support."""
+    padding = nothing = (0,) * len(module.stride)
     if module.padding_mode != "zeros":
-        return F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode), nothing
-    if module.padding != "same":
-        return x, nothing if module.padding == "valid" else module.padding
-    total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-    if any(t % 2 for t in total):  # one more on the right
-        x = F.pad(x, [side for t in reversed(total) for side in (0, t % 2)])
-    return x, tuple(t // 2 for t in total)
+        x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    elif module.padding == "same":
+        total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        if any(t % 2 for t in total):  # one more on the right
+            x = F.pad(x, [side for t in reversed(total) for side in (0, t % 2)])
+        padding = tuple(t // 2 for t in total)
+    elif module.padding != "valid":
+        padding = module.padding
+    return _convolve(module, x, (module.stride, padding, module.dilation, False, nothing, module.groups))
 
 
 def transposed_convolution(module: Any, x: Tensor, output_size: list[int] | None = None) -> Tensor:

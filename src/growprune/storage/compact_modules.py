@@ -45,17 +45,17 @@ def set_layout(module: nn.Module, local: str, layout: Layout | None) -> None:
     layouts = {**layouts_of(module), local: layout}
     module.__dict__[LAYOUTS] = layouts
     module.__dict__.setdefault(WATCHED, False)
-    module.__dict__[DENSE_SHAPES] = {
-        name: tuple(sparse_parameter.shape)
-        for name, sparse_parameter in layouts.items()
-        if sparse_parameter is not None
-    }
+    module.__dict__[DENSE_SHAPES] = {name: tuple(own.shape) for name, own in layouts.items() if own is not None}
     plain: type[nn.Module] = getattr(type(module), "_plain_class", type(module))
     # mypy takes a class for one of its instances here, and finds no __hash__
     compact = compact_class(plain, tuple(sorted(layouts)))  # type: ignore[arg-type]
     if not isinstance(module, compact):  # FSDP2 derives a class of its own from it
         module.__class__ = compact
-    _hook_state_dict(module)
+    if "_compact_hooks" not in module.__dict__:
+        module.__dict__["_compact_hooks"] = (
+            module.register_state_dict_post_hook(_give_dense),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_take_dense),  # type: ignore[no-untyped-call]
+        )
 
 
 def make_plain(module: nn.Module) -> None:
@@ -187,14 +187,6 @@ class Expand(torch.autograd.Function):
         check_first_derivative(gradients[0])
         record(ctx.layout, gradients[0])
         return ctx.layout.compress(gradients[0], ctx.dtype), None
-
-
-def _hook_state_dict(module: nn.Module) -> None:
-    if "_compact_hooks" not in module.__dict__:
-        module.__dict__["_compact_hooks"] = (
-            module.register_state_dict_post_hook(_give_dense),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(_take_dense),  # type: ignore[no-untyped-call]
-        )
 
 
 def _give_dense(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -77,32 +77,24 @@ def block_offsets(bits: Tensor) -> tuple[Tensor, int]:
     >>> block_offsets(pack(torch.ones(1500, dtype=torch.bool)))
     (tensor([   0, 1024]), 1500)
     """
-    ends = _count_in_blocks(bits).cumsum(0)
+    if bits.device.type != "cpu":
+        # in each pair of bits, how many are set; then in each four, then in all
+        pairs = bits - ((bits >> 1) & 0x55)
+        fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
+        counts = ((fours + (fours >> 4)) & 0x0F).view(-1, BLOCK // 8).sum(1)
+    elif hasattr(np, "bitwise_count"):
+        # a block is sixteen bytes of counts, none over 64: adding eight bytes as one number is ten times as fast
+        words = np.bitwise_count(bits.numpy().view(np.uint64)).view(np.uint64).reshape(-1, 2)
+        sums, even = words[:, 0] + words[:, 1], np.uint64(0x00FF00FF00FF00FF)
+        sums = (sums & even) + ((sums >> np.uint64(8)) & even)
+        sums = (sums * np.uint64(0x0001000100010001)) >> np.uint64(48)  # the sum of all four, in the highest
+        counts = torch.from_numpy(sums.astype(np.int64))
+    else:
+        counts = torch.from_numpy(_ONES[bits.numpy()].reshape(-1, BLOCK // 8).sum(1, dtype=np.int64))
+    ends = counts.cumsum(0)
     offsets = torch.zeros_like(ends)
     offsets[1:] = ends[:-1]
     return offsets, int(ends[-1]) if ends.numel() else 0
-
-
-def _count_in_blocks(bits: Tensor) -> Tensor:
-    """Return how many bits are set in each block."""
-    if bits.device.type == "cpu":
-        if hasattr(np, "bitwise_count"):
-            return torch.from_numpy(_add_sixteen(np.bitwise_count(bits.numpy().view(np.uint64))))
-        return torch.from_numpy(_ONES[bits.numpy()].reshape(-1, BLOCK // 8).sum(1, dtype=np.int64))
-    counts = bits - ((bits >> 1) & 0x55)  # in each pair of bits, how many are set; then in each four, then in all
-    counts = (counts & 0x33) + ((counts >> 2) & 0x33)
-    return ((counts + (counts >> 4)) & 0x0F).view(-1, BLOCK // 8).sum(1)
-
-
-def _add_sixteen(counts: np.ndarray) -> np.ndarray:
-    """Sum sixteen bytes each, none over 64, with eight bytes in one number: ten times as fast as numpy's sum."""
-    words = counts.view(np.uint64).reshape(-1, 2)
-    pairs = words[:, 0] + words[:, 1]  # eight bytes, none over 128
-    fours = (pairs & _EVEN_BYTES) + ((pairs >> np.uint64(8)) & _EVEN_BYTES)
-    return ((fours * np.uint64(0x0001000100010001)) >> np.uint64(48)).astype(np.int64)  # all four, in the highest
-
-
-_EVEN_BYTES = np.uint64(0x00FF00FF00FF00FF)
 
 
 def count_bits(bits: Tensor) -> int:
@@ -330,34 +322,23 @@ def _triton_kernels(device_type: str) -> ModuleType | None:
 
 def _live_spans(bits: Tensor, n: int, group: int) -> Iterator[tuple[slice, Tensor, slice]]:
     """Yield spans of the dense tensor, which of their groups are live, and the spans of `values` that hold them."""
-    taken = 0
-    for start, stop in _chunks(n // group, bits.device):
+    total, taken = n // group, 0
+    step = -(-(CUDA_CHUNK if bits.is_cuda else CPU_CHUNK) // BLOCK) * BLOCK  # bits are packed in whole blocks
+    for start in range(0, total, step):
+        stop = min(start + step, total)
         part = bits[start // 8 : -(-stop // 8)]
-        positions = _set_bits(part) if part.device.type == "cpu" else _to_bools(part).nonzero().view(-1)
+        if part.device.type == "cpu":
+            # numpy searches a mask with at most a tenth set bit by bit, and any other twice as fast: so append set bits
+            tail = np.full(-(-part.numel() // 8), 0xFF, dtype=np.uint8)
+            bools = np.unpackbits(np.append(part.numpy(), tail), bitorder="little").view(np.bool_)
+            positions = torch.from_numpy(np.flatnonzero(bools)[: -8 * tail.size])
+        else:
+            octets = part.to(torch.int64).mul_(0x0101010101010101)  # a byte, eight times
+            octets &= 0x8040201008040201 - (1 << 64)  # bit i of the i-th
+            positions = octets.view(torch.uint8).nonzero().view(-1)
         live = slice(taken, taken + positions.numel() * group)
         yield slice(start * group, stop * group), positions, live
         taken = live.stop
-
-
-def _set_bits(bits: Tensor) -> Tensor:
-    """Return the indices of the bits that are set, on the CPU."""
-    # numpy searches a mask with at most a tenth set for one at a time, and any other at twice the speed; so add some
-    tail = np.full(-(-bits.numel() // 8), 0xFF, dtype=np.uint8)
-    bools = np.unpackbits(np.append(bits.numpy(), tail), bitorder="little").view(np.bool_)
-    return torch.from_numpy(np.flatnonzero(bools)[: -8 * tail.size])
-
-
-def _to_bools(bits: Tensor) -> Tensor:
-    octets = bits.to(torch.int64).mul_(0x0101010101010101)  # a byte, eight times
-    octets &= 0x8040201008040201 - (1 << 64)  # bit i of the i-th
-    return octets.view(torch.uint8).bool()
-
-
-def _chunks(total: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    chunk = CUDA_CHUNK if device.type == "cuda" else CPU_CHUNK
-    step = -(-chunk // BLOCK) * BLOCK  # bits are packed in whole blocks
-    for start in range(0, total, step):
-        yield start, min(start + step, total)
 
 
 def _by_group(flat: Tensor, group: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,6 +60,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         self._numel = self.shape.numel()
+        self.recorder: weakref.ref[Any] | None = None
+        """The sparse parameter that may record dense gradients. A copy has none."""
         self._quick: dict[tuple[Any, ...], Callable[[int], Tensor] | None] = {}
         """Fast functions that expand and compress, by dtype and device; created when first needed."""
 
@@ -109,7 +112,8 @@ class Layout:
         if not self.is_folded:
             return flat.view(self.shape)
         folded = (self.shape[0], *self.shape[2:], self.shape[1])
-        return flat.view(folded).movedim(-1, 1).contiguous()
+        # of a 1x1 convolution, contiguous() would keep the strides of channels_last, with which torch rounds otherwise
+        return flat.view(folded).movedim(-1, 1).reshape(-1).view(self.shape)
 
 
 def _is_usual(tensor: Tensor) -> bool:
