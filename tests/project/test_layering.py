@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "deployment": f"{LIBRARY} files",
     "tasks": "files.atomic",
     "logs": "files.atomic",
-    "engine": f"{LIBRARY} sharding files logs tasks.task",
+    "engine": f"{LIBRARY} sharding files training logs tasks.task",
     "recipes": f"{LIBRARY} tasks engine",
     "runs": "files methods tasks logs engine",
     "compare": f"{LIBRARY} files tasks engine recipes runs",

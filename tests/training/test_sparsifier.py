@@ -16,7 +16,7 @@ import growprune as gp
 from growprune.integrations.callback import SparseCallback
 from growprune.methods import METHODS
 from growprune.sparse.cursor import Cursor
-from growprune.training.arguments import Arguments
+from growprune.training.settings import Settings
 from growprune.training.sparsifier import Sparsifier, sparsify
 
 ONE_LOOP = [name for name in METHODS if not name.startswith("parallel")]
@@ -183,7 +183,7 @@ def test_sparsify_and_the_callbacks_take_the_same_arguments() -> None:
 
     front = arguments(sparsify, "model", "optimizer", "losses")
     assert front == arguments(SparseCallback.__init__, "log_layers")
-    assert front.keys() == set(Arguments.__dataclass_fields__) - {"options"}
+    assert front.keys() == set(Settings.__dataclass_fields__) - {"options"}
 
 
 # What it says
@@ -468,7 +468,7 @@ def test_every_option_of_the_examples_is_taken() -> None:
     shared = {"sparsity", "iterations", "epochs", "initial_mask", "seed", "kappa"}
     for name in ONE_LOOP:
         own = {option: value for option, value in options_of(name).items() if option not in shared}
-        assert Arguments(name, 0.75, options=own).options == own
+        assert Settings(name, 0.75, options=own).options == own
 
 
 # A first mask by data

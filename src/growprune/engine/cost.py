@@ -80,7 +80,8 @@ def estimate(recipe: Recipe) -> Estimate:
     with torch.device("meta" if recipe.task.initialises_modules else "cpu"):
         example = recipe.task.example()
     # masked, whatever it will be: only shapes are looked at, and compact layers compute on no meta device
-    sparse, plan = SparseModel(model, **recipe.sparse_settings(model)), recipe.plan(model, per_epoch)
+    resolved = recipe.resolve(model, per_epoch)
+    sparse, plan = SparseModel(model, **resolved.sparse_settings()), resolved.plan
     flops = count_flops(model, example)
     now = before_fork = after_fork = dict.fromkeys((w.name for w in sparse.weights), 1.0)
     costs, merged = [], 0.0
@@ -99,7 +100,7 @@ def estimate(recipe: Recipe) -> Estimate:
             now = after_fork if scheduled.is_last_branch else now
             merged = max(merged, _alive(sparse, after_fork)) if scheduled.is_last_branch else merged
     spreads = {edit.spread for scheduled in schedule for edit in scheduled.phase.edits}
-    is_exact = recipe.allocation != "global" and not spreads & {Spread.RANKING, Spread.MOMENTUM}
+    is_exact = resolved.allocation != "global" and not spreads & {Spread.RANKING, Spread.MOMENTUM}
     memory = _memory(recipe, sparse, max(cost.density for cost in costs))
     return Estimate(costs, flops.dense, plan, is_exact, memory, recipe.storage == "compact", merged)
 

@@ -18,10 +18,9 @@ from growprune.sparse.internals import internals
 from growprune.sparse.model import SparseModel
 from growprune.sparse.rng import rng_state, set_rng_state
 from growprune.storage.kernels import count_bits
-from growprune.training.arguments import Arguments
-from growprune.training.cutting import PartsLike
 from growprune.training.first_mask import FirstMask
 from growprune.training.processes import num_processes
+from growprune.training.settings import PartsLike, Settings
 
 
 class SparseCallback:
@@ -51,7 +50,7 @@ class SparseCallback:
         log_layers: bool = False,
         **options: Any,
     ) -> None:
-        self.arguments = Arguments.among(locals())
+        self.arguments = Settings.among(locals())
         self._cursor: Cursor | None = None
         self._lengths: tuple[int, int | None] = (0, None)
         """The optimizer steps of the training that the plan was made for, in all and in an epoch."""
@@ -119,13 +118,12 @@ class SparseCallback:
         mask, found = saved["first"]
         self._lengths, self._first = saved["lengths"], FirstMask(mask, found)
 
-    def _make_cursor_of(self, model: nn.Module, **how: Any) -> Cursor:
-        if self._first is None:
-            self._first = self.arguments.first_mask(model)
+    def _make_cursor_of(self, model: nn.Module, *, remedy: Callable[[int], str], **how: Any) -> Cursor:
         iterations, per_epoch = self._lengths
-        return self.arguments.cursor(
-            model, first=self._first, iterations=iterations, iterations_per_epoch=per_epoch, **how
-        )
+        lengths: dict[str, Any] = {"iterations": iterations, "iterations_per_epoch": per_epoch}
+        resolved = self.arguments.resolve(model, first=self._first, remedy=remedy, **lengths)
+        self._first = resolved.first
+        return resolved.cursor(model, **how)
 
     def _warn_if_stopped(self, remedy: str) -> None:
         """Warn if the training ended before the model is at its target sparsity."""

@@ -13,7 +13,15 @@ PEAK_DENSITY = 0.6
 """The default for the largest share of the weights that are live at a time."""
 
 
-@method(allocation="global", partition="balanced")
+@method(
+    allocation="global",
+    partition="balanced",
+    every="every",
+    first_mask="initial_mask",
+    rises_from="start",
+    peak="peak_density",
+    control="control",
+)
 def gradual_gap(
     S: Parts,
     *,

@@ -8,7 +8,7 @@ from growprune.plan import By, InitialMask, Parts, Phase, Spread, first_by, grow
 from growprune.plan.settings import check_counts, check_rise, check_share, check_span
 
 
-@method(allocation="global")
+@method(allocation="global", every="every", first_mask="initial_mask", rises_from="start")
 def granet(
     S: Parts,
     *,

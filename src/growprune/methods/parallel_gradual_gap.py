@@ -7,7 +7,14 @@ from growprune.plan import Branch, Fork, InitialMask, Parts, Phase, Stage, first
 from growprune.plan.settings import check_counts, check_share, step_length
 
 
-@method(allocation="global", partition="balanced")
+@method(
+    allocation="global",
+    partition="balanced",
+    every="every",
+    first_mask="initial_mask",
+    rises_from="start",
+    peak="peak_density",
+)
 def parallel_gradual_gap(
     S: Parts,
     *,

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight, adapter_parameters, computed_weights, first_names, matching
-from growprune.plan import Part, Plan
+from growprune.plan import Part, Plan, declaration_of
 from growprune.plan.settings import as_float, check_state
 from growprune.sparse.sharded import sharding
 from growprune.storage import SparseParameter
@@ -99,7 +99,7 @@ def check_plan(own: Internals, plan: Plan) -> None:
         raise GrowpruneError(
             f"{method} has sparsity={target}, but the SparseModel has {own.target_sparsity}: use the same for both"
         )
-    meant = getattr(plan.method, "allocation", own.allocation)
+    meant = declaration_of(plan.method).allocation
     if meant != own.allocation and not own.is_allocation_given:
         raise GrowpruneError(
             f"{method} is designed for allocation={meant!r}, but the SparseModel has the default, {own.allocation!r}: "

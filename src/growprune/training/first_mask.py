@@ -5,16 +5,14 @@ A new model gets a random mask. A trained model keeps its largest weights. A spa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
-from growprune.errors import warn
 from growprune.masks.layers import Weight
-from growprune.masks.zeros import already_sparse
 from growprune.plan import InitialMask
 from growprune.sparse.optimizers import unwrapped
 
@@ -31,49 +29,6 @@ class FirstMask:
     """None if the method chooses it itself."""
     found: float | None = None
     """The sparsity of a model that is already sparse."""
-
-    def options(self, taken: Sequence[str], given: Mapping[str, Any], sparsity: float) -> dict[str, Any]:
-        """Return the method's options: a rising sparsity starts at that of the model."""
-        if self.initial_mask is None:
-            return {}
-        rises = self.found is not None and is_rising(taken, given)
-        return {"initial_mask": self.initial_mask} | ({"start": min(self.found or 0.0, sparsity)} if rises else {})
-
-
-def is_rising(taken: Sequence[str], given: Mapping[str, Any]) -> bool:
-    """True if a method has a rising sparsity whose start the user did not set."""
-    return "start" in taken and not {"start", "peak_density"} & given.keys()
-
-
-def choose_mask(
-    model: nn.Module,
-    weights: Sequence[Weight],
-    optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    asked: str,
-    can_begin_at: Callable[[float], bool],
-) -> FirstMask:
-    """Choose the first mask. With "auto", warn about the choice if it is not a random mask.
-
-    Args:
-        weights: the prunable weights.
-        can_begin_at: returns whether the plan can start at this sparsity of the model.
-    """
-    zeros = None if asked == "random" else already_sparse(model, weights)
-    if asked != "auto":
-        return FirstMask(asked, zeros)
-    if zeros is not None:
-        mask, fate = ("as_is", " and stay pruned") if can_begin_at(zeros) else ("magnitude", "; the largest are kept")
-        warn(f"{zeros:.4g} of the model's weights are already zero{fate}. {_silence(mask)}")
-        return FirstMask(mask, zeros)
-    if (why := signs_of_training(model, weights, optimizers)) is not None:
-        warn(f"the model is already trained ({why}), so its largest weights are kept. {_silence('magnitude')}")
-        return FirstMask("magnitude")
-    return FirstMask("random")
-
-
-def _silence(mask: str) -> str:
-    return f"Pass initial_mask={mask!r} to silence this warning, or initial_mask='random' to start with a random mask"
 
 
 def signs_of_training(
