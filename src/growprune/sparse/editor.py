@@ -27,7 +27,6 @@ from growprune.sparse.counts import Counts, total_of, within_one
 from growprune.sparse.gradients import Gradients, Keep
 from growprune.sparse.optimizers import Optimizers
 from growprune.storage import SparseParameter
-from growprune.storage.ranking import can_keep_largest, keep_largest
 
 Read = Callable[[Weight], tuple[Tensor, Tensor]]
 """Returns the values that a weight is ranked by, and its mask."""
@@ -110,8 +109,6 @@ class Editor:
         if self.together is not None and self.together.can_choose(weights, edit):
             together = self.together
             left = self._choose(pools, lambda pool: together.chosen(pool, edit, reader.mask), reader, self.set_mask)
-        elif self._can_choose_at_once(weights, edit):
-            left = self._choose_at_once(pools)
         else:
             for weight in weights if edit.by is not By.RANDOM else ():
                 check_finite(reader.values(weight), weight)
@@ -183,33 +180,6 @@ class Editor:
         ]
         walks = choose(sources, pool.kept, bits=key_bits_of(edit, dtype), device=parameters[0].device)
         return zip(pool.weights, walks, strict=True)
-
-    def _can_choose_at_once(self, weights: Sequence[Weight], edit: Edit) -> bool:
-        """True if all can be ranked at once: magnitudes of single weights, stored dense on a GPU."""
-        if edit.action is not Action.PRUNE or edit.by is not By.MAGNITUDE or not self._pattern.is_single:
-            return False
-        stored = [self._stored[weight.parameter] for weight in weights]
-        parameters = [some.parameter for some in stored]
-        if not parameters or not parameters[0].is_cuda:
-            return False
-        is_dense = all(parameter.shape == some.shape for parameter, some in zip(parameters, stored, strict=True))
-        return is_dense and can_keep_largest(parameters)
-
-    def _choose_at_once(self, pools: Sequence[Pool]) -> dict[str, int]:
-        """Set the masks. Return the live weights of each."""
-        weights = [(weight, number) for number, pool in enumerate(pools) for weight in pool.weights]
-        masks = {weight.parameter: self._stored[weight.parameter].mask() for weight, _ in weights}
-        values = [weight.of(self._stored[weight.parameter].weight()) for weight, _ in weights]
-        own = [weight.of(masks[weight.parameter]) for weight, _ in weights]
-        chosen = keep_largest(values, own, [number for _, number in weights], [pool.kept for pool in pools])
-        for (weight, _), value in zip(weights, values, strict=True) if chosen is None else ():
-            check_finite(value, weight)
-        for mask, new in zip(own, chosen or (), strict=True):
-            mask.copy_(new)
-        for name, mask in masks.items():
-            self.set_mask(name, mask)
-        counts = in_one_go([torch.count_nonzero(mask) for mask in own])
-        return dict(zip((weight.name for weight, _ in weights), counts, strict=True))
 
     def preview(self, edit: Edit) -> Callable[[], None]:
         """Prune without touching optimizers, and return a function that undoes it. On failure, nothing changes."""
