@@ -47,7 +47,6 @@ class Recipe:
     allocation: str = ""
     """How layers share the sparsity: "uniform", "global" or "erk". Default: the one that suits the method."""
     pattern: str = "unstructured"
-    scope: str = "model"
     keep_dense: tuple[str, ...] | Literal["auto"] = "auto"
     """Names or globs of layers that are never pruned. "auto": output layers."""
     include: tuple[str, ...] = ()
@@ -179,7 +178,7 @@ class Recipe:
 
     def sparse_settings(self, model: nn.Module) -> dict[str, Any]:
         """The arguments of SparseModel, without model and storage."""
-        names = ("allocation", "pattern", "scope", "include", "seed", "lr_scaling")
+        names = ("allocation", "pattern", "include", "seed", "lr_scaling")
         is_pruned = "sparsity" in inspect.signature(self.method).parameters
         target = {"sparsity": self.sparsity if is_pruned else 0.0, "keep_dense": self.kept_dense(model)}
         target |= {"rescale": not is_normalized(model)}

@@ -9,28 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from fractions import Fraction
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern
-
-
-class Scope(Enum):
-    """What a global ranking covers when one part is pruned."""
-
-    MODEL = "model"
-    """One threshold over the whole model, so that its total sparsity is the target."""
-    PART = "part"
-    """One threshold over the part alone."""
-
-
-def parse_scope(name: str | Scope) -> Scope:
-    known = [scope.value for scope in Scope]
-    if not isinstance(name, Scope) and name not in known:
-        raise GrowpruneError(f"scope must be one of {', '.join(known)}, got {name!r}")
-    return Scope(name)
 
 
 def num_kept(sparsity: float, total: int) -> int:
@@ -49,36 +32,31 @@ class Pool:
     """The number of live groups among these weights, which are ranked together."""
 
 
-Allocation = Callable[[Sequence[Weight], Sequence[Weight], float, Pattern, Scope], list[Pool]]
-"""(all prunable weights, those of the part, sparsity, pattern, scope) -> pools."""
+Allocation = Callable[[Sequence[Weight], Sequence[Weight], float, Pattern], list[Pool]]
+"""(all prunable weights, those of the part, sparsity, pattern) -> pools."""
 
 
-def uniform(
-    model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern, scope: Scope
-) -> list[Pool]:
+def uniform(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern) -> list[Pool]:
     """Give every layer the same sparsity."""
-    del model, scope
+    del model
     return [Pool((w,), num_kept(sparsity, pattern.num_groups(w))) for w in part]
 
 
-def erk(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern, scope: Scope) -> list[Pool]:
+def erk(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern) -> list[Pool]:
     """Erdos-Renyi-kernel (Evci et al. 2020): density proportional to (sum of a layer's dimensions) / (their product).
 
     The densities are computed for the whole model, so that parts that are pruned one by one add up to its sparsity.
     """
-    del scope
     sizes, most = [pattern.num_groups(w) for w in model], [pattern.most_alive(w) for w in model]
     counts = erk_counts([w.shape for w in model], sizes, sparsity, most=most)
     by_name = {w.name: count for w, count in zip(model, counts, strict=True)}
     return [Pool((w,), by_name[w.name]) for w in part]
 
 
-def global_(
-    model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern, scope: Scope
-) -> list[Pool]:
-    """Rank all weights of the model (or of the part) together, so that layers get different sparsities."""
-    weights = tuple(model if scope is Scope.MODEL else part)
-    return [Pool(weights, num_kept(sparsity, sum(pattern.num_groups(w) for w in weights)))]
+def global_(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern) -> list[Pool]:
+    """Rank all weights of the model together, whatever the part, so that layers get different sparsities."""
+    del part
+    return [Pool(tuple(model), num_kept(sparsity, sum(map(pattern.num_groups, model))))]
 
 
 ALLOCATIONS: dict[str, Allocation] = {"uniform": uniform, "erk": erk, "global": global_}

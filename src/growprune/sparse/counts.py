@@ -10,7 +10,7 @@ from itertools import groupby
 import torch
 
 from growprune.errors import GrowpruneError
-from growprune.masks.allocation import Pool, Scope, erk, global_, parse_allocation, shared_out, uniform
+from growprune.masks.allocation import Pool, erk, global_, parse_allocation, shared_out, uniform
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern, count_groups, in_one_go
 from growprune.masks.ranking import check_finite
@@ -30,10 +30,9 @@ class Counts:
         *,
         pattern: Pattern,
         allocation: str,
-        scope: Scope,
     ) -> None:
         self.weights, self.stored, self.gradients = tuple(weights), stored, gradients
-        self.pattern, self._allocate, self._scope = pattern, parse_allocation(allocation), scope
+        self.pattern, self._allocate = pattern, parse_allocation(allocation)
         self.lost: dict[str, int] = {}
         """By weight name: how many groups the previous edit pruned."""
 
@@ -43,7 +42,7 @@ class Counts:
 
     def concerned(self, edit: Edit) -> tuple[Weight, ...]:
         """Return the weights that an edit may have to count: its part, or the whole model."""
-        is_ranked = self._allocate is global_ and self._scope is Scope.MODEL and edit.action is Action.PRUNE
+        is_ranked = self._allocate is global_ and edit.action is Action.PRUNE
         return self.weights if is_ranked or edit.within is not None else self.weights_of(edit.part)
 
     def num_alive(self, weights: Sequence[Weight], *, pattern: Pattern | None = None) -> dict[str, int]:
@@ -86,9 +85,9 @@ class Counts:
                 return [Pool(part, _shared(edit, sum(alive[w.name] for w in part)))] if part else []
             return [Pool((w,), _shared(edit, alive[w.name])) for w in part]
         self._check_pattern(part, edit.to)
-        scope = self._scope if edit.action is Action.PRUNE else Scope.PART  # to grow a part leaves the others alone
+        ranked = self.weights if edit.action is Action.PRUNE or self._allocate is not global_ else part
         allocate = erk if spread is Spread.ERK else self._allocate
-        return allocate(self.weights, part, edit.to, self.pattern, scope) if part else []
+        return allocate(ranked, part, edit.to, self.pattern) if part else []
 
     def _check_pattern(self, part: Sequence[Weight], to: float) -> None:
         try:

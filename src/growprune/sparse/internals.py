@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.allocation import Scope
 from growprune.masks.bits import Snapshot, check_packed, like, pack, unpack, whole
 from growprune.masks.layers import prunable_weights
 from growprune.masks.patterns import Pattern, Unstructured
@@ -54,7 +53,6 @@ class Internals:
         sparsity: float,
         allocation: str,
         pattern: Pattern,
-        scope: Scope,
         keep_dense: Sequence[str],
         include: Sequence[str],
         seed: int,
@@ -63,7 +61,7 @@ class Internals:
         rescale: bool,
     ) -> None:
         self.model, self.target_sparsity, self.allocation, self.pattern = model, sparsity, allocation, pattern
-        self.scope, self.keep_dense, self.include, self.seed, self.storage = scope, keep_dense, include, seed, storage
+        self.keep_dense, self.include, self.seed, self.storage = keep_dense, include, seed, storage
         self.weights = prunable_weights(model, keep_dense=keep_dense, include=include)
         for weight in self.weights:
             pattern.check(weight, sparsity)
@@ -71,7 +69,7 @@ class Internals:
         """How the prunable parameters are stored, by name."""
         self.gradients = Gradients(self.stored)
         self.optimizers = Optimizers(self.stored, storage, self.gradients, lr_scaling)
-        counts = Counts(self.weights, self.stored, self.gradients, pattern=pattern, allocation=allocation, scope=scope)
+        counts = Counts(self.weights, self.stored, self.gradients, pattern=pattern, allocation=allocation)
         self.editor = Editor(counts, self.optimizers, seed=seed, rescale=rescale)
         self.whole = Part("all", tuple(self.stored))
         self.ranks: Any = None
