@@ -146,44 +146,11 @@ class Counts:
                 means.append(own[alive].abs().sum(dtype=torch.float64) / alive.sum().clamp(min=1))
         return [float(mean) for mean in torch.stack(means).tolist()]
 
-    def num_grown(self, edits: Sequence[Edit]) -> dict[str, int]:
-        """Return the most groups of each weight that edits may grow, by name, for edits that `can_be_bounded`."""
-        alive = self.num_alive(self.weights)
-        most, grown = dict(alive), dict.fromkeys(alive, 0)
-        for before_it, edit in zip((None, *edits), edits, strict=False):
-            lost = before_it if self._spread_of(edit) is Spread.LOST else None
-            for pool in within_one(self.pools(edit, alive, is_estimate=True), alive, edit.action):
-                before, several = total_of(pool, alive), len(pool.weights) > 1
-                # of several ranked together the total is known, but what each has is a guess, and may be rounded
-                more = max(0, pool.kept - before) + (len(pool.weights) * len(edits) if several else 0)
-                for weight in pool.weights if edit.action is Action.GROW else ():
-                    more = more if lost is None else _most_lost(lost, most[weight.name])
-                    grown[weight.name] = min(self.pattern.num_groups(weight), grown[weight.name] + more)
-                    most[weight.name] = min(self.pattern.num_groups(weight), most[weight.name] + more)
-                for weight in pool.weights:
-                    alive[weight.name] = alive[weight.name] * pool.kept // max(1, before) if several else pool.kept
-        return grown
-
-    def can_be_bounded(self, edits: Sequence[Edit]) -> bool:
-        """True if `num_grown` can bound the growth of edits: not if they rank different sets of weights together."""
-        alive = self.num_alive(self.weights)
-        pools = [self.pools(edit, alive, is_estimate=True) for edit in edits]
-        is_ranked = any(len(pool.weights) > 1 for several in pools for pool in several)
-        changed = {frozenset(weight for pool in several for weight in pool.weights) for several in pools}
-        is_known = all(self._spread_of(edit) in (None, Spread.LOST) for edit in edits)
-        return is_known and (not is_ranked or len(changed) == 1)
-
 
 def _shared(edit: Edit, alive: int) -> int:
     """Return how many are live after an edit by a share, rounded down, in exact arithmetic."""
     change = int(Fraction(str(edit.share)) * alive)
     return alive - change if edit.action is Action.PRUNE else alive + change
-
-
-def _most_lost(edit: Edit, alive: int) -> int:
-    """Return the most groups that an edit may prune from a weight with at most `alive` live groups."""
-    is_own = edit.share is not None and edit.spread is None
-    return alive - _shared(edit, alive) if is_own else alive
 
 
 def total_of(pool: Pool, alive: Mapping[str, int]) -> int:

@@ -1,7 +1,7 @@
 """Apply an edit to the masks: counts.py says how many groups of each weight are live afterwards, this file which ones.
 
-The weights of a pool are ranked together, and the best groups are live. If the values are sharded,
-sharding/choosing.py chooses. The dense tensors of at most one parameter are in memory at a time.
+The weights of a pool are ranked together, and the best groups are live. The dense tensors of at most one parameter are
+in memory at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from growprune.masks.ranking import check_finite, choose, edit_keys, key_bits_of
 from growprune.masks.zeros import masks_of_zeros
 from growprune.plan import Action, By, Edit
 from growprune.sparse.counts import Counts, total_of, within_one
-from growprune.sparse.gradients import Gradients, Keep
+from growprune.sparse.gradients import Gradients
 from growprune.sparse.optimizers import Optimizers
 from growprune.storage import SparseParameter
 
@@ -50,8 +49,6 @@ class Editor:
         """The names of weights without live elements that a warning has named."""
         self.rescales = rescale
         """True if a random mask, which only untrained weights get, keeps activations as large as they were."""
-        self.together: Any = None
-        """If the weights are sharded: a sharding.choosing.Choosing, which chooses without gathering."""
 
     def apply(self, edit: Edit) -> None:
         if edit.by is By.AS_IS:
@@ -106,13 +103,9 @@ class Editor:
         pools = self.changed(pools, edit, alive)
         weights = [weight for pool in pools for weight in pool.weights]
         reader = Reader(self._stored, self._gradients, edit)
-        if self.together is not None and self.together.can_choose(weights, edit):
-            together = self.together
-            left = self._choose(pools, lambda pool: together.chosen(pool, edit, reader.mask), reader, self.set_mask)
-        else:
-            for weight in weights if edit.by is not By.RANDOM else ():
-                check_finite(reader.values(weight), weight)
-            left = self._choose(pools, lambda pool: self._chosen(pool, edit, reader.read), reader, self.set_mask)
+        for weight in weights if edit.by is not By.RANDOM else ():
+            check_finite(reader.values(weight), weight)
+        left = self._choose(pools, lambda pool: self._chosen(pool, edit, reader.read), reader, self.set_mask)
         self.counts.lost = {weight.name: alive[weight.name] - left[weight.name] for weight in weights}
         if self.rescales and edit.by is By.RANDOM and edit.action is Action.PRUNE:
             self._rescale(weights, alive, left)
@@ -214,29 +207,6 @@ class Editor:
                 write_groups(self._pattern, weight.of(masks[weight.parameter]), weight, chosen)
         return {name: masks[name] for name in values}
 
-    def candidates(self, edits: Sequence[Edit]) -> Keep | None:
-        """Return the gradients that edits may choose from: the best and those of live weights. None for all."""
-        by_gradient = [edit for edit in edits if edit.by.needs_gradients]
-        if any(edit.action is Action.PRUNE or edit.by is not By.GRADIENT for edit in by_gradient):
-            return None
-        if any(self._pattern.most_alive(w) < self._pattern.num_groups(w) for w in self.counts.weights):
-            return None  # a prune that comes first changes which neighbors may grow, and is not known yet
-        if not self.counts.can_be_bounded(edits):
-            return None
-        grown = self.counts.num_grown(edits)
-
-        def useful(name: str, gradient: Tensor) -> Tensor:
-            own = [weight for weight in self.counts.weights if weight.parameter == name]
-            before = self._stored[name].mask()
-            mask = before.clone()
-            for weight, alive in zip(own, self.counts.num_alive(own).values(), strict=True):
-                pool = Pool((weight,), min(self._pattern.most_alive(weight), alive + grown[weight.name]))
-                for _, chosen in self._chosen(pool, by_gradient[0], lambda w: (w.of(gradient), w.of(before))):
-                    write_groups(self._pattern, weight.of(mask), weight, chosen)
-            return mask
-
-        return useful
-
     def _check(self, pool: Pool, edit: Edit, alive: int) -> None:
         """Raise if an edit cannot reach its count."""
         if _is_wrong_way(edit, pool, alive):
@@ -256,7 +226,7 @@ class Editor:
 
         Optimizers are attached by now, and follow if the storage replaces parameters.
         """
-        if self.together is None and all(bool(stored.mask().all()) for stored in self._stored.values()):
+        if self._gradients.shares is None and all(bool(stored.mask().all()) for stored in self._stored.values()):
             masks = masks_of_zeros(lambda name: self._stored[name].weight(), self.counts.weights, self._pattern)
             for name, mask in masks.items():
                 self.set_mask(name, mask)

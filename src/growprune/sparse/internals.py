@@ -215,18 +215,13 @@ class Internals:
     def set_rule(self, rule: RunningRule | None) -> None:
         self.optimizers.rule = rule
 
-    def watch(self, edits: Sequence[Edit], *, is_one_backward: bool = False) -> None:
-        """Watch the gradients of the next iterations for edits that need them; without edits, stop watching.
-
-        Args:
-            is_one_backward: True if an iteration has a single backward pass.
-        """
+    def watch(self, edits: Sequence[Edit]) -> None:
+        """Watch the gradients of the next iterations for edits that need them; without edits, stop watching."""
         looked_at = [edit.by for edit in edits if edit.by.needs_gradients]
         by = By.MOMENTUM if By.MOMENTUM in looked_at else next(iter(looked_at), None)  # an average takes all iterations
         if by is not None:
             self.check_by(by)
-        keep = self.editor.candidates(edits) if by and is_one_backward and self.storage == "compact" else None
-        self.gradients.watch(by, keep=keep)
+        self.gradients.watch(by)
 
     def begin_anew(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
         """Undo all training since a snapshot that was taken before the first edit."""

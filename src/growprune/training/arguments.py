@@ -237,7 +237,6 @@ class Arguments:
         iterations: int | None = None,
         iterations_per_epoch: int | None = None,
         remedy: Callable[[int], str] = "iterations={}".format,
-        accumulate: int | None = None,
         score: Callable[[SparseModel, By], None] | None = None,
         sparse: SparseModel | None = None,
     ) -> Cursor:
@@ -248,7 +247,6 @@ class Arguments:
             iterations: the total optimizer steps of a trainer, if a trainer owns the loop.
             iterations_per_epoch: its optimizer steps in an epoch, if known.
             remedy: returns the setting for a training of a given number of steps, for an error.
-            accumulate: as for `Cursor`.
             score: called if the first edit needs gradients; it calls `sparse.score`.
             sparse: the SparseModel, if there is one already.
         """
@@ -259,7 +257,7 @@ class Arguments:
         share_gradients(made)
         look = None if score is None else functools.partial(score, made)
         with given_back(made if sparse is None else None):
-            return Cursor(made, plan, iterations_per_epoch=per_epoch, accumulate=accumulate, score=look)
+            return Cursor(made, plan, iterations_per_epoch=per_epoch, score=look)
 
     def plan(
         self,
