@@ -111,7 +111,7 @@ def test_where_erk_rounds_a_layer_up_as_sparsity_rises_another_layer_gives_one()
     sparse.prune(to=0.25)
     assert counts(sparse) == [14, 14, 13, 10]  # 51 of 68
     whole = Partition.contiguous(model, 1).whole
-    pools = internals(sparse).editor.counts.pools(prune(whole, to=0.2647))
+    pools = internals(sparse).editor.pools(prune(whole, to=0.2647))
     assert [pool.kept for pool in pools] == [13, 13, 13, 11]  # 50
     assert internals(sparse).can_be_pruned
     with internals(sparse).pruned():

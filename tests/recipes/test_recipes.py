@@ -179,7 +179,7 @@ def test_parts_are_the_papers(name: str, sizes: tuple[int, ...]) -> None:
     sparse = recipe.sparse_model(model)
     assert (
         tuple(
-            sum(w.numel for w in internals(sparse).editor.counts.weights_of(part))
+            sum(w.numel for w in internals(sparse).editor.weights_of(part))
             for part in recipe.parts.cut(model, keep_dense=recipe.keep_dense)
         )
         == sizes

@@ -269,7 +269,7 @@ def test_a_prune_that_takes_nothing_is_not_mistaken_for_the_one_before() -> None
     sparse.apply(prune(part, to=0.625), grow(part), prune(part, to=0.0))
     sparse.apply(prune(part, to=0.0), grow(part, to=0.0, spread=Spread.LOST))
     assert counts(sparse) == [8, 8]
-    assert not internals(sparse).editor.counts.lost
+    assert not internals(sparse).editor.lost
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def sparse_init(
     device = torch.device(device) if shards is None else shards.device
     edit = prune(own.whole, to=own.target_sparsity, by=By.RANDOM)
     pools: dict[str, list[Pool]] = {}
-    for shared in own.editor.counts.pools(edit) if own.target_sparsity > 0 else ():
+    for shared in own.editor.pools(edit) if own.target_sparsity > 0 else ():
         for pool in _one_each(shared, own, edit, device):
             pools.setdefault(pool.weights[0].parameter.rpartition(".")[0], []).append(pool)
     for path, module in _fill(model, device, initialise):

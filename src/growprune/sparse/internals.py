@@ -30,7 +30,6 @@ from growprune.sparse.checks import (
     is_fsdp2,
     named_tensors,
 )
-from growprune.sparse.counts import Counts
 from growprune.sparse.editor import Editor
 from growprune.sparse.gradients import Gradients
 from growprune.sparse.learning_rates import Exponent
@@ -69,8 +68,16 @@ class Internals:
         """How the prunable parameters are stored, by name."""
         self.gradients = Gradients(self.stored)
         self.optimizers = Optimizers(self.stored, storage, self.gradients, lr_scaling)
-        counts = Counts(self.weights, self.stored, self.gradients, pattern=pattern, allocation=allocation)
-        self.editor = Editor(counts, self.optimizers, seed=seed, rescale=rescale)
+        self.editor = Editor(
+            self.weights,
+            self.stored,
+            self.gradients,
+            self.optimizers,
+            pattern=pattern,
+            allocation=allocation,
+            seed=seed,
+            rescale=rescale,
+        )
         self.whole = Part("all", tuple(self.stored))
         self.ranks: Any = None
         """The processes that share the weights, if the model is sharded."""
@@ -311,7 +318,7 @@ class Internals:
 
     def alive_by_weight(self) -> dict[str, int]:
         """Return the number of live elements of each weight. Waits for the device once."""
-        return self.editor.counts.num_alive(self.weights, pattern=Unstructured())
+        return self.editor.num_alive(self.weights, pattern=Unstructured())
 
 
 def internals(sparse: SparseModel) -> Internals:

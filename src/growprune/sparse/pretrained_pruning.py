@@ -132,8 +132,8 @@ def _counts(own: Internals, to: float) -> dict[str, int]:
     own.optimizers.enforce()
     for weight in own.weights:
         check_finite(weight.of(own.stored[weight.parameter].weight()), weight)
-    alive = own.editor.counts.num_alive(own.weights)
-    pools = own.editor.changed(own.editor.counts.pools(edit, alive), edit, alive) if to else []
+    alive = own.editor.num_alive(own.weights)
+    pools = own.editor.changed(own.editor.pools(edit, alive), edit, alive) if to else []
     own.editor.warn_of_dead([pool.weights[0] for pool in pools if not pool.kept], pools)
     return {pool.weights[0].name: pool.kept for pool in pools}
 
@@ -178,7 +178,7 @@ class _BlockByBlock:
             for block in dict.fromkeys(b for b in self._block_of.values() if b not in order):
                 self._prune(block, {})
             own.editor.num_edits += 1
-            own.editor.counts.lost = {}
+            own.editor.lost = {}
         self._warn({weight.name for weight in never})
 
     def _prune(self, block: str, inputs: dict[str, Inputs]) -> None:
