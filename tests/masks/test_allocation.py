@@ -37,7 +37,7 @@ def test_uniform_counts_blocks() -> None:
 
 
 def test_global_ranks_the_whole_model_together() -> None:
-    assert global_([SMALL, LARGE], [SMALL], 0.9, FREE) == [Pool((SMALL, LARGE), 1010)]
+    assert global_([SMALL, LARGE], [SMALL], 0.9, FREE) == [Pool((SMALL, LARGE), 1010, least=(0, 30))]
 
 
 def test_erk_by_hand() -> None:
@@ -102,5 +102,7 @@ def test_every_allocation_keeps_the_asked_share_of_all_groups(name: str, pattern
 
 
 def test_an_unknown_allocation_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="allocation must be one of uniform, erk, global, got 'gobal'"):
+    with pytest.raises(
+        ValueError, match="allocation must be one of uniform, erk, global, global_no_floor, got 'gobal'"
+    ):
         parse_allocation("gobal")

@@ -236,7 +236,7 @@ def test_a_layer_too_small_to_keep_anything_is_warned_of_and_is_all_zero() -> No
 def test_a_layer_that_one_ranking_leaves_nothing_is_told_from_one_that_is_too_small() -> None:
     model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
     model[0].weight.data.mul_(1e-3)
-    sparse = make(model, 0.9, allocation="global")
+    sparse = make(model, 0.9, allocation="global_no_floor")
     with pytest.warns(UserWarning, match=DEAD + "; add it to keep_dense or use allocation='uniform'$"):
         sparse.prune()
     assert list(internals(sparse).alive_by_weight().values()) == [0, 320]
@@ -506,7 +506,10 @@ def test_keep_dense_is_never_pruned() -> None:
         ({"sparsity": 1.0}, "sparsity must be in .*, got 1.0"),
         ({"sparsity": -0.5}, "sparsity must be in .*, got -0.5"),
         ({"sparsity": 90}, "sparsity must be in .*, got 90"),
-        ({"allocation": "layerwise"}, "allocation must be one of uniform, erk, global, got 'layerwise'"),
+        (
+            {"allocation": "layerwise"},
+            "allocation must be one of uniform, erk, global, global_no_floor, got 'layerwise'",
+        ),
         (
             {"pattern": "8"},
             "pattern must be 'unstructured', a block like '1x8', or N:M like '2:4' with N <= M, got '8'",
@@ -585,3 +588,23 @@ def test_a_preview_that_fails_on_the_way_is_undone(storage: str, monkeypatch: py
         internals(sparse).pruned().__enter__()
     assert list(internals(sparse).alive_by_weight().values()) == [100, 100, 100]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("storage", ["masked", "compact"])
+@pytest.mark.parametrize(("allocation", "expected"), [("global", [197, 3]), ("global_no_floor", [200, 0])])
+def test_global_leaves_each_layer_three_percent_of_its_uniform_share(
+    storage: str, allocation: str, expected: list[int]
+) -> None:
+    """Uniform leaves 100 of each layer's 1,000 weights. All of the first layer's are larger than the second's."""
+    model = nn.Sequential(nn.Linear(50, 20, bias=False), nn.Linear(20, 50, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.arange(1000, 2000).view(20, 50))
+        model[1].weight.copy_(torch.arange(1, 1001).view(50, 20) / 1000)
+    sparse = make(model, 0.9, allocation=allocation, storage=storage)
+    says = "prunes 1.weight to its floor, 3%" if expected[1] else "1.weight was pruned to zero weights"
+    with pytest.warns(UserWarning, match=says):
+        sparse.prune()
+    assert list(internals(sparse).alive_by_weight().values()) == expected
+    assert sparse.masks["1.weight"].flatten()[-3:].all() == bool(expected[1])
+    sparse.prune(to=0.95)  # 50 and 50, so one is left to the second, and no second warning
+    assert list(internals(sparse).alive_by_weight().values()) == ([99, 1] if expected[1] else [100, 0])

@@ -99,7 +99,7 @@ def estimate(recipe: Recipe) -> Estimate:
             now = after_fork if scheduled.is_last_branch else now
             merged = max(merged, _alive(sparse, after_fork)) if scheduled.is_last_branch else merged
     spreads = {edit.spread for scheduled in schedule for edit in scheduled.phase.edits}
-    is_exact = recipe.allocation != "global" and not spreads & {Spread.RANKING, Spread.MOMENTUM}
+    is_exact = not recipe.allocation.startswith("global") and not spreads & {Spread.RANKING, Spread.MOMENTUM}
     memory = _memory(recipe, sparse, max(cost.density for cost in costs))
     return Estimate(costs, flops.dense, plan, is_exact, memory, recipe.storage == "compact", merged)
 

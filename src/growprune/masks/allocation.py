@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from growprune.errors import GrowpruneError
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern
+
+FLOOR = Fraction(3, 100)
+"""Under "global", a layer keeps at least this share of the weights that "uniform" gives it. One ranking would empty
+layers with small weights otherwise, such as those with a lower learning rate."""
 
 
 def num_kept(sparsity: float, total: int) -> int:
@@ -30,6 +34,8 @@ class Pool:
     weights: tuple[Weight, ...]
     kept: int
     """The number of live groups among these weights, which are ranked together."""
+    least: tuple[int, ...] = ()
+    """How many groups each weight keeps however it ranks, if it has them before a prune. Empty for no such floor."""
 
 
 Allocation = Callable[[Sequence[Weight], Sequence[Weight], float, Pattern], list[Pool]]
@@ -54,12 +60,25 @@ def erk(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, patter
 
 
 def global_(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern) -> list[Pool]:
-    """Rank all weights of the model together, whatever the part, so that layers get different sparsities."""
+    """Rank all weights of the model together, whatever the part. Each layer keeps `FLOOR` of its uniform share."""
+    least = tuple(int(FLOOR * num_kept(sparsity, pattern.num_groups(w))) for w in model)
+    return [replace(pool, least=least) for pool in global_no_floor(model, part, sparsity, pattern)]
+
+
+def global_no_floor(model: Sequence[Weight], part: Sequence[Weight], sparsity: float, pattern: Pattern) -> list[Pool]:
+    """Rank all weights of the model together, whatever the part, even if a layer then has no live weights."""
     del part
     return [Pool(tuple(model), num_kept(sparsity, sum(map(pattern.num_groups, model))))]
 
 
-ALLOCATIONS: dict[str, Allocation] = {"uniform": uniform, "erk": erk, "global": global_}
+RANKINGS = (global_, global_no_floor)
+"""The allocations under which layers have no fixed counts."""
+ALLOCATIONS: dict[str, Allocation] = {
+    "uniform": uniform,
+    "erk": erk,
+    "global": global_,
+    "global_no_floor": global_no_floor,
+}
 
 
 def parse_allocation(name: str) -> Allocation:

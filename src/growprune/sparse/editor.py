@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.allocation import Pool, erk, global_, parse_allocation, shared_out, uniform
+from growprune.masks.allocation import FLOOR, RANKINGS, Pool, erk, parse_allocation, shared_out, uniform
 from growprune.masks.layers import Weight
 from growprune.masks.patterns import Pattern, count_groups, in_one_go, write_groups
 from growprune.masks.ranking import check_finite, choose, edit_keys, key_bits_of, salt_of
@@ -88,7 +88,7 @@ class Editor:
             is_estimate: treat growth that is spread by momentum, or by what layers lost, as spread by live groups. No
                 gradient is needed then.
         """
-        part, is_ranked = self.weights_of(edit.part), self._allocate is global_
+        part, is_ranked = self.weights_of(edit.part), self._allocate in RANKINGS
         if not part:
             return []
         if alive is None and (edit.within is not None or edit.share is not None or edit.spread is not None):
@@ -147,6 +147,11 @@ class Editor:
     def changed(self, pools: Sequence[Pool], edit: Edit, alive: Mapping[str, int]) -> list[Pool]:
         """Return the pools that an edit changes. Raise if the edit is impossible."""
         pools = within_one(pools, alive, edit.action)
+        if edit.action is Action.PRUNE:  # no layer grows to its floor
+            floors = [[alive[w.name] for w in pool.weights] for pool in pools]
+            pools = [
+                replace(pool, least=tuple(map(min, pool.least, now))) for pool, now in zip(pools, floors, strict=True)
+            ]
         for pool in pools:
             now, most = total_of(pool, alive), sum(map(self._pattern.most_alive, pool.weights))
             if _is_wrong_way(edit, pool, now):
@@ -181,7 +186,7 @@ class Editor:
         elif edit.to == 0 and edit.within is None:
             self._grow_all(edit)
         else:
-            is_of_all = edit.within is not None or (self._allocate is global_ and edit.action is Action.PRUNE)
+            is_of_all = edit.within is not None or (self._allocate in RANKINGS and edit.action is Action.PRUNE)
             alive = self.num_alive(self.weights if is_of_all else self.weights_of(edit.part))
             pools = self.pools(edit, alive)
             is_all = edit.to == 0 and all(p.kept == sum(map(self._pattern.num_groups, p.weights)) for p in pools)
@@ -253,7 +258,19 @@ class Editor:
             with torch.no_grad():
                 for name in before:
                     self._stored[name].parameter.mul_(math.sqrt(before[name] / max(1, after[name])))
+        self._warn_of_floor(pools, left)
         self.warn_of_dead([weight for weight in weights if not left[weight.name]], pools)
+
+    def _warn_of_floor(self, pools: Sequence[Pool], left: Mapping[str, int]) -> None:
+        """Warn once about each layer that a ranking would prune below its floor."""
+        floors = [(w, least) for pool in pools for w, least in zip(pool.weights, pool.least, strict=False)]
+        if new := [w for w, least in floors if 0 < left[w.name] == least and w.name not in self._warned_of]:
+            self._warned_of |= {weight.name for weight in new}
+            warn(
+                f"allocation='global' prunes {_names(new)} to its floor, {float(FLOOR):.0%} of the weights that "
+                f"'uniform' leaves there, because other layers have larger weights (as with higher learning rates): "
+                f"use allocation='erk' or 'uniform', or the same learning rate for all layers"
+            )
 
     def warn_of_dead(self, dead: Sequence[Weight], pools: Sequence[Pool]) -> None:
         """Warn once about each layer that has no live weight left."""
@@ -305,7 +322,8 @@ class Editor:
             edit_keys(edit, weight, self._pattern, read=read, salt=salt, dtype=dtype)
             for weight, salt in zip(pool.weights, salts, strict=True)
         ]
-        walks = choose(sources, pool.kept, bits=key_bits_of(edit, dtype), device=parameters[0].device)
+        least = pool.least if edit.action is Action.PRUNE else ()
+        walks = choose(sources, pool.kept, bits=key_bits_of(edit, dtype), device=parameters[0].device, least=least)
         return zip(pool.weights, walks, strict=True)
 
     def set_mask(self, name: str, mask: Tensor) -> None:

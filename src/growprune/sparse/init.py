@@ -183,7 +183,8 @@ def _one_each(pool: Pool, own: Internals, edit: Edit, device: torch.device) -> l
     """
     if len(pool.weights) == 1:
         return [pool]
-    walks = choose([_random_keys(weight, own, edit, device) for weight in pool.weights], pool.kept, device=device)
+    sources = [_random_keys(weight, own, edit, device) for weight in pool.weights]
+    walks = choose(sources, pool.kept, device=device, least=pool.least)
     counts = [sum(int(torch.count_nonzero(chosen)) for chosen in walk) for walk in walks]
     return [Pool((weight,), count) for weight, count in zip(pool.weights, counts, strict=True)]
 

@@ -282,9 +282,9 @@ def _check_choices(**given: tuple[str, Sequence[str]]) -> None:
 
 
 def _check_allocation(by: str, allocation: str) -> None:
-    if allocation == "global" and by != "magnitude":
+    if allocation in ("global", "global_no_floor") and by != "magnitude":
         raise GrowpruneError(
-            f"allocation='global' ranks all layers together, but by={by!r} prunes them one at a time: use "
+            f"allocation={allocation!r} ranks all layers together, but by={by!r} prunes them one at a time: use "
             f"allocation='uniform' or 'erk', or by='magnitude'"
         )
 

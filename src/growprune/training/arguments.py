@@ -205,7 +205,7 @@ class Arguments:
     def _can_begin_at(self, found: float) -> bool:
         """True if the plan can start at the present sparsity of the model, counted over all layers."""
         is_first = found <= self.sparsity if is_rising(self._parameters, self.options) else found == self.sparsity
-        return is_first and self.resolved_allocation == "global"
+        return is_first and self.resolved_allocation in ("global", "global_no_floor")
 
     def _prune_by_data(self, model: nn.Module) -> FirstMask:
         """Prune a trained model by its inputs to the plan's first sparsity; the plan keeps these zeros."""
