@@ -135,13 +135,13 @@ def test_an_unknown_storage_is_named(old: Path) -> None:
 
 
 def test_the_settings_come_back(tmp_path: Path) -> None:
-    options = {"allocation": "erk", "scope": "part", "seed": 5, "keep_dense": ["attention.in_proj_weight[k]", "up*"]}
+    options = {"allocation": "erk", "seed": 5, "keep_dense": ["attention.in_proj_weight[k]", "up*"]}
     sparse = SparseModel(Zoo(), sparsity=0.8, pattern="1x2", include=["lone"], **options)
     sparse.prune()
     file.save(sparse, tmp_path / "model.safetensors")
     loaded = file.load(tmp_path / "model.safetensors", Zoo())
     assert (loaded.target_sparsity, internals(loaded).allocation, internals(loaded).seed) == (0.8, "erk", 5)
-    assert (internals(loaded).pattern, internals(loaded).scope) == (internals(sparse).pattern, internals(sparse).scope)
+    assert internals(loaded).pattern == internals(sparse).pattern
     assert (internals(loaded).keep_dense, internals(loaded).include, loaded.weights) == (
         internals(sparse).keep_dense,
         internals(sparse).include,
@@ -216,7 +216,6 @@ def test_a_tiny_file_is_as_specified(tmp_path: Path) -> None:
         "sparsity": 0.75,
         "allocation": "global",
         "pattern": "unstructured",
-        "scope": "model",
         "keep_dense": [],
         "include": [],
         "seed": 0,

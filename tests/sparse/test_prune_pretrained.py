@@ -55,7 +55,7 @@ def images(count: int = 6) -> Tensor:
 
 def alive(sparse: gp.SparseModel) -> dict[str, int]:
     """The number of live groups of each weight."""
-    return internals(sparse).editor.counts.num_alive(sparse.weights)
+    return internals(sparse).editor.num_alive(sparse.weights)
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "erk"])

@@ -15,6 +15,7 @@ from torch import nn
 import growprune as gp
 from growprune.integrations.callback import SparseCallback
 from growprune.methods import METHODS
+from growprune.plan import declaration_of
 from growprune.sparse.cursor import Cursor
 from growprune.training.settings import Settings
 from growprune.training.sparsifier import Sparsifier, sparsify
@@ -58,7 +59,7 @@ def test_three_lines_do_what_the_objects_below_do(name: str) -> None:
     method: Any = METHODS[name]
     keep_dense = ["5"]  # "auto": the last layer
     sparse = gp.SparseModel(
-        model, 0.0 if name == "dense" else 0.75, allocation=method.allocation, keep_dense=keep_dense, rescale=True
+        model, 0.0 if name == "dense" else 0.75, allocation=declaration_of(method).allocation, keep_dense=keep_dense, rescale=True
     )
     kind = getattr(gp.Partition, method.partition)
     parts = (

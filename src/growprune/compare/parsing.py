@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from growprune.engine.override import find_method
 from growprune.engine.source import absolute, is_source
 from growprune.errors import GrowpruneError, shorten
+from growprune.masks.allocation import ALLOCATIONS
 from growprune.methods import METHODS
 from growprune.plan import declaration_of
 from growprune.runs.record import DENSE, EQUAL, SMALL_DENSE, small_name
 
 CONTROLS = ("start", "peak")
 """Controls: the same plan without growing, from its density at the start or at its peak."""
-ALLOCATIONS = ("uniform", "erk", "global")
 ELSEWHERE = {
     "method": "first in the row",
     "allocation": "after the method, as in rigl:erk",

@@ -43,7 +43,6 @@ class Recipe:
     allocation: str = ""
     """How layers share the sparsity: "uniform", "global" or "erk". Default: the one that suits the method."""
     pattern: str = "unstructured"
-    scope: str = "model"
     keep_dense: tuple[str, ...] | Literal["auto"] = "auto"
     """Names or globs of layers that are never pruned. "auto": output layers."""
     include: tuple[str, ...] = ()

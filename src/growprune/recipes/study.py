@@ -120,7 +120,7 @@ class Study:
         keep_dense = self.keep_dense if changes.get("allocation", "uniform") == "uniform" else ()
         # the rows that are quoted were measured before "auto" scaled the rates of a rising sparsity
         scaling = {"lr_scaling": 0.0} if declaration_of(method).rises_from else {}
-        settings = {"parts": named(self.parts), "keep_dense": keep_dense, **scaling, **changes}
+        settings = {"parts": named(self.parts), "allocation": "uniform", "keep_dense": keep_dense, **scaling, **changes}
         return replace(self.dense, method=method, sparsity=sparsity, options=options, **settings)
 
 

@@ -1,7 +1,7 @@
 """Shard sparse models over several processes with torch's FSDP2. Every rank holds and sends only live weights.
 
 `handles.py` wraps FSDP2's records, `ranks.py` has the processes that share a model, `parameter.py` a sharded weight,
-`layout.py` sharded masks, `choosing.py` edits without gathering, and `units.py` shards a model. Checkpoints are in
+`layout.py` sharded masks, and `units.py` shards a model. Checkpoints are in
 `growprune.files.sharded_checkpoints`. `growprune/__init__.py` registers this package with `growprune.sparse.sharded`,
 and no lower package imports it.
 """

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from growprune.errors import GrowpruneError
 from growprune.masks.bits import pack
-from growprune.sharding.choosing import Choosing
 from growprune.sharding.handles import device_of, groups_of, handles_of, reshard
 from growprune.sharding.layout import shard_masks
 from growprune.sharding.parameter import ShardedCompact
@@ -137,7 +136,6 @@ def adopt(sparse: Internals) -> None:
                 )
             sparse.stored[name] = ShardedCompact(parameter, handles[name], shards_mask=sparse.shards_masks)
     sparse.ranks = sparse.gradients.shares = ranks
-    sparse.editor.together = Choosing(ranks, sparse.stored, sparse.gradients, sparse.pattern)
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

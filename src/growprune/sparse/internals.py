@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.allocation import Scope
 from growprune.masks.bits import Snapshot, check_packed, like, pack, unpack, whole
 from growprune.masks.layers import prunable_weights
 from growprune.masks.patterns import Pattern, Unstructured
@@ -31,7 +30,6 @@ from growprune.sparse.checks import (
     is_fsdp2,
     named_tensors,
 )
-from growprune.sparse.counts import Counts
 from growprune.sparse.editor import Editor
 from growprune.sparse.gradients import Gradients
 from growprune.sparse.learning_rates import Exponent
@@ -54,7 +52,6 @@ class Internals:
         sparsity: float,
         allocation: str,
         pattern: Pattern,
-        scope: Scope,
         keep_dense: Sequence[str],
         include: Sequence[str],
         seed: int,
@@ -63,7 +60,7 @@ class Internals:
         rescale: bool,
     ) -> None:
         self.model, self.target_sparsity, self.allocation, self.pattern = model, sparsity, allocation, pattern
-        self.scope, self.keep_dense, self.include, self.seed, self.storage = scope, keep_dense, include, seed, storage
+        self.keep_dense, self.include, self.seed, self.storage = keep_dense, include, seed, storage
         self.weights = prunable_weights(model, keep_dense=keep_dense, include=include)
         for weight in self.weights:
             pattern.check(weight, sparsity)
@@ -71,8 +68,16 @@ class Internals:
         """How the prunable parameters are stored, by name."""
         self.gradients = Gradients(self.stored)
         self.optimizers = Optimizers(self.stored, storage, self.gradients, lr_scaling)
-        counts = Counts(self.weights, self.stored, self.gradients, pattern=pattern, allocation=allocation, scope=scope)
-        self.editor = Editor(counts, self.optimizers, seed=seed, rescale=rescale)
+        self.editor = Editor(
+            self.weights,
+            self.stored,
+            self.gradients,
+            self.optimizers,
+            pattern=pattern,
+            allocation=allocation,
+            seed=seed,
+            rescale=rescale,
+        )
         self.whole = Part("all", tuple(self.stored))
         self.ranks: Any = None
         """The processes that share the weights, if the model is sharded."""
@@ -217,18 +222,13 @@ class Internals:
     def set_rule(self, rule: RunningRule | None) -> None:
         self.optimizers.rule = rule
 
-    def watch(self, edits: Sequence[Edit], *, is_one_backward: bool = False) -> None:
-        """Watch the gradients of the next iterations for edits that need them; without edits, stop watching.
-
-        Args:
-            is_one_backward: True if an iteration has a single backward pass.
-        """
+    def watch(self, edits: Sequence[Edit]) -> None:
+        """Watch the gradients of the next iterations for edits that need them; without edits, stop watching."""
         looked_at = [edit.by for edit in edits if edit.by.needs_gradients]
         by = By.MOMENTUM if By.MOMENTUM in looked_at else next(iter(looked_at), None)  # an average takes all iterations
         if by is not None:
             self.check_by(by)
-        keep = self.editor.candidates(edits) if by and is_one_backward and self.storage == "compact" else None
-        self.gradients.watch(by, keep=keep)
+        self.gradients.watch(by)
 
     def begin_anew(self, snapshot: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
         """Undo all training since a snapshot that was taken before the first edit."""
@@ -318,7 +318,7 @@ class Internals:
 
     def alive_by_weight(self) -> dict[str, int]:
         """Return the number of live elements of each weight. Waits for the device once."""
-        return self.editor.counts.num_alive(self.weights, pattern=Unstructured())
+        return self.editor.num_alive(self.weights, pattern=Unstructured())
 
 
 def internals(sparse: SparseModel) -> Internals:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from growprune.errors import GrowpruneError, warn
-from growprune.masks.allocation import Scope, parse_scope
 from growprune.masks.layers import Weight, prunable_weights
 from growprune.masks.patterns import Pattern, parse_pattern
 from growprune.masks.zeros import check_sparse, masks_of_zeros
@@ -52,7 +51,6 @@ class SparseModel:
         allocation: how sparsity is divided among layers: "uniform" (the default), "global" or "erk". A `Cursor` refuses
             a plan whose method is designed for another allocation, unless you set it here.
         pattern: which positions may be live: "unstructured", a block such as "1x8", or N:M such as "2:4".
-        scope: what a global ranking covers when one part is pruned: the whole "model", or the "part".
         keep_dense: names or globs of modules or parameters that are never pruned.
         include: names or globs of further parameters to prune, which belong to no known kind of layer. They are read as
             (out, in, ...).
@@ -81,7 +79,6 @@ class SparseModel:
         *,
         allocation: str | None = None,
         pattern: str | Pattern = "unstructured",
-        scope: str | Scope = Scope.MODEL,
         keep_dense: Iterable[str] = (),
         include: Iterable[str] = (),
         seed: int = 0,
@@ -96,7 +93,6 @@ class SparseModel:
             sparsity=as_float(sparsity),
             allocation=allocation or "uniform",
             pattern=parse_pattern(pattern),
-            scope=parse_scope(scope),
             keep_dense=as_names(keep_dense, "keep_dense"),
             include=as_names(include, "include"),
             seed=as_seed(seed),

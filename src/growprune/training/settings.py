@@ -84,7 +84,7 @@ class Settings:
         parse_storage(self.storage)
         parse_pattern(self.pattern)
         parse_allocation(self.resolved_allocation)
-        plain = {"lr_scaling": parse_lr_scaling(self.lr_scaling), "seed": as_seed(self.seed)}
+        plain: dict[str, Any] = {"lr_scaling": parse_lr_scaling(self.lr_scaling), "seed": as_seed(self.seed)}
         plain["include"] = as_names(self.include, "include")
         if self.keep_dense != "auto":
             plain["keep_dense"] = as_names(self.keep_dense, "keep_dense")
@@ -289,7 +289,9 @@ class Settings:
         elif first is None and said.initial_mask == "auto":
             first = said._auto_mask(model, weights, optimizers)
         elif first is None:
-            first = FirstMask(said.initial_mask, None if said.initial_mask == "random" else already_sparse(model, weights))
+            first = FirstMask(
+                said.initial_mask, None if said.initial_mask == "random" else already_sparse(model, weights)
+            )
 
         # the plan
         lengths: dict[str, Any] = {"iterations": iterations, "iterations_per_epoch": iterations_per_epoch}
@@ -334,6 +336,7 @@ class Settings:
 
         return Resolved(
             settings=said,
+            partition=parts,
             plan=plan,
             iterations_per_epoch=unit,
             weights=weights,
@@ -353,7 +356,7 @@ class Settings:
         if zeros is not None:
             is_possible = zeros <= self.sparsity if self.is_start_open else zeros == self.sparsity
             # zeros of a model are counted over all layers, so other allocations may not fit them
-            is_kept = is_possible and self.resolved_allocation == "global"
+            is_kept = is_possible and self.resolved_allocation.startswith("global")
             first = FirstMask("as_is" if is_kept else "magnitude", zeros)
             fate = " and stay pruned" if is_kept else "; the largest are kept"
             found = f"{zeros:.4g} of the model's weights are already zero{fate}"
@@ -389,6 +392,7 @@ class Resolved:
     """What settings mean for a model: every choice is made, and nothing is changed yet."""
 
     settings: Settings
+    partition: Partition
     plan: Plan
     iterations_per_epoch: int | None
     weights: tuple[Weight, ...]
@@ -410,7 +414,7 @@ class Resolved:
     @property
     def peak_density(self) -> float:
         """An estimate of the largest share of the prunable weights that are live at a time."""
-        parts = self.plan.partition
+        parts = self.partition
         sizes = parts.sizes or (1,) * len(parts)
         density, peak, total = [1.0] * len(parts), 0.0, max(1, sum(sizes))
         covered: dict[Part, list[int]] = {}
@@ -450,14 +454,12 @@ class Resolved:
         model: nn.Module,
         *,
         sparse: SparseModel | None = None,
-        accumulate: int | None = None,
         score: Callable[[SparseModel, By], None] | None = None,
     ) -> Cursor:
         """Create the SparseModel, and a cursor at the start of the plan.
 
         Args:
             sparse: the SparseModel, if there is one already.
-            accumulate: as for `Cursor`.
             score: called if the first edit needs gradients; it calls `sparse.score`.
         """
         # "auto" as it was given, because a state with another first mask may be loaded
@@ -466,9 +468,8 @@ class Resolved:
         own, target = internals(made), made.target_sparsity
         own.target_sparsity = self.sparsity
         look = None if score is None else functools.partial(score, made)
-        how: dict[str, Any] = {"iterations_per_epoch": self.iterations_per_epoch, "accumulate": accumulate}
         try:
-            cursor = Cursor(made, self.plan, score=look, **how)
+            cursor = Cursor(made, self.plan, iterations_per_epoch=self.iterations_per_epoch, score=look)
         except GrowpruneError:
             own.target_sparsity = target
             if sparse is None and own.ranks is None:
