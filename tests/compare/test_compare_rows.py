@@ -91,7 +91,7 @@ def test_all_stands_for_every_method() -> None:
     [
         ("", "--methods must be one or more rows"),
         ("riggle", "there is no method 'riggle'; similar: rigl, or give path.py:function"),
-        ("rigl:erx", "must be one of uniform, erk, global.*, got 'erx'"),
+        ("rigl:erx", "must be one of uniform, erk, global, global_no_floor, got 'erx'"),
         ("rigl every", "must be a method and key=value pairs, got 'every'"),
         ("rigl allocation=erk", "Give it after the method, as in rigl:erk"),
         ("gmp every=1,gmp  every=1,gmp every=1.", "would share a folder"),

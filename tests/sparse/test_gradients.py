@@ -427,7 +427,8 @@ def test_a_model_that_is_sparser_already_cannot_be_pruned(storage: str) -> None:
 
 @pytest.mark.parametrize("storage", ["masked", "compact"])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_the_gradients_of_a_step_that_was_skipped_are_dropped(storage: str, passes: int) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_a_skipped_step_are_dropped(storage: str, passes: int, set_to_none: bool) -> None:
     """As a GradScaler skips one whose gradients are infinite, and then gradients are emptied."""
     masks = []
     for is_skipped in (False, True):
@@ -445,7 +446,7 @@ def test_the_gradients_of_a_step_that_was_skipped_are_dropped(storage: str, pass
                 (model(torch.randn(4, 8, generator=generator)).square().sum() * scale).backward()
             if scale == 1.0:
                 optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=set_to_none)
         masks.append(sparse.masks["weight"])
     assert torch.equal(*masks)
 

@@ -246,7 +246,7 @@ def test_a_layer_without_live_weights_is_warned_of_once_and_layers_that_follow_t
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     for layer, size in zip(model, (1e-3, 1e-2, 1e-1, 1), strict=True):
         layer.weight.data.uniform_(1, 2).mul_(size)
-    sparse = make(model, 0.8, allocation="global")
+    sparse = make(model, 0.8, allocation="global_no_floor")
     with pytest.warns(UserWarning) as caught:
         for sparsity in (0.3, 0.4, 0.8, 0.9):
             sparse.prune(to=sparsity)

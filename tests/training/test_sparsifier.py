@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from pathlib import Path
@@ -294,6 +295,35 @@ def test_a_fresh_model_begins_with_a_random_mask_and_nothing_is_said() -> None:
     model = fresh()
     sparsifier = sparsify(model, sgd(model.parameters()), sparsity=0.75, iterations=8)
     assert sparsifier.plan.options["initial_mask"] == "random"
+
+
+@pytest.mark.parametrize(
+    "initialise",
+    [
+        nn.init.kaiming_normal_,
+        nn.init.kaiming_uniform_,
+        nn.init.xavier_normal_,
+        nn.init.xavier_uniform_,
+        nn.init.orthogonal_,
+        nn.init.trunc_normal_,
+    ],
+)
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_fresh_models_without_norms_are_told_from_trained_ones(initialise: Any, is_trained: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    for layer in model[::2]:
+        initialise(layer.weight)
+    x = torch.randn(256, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+    for _ in range(200 if is_trained else 0):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+        optimizer.step()
+    expected = contextlib.nullcontext() if not is_trained else pytest.warns(UserWarning, match="already trained")
+    with expected:
+        sparsifier = sparsify(model, sgd(model.parameters()), sparsity=0.75, iterations=8)
+    assert sparsifier.plan.options["initial_mask"] == ("magnitude" if is_trained else "random")
 
 
 def test_what_the_user_says_of_the_first_mask_is_obeyed_without_a_word() -> None:

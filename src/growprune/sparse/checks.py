@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from growprune.errors import GrowpruneError
-from growprune.masks.layers import Weight, adapter_parameters, computed_weights, first_names, matching
+from growprune.masks.layers import Weight, adapter_parameters, computed_weights, first_names, is_norm, matching
 from growprune.plan import Part, Plan, declaration_of
 from growprune.plan.settings import as_float, check_state
 from growprune.sparse.sharded import sharding
@@ -211,7 +211,7 @@ def _meant_to_be_dense(model: Any) -> set[int]:
     """The parameters of embeddings, norms and adapters."""
     dense = adapter_parameters(model)
     for module in model.modules():
-        if hasattr(module, "num_embeddings") or "Norm" in type(module).__name__:
+        if hasattr(module, "num_embeddings") or is_norm(module):
             dense |= {id(parameter) for parameter in module.parameters(recurse=False)}
     return dense
 

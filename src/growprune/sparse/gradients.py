@@ -62,8 +62,10 @@ class Gradients:
         if self._is_hessian:
             self._ended, self._is_hessian = {}, False
         parameter, before, now = self._parameters[name], self._sums.get(name), current_backward()
-        if self._passes.get(name) != now and parameter.is_first_gradient:
-            before = None  # gradients were emptied without a step, as after one that a GradScaler has skipped
+        if before is not None and self._passes.get(name) != now:
+            # gradients were emptied without a step, as after one that a GradScaler has skipped; with set_to_none=False
+            # this shows only where they were not finite
+            before = None if parameter.is_first_gradient or not bool(before.isfinite().all()) else before
         self._passes[name] = now
         gradient = gradient.detach().float() if gradient.dtype != torch.float64 else gradient.detach()
         if self.shares is not None:

@@ -12,7 +12,7 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from growprune.masks.layers import Weight
+from growprune.masks.layers import Weight, is_norm
 from growprune.plan import InitialMask
 from growprune.sparse.optimizers import unwrapped
 
@@ -44,23 +44,42 @@ def signs_of_training(
     for module in model.modules():
         if getattr(getattr(module, "config", None), "_name_or_path", None):
             return "loaded by from_pretrained"
-        if "Norm" in type(module).__name__ and any(map(_has_moved, module.parameters(recurse=False))):
+        if is_norm(module) and any(map(_has_moved, module.parameters(recurse=False))):
             return "its norms differ from their initial values"
         if _has_moved(getattr(module, "running_mean", None)):
             return "its BatchNorm statistics have changed"
-    has_norms = any("Norm" in type(module).__name__ for module in model.modules())
+    if any(map(is_norm, model.modules())):
+        return None
     modules = [model.get_submodule(weight.parameter.rpartition(".")[0]) for weight in weights]
-    is_larger = not has_norms and any(map(_exceeds_initialisation, modules))
-    return "its weights are larger than torch initialises them" if is_larger else None
+    return "its weights do not look like initial weights" if any(map(_is_moved_layer, modules)) else None
 
 
-def _exceeds_initialisation(module: nn.Module) -> bool:
-    """True if a layer has a weight above the bound of torch's own initialisation, 1 / sqrt(fan_in)."""
+def _is_moved_layer(module: nn.Module) -> bool:
+    """True if a layer's weights are neither torch's initial ones nor independent uniform or normal numbers.
+
+    Training changes the shape of the distribution, and adds directions that stand out: a random matrix has a spectral
+    norm of at most about std * (sqrt(rows) + sqrt(columns)), and hardly ever std * 2 more.
+    """
     weight = module.weight if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) else None
-    if weight is None or weight.is_meta or not weight.numel() or hasattr(weight, "device_mesh"):
+    if weight is None or weight.is_meta or weight.numel() < 2 or hasattr(weight, "device_mesh"):
         return False
-    bound = (weight.numel() / weight.shape[0]) ** -0.5
-    return bool(weight.detach().abs().max() > 1.001 * bound)
+    matrix = weight.detach().flatten(1).float()
+    largest, size = float(matrix.abs().max()), matrix.numel()
+    bound = 1.001 * matrix.shape[1] ** -0.5  # torch's own: uniform within 1 / sqrt(fan_in)
+    if largest <= bound:
+        return False
+    bias: Any = module.bias
+    if _has_moved(bias) and bool(bias.detach().abs().max() > bound):
+        return True
+    std = float(matrix.square().mean().sqrt())
+    kurtosis = float((matrix / std).pow(4).mean())  # 1.8 if uniform, 3 if normal
+    is_uniform = largest <= std * 3**0.5 * (1 + 1.5 * size**-0.5)
+    is_normal = kurtosis >= min(2.3, 3 - 3 * (24 / size) ** 0.5)
+    vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0)).to(matrix.device)
+    for _ in range(10):
+        vector = nn.functional.normalize(matrix.T @ (matrix @ vector), dim=0)
+    spectral = float((matrix @ vector).norm())
+    return not (is_uniform or is_normal) or spectral > std * (sum(n**0.5 for n in matrix.shape) + 2)
 
 
 def _has_moved(tensor: Tensor | None) -> bool:
